@@ -62,15 +62,14 @@ class Progress:
         self._done += num_done
         for name, number in (counts or {}).items():
             self._counts[name] = self._counts.get(name, 0) + number
-        now = time.monotonic()
         if self._bar is not None:
             if counts:
-                self._bar.set_postfix_str(_speeds(self._counts, now - self._began), refresh=False)
+                self._bar.set_postfix_str(_speeds(self._counts, self.elapsed_s), refresh=False)
             self._bar.update(num_done)
-        elif now - self._spoke >= LOG_EVERY_S:
-            self._spoke = now
-            elapsed_s = now - self._began
-            self.say(progress_line(self._label, self._done, self._total, self._unit, elapsed_s, self._counts))
+        elif time.monotonic() - self._spoke >= LOG_EVERY_S:
+            self._spoke = time.monotonic()
+            facts = (self._done, self._total, self._unit, self.elapsed_s, self._counts)
+            self.say(progress_line(self._label, *facts))
 
     @property
     def elapsed_s(self) -> float:
@@ -109,19 +108,14 @@ def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
     return ", ".join(f"{short_number(rate)} {name}/s" for name, rate in rates.items())
 
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
 def short_number(value: float) -> str:
     """``12345678`` -> ``12.3 M``: three digits and a decimal prefix; ``512`` stays as it is."""
-    digits, prefix = _scaled(value)
-    return f"{digits} {prefix}" if prefix else digits
+    return _scaled(value).rstrip()
 
 
 def short_bytes(value: float) -> str:
     """``12345678`` -> ``12.3 MB``, ``512`` -> ``512 B``."""
-    digits, prefix = _scaled(value)
-    return f"{digits} {prefix}B"
+    return f"{_scaled(value)}B"
 
 
 def short_time(seconds: float) -> str:
@@ -148,12 +142,12 @@ def shards_text(ids: str) -> str:
     return f"shard{'' if ids.isdecimal() else 's'} {ids}"
 
 
-def _scaled(value: float) -> tuple[str, str]:
-    for size, prefix in _PREFIXES:
+def _scaled(value: float) -> str:
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}", prefix
-    return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {prefix}"
+    return f"{value:.0f} " if value == int(value) else f"{value:.3g} "
 
 
 def num_cells(text: str) -> int:

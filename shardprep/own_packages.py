@@ -71,8 +71,5 @@ REMEDY = "install shardprep anew, in a virtual environment of its own"
 
 def _is_changed(file: importlib.metadata.PackagePath) -> bool:
     path = Path(str(file.locate()))
-    return (
-        file.suffix == ".py"
-        and file.size is not None
-        and not (path.is_file() and path.stat().st_size == file.size)
-    )
+    is_listed = file.suffix == ".py" and file.size is not None
+    return is_listed and not (path.is_file() and path.stat().st_size == file.size)

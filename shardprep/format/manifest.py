@@ -337,7 +337,7 @@ def read_index(folder: Path) -> DatasetIndex:
     """
     path = folder / INDEX_NAME
     try:
-        with _without_garbage_collection():
+        with without_garbage_collection():
             return DatasetIndex.from_json(read_checked(path, "shardprep-index", max_bytes=MAX_INDEX_BYTES))
     except NOT_THERE:
         return _merge_folder(folder)
@@ -346,8 +346,8 @@ def read_index(folder: Path) -> DatasetIndex:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """One list per shard would start several full collections, which take longer than all the rest."""
+def without_garbage_collection() -> Iterator[None]:
+    """Where many objects are made, each full collection goes through all there are, such as torch's."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,10 +92,11 @@ def _server_lines(path: Path) -> list[str]:
         lines = targets.lines()
     except LustreError as error:
         lines = [f"how full OSTs and MDTs are is unknown: {error}"]
-    for what, ask in (
-        ("which OSTs are inactive", lambda: state_lines(ost_states(path), targets)),
-        ("which files are released", lambda: released_lines(path)),
-    ):
+    asked: dict[str, Callable[[], list[str]]] = {
+        "which OSTs are inactive": lambda: state_lines(ost_states(path), targets),
+        "which files are released": lambda: released_lines(path),
+    }
+    for what, ask in asked.items():
         try:
             lines += ask()
         except (LustreError, OSError) as error:

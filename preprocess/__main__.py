@@ -19,7 +19,7 @@ from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, en
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
-from shardprep.format.names import INDEX_NAME, PLAN_NAME, id_ranges, ids_of_ranges, quarantine_path
+from shardprep.format.names import INDEX_NAME, PLAN_NAME, id_ranges, ids_of_ranges
 
 if TYPE_CHECKING:
     from preprocess.check.verify import Problem

@@ -11,7 +11,8 @@ import dataclasses
 import gc
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -321,16 +322,24 @@ def read_index(folder: Path) -> DatasetIndex:
     ReadWriteError.
     """
     path = folder / INDEX_NAME
-    collects = gc.isenabled()
-    gc.disable()  # one list per shard would start several full collections, longer than all the rest
     try:
-        return DatasetIndex.from_json(read_checked(path, "shardprep-index", max_bytes=MAX_INDEX_BYTES))
+        with without_garbage_collection():
+            return DatasetIndex.from_json(read_checked(path, "shardprep-index", max_bytes=MAX_INDEX_BYTES))
     except NOT_THERE:
         return _merge_folder(folder)
     except BrokenShard as error:
         raise BrokenShard(f"{error}; run: shardprep verify {quoted(folder)}") from None
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Where many objects are made, each full collection goes through all there are, such as torch's."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
-        if collects:
+        if was_on:
             gc.enable()
 
 

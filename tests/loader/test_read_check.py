@@ -212,7 +212,7 @@ def test_a_bit_of_the_crc32s_themselves_is_refused_and_no_tar_is_blamed(copied: 
 def test_crc32s_of_another_shard_are_refused(copied: Path) -> None:
     folder = copied / "json" / "crcs"
     shutil.copy(folder / "shard-00001.crc", folder / "shard-00000.crc")
-    with pytest.raises(BrokenShard, match=r"is of shard 1, .*expected shard 0 .*verify .* --crcs"):
+    with pytest.raises(BrokenShard, match=r"written for shard_id 1, expected 0.*verify .* --crcs"):
         epoch(load(copied / "json", read_check="crc"))
 
 

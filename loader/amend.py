@@ -68,12 +68,13 @@ def go_on(
     """What a loader of a plan delivers behind a state, from where on, and whether that amends the run. Raises
     OtherRun, OtherTokenizer, BrokenShard or UsageError."""
     saved = state.get("fingerprint") if isinstance(state, Mapping) else None
+    plan = _in_blocks_of(saved, plan) if isinstance(saved, Mapping) else plan
     own = SizeHistory.of_fingerprint(plan.fingerprint)
     history = SizeHistory.of_fingerprint(saved) if isinstance(saved, Mapping) else None
     if not isinstance(saved, Mapping) or history is None or own is None or plan.order.keeps_tail:
         return plan, position_of(state, plan.fingerprint, layout, plan.run), False
     plan = _in_parts(plan, saved)
-    plan_run, plan = plan.run, _laid_out(plan, own, history, layout)
+    plan_run, plan = plan.run, _in_blocks_of(saved, _laid_out(plan, own, history, layout))
     past = _past_mixture(plan, saved)
     expected = _expected(plan, saved, past)
     expected["seq_len"] = saved["seq_len"] if history.seq_len == own.seq_len else own.seq_len
@@ -113,6 +114,29 @@ def go_on(
     fingerprint = {**plan.fingerprint, "num_samples": order.num_samples, **order.sizes, **sizes}
     plan = replace(plan, order=order, samples=samples, run=run, fingerprint=fingerprint)
     return plan, position, bool(found)
+
+
+def _in_blocks_of(saved: Mapping[str, Any], plan: Plan) -> Plan:
+    """The plan with the blocks and windows of a state's run, which another version may have chosen."""
+    order: Order | Mixture = plan.order
+    if isinstance(order, Mixture):
+        past = Mixture.of_sizes(saved, order)
+        known = {} if past is None else dict(zip(past.names, past.orders, strict=True))
+        orders = (
+            _with_blocks(each, known[name].sizes) if name in known else each
+            for name, each in zip(order.names, order.orders, strict=True)
+        )
+        order = replace(order, orders=tuple(orders))
+    else:
+        order = _with_blocks(order, saved)
+    return replace(plan, order=order, fingerprint={**plan.fingerprint, **order.sizes})
+
+
+def _with_blocks(order: Order, sizes: Mapping[str, Any]) -> Order:
+    block, window = sizes.get("block_samples"), sizes.get("window_samples")
+    if not (isinstance(block, int) and isinstance(window, int) and min(block, window) > 0):
+        return order
+    return replace(order, block_samples=block, window_samples=window)
 
 
 def _in_parts(plan: Plan, saved: Mapping[str, Any]) -> Plan:

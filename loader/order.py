@@ -103,8 +103,12 @@ def _half_bits(count: int) -> int:
 
 
 ORDER_VERSION = 2
-BLOCK_BYTES = (128 * 1024, 512 * 1024)  # of a shard, at least and at most: the unit of reading
+BLOCK_BYTES = (128 << 10, 512 << 10)  # of a shard, at least and at most: the unit of reading
 WINDOWS_BYTES = 128 << 20  # of all slots together, where blocks of the least size allow it
+SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = (
+    512,
+    1 << 20,
+)  # blocks grow with the slots, so that all ranks open no more
 BLOCKS_PER_SLOT = 16  # at least so many where there are samples enough, else slots would hardly mix
 GROUPED_SAMPLES = 8192  # of a window that is sorted by length: padding falls with it, memory rises
 GROUPED_BYTES = 64 << 20  # of such a window at most
@@ -144,8 +148,10 @@ class Order(BatchOrder):
        into slices of g, which all slots walk in one order: a global batch is of one length.
 
     The price: no uniform permutation. What is mixed at any time is the V M blocks of the windows, which are
-    in memory: 128 MiB of all ranks up to L = 256, then 0.5 MiB times L. Without ``shuffle`` global batch k is
-    samples ``[k L, (k+1) L)``.
+    in memory: 128 MiB of all ranks up to L = 256. From there on blocks grow with L up to 1 MiB, so that a
+    step of all ranks begins as many blocks, and opens as many shards, as at L = 256. Each place of the global
+    batch holds 2 KiB times L then, from L = 2,048 on 4 MiB. Without ``shuffle`` global batch k is samples
+    ``[k L, (k+1) L)``.
     """
 
     num_samples: int  # N
@@ -268,10 +274,14 @@ class Order(BatchOrder):
 def choose_windows(
     *, num_samples: int, num_bytes: int, global_batch_size: int, group: int = 1
 ) -> tuple[int, int]:
-    """K and M K: samples of a block and of a slot's window. M is 16 for L up to 64, 4 from 256 on."""
+    """K and M K: samples of a block and of a slot's window. M is 16 for L up to 64, 4 from 256 on.
+
+    A run keeps those that it began with, also where a later version would choose others.
+    """
     slots = max(global_batch_size // group, 1)  # Order refuses a group that is larger
     blocks = min(max(1024 // slots, 4), 16)
     block_bytes = min(max(WINDOWS_BYTES // (slots * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
+    block_bytes = max(block_bytes, min(SLOT_BLOCK_BYTES * slots, MOST_BLOCK_BYTES))
     filling = block_bytes * num_samples // max(num_bytes, 1)
     block_samples = max(1, min(filling, num_samples // (BLOCKS_PER_SLOT * slots)))
     if group == 1:

@@ -421,7 +421,7 @@ class ShardSet:
         """``sample 17 of DATA/shard-00003.tar``, for messages."""
         shard = int(self.shard_of(np.array(sample)))
         source, row = self.locate(shard)
-        record = int(self.rows_of(shard, np.array(sample)))
+        record = int(self.rows_of(shard, np.array([sample]))[0])
         return f"sample {record} of {source.path_of(row)}"
 
 

@@ -43,6 +43,7 @@ from shardprep.errors import (
 )
 from shardprep.files import PublishedFile, names_in, publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
+from shardprep.own_packages import HOME
 
 _MAX_CLAIM_BYTES = 1 << 20
 _VERDICT = ".verdict"
@@ -390,8 +391,7 @@ _ERROR_LINE = re.compile(r"(?:shardprep \w+: )?error: (.+)")  # argparse puts th
 
 def _run(*words: str) -> None:
     """Run one command; its lines go to this process's standard error. Raises the error that it ended with."""
-    home = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", _CODE, home, str(os.getpid()), *words]
+    command = [sys.executable, "-c", _CODE, str(HOME), str(os.getpid()), *words]
     last_error = ""
     null, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(

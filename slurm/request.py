@@ -190,7 +190,7 @@ def find_defaults(folder: Path, profile: str | None) -> tuple[dict[str, Any], di
     """
     places = (_SITE / FILE_NAME, user_file(), folder / FILE_NAME)
     tables = [(path, _read(path)) for path in places]
-    for _, table in tables:
+    for _, table in reversed(tables):  # the nearer one first
         chosen = table.pop("profile", None)
         profile = profile or chosen
     profiles = [(path, table.pop("profiles", {})) for path, table in tables]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from preprocess.attempts import folder_identity
 from shardprep.errors import UsageError
+from shardprep.own_packages import HOME
 from slurm.commands import REQUEST_VARIABLES
 from slurm.request import JobRequest
 
@@ -39,8 +40,7 @@ def controller_script(folder: Path, name: str, command: str, request: JobRequest
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'control-%j')}"]
     lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
     lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
-    root = Path(__file__).resolve().parents[1]
-    return "\n".join([*lines, f"cd {shlex.quote(str(root))}", f"exec {command}", ""])
+    return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {command}", ""])
 
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:

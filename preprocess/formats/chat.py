@@ -33,6 +33,7 @@ from typing import IO, Any, NamedTuple
 from preprocess.formats.text_fields import UnusableText
 from shardprep.console import guard_streams
 from shardprep.errors import ReadWriteError, Refused, UsageError
+from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
@@ -209,7 +210,7 @@ def _asked(question: dict[str, Any]) -> Any:
 @functools.lru_cache(maxsize=1)
 def _child() -> subprocess.Popen[bytes]:
     """The one process that renders for this one; it ends with it."""
-    command = [sys.executable, "-c", _CODE, str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", _CODE, str(HOME)]
     environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     with stop_signals_wait():
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)

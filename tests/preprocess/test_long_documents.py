@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import resources
+from preprocess import options as options_of_workers
 from preprocess.formats import long_documents
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
@@ -54,7 +54,7 @@ def write_long_lines(path: Path) -> None:
 def make_with(prep: Any, folder: Path, patch: pytest.MonkeyPatch, long_bytes: int, block_bytes: int) -> None:
     patch.setattr(long_documents, "LONG_BYTES", long_bytes)
     patch.setattr(long_documents, "_READ_BYTES", block_bytes)
-    patch.setattr(resources, "BATCH_BYTES", block_bytes)
+    patch.setattr(options_of_workers, "BATCH_BYTES", block_bytes)
     prep.make(folder)
 
 

@@ -62,14 +62,15 @@ class Progress:
         self._done += num_done
         for name, number in (counts or {}).items():
             self._counts[name] = self._counts.get(name, 0) + number
+        now = time.monotonic()
         if self._bar is not None:
             if counts:
-                self._bar.set_postfix_str(_speeds(self._counts, self.elapsed_s), refresh=False)
+                self._bar.set_postfix_str(_speeds(self._counts, now - self._began), refresh=False)
             self._bar.update(num_done)
-        elif time.monotonic() - self._spoke >= LOG_EVERY_S:
-            self._spoke = time.monotonic()
-            facts = (self._done, self._total, self._unit, self.elapsed_s, self._counts)
-            self.say(progress_line(self._label, *facts))
+        elif now - self._spoke >= LOG_EVERY_S:
+            self._spoke = now
+            elapsed_s = now - self._began
+            self.say(progress_line(self._label, self._done, self._total, self._unit, elapsed_s, self._counts))
 
     @property
     def elapsed_s(self) -> float:

@@ -25,7 +25,6 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print the first batch of a data set, decoded."""
     from loader.dataloader import get_llama3_dataloader
 
     options = {name: value for name, value in vars(args).items() if name != "command"}

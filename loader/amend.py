@@ -13,13 +13,13 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from loader.find_shards import ShardSet
 from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
 from loader.order import Order
 from loader.samples import Samples, samples_of
-from loader.state import OtherRun, Position, Ramp, RunSteps, SizeHistory, check_run, is_same, position_of
+from loader.state import OtherRun, Position, RunSteps, SizeHistory, check_run, is_same, position_of
 from loader.workers import MixedSamples, Plan, check_batch, make_order, rank_slots
 from shardprep.errors import BrokenShard, UsageError
 
@@ -27,9 +27,39 @@ logger = logging.getLogger(__name__)
 _MIXTURE = ("data", "num_samples", "sources", "schedule")  # what an amendment of it changes of a fingerprint
 _SIZES = ("global_batch_size", "batch_size_schedule", "seq_len_schedule")  # the same of sizes
 _PART = re.compile(r" \+\d+$")  # of a name: behind it which later part of its source this is
-_Value = TypeVar("_Value")
-_Stages = Sequence[tuple[int, _Value]]  # from which step on, and what holds then
-_Shares = dict[str, int]  # each source's steps of a cycle
+_Stages = Sequence[tuple[int, Any]]  # from which step on, and what holds then
+_Shares = Sequence[tuple[int, dict[str, int]]]  # likewise: each source's steps of a cycle
+
+
+class _Schedule(NamedTuple):
+    """The stages of a loader's arguments beside those of a state."""
+
+    words: str  # of a difference, with {there} and {here}
+    argument: str  # that gives them
+    instead: str  # what to pass in its place
+    mine: _Stages
+    saved: _Stages
+    text: Callable[[_Stages], str]
+
+    def differs(self, step: int) -> bool:
+        """Whether they differ from a step on."""
+        return _held(self.mine, step) != _held(self.saved, step)
+
+    def difference(self, step: int) -> str:
+        there, here = self.text(_held(self.saved, step)), self.text(_held(self.mine, step))
+        return self.words.format(there=there, here=here)
+
+    def check_over(self, first: int, step: int) -> None:
+        """Raises OtherRun where stages that were over at a step are not those of the run from ``first`` on,
+        its last amendment."""
+        end = max(begin for begin, _ in self.mine if begin <= step)
+        here, there = _held(self.mine, first, end), _held(self.saved, first, end)
+        if first < end and here != there:
+            raise OtherRun(
+                f"{self.argument} has other stages in the steps {first} to {end} than the state: "
+                f"{self.text(here)} here, {self.text(there)} there; keep those that are over, or pass "
+                f"{self.instead} alone"
+            )
 
 
 def go_on(
@@ -38,27 +68,28 @@ def go_on(
     """What a loader of a plan delivers behind a state, from where on, and whether that amends the run. Raises
     OtherRun, OtherTokenizer, BrokenShard or UsageError."""
     saved = state.get("fingerprint") if isinstance(state, Mapping) else None
+    plan = _in_blocks_of(saved, plan) if isinstance(saved, Mapping) else plan
     own = SizeHistory.of_fingerprint(plan.fingerprint)
     history = SizeHistory.of_fingerprint(saved) if isinstance(saved, Mapping) else None
     if not isinstance(saved, Mapping) or history is None or own is None or plan.order.keeps_tail:
         return plan, position_of(state, plan.fingerprint, layout, plan.run), False
     plan = _in_parts(plan, saved)
-    plan_run, plan = plan.run, _laid_out(plan, own, history, layout)
+    plan_run, plan = plan.run, _in_blocks_of(saved, _laid_out(plan, own, history, layout))
     past = _past_mixture(plan, saved)
-    expected = {**plan.fingerprint, **{name: saved[name] for name in _SIZES if name in saved}}
+    expected = _expected(plan, saved, past)
     expected["seq_len"] = saved["seq_len"] if history.seq_len == own.seq_len else own.seq_len
-    if past is not None and past is not plan.order:
-        expected |= _expected_mixture(plan, saved, past)
     check_run(state, expected)
     run = _run_of(history, plan.run, past)
     position = position_of(state, expected, layout, run)
-    step, order_step = run.step_of(position), _order_step(run, position)
-    found = _other_sizes(own, history, max(step, run.amended_at))
+    step, order_step = run.step_of(position), run.total_order_steps(position)
+    last = max(step, run.amended_at)
+    found = [each.difference(last) for each in _size_schedules(own, history) if each.differs(last)]
     order = plan.order
     if past is not None:
         order = past = _with_known_data(past, plan.order)
-        joined, stages = _joined(past, plan.order, plan_run, run)
-        found += _other_mixture(joined, stages, order_step)
+        _, _, mixed = _joined(past, plan.order, plan_run, run)
+        if mixed.differs(max(order_step, past.amended_at)):
+            found.append(mixed.difference(order_step))
     if found and not amend:
         raise OtherRun(
             f"{'; '.join(found)}; pass amend=True to go on so from step {step} on, make the loader as it was "
@@ -72,15 +103,40 @@ def go_on(
             )
         run = _amended_run(run, own, history, position)
         position = run.position(step)
-        order_step = _order_step(run, position)
+        order_step = run.total_order_steps(position)
         if past is not None:
-            joined, stages = _joined(past, plan.order, plan_run, run)
-            order = _amended(past, joined, stages, order_step)
+            joined, stages, mixed = _joined(past, plan.order, plan_run, run)
+            if mixed.differs(order_step):
+                mixed.check_over(past.amended_at, order_step)
+                order = _amended(joined, stages, order_step)
     samples = plan.samples if past is None else _samples_of(order, plan, order_step)
-    sizes = {"num_samples": order.num_samples, **order.sizes}
-    sizes |= run.settings(history.order_batch_size, history.seq_len)
-    fingerprint = {**plan.fingerprint, **sizes}
-    return Plan(order=order, samples=samples, run=run, fingerprint=fingerprint), position, bool(found)
+    sizes = run.settings(history.order_batch_size, history.seq_len)
+    fingerprint = {**plan.fingerprint, "num_samples": order.num_samples, **order.sizes, **sizes}
+    plan = replace(plan, order=order, samples=samples, run=run, fingerprint=fingerprint)
+    return plan, position, bool(found)
+
+
+def _in_blocks_of(saved: Mapping[str, Any], plan: Plan) -> Plan:
+    """The plan with the blocks and windows of a state's run, which another version may have chosen."""
+    order: Order | Mixture = plan.order
+    if isinstance(order, Mixture):
+        past = Mixture.of_sizes(saved, order)
+        known = {} if past is None else dict(zip(past.names, past.orders, strict=True))
+        orders = (
+            _with_blocks(each, known[name].sizes) if name in known else each
+            for name, each in zip(order.names, order.orders, strict=True)
+        )
+        order = replace(order, orders=tuple(orders))
+    else:
+        order = _with_blocks(order, saved)
+    return replace(plan, order=order, fingerprint={**plan.fingerprint, **order.sizes})
+
+
+def _with_blocks(order: Order, sizes: Mapping[str, Any]) -> Order:
+    block, window = sizes.get("block_samples"), sizes.get("window_samples")
+    if not (isinstance(block, int) and isinstance(window, int) and min(block, window) > 0):
+        return order
+    return replace(order, block_samples=block, window_samples=window)
 
 
 def _in_parts(plan: Plan, saved: Mapping[str, Any]) -> Plan:
@@ -92,34 +148,26 @@ def _in_parts(plan: Plan, saved: Mapping[str, Any]) -> Plan:
         return plan
     known = dict(zip(past.names, past.data, strict=True))
     names, samples, orders, data = list[str](), list[Samples](), list[Order](), list[str]()
-    shares: list[list[tuple[int, float]]] = []  # of each source of the plan: its parts, and their shares
-    for name, whole, of_whole, sha in zip(
-        order.names, plan.samples.sources, order.orders, order.data, strict=True
-    ):
+    shares: list[tuple[int, float]] = []  # of each part: its source's number in the plan, its share of it
+    for number, (name, of_whole, sha) in enumerate(zip(order.names, order.orders, order.data, strict=True)):
+        whole = plan.samples.sources[number]
         parts = _parts_of(name, whole.shards, known) if known.get(name) not in (None, "", sha) else {}
         cut = {part: samples_of(whole, shards) for part, shards in parts.items()} or {name: whole}
         total = sum(each.num_samples for each in cut.values())
-        shares.append([(len(names) + at, each.num_samples / total) for at, each in enumerate(cut.values())])
         for part, each in cut.items():
             names.append(part)
             samples.append(each)
+            shares.append((number, each.num_samples / total))
             data.append(each.shards.fingerprint[:16] if parts else sha)
-            size, group = order.global_batch_size, order.group
-            orders.append(
-                make_order(each, each.shards, size, group, seed=of_whole.seed, shuffle=of_whole.shuffle)
-                if parts
-                else of_whole
-            )
+            orders.append(_order_like(of_whole, each, order.global_batch_size) if parts else of_whole)
     if len(names) == len(order.names):
         return plan
-    stages = []
-    for stage in order.stages:
-        weights = [0.0] * len(names)
-        for weight, of_parts in zip(stage.weights, shares, strict=True):
-            for at, share in of_parts:
-                weights[at] = weight * share
-        stages.append(replace(stage, weights=tuple(weights)))
-        for name, weight, count in zip(names, weights, stages[-1].cycle_counts.tolist(), strict=True):
+    stages = [
+        replace(stage, weights=tuple(stage.weights[number] * share for number, share in shares))
+        for stage in order.stages
+    ]
+    for stage in stages:
+        for name, weight, count in zip(names, stage.weights, stage.cycle_counts.tolist(), strict=True):
             if weight and not count:
                 raise UsageError(
                     f"by their part of the weight the folders {name} would be less than one of {CYCLE_STEPS} "
@@ -145,6 +193,11 @@ def _parts_of(name: str, shards: ShardSet, known: Mapping[str, str]) -> dict[str
     return found
 
 
+def _order_like(order: Order, samples: Samples, size: int) -> Order:
+    """The order of other samples, or in other global batches."""
+    return make_order(samples, samples.shards, size, order.group, seed=order.seed, shuffle=order.shuffle)
+
+
 def _samples_of(order: Mixture, plan: Plan, step: int) -> MixedSamples:
     """The plan's samples of each source of a mixture. Raises OtherRun where it lacks some that are needed
     from a step on."""
@@ -158,11 +211,6 @@ def _samples_of(order: Mixture, plan: Plan, step: int) -> MixedSamples:
     return MixedSamples(sources=tuple(present.get(name) for name in order.names))
 
 
-def _order_step(run: RunSteps, position: Position) -> int:
-    """The step of the order at which a position stands, counted through all epochs."""
-    return position.epoch * run.order_steps_per_epoch + run.order_step(position)
-
-
 def _laid_out(plan: Plan, own: SizeHistory, history: SizeHistory, layout: Mapping[str, int]) -> Plan:
     """The plan with the order of a state's first global batch. Raises OtherRun where that cannot be."""
     order, size, world_size = plan.order, history.order_batch_size, layout["world_size"]
@@ -172,14 +220,11 @@ def _laid_out(plan: Plan, own: SizeHistory, history: SizeHistory, layout: Mappin
     orders, sources = (order.orders, plan.samples.sources) if is_mixed else ([order], [plan.samples])
     try:
         check_batch(layout["batch_size"], size, world_size)
-        made = [
-            make_order(source, source.shards, size, order.group, seed=each.seed, shuffle=each.shuffle)
-            for each, source in zip(orders, sources, strict=True)
-        ]
+        made = [_order_like(each, source, size) for each, source in zip(orders, sources, strict=True)]
         rank_slots(made[0], 0, world_size)
     except UsageError as error:
         raise OtherRun(
-            f"{_other('global_batch_size', own.sizes, history.sizes, 0)}; the order of the state has global "
+            f"{_size_schedules(own, history)[0].difference(0)}; the order of the state has global "
             f"batches of {size}, and any later size is a multiple of it, in equal batches: {error}"
         ) from None
     run = replace(
@@ -202,11 +247,13 @@ def _past_mixture(plan: Plan, saved: Mapping[str, Any]) -> Mixture | None:
     return Mixture.of_sizes(saved, plan.order)
 
 
-def _expected_mixture(plan: Plan, saved: Mapping[str, Any], past: Mixture) -> dict[str, Any]:
-    """What a state of a mixture that may be amended has of it: its own, but for the data of 0.1.0."""
-    expected = {name: saved.get(name) for name in _MIXTURE}
-    if not all(past.data) and {*past.names} == {*plan.order.names}:
-        expected["data"] = plan.fingerprint["data"]  # a state of 0.1.0 has no fingerprint of each source
+def _expected(plan: Plan, saved: Mapping[str, Any], past: Mixture | None) -> dict[str, Any]:
+    """What a state that may be amended has: what an amendment changes is its own."""
+    expected = {**plan.fingerprint, **{name: saved[name] for name in _SIZES if name in saved}}
+    if past is not None and past is not plan.order:
+        expected |= {name: saved.get(name) for name in _MIXTURE}
+        if not all(past.data) and {*past.names} == {*plan.order.names}:
+            expected["data"] = plan.fingerprint["data"]  # a state of 0.1.0 has no fingerprint of each source
     return expected
 
 
@@ -232,24 +279,16 @@ def _run_of(history: SizeHistory, run: RunSteps, past: Mixture | None) -> RunSte
     return found
 
 
-def _other_sizes(own: SizeHistory, history: SizeHistory, first: int) -> list[str]:
-    """What differs in the sizes from a step on, as text."""
-    pairs = {
-        "global_batch_size": (own.sizes, history.sizes),
-        "seq_len_schedule": (own.row_lengths, history.row_lengths),
-    }
-    return [
-        _other(name, mine, saved, first)
-        for name, (mine, saved) in pairs.items()
-        if _held(mine, first) != _held(saved, first)
-    ]
+def _size_schedules(own: SizeHistory, history: SizeHistory) -> tuple[_Schedule, _Schedule]:
+    batches, rows, words = "batch_size_schedule", "seq_len_schedule", "{there} in the state, {here} here"
+    whole, lengths = "global_batch_size", (own.row_lengths, history.row_lengths)
+    return (
+        _Schedule(f"{whole} {words}", batches, whole, own.sizes, history.sizes, _ramp_text),
+        _Schedule(f"{rows} {words}", rows, f"no {rows}", *lengths, _ramp_text),
+    )
 
 
-def _other(name: str, mine: Ramp, saved: Ramp, first: int) -> str:
-    return f"{name} {_ramp_text(_held(saved, first))} in the state, {_ramp_text(_held(mine, first))} here"
-
-
-def _ramp_text(held: Ramp) -> str:
+def _ramp_text(held: _Stages) -> str:
     values = [str(value or "whole rows") for _, value in held]
     if len(held) == 1:
         return values[0]
@@ -259,13 +298,11 @@ def _ramp_text(held: Ramp) -> str:
 def _amended_run(run: RunSteps, own: SizeHistory, history: SizeHistory, position: Position) -> RunSteps:
     """The run with the sizes of a plan from a position on. Raises OtherRun or UsageError."""
     step, least = run.step_of(position), history.order_batch_size
-    if not _other_sizes(own, history, step):
+    schedules = _size_schedules(own, history)
+    if not any(each.differs(step) for each in schedules):
         return run
-    for names, mine, saved in (
-        (("batch_size_schedule", "global_batch_size"), own.sizes, history.sizes),
-        (("seq_len_schedule", "no seq_len_schedule"), own.row_lengths, history.row_lengths),
-    ):
-        _check_over(names, mine, saved, run.amended_at, step, _ramp_text)
+    for each in schedules:
+        each.check_over(run.amended_at, step)
     sizes, lengths = _held(own.sizes, step), _held(own.row_lengths, step)
     for first, size in sizes:
         if size % least:
@@ -276,7 +313,7 @@ def _amended_run(run: RunSteps, own: SizeHistory, history: SizeHistory, position
                 "start without the state"
             )
     if lengths == _held(history.row_lengths, step):
-        lengths = [each for each in history.row_lengths if each[0] >= step]
+        lengths = [stage for stage in history.row_lengths if stage[0] >= step]
     return replace(
         run,
         sizes=(*_before(run.sizes, step), *((first, size // least) for first, size in sizes)),
@@ -285,13 +322,13 @@ def _amended_run(run: RunSteps, own: SizeHistory, history: SizeHistory, position
     )
 
 
-def _before(stages: _Stages[_Value], step: int) -> list[tuple[int, _Value]]:
+def _before(stages: _Stages, step: int) -> _Stages:
     return [each for each in stages if each[0] < step]
 
 
-def _held(stages: _Stages[_Value], first: int, end: int | None = None) -> list[tuple[int, _Value]]:
+def _held(stages: _Stages, first: int, end: int | None = None) -> _Stages:
     """What holds in the steps of [first, end)."""
-    found: list[tuple[int, _Value]] = []
+    found: list[tuple[int, Any]] = []
     for step, value in stages:
         if end is not None and step >= end:
             break
@@ -300,25 +337,6 @@ def _held(stages: _Stages[_Value], first: int, end: int | None = None) -> list[t
         if not found or found[-1][1] != value:
             found.append((max(step, first), value))
     return found
-
-
-def _check_over(
-    names: tuple[str, str],
-    mine: _Stages[_Value],
-    past: _Stages[_Value],
-    first: int,
-    step: int,
-    text: Callable[[list[tuple[int, _Value]]], str],
-) -> None:
-    """Raises OtherRun where stages that were over at a step are not those of the run since its last
-    amendment. ``names``: of the schedule, and of what to pass in its place."""
-    end = max(begin for begin, _ in mine if begin <= step)
-    if first < end and _held(mine, first, end) != _held(past, first, end):
-        raise OtherRun(
-            f"{names[0]} has other stages in the steps {first} to {end} than the state: "
-            f"{text(_held(mine, first, end))} here, {text(_held(past, first, end))} there; keep those that "
-            f"are over, or pass {names[1]} alone"
-        )
 
 
 def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
@@ -342,9 +360,9 @@ def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
 
 def _joined(
     past: Mixture, plan: Mixture, plan_run: RunSteps, run: RunSteps
-) -> tuple[Mixture, tuple[Stage, ...]]:
-    """The past with the plan's new sources behind its own, and the plan's stages as of all of these, at the
-    steps of a run that may have other sizes."""
+) -> tuple[Mixture, tuple[Stage, ...], _Schedule]:
+    """The past with the plan's new sources behind its own, the plan's stages as of all of these, at the steps
+    of a run that may have other sizes, and the weights of both, by steps of the order."""
     new = [number for number, name in enumerate(plan.names) if name not in past.names]
     names = (*past.names, *(plan.names[number] for number in new))
     orders = [
@@ -364,10 +382,13 @@ def _joined(
         weights = dict(zip(plan.names, stage.weights, strict=True))
         first_step = run.first_of_order(plan_run.step_from(stage.first_step))
         stages.append(Stage(first_step=first_step, weights=tuple(weights.get(n, 0.0) for n in names)))
-    return joined, tuple(stages)
+    mine, saved = _shares(joined, stages), _shares(joined, joined.stages)
+    words = "the state is of another mixture: it has {there}; this loader has {here}"
+    mixed = _Schedule(words, "weights_schedule", "weights=", mine, saved, _shares_text)
+    return joined, tuple(stages), mixed
 
 
-def _shares(mixture: Mixture, stages: Sequence[Stage]) -> list[tuple[int, _Shares]]:
+def _shares(mixture: Mixture, stages: Sequence[Stage]) -> _Shares:
     """The stages of a mixture, with shares that are compared exactly."""
     found = []
     for stage in stages:
@@ -376,22 +397,8 @@ def _shares(mixture: Mixture, stages: Sequence[Stage]) -> list[tuple[int, _Share
     return found
 
 
-def _other_mixture(past: Mixture, stages: tuple[Stage, ...], step: int) -> list[str]:
-    """What differs from a step of the order on, as text."""
-    mine, saved, now = _shares(past, stages), _shares(past, past.stages), max(step, past.amended_at)
-    if _held(mine, now) == _held(saved, now):
-        return []
-    there, here = _shares_text(_held(saved, step)), _shares_text(_held(mine, step))
-    return [f"the state is of another mixture: it has {there}; this loader has {here}"]
-
-
-def _amended(past: Mixture, joined: Mixture, stages: tuple[Stage, ...], step: int) -> Mixture:
-    """The past up to a step, and from there on what these stages say. Raises OtherRun where stages that were
-    over then are not those of the run."""
-    mine, saved = _shares(joined, stages), _shares(joined, joined.stages)
-    if _held(mine, step) == _held(saved, step):
-        return past
-    _check_over(("weights_schedule", "weights="), mine, saved, past.amended_at, step, _shares_text)
+def _amended(joined: Mixture, stages: tuple[Stage, ...], step: int) -> Mixture:
+    """The run up to a step, and from there on what these stages say."""
     cut = joined.round_at(step)
     number = sum(stage.first_step <= step for stage in stages) - 1
     holding = replace(
@@ -403,7 +410,7 @@ def _amended(past: Mixture, joined: Mixture, stages: tuple[Stage, ...], step: in
     return replace(joined, stages=(*before, holding, *stages[number + 1 :]))
 
 
-def _shares_text(held: _Stages[_Shares]) -> str:
+def _shares_text(held: _Stages) -> str:
     return "; ".join(
         f"from step {first} on "
         + ", ".join(f"{name} {count / CYCLE_STEPS:.4g}" for name, count in counts.items())
@@ -414,7 +421,14 @@ def _shares_text(held: _Stages[_Shares]) -> str:
 def describe(plan: Plan, data: str, step: int, until: int) -> str:
     """The tree of sources at a step of the order, with their epochs then and at a later step, and the sizes
     where they change. ``data``: the fingerprint of one data set, where no sources are mixed."""
-    return "\n".join([_sources_text(plan.order, plan.samples, data, step, until), *_size_lines(plan)])
+    order, samples = plan.order, plan.samples
+    if isinstance(order, Mixture):
+        lines = _mixture_lines(order, samples.sources, step, until)
+    else:
+        size = f"{order.num_samples:,} samples, about {samples.mean_tokens * samples.num_samples:.3g} tokens"
+        epochs = _epochs(step / order.steps_per_epoch, until / order.steps_per_epoch, until)
+        lines = [f"one data set: {size}, data {data[:16]}, {epochs}"]
+    return "\n".join([*lines, *_size_lines(plan)])
 
 
 def _size_lines(plan: Plan) -> list[str]:
@@ -431,18 +445,10 @@ def _size_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _sources_text(
-    order: Order | Mixture, samples: Samples | MixedSamples, data: str, step: int, until: int
-) -> str:
-    if not isinstance(order, Mixture):
-        size = f"{order.num_samples:,} samples, about {samples.mean_tokens * samples.num_samples:.3g} tokens"
-        now_and_then = (step / order.steps_per_epoch, until / order.steps_per_epoch)
-        return f"one data set: {size}, data {data[:16]}, {_epochs(*now_and_then, until)}"
+def _mixture_lines(order: Mixture, samples: Sequence[Samples | None], step: int, until: int) -> list[str]:
     held = next(stage for stage in reversed(order.stages) if stage.first_step <= step)
     shares = dict(zip(order.names, (held.cycle_counts / CYCLE_STEPS).tolist(), strict=True))
-    sources = (
-        dict(zip(order.names, samples.sources, strict=True)) if isinstance(samples, MixedSamples) else {}
-    )
+    sources = dict(zip(order.names, samples, strict=True))
     means = {name: source.mean_tokens for name, source in sources.items() if source is not None}
     all_tokens = sum(shares[name] * mean for name, mean in means.items())
     now, then, width = order.epochs(step), order.epochs(until), max(map(len, order.names))
@@ -458,11 +464,10 @@ def _sources_text(
             f"{of_source.num_samples:,} samples, {tokens}, data {found or 'unknown'}"
         )
     lines.append("what held, by share of samples")
-    for stage in order.stages:
-        counts = zip(order.names, stage.cycle_counts.tolist(), strict=True)
-        weights = ", ".join(f"{name} {count / CYCLE_STEPS:.1%}" for name, count in counts if count)
-        lines.append(f"  from step {stage.first_step}{' (amended)' if stage.cut_end else ''}: {weights}")
-    return "\n".join(lines)
+    for stage, (first, counts) in zip(order.stages, _shares(order, order.stages), strict=True):
+        weights = ", ".join(f"{name} {count / CYCLE_STEPS:.1%}" for name, count in counts.items())
+        lines.append(f"  from step {first}{' (amended)' if stage.cut_end else ''}: {weights}")
+    return lines
 
 
 def _epochs(now: float, then: float, until: int) -> str:

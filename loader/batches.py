@@ -18,6 +18,8 @@ import torch
 from loader.boundaries import boundary_fields
 from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, step_edges, step_origins
 from loader.context_parallel import split_for_context_parallel as split_for_context_parallel  # its old place
+from loader.find_shards import check_choice
+from loader.order import Int64s
 from loader.state import Ramp, RunSteps, check_ramp
 from shardprep.errors import UsageError
 
@@ -213,8 +215,7 @@ def check_padding(
     padding: str, batch_size: int, max_length: int | None, max_padded_tokens: int | None, long_documents: str
 ) -> None:
     """Raises UsageError where a width is needed and not given, or batches could be too large."""
-    if padding not in ("longest", "max_length"):
-        raise UsageError(f"padding is {padding!r}, expected longest or max_length")
+    check_choice("padding", padding, Literal["longest", "max_length"])
     if max_length is None and (padding == "max_length" or long_documents != "truncate"):
         raise UsageError(f"padding={padding!r} with long_documents={long_documents!r} needs max_length")
     if max_padded_tokens is not None and batch_size * (max_length or 1) > max_padded_tokens:
@@ -293,8 +294,7 @@ Targets = Literal["same", "shifted"]
 
 def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: bool) -> bool:
     """Whether labels are shifted. Raises UsageError where that does not go with the other arguments."""
-    if targets not in get_args(Targets):
-        raise UsageError(f"targets is {targets!r}, expected {' or '.join(map(repr, get_args(Targets)))}")
+    check_choice("targets", targets, Targets)
     if targets == "shifted" and "transformers" in boundaries:
         raise UsageError(
             "transformers' models shift labels themselves, so targets='shifted' would shift them twice; "
@@ -366,9 +366,7 @@ def cut_edges(edges: Edges, width: int) -> Edges:
     return Edges.of(begins, (num_places // width, width))
 
 
-def fit_origins(
-    origins: npt.NDArray[np.int64], lengths: npt.NDArray[Any] | None, row_places: int, width: int
-) -> npt.NDArray[np.int64]:
+def fit_origins(origins: Int64s, lengths: npt.NDArray[Any] | None, row_places: int, width: int) -> Int64s:
     """The origins of rows of ``row_places``, without documents behind them; of shorter rows of ``width``,
     where each piece of a document has its own. ``lengths``: tokens of each row (None: all are full)."""
     origins = origins[origins[:, 1] < row_places]
@@ -431,7 +429,7 @@ class Uncollated(NamedTuple):
     is_filler: Fillers = None  # samples that fill a last batch up, if there are any: they have no labels
     width: int = 0  # that rows are cut to, side by side; 0: as they are
     starts: Sequence[Ids] | None = None  # where documents begin in each row, if sample_fields ask for it
-    origins: npt.NDArray[np.int64] | None = None  # int64[documents, ORIGIN], if they were asked for
+    origins: Int64s | None = None  # int64[documents, ORIGIN], if they were asked for
 
     @property
     def num_tokens(self) -> int:
@@ -607,10 +605,9 @@ def _of_part(is_filler: Fillers, part: slice) -> Fillers:
 
 def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any] | None]:
     """The rows of one step of some chunks, and their lengths unless all are full."""
-    if len(chunks) == 1:
-        chunk = chunks[0]
-        return chunk.ids[:, step], None if chunk.is_full(step) else chunk.lengths[:, step]
-    rows = np.concatenate([chunk.ids[:, step] for chunk in chunks])
+    rows = chunks[0].ids[:, step]
+    if len(chunks) > 1:
+        rows = np.concatenate([rows, *(chunk.ids[:, step] for chunk in chunks[1:])])
     if all(chunk.is_full(step) for chunk in chunks):
         return rows, None
     return rows, np.concatenate([chunk.lengths[:, step] for chunk in chunks])
@@ -630,7 +627,7 @@ def cut_token_batches(
                 fills = is_filler is not None and is_filler[number]
                 is_filled = np.ones(len(lengths), bool) if fills else None
                 if tells:
-                    origins = chunk.origins_of(step, slot, slot + 1)
+                    origins = step_origins([chunk], step, slice(slot, slot + 1))
                     origins[:, 0] = np.arange(len(origins))
                 yield Uncollated(ids[begin : begin + size], lengths, None, is_filled, origins=origins)
             number, begin = number + 1, begin + size

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from loader.chunks import Edges
+from loader.order import Int64s
 from shardprep.errors import Refused, UsageError
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
 
 
 @lru_cache(maxsize=4)
-def _places(number: int) -> npt.NDArray[np.int64]:
+def _places(number: int) -> Int64s:
     """0, 1 .. ``number`` - 1; never written to."""
     return np.arange(number)
 
@@ -86,7 +87,7 @@ def boundary_fields(names: tuple[str, ...], edges: Edges, lengths: npt.NDArray[A
     return fields
 
 
-def _segment_numbers(edges: Edges, lengths: npt.NDArray[Any] | None) -> npt.NDArray[np.int64]:
+def _segment_numbers(edges: Edges, lengths: npt.NDArray[Any] | None) -> Int64s:
     """int64[edges]: the number of each document in its row, from 1; 0 for padding."""
     rows, within = np.divmod(edges.begins, edges.shape[1])
     numbers = np.arange(len(rows))

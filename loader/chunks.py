@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
+from loader.order import Int32s, Int64s
 from loader.withdrawn import WithdrawnTokens
 
 IGNORED = -100  # a label that cross_entropy leaves out
@@ -30,12 +31,12 @@ class ScatteredRows:
     stay in the cache, which the 1 MiB of a whole chunk would not."""
 
     flat: npt.NDArray[np.integer[Any]]
-    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in flat each row begins
+    at: Int64s  # int64[samples per step, steps]: where in flat each row begins
     row_tokens: int
     mask: npt.NDArray[np.uint8] | None = None  # 1 where a token has a label; None: all have
-    mask_at: npt.NDArray[np.int64] | None = None  # likewise: where in mask each row begins; -1: all have
+    mask_at: Int64s | None = None  # likewise: where in mask each row begins; -1: all have
     withdrawn: WithdrawnTokens | None = None  # None: none of any data set of the loader
-    sample: npt.NDArray[np.int64] | None = None  # likewise: which stored sample each row is
+    sample: Int64s | None = None  # likewise: which stored sample each row is
 
     @property
     def is_plain(self) -> bool:
@@ -49,7 +50,12 @@ class ScatteredRows:
     def __getitem__(self, places: Any) -> npt.NDArray[np.integer[Any]]:
         """As of an array ``[samples per step, steps, row_tokens]``; always a copy. With a mask int32,
         NO_LABEL in the tokens that have none, and WITHDRAWN in place of those that are."""
-        rows = self._labeled(places)
+        rows: npt.NDArray[np.integer[Any]] = self._view[self.at[places]]
+        if self.mask is not None and self.mask_at is not None:
+            at = self.mask_at[places]
+            without = sliding_window_view(self.mask, self.row_tokens)[at] == 0
+            without[at < 0] = False
+            rows = np.where(without, rows.astype(np.int32) | NO_LABEL, rows.astype(np.int32))
         if self.withdrawn is None or self.sample is None:
             return rows
         samples = self.sample[places].reshape(-1)
@@ -59,14 +65,31 @@ class ScatteredRows:
             rows.reshape(-1)[gone] = WITHDRAWN
         return rows
 
-    def _labeled(self, places: Any) -> npt.NDArray[np.integer[Any]]:
-        rows: npt.NDArray[np.integer[Any]] = self._view[self.at[places]]
-        if self.mask is None or self.mask_at is None:
-            return rows
-        at = self.mask_at[places]
-        without = sliding_window_view(self.mask, self.row_tokens)[at] == 0
-        without[at < 0] = False
-        return np.where(without, rows.astype(np.int32) | NO_LABEL, rows.astype(np.int32))
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Some numbers of each sample, in one array, one step after another."""
+
+    counts: Int32s  # int32[samples per step, steps]
+    flat: Int32s
+
+    @cached_property
+    def begins(self) -> Int64s:
+        """Where the part of each sample begins: int64[samples per step, steps]."""
+        by_step = self.counts.T
+        return np.cumsum(by_step, dtype=np.int64).reshape(by_step.shape).T - self.counts
+
+    @cached_property
+    def _bounds(self) -> list[int]:
+        """The same of all, and the end: one list, for thousands would bring on full garbage collections, of
+        0.1 s each."""
+        bounds: list[int] = [*self.begins.T.reshape(-1).tolist(), len(self.flat)]
+        return bounds
+
+    def of(self, step: int, first: int, end: int) -> Int32s:
+        """Those of some samples of a step, one after another."""
+        begin = step * len(self.counts)
+        return self.flat[self._bounds[begin + first] : self._bounds[begin + end]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,54 +98,53 @@ class ScatteredParts:
 
     flats: list[npt.NDArray[np.integer[Any]]]
     number: npt.NDArray[np.intp]  # intp[samples per step, steps]: which flat each part lies in
-    at: npt.NDArray[np.int64]  # int64[samples per step, steps]: where in it the part begins
-    row_tokens: int = 0  # of each part where all are rows
+    at: Int64s  # int64[samples per step, steps]: where in it the part begins
+    counts: Int32s  # int32[samples per step, steps]: how much of it; of rows a whole row
 
     @staticmethod
-    def of_shape(shape: tuple[int, int], row_tokens: int = 0) -> ScatteredParts:
-        number, at = np.empty(shape, np.intp), np.empty(shape, np.int64)
-        return ScatteredParts(flats=[], number=number, at=at, row_tokens=row_tokens)
+    def of_shape(shape: tuple[int, int]) -> ScatteredParts:
+        number, at, counts = np.empty(shape, np.intp), np.empty(shape, np.int64), np.empty(shape, np.int32)
+        return ScatteredParts(flats=[], number=number, at=at, counts=counts)
 
-    def put(self, places: Any, flat: Any, at: npt.NDArray[np.int64]) -> None:
+    def put(self, places: Any, flat: npt.NDArray[np.integer[Any]], at: Any, counts: Any) -> None:
         """Let the parts of some samples lie in one array."""
-        self.number[places], self.at[places] = len(self.flats), at
+        self.number[places], self.at[places], self.counts[places] = len(self.flats), at, counts
         self.flats.append(flat)
 
     def steps(self, first: int, end: int) -> ScatteredParts:
         """Those of the steps from ``first`` up to ``end``."""
-        return replace(self, number=self.number[:, first:end], at=self.at[:, first:end])
+        columns = {name: getattr(self, name)[:, first:end] for name in ("number", "at", "counts")}
+        return replace(self, **columns)
 
-    @property
-    def by_step(self) -> ScatteredParts:
-        """The same with one step after another."""
-        return replace(self, number=self.number.T, at=self.at.T)
-
-    def __getitem__(self, places: Any) -> npt.NDArray[np.int32]:
+    def __getitem__(self, places: Any) -> Int32s:
         """Of rows, as of an array ``[samples per step, steps, row_tokens]``; always a copy."""
         at = self.at[places]
-        row_places = zip(self.number[places].reshape(-1).tolist(), at.reshape(-1).tolist(), strict=True)
-        rows = [self.flats[number][begin : begin + self.row_tokens] for number, begin in row_places]
-        return np.concatenate(rows).astype(np.int32, copy=False).reshape(*at.shape, self.row_tokens)
+        return _joined(self.flats, self.number[places], at, self.counts[places]).reshape(*at.shape, -1)
 
-    def joined(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The parts of these lengths, one after another."""
-        places = zip(*(each.reshape(-1).tolist() for each in (self.number, self.at, lengths)), strict=True)
-        parts = [self.flats[number][begin : begin + length] for number, begin, length in places]
-        joined: npt.NDArray[np.int32] = np.concatenate(parts).astype(np.int32, copy=False)
-        return joined
+    def joined(self) -> Parts:
+        """Copies of the parts, one step after another."""
+        return Parts(counts=self.counts, flat=_joined(self.flats, self.number.T, self.at.T, self.counts.T))
+
+
+def _joined(flats: list[npt.NDArray[np.integer[Any]]], *places: npt.NDArray[Any]) -> Int32s:
+    """Parts one after another; ``places``: number of the flat, place in it, and size of each."""
+    each = zip(*(column.reshape(-1).tolist() for column in places), strict=True)
+    parts = [flats[number][begin : begin + size] for number, begin, size in each]
+    joined: Int32s = np.concatenate(parts).astype(np.int32, copy=False)
+    return joined
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edges:
     """Where documents, and the padding of rows, begin in the flattened batch; each row begins one."""
 
-    begins: npt.NDArray[np.int64]  # int64[edges], ascending
-    sizes: npt.NDArray[np.int64]  # int64[edges]: places up to the next one
+    begins: Int64s  # int64[edges], ascending
+    sizes: Int64s  # int64[edges]: places up to the next one
     longest: int  # of the sizes
     shape: tuple[int, int]  # rows and width of the batch
 
     @staticmethod
-    def of(begins: npt.NDArray[np.int64], shape: tuple[int, int]) -> Edges:
+    def of(begins: Int64s, shape: tuple[int, int]) -> Edges:
         sizes = np.diff(begins, append=shape[0] * shape[1])
         return Edges(begins=begins, sizes=sizes, longest=int(sizes.max()), shape=shape)
 
@@ -132,18 +154,13 @@ class RowEdges:
     """The edges of many rows of one width, found at once: 15 ns each, where a batch alone costs 30 us."""
 
     width: int
-    _begins: npt.NDArray[np.int64]
-    _sizes: npt.NDArray[np.int64]
+    _begins: Int64s
+    _sizes: Int64s
     _bounds: list[int]  # of each row's edges, and the end
     _longest: list[int]  # size in each row
 
     @staticmethod
-    def of_rows(
-        starts: npt.NDArray[np.int32],
-        rows: npt.NDArray[np.int64],
-        lengths: npt.NDArray[Any],
-        width: int,
-    ) -> RowEdges:
+    def of_rows(starts: Int32s, rows: Int64s, lengths: npt.NDArray[Any], width: int) -> RowEdges:
         """Documents begin at the places ``starts[i]`` of ``rows[i]``; ``lengths``: tokens of each row."""
         row_begins = np.arange(len(lengths), dtype=np.int64) * width
         short = np.flatnonzero(lengths < width)
@@ -190,15 +207,13 @@ def joined_edges(parts: Sequence[Edges]) -> Edges:
 class Chunk:
     """Some consecutive steps of some slots."""
 
-    lengths: npt.NDArray[np.int32]  # int32[samples per step, steps], tokens of each sample
+    lengths: Int32s  # int32[samples per step, steps], tokens of each sample
     # int32[samples per step, steps, row_tokens]; or of samples of any length flat, one step after another
-    ids: npt.NDArray[np.int32] | ScatteredRows | ScatteredParts
+    ids: Int32s | ScatteredRows | ScatteredParts
     row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
-    num_starts: npt.NDArray[np.int32] | None = None  # int32[samples per step, steps]
-    starts: npt.NDArray[np.int32] | None = None  # flat: places in each row where a document begins
-    num_origins: npt.NDArray[np.int32] | None = None  # int32[samples per step, steps]: documents of each
-    origins: npt.NDArray[np.int32] | None = None  # int32[documents, ORIGIN], step after step
+    starts: Parts | None = None  # places in each row where a document begins
+    origins: Parts | None = None  # ORIGIN numbers for each document
 
     def is_full(self, step: int) -> bool:
         """Whether no row of a step holds padding."""
@@ -209,7 +224,7 @@ class Chunk:
         shortest: list[int] = self.lengths.min(axis=0).tolist()
         return shortest
 
-    def ids_of(self, step: int) -> npt.NDArray[np.int32]:
+    def ids_of(self, step: int) -> Int32s:
         """The ids of one step's samples, one after another, where ``ids`` is flat."""
         assert isinstance(self.ids, np.ndarray)
         first, end = self._step_bounds[step : step + 2]
@@ -220,113 +235,80 @@ class Chunk:
         bounds: list[int] = np.cumsum([0, *self.lengths.sum(axis=0, dtype=np.int64).tolist()]).tolist()
         return bounds
 
-    def starts_of(self, step: int) -> list[npt.NDArray[np.int32]]:
+    def starts_of(self, step: int) -> list[Int32s]:
         """Where documents begin in each row of one step, of a chunk that says it."""
         assert self.starts is not None
-        first, end = self._start_bounds[0][step], self._start_bounds[1][step]
-        return [self.starts[start:stop] for start, stop in zip(first, end, strict=True)]
+        return [self.starts.of(step, row, row + 1) for row in range(len(self.lengths))]
 
     @cached_property
-    def _start_bounds(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Where each row's part of ``starts`` begins, and where it ends: of each step a list. Two lists per
-        step, not one per row: thousands would bring on full garbage collections, of 0.1 s each."""
-        assert self.num_starts is not None
-        ends = np.cumsum(self.num_starts.reshape(-1), dtype=np.int64).reshape(self.num_starts.shape)
-        first, end = np.stack([ends - self.num_starts, ends]).swapaxes(1, 2).tolist()
-        return first, end
-
-    def edges(self, step: int, first: int, end: int) -> Edges:
-        """Where documents begin in some rows of one step, of a chunk of rows."""
-        begin = step * len(self.lengths)
-        return self._row_edges.part(begin + first, begin + end)
-
-    @cached_property
-    def _row_edges(self) -> RowEdges:
-        """Of all rows, step after step."""
+    def row_edges(self) -> RowEdges:
+        """Where documents begin in all rows, step after step, of a chunk of rows that says it."""
         assert self.starts is not None
-        assert self.num_starts is not None
-        row_of = np.arange(self.lengths.size).reshape(self.lengths.shape[::-1]).T
-        rows = np.repeat(row_of.reshape(-1), self.num_starts.reshape(-1))
-        return RowEdges.of_rows(self.starts, rows, self.lengths.T.reshape(-1), self.row_tokens)
-
-    def origins_of(self, step: int, first: int, end: int) -> npt.NDArray[np.int64]:
-        """int64[documents, ORIGIN] of some samples of one step; their rows count from 0 at ``first``."""
-        assert self.origins is not None
-        begin = step * len(self.lengths)
-        bounds = self._origin_bounds
-        found = self.origins[bounds[begin + first] : bounds[begin + end]].astype(np.int64)
-        if first:
-            found[:, 0] -= first
-        return found
-
-    @cached_property
-    def _origin_bounds(self) -> list[int]:
-        assert self.num_origins is not None
-        bounds: list[int] = np.cumsum([0, *self.num_origins.T.reshape(-1).tolist()]).tolist()
-        return bounds
+        rows = np.repeat(np.arange(self.lengths.size), self.starts.counts.T.reshape(-1))
+        return RowEdges.of_rows(self.starts.flat, rows, self.lengths.T.reshape(-1), self.row_tokens)
 
     def pack(self) -> torch.Tensor:
         """All of it as one int32 tensor: every tensor that is sent costs a file handle."""
-        num_starts = -1 if self.starts is None else len(self.starts)
-        num_origins = -1 if self.origins is None else len(self.origins)
-        head = np.array([*self.lengths.shape, self.num_cut, num_starts, num_origins], np.int32)
-        parts = [head, self.lengths.reshape(-1)]
-        if self.starts is not None and self.num_starts is not None:
-            parts += [self.num_starts.reshape(-1), self.starts]
-        if self.origins is not None and self.num_origins is not None:
-            parts += [self.num_origins.reshape(-1), self.origins.reshape(-1)]
-        ids = self.ids[:].reshape(-1).astype(np.int32, copy=False)
-        return torch.from_numpy(np.concatenate([*parts, ids]))
+        told = (self.starts, self.origins)
+        sizes = [-1 if parts is None else len(parts.flat) for parts in told]
+        arrays = [np.array([*self.lengths.shape, self.num_cut, *sizes], np.int32), self.lengths.reshape(-1)]
+        for parts in told:
+            if parts is not None:
+                arrays += [parts.counts.reshape(-1), parts.flat]
+        arrays.append(self.ids[:].reshape(-1).astype(np.int32, copy=False))
+        return torch.from_numpy(np.concatenate(arrays))
 
     @staticmethod
     def unpack(packed: torch.Tensor, row_tokens: int) -> Chunk:
         """What ``pack`` packed; ``row_tokens`` is 0 where samples have lengths of their own."""
         flat = packed.numpy()
-        slots, steps, num_cut, num_starts, num_origins = flat[:_HEAD].tolist()
-        size = slots * steps
-        lengths, rest = flat[_HEAD : _HEAD + size].reshape(slots, steps), flat[_HEAD + size :]
-        counts = starts = documents = origins = None
-        if num_starts >= 0:
-            counts, starts = rest[:size].reshape(slots, steps), rest[size : size + num_starts]
-            rest = rest[size + num_starts :]
-        if num_origins >= 0:
-            end = size + num_origins * len(ORIGIN)
-            documents, origins = rest[:size].reshape(slots, steps), rest[size:end].reshape(-1, len(ORIGIN))
-            rest = rest[end:]
+        slots, steps, num_cut, *sizes = flat[:_HEAD].tolist()
+        lengths, rest = np.split(flat[_HEAD:], [slots * steps])
+        told: list[Parts | None] = []
+        for size in sizes:
+            if size < 0:
+                told.append(None)
+                continue
+            counts, part, rest = np.split(rest, [slots * steps, slots * steps + size])
+            told.append(Parts(counts=counts.reshape(slots, steps), flat=part))
         return Chunk(
-            lengths=lengths,
+            lengths=lengths.reshape(slots, steps),
             ids=rest.reshape(slots, steps, row_tokens) if row_tokens else rest,
             row_tokens=row_tokens,
             num_cut=num_cut,
-            num_starts=counts,
-            starts=starts,
-            num_origins=documents,
-            origins=origins,
+            starts=told[0],
+            origins=told[1],
         )
 
 
-def with_origins(chunk: Chunk, num_origins: npt.NDArray[Any], origins: npt.NDArray[np.int32]) -> Chunk:
+def with_origins(chunk: Chunk, num_origins: npt.NDArray[Any], origins: Int32s) -> Chunk:
     """A chunk with the origins of its documents, step after step; their rows are put in here.
     ``num_origins``: int[samples per step, steps]."""
     slots, steps = num_origins.shape
     origins[:, 0] = np.repeat(np.tile(np.arange(slots, dtype=np.int32), steps), num_origins.T.reshape(-1))
-    return replace(chunk, num_origins=num_origins.astype(np.int32), origins=origins)
+    counts = num_origins.astype(np.int32) * len(ORIGIN)
+    return replace(chunk, origins=Parts(counts=counts, flat=origins.reshape(-1)))
 
 
-def step_origins(chunks: list[Chunk], step: int, part: slice) -> npt.NDArray[np.int64]:
-    """Of some of a step's samples; rows count from 0."""
-    parts, row = [], 0
+def step_origins(chunks: list[Chunk], step: int, part: slice) -> Int64s:
+    """Of some of a step's samples: int64[documents, ORIGIN], whose rows count from 0."""
+    found, row = [], 0
     for chunk, first, end in _parts_of(chunks, part):
-        parts.append(chunk.origins_of(step, first, end))
-        if row:
-            parts[-1][:, 0] += row
+        assert chunk.origins is not None
+        found.append(chunk.origins.of(step, first, end).reshape(-1, len(ORIGIN)).astype(np.int64))
+        found[-1][:, 0] += row - first
         row += end - first
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return np.concatenate(found)
 
 
 def step_edges(chunks: list[Chunk], step: int, part: slice) -> Edges:
     """Of some of a step's rows."""
-    return joined_edges([chunk.edges(step, first, end) for chunk, first, end in _parts_of(chunks, part)])
+    return joined_edges(
+        [
+            chunk.row_edges.part(step * len(chunk.lengths) + first, step * len(chunk.lengths) + end)
+            for chunk, first, end in _parts_of(chunks, part)
+        ]
+    )
 
 
 def _parts_of(chunks: list[Chunk], part: slice) -> Iterator[tuple[Chunk, int, int]]:

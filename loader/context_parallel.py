@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from loader.boundaries import HostNumber, document_numbers
 from loader.chunks import IGNORED
+from loader.find_shards import check_choice
+from loader.order import Int64s
 from shardprep.errors import UsageError
 
 _OF_THE_WHOLE = ("cu_seqlens", "max_seqlen")  # kernels want the edges of whole documents
@@ -54,8 +55,7 @@ def split_for_context_parallel(
         raise UsageError("the batch has no input_ids of [batch, seq]; pass what the loader gives")
     if not 0 <= rank < size:
         raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
-    if by not in ("row", "document"):
-        raise UsageError(f"by is {by!r}, expected 'row' or 'document'")
+    check_choice("by", by, Literal["row", "document"])
     fields = {name: value for name, value in batch.items() if name not in _OF_THE_WHOLE}
     for name, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.shape != ids.shape:
@@ -124,9 +124,7 @@ def _split_documents(
     }
 
 
-def _places_of_rank(
-    lengths: npt.NDArray[np.int64], rank: int, size: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _places_of_rank(lengths: Int64s, rank: int, size: int) -> tuple[Int64s, Int64s]:
     """The sequence of each of the rank's places, and its place in it: of each sequence head, then tail.
 
     All ranks get equally many places if the lengths sum to a multiple of ``size``: what a sequence has over

@@ -49,7 +49,7 @@ from loader.samples import LongDocuments, SampleRules, Samples, make_samples
 from loader.staged_copies import warn_of_missing_copies
 from loader.state import Ramp, RunSteps, ramp_sizes
 from loader.token_loader import TokenLoader
-from loader.tokenizer import LoaderTokenizer, choose_tokenizer
+from loader.tokenizer import choose_tokenizer
 from loader.withdrawn import describe_lists
 from loader.workers import (
     MixedSamples,
@@ -75,9 +75,8 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
     data = f"{shards.num_shards:,} shards, {order.num_samples:,} samples"
     samples = f"{loader.step_batches.batch_size} per batch{accumulated} x {who.world_size} ranks"
     steps = f"{loader.run.steps_in(0):,} steps, {len(loader):,} batches per rank"
-    ramps = "".join(
-        f"; {name} {run[name]}" for name in ("global_batch_size", "seq_len") if type(run[name]) is str
-    )
+    ramped = [name for name in ("global_batch_size", "seq_len") if type(run[name]) is str]
+    ramps = "".join(f"; {name} {run[name]}" for name in ramped)
     global_batch = order.global_batch_size * loader.run.order_steps_in(0)
     lines = [
         f"loader of {data}, about {shards.mean_tokens * shards.num_samples:.3g} tokens",
@@ -97,11 +96,9 @@ def _sample(loader: TokenLoader) -> str:
     run, fields = loader.fingerprint, loader.step_batches.boundaries
     if run["seq_len"]:
         seq_len = str(run["seq_len"]).partition(";")[0]
-        apart = (
-            f"; boundaries {', '.join(fields)}" if fields else "; attention crosses documents (no boundaries)"
-        )
+        apart = f"boundaries {', '.join(fields)}" if fields else "attention crosses documents (no boundaries)"
         shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
-        return f"a row of {seq_len} tokens{apart}{shifted}"
+        return f"a row of {seq_len} tokens; {apart}{shifted}"
     if "batch_tokens" in run:
         return f"a batch of documents of like length, of up to {run['batch_tokens']:,} tokens with padding"
     if not run["max_length"]:
@@ -181,13 +178,9 @@ def _with_old_names(make: _Function) -> _Function:
         for name in options.keys() - known.keys():
             near = difflib.get_close_matches(name, known, 1)
             hint = f", did you mean {near[0]!r}" if near else ""
-            groups = [
-                f"{group.lower()}: {', '.join(names)}"
-                for group, names in arguments_by_group(make.__doc__ or "").items()
-            ]
-            raise TypeError(
-                f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {'; '.join(groups)}"
-            )
+            groups = arguments_by_group(make.__doc__ or "").items()
+            every = "; ".join(f"{group.lower()}: {', '.join(names)}" for group, names in groups)
+            raise TypeError(f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {every}")
         return make(*args, **options)
 
     return cast(_Function, call)
@@ -356,12 +349,13 @@ def get_llama3_dataloader(
         ShardprepErrors that say what was found and what to do. TypeError for an unknown argument.
     """
     _check_types(locals())
+    is_validation = split == "validation"
     who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
     batch_size = check_tokens_per_batch(tokens_per_batch, batch_size, padding, max_padded_tokens)
     sizes: Ramp = RunSteps.sizes
     if batch_size_schedule is not None:
         global_batch_size, sizes = ramp_sizes(
-            batch_size_schedule, global_batch_size, is_validation=split == "validation"
+            batch_size_schedule, global_batch_size, is_validation=is_validation
         )
     global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
     fields = boundary_names(boundaries)
@@ -379,14 +373,7 @@ def get_llama3_dataloader(
         sample_fields, has_collate_fn=collate_fn is not None, cuts_rows=seq_len_schedule is not None
     )
     side = document_split(split, validation_fraction)
-    is_validation = split == "validation"
-    mixes = check_mixing(
-        input_shards,
-        weights,
-        weights_schedule,
-        weights_in,
-        is_validation=is_validation,
-    )
+    mixes = check_mixing(input_shards, weights, weights_schedule, weights_in, is_validation=is_validation)
     check_padding(padding, batch_size, max_length, max_padded_tokens, long_documents)
     sources = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
@@ -402,7 +389,12 @@ def get_llama3_dataloader(
         is_masked=next(iter(sources.values())).is_masked,
     )
     warn_of_missing_copies(shards, staged_dir)
-    compares_crcs = check_read_check(read_check, shards, looks=who.rank == 0)
+    context = ReaderContext(
+        reader_index=ReaderIndex(number=who.rank, count=who.world_size),
+        stall_warning_s=stall_warning_s,
+        staged_dir=staged_dir,
+        compares_crcs=check_read_check(read_check, shards, looks=who.rank == 0),
+    )
     size_check = SizeCheck(shards) if who.rank == 0 else None
     tokenizer = choose_tokenizer(shards, model_id)
     every = [
@@ -414,12 +406,7 @@ def get_llama3_dataloader(
             starts=bool(fields or asked_fields),
             keeps_tail=is_validation,
             origins=origins,
-            context=ReaderContext(
-                reader_index=ReaderIndex(number=who.rank, count=who.world_size),
-                stall_warning_s=stall_warning_s,
-                staged_dir=staged_dir,
-                compares_crcs=compares_crcs,
-            ),
+            context=context,
         )
         for part in sources.values()
     ]
@@ -464,6 +451,7 @@ def get_llama3_dataloader(
         persistent_workers=persistent_workers,
         multiprocessing_context=multiprocessing_context,
     )
+    pad = getattr(collate_fn, "pad", None)
     if collate_fn is None:
         pad = choose_pad_token(tokenizer.special)
         log_pad_token(pad, tokenizer.special.eos_token_id)
@@ -474,8 +462,12 @@ def get_llama3_dataloader(
             num_beyond=int(shifts),
             max_padded_tokens=max_padded_tokens,
         )
-    if isinstance(used := getattr(collate_fn, "pad", None), PadToken):
-        tokenizer.pad_with(used.token)
+    if isinstance(pad, PadToken):
+        tokenizer.pad_with(pad.token)
+    withdrawn_id = None
+    if any(each.withdrawn is not None for each in every):  # what pads stands for them
+        token = pad if isinstance(pad, PadToken) else choose_pad_token(tokenizer.special)
+        withdrawn_id = token.token_id
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=samples.row_tokens,
@@ -485,7 +477,7 @@ def get_llama3_dataloader(
         sample_fields=asked_fields,
         origins=origins,
         has_masks=any(part.has_masks for part in sources.values()),
-        withdrawn_id=_withdrawn_id(every, collate_fn, tokenizer),
+        withdrawn_id=withdrawn_id,
     )
     if size_check is not None:
         size_check.wait()
@@ -517,14 +509,6 @@ def get_llama3_dataloader(
     return loader
 
 
-def _withdrawn_id(samples: Sequence[Samples], collate_fn: Collate, tokenizer: LoaderTokenizer) -> int | None:
-    """What stands for withdrawn ids: what pads, else EOS; None where nothing is withdrawn."""
-    if all(each.withdrawn is None for each in samples):
-        return None
-    pad = getattr(collate_fn, "pad", None)
-    return (pad if isinstance(pad, PadToken) else choose_pad_token(tokenizer.special)).token_id
-
-
 def _fingerprint(
     rules: SampleRules, shards: ShardSet, order: Order | Mixture, run: RunSteps, tokenizer: str
 ) -> dict[str, Any]:
@@ -548,41 +532,31 @@ def _fingerprint(
     }
 
 
-_LEAST = {
-    **dict.fromkeys(("batch_size", "tokens_per_batch", "global_batch_size", "max_padded_tokens"), 1),
-    **dict.fromkeys(("seq_len", "max_length", "prefetch_factor", "world_size"), 1),
-    **dict.fromkeys(("pad_to_multiple_of", "num_workers", "rank"), 0),
-}
+_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
+# By an argument's name, or by the type in the signature.
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(
-        ("shuffle", "amend", "origins", "persistent_workers", "pin_memory"),
-        (lambda value: value in (True, False), "True or False"),
-    ),
-    **dict.fromkeys(
-        ("stall_warning_s", "validation_fraction"),
-        (lambda value: isinstance(value, Real) and float(value) > 0, "a number above 0"),
-    ),
     "seed": (lambda value: isinstance(value, Integral), "a whole number"),
     "model_id": (
         lambda value: isinstance(value, (str, os.PathLike)),
         "a model's folder or its name on the hub",
     ),
     "collate_fn": (callable, "a function of a list of samples"),
+    "bool": (lambda value: value in (True, False), "True or False"),
+    "float": (lambda value: isinstance(value, Real) and float(value) > 0, "a number above 0"),
 }
-_NEVER_NONE = {"shuffle", "amend", "origins", "persistent_workers", "seed", "num_workers", "stall_warning_s"}
 
 
 def _check_types(given: Mapping[str, Any]) -> None:
     """Raises UsageError for the first argument that is of no type that it may have."""
-    for name, value in given.items():
-        if value is None and name not in _NEVER_NONE:
+    for name, parameter in inspect.signature(get_llama3_dataloader).parameters.items():
+        value, kind = given[name], parameter.annotation.removesuffix(" | None")
+        if value is None and kind != parameter.annotation:
             continue
-        if name in _LEAST:
-            whole_number(name, value, least=_LEAST[name])
-        elif name in _EXPECTED:
-            is_right, expected = _EXPECTED[name]
-            if not is_right(value):
-                raise UsageError(f"{name} is {value!r}, expected {expected}")
+        is_right, expected = _EXPECTED.get(name) or _EXPECTED.get(kind) or (None, "")
+        if is_right is not None and not is_right(value):
+            raise UsageError(f"{name} is {value!r}, expected {expected}")
+        if is_right is None and kind == "int":
+            whole_number(name, value, least=int(name not in _FROM_0))
 
 
 def _worker_options(

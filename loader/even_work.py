@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from loader.batches import Batch
 from loader.boundaries import document_numbers
+from loader.order import Int64s
 from shardprep.errors import UsageError
 
 
@@ -74,7 +74,7 @@ def attention_work(batch: Mapping[str, Any]) -> torch.Tensor:
     return lengths[numbers].sum(1)  # each token counts the length of its document
 
 
-def even_owners(work: npt.NDArray[np.int64], size: int) -> npt.NDArray[np.int64]:
+def even_owners(work: Int64s, size: int) -> Int64s:
     """The rank of each row, int64[rows], equally many of each rank. From the most work on, the next ``size``
     rows go to a rank each, the largest to the one with the least."""
     owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)

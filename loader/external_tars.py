@@ -26,12 +26,13 @@ from zlib import adler32
 import numpy as np
 import numpy.typing as npt
 
+from loader.order import Int64s
 from shardprep.errors import BrokenShard, UnknownMember
 from shardprep.files import ReadFile
-from shardprep.format.idx import IDX_CHAT_ROW
 from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
 
 _LEAST_BYTES, _MOST_BYTES = 4 << 10, 1 << 20
+_MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has 4,096 at most
 
 
 class TarBytes:
@@ -46,6 +47,7 @@ class TarBytes:
         self._block = b""
         self._first = self._end = 0  # of the block
         self._ahead_bytes = _LEAST_BYTES
+        self._position = 0  # of tarfile
 
     def __len__(self) -> int:
         return self._file.num_bytes
@@ -60,6 +62,23 @@ class TarBytes:
             self._first, self._end = first, first + num_bytes
         return self._block[first - self._first : end - self._first]
 
+    def seek(self, position: int) -> None:
+        self._position = position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, num_bytes: int) -> bytes:
+        """As tarfile asks: a header, or what one says of the next member."""
+        if num_bytes > _MOST_EXTENDED_BYTES:
+            raise BrokenShard(
+                f"{self._file.path} is damaged: the long name at byte {self._position - BLOCK_BYTES} has "
+                f"{num_bytes:,} bytes, expected at most {_MOST_EXTENDED_BYTES:,}; write or copy it again"
+            )
+        data = self[self._position : self._position + num_bytes]
+        self._position += len(data)
+        return data
+
     def __enter__(self) -> TarBytes:
         return self
 
@@ -69,7 +88,6 @@ class TarBytes:
 
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 _PIECE_BYTES = 1 << 20
-_MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has 4,096 at most
 _KINDS = b"\x0001234567xgLK"  # files, links, folders, devices; and headers that say more of the next one
 _SIZE = re.compile(r"\d{1,18}")
 _TIME = re.compile(rb"(\d\d) [acm]time=[\d.]+\n")
@@ -83,7 +101,10 @@ def tar_members(path: Path, tar: TarBytes) -> Iterator[tuple[str, int, int]]:
     The same as Python's tarfile finds, or BrokenShard.
     """
     position, size = 0, len(tar)
-    headers = _UnusualHeaders(path, tar)
+    archive = tarfile.TarFile(
+        fileobj=io.BytesIO(bytes(2 * BLOCK_BYTES)), encoding="utf-8", errors="surrogateescape"
+    )
+    archive.fileobj = tar  # type: ignore[assignment]
     while True:
         block = tar[position : position + BLOCK_BYTES]
         if block == _ZERO_BLOCK:
@@ -99,7 +120,7 @@ def tar_members(path: Path, tar: TarBytes) -> Iterator[tuple[str, int, int]]:
             start += 2 * BLOCK_BYTES
         found = _plain_header(tar[start : start + BLOCK_BYTES], "0")
         if found is None:
-            name, data, num_bytes, is_file = headers.member(block, position)
+            name, data, num_bytes, is_file = _unusual_member(path, archive, block, position)
         else:
             (name, num_bytes), data, is_file = found, start + BLOCK_BYTES, True
         if data + num_bytes > size:
@@ -147,86 +168,54 @@ def _are_numbers(fields: bytes) -> bool:
     return True
 
 
-class _UnusualHeaders:
-    """Headers as tarfile reads them, with those before that say more of a member."""
-
-    def __init__(self, path: Path, tar: TarBytes) -> None:
-        self._path = path
-        self._tar = tar
-        self._position = 0
-        self._archive: tarfile.TarFile | None = None
-
-    def seek(self, position: int) -> None:
-        self._position = position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, num_bytes: int) -> bytes:
-        """For tarfile."""
-        if num_bytes > _MOST_EXTENDED_BYTES:
-            raise BrokenShard(
-                f"{self._path} is damaged: the long name at byte {self._position - BLOCK_BYTES} has "
-                f"{num_bytes:,} bytes, expected at most {_MOST_EXTENDED_BYTES:,}; write or copy it again"
-            )
-        data = self._tar[self._position : self._position + num_bytes]
-        self._position += len(data)
-        return data
-
-    def member(self, block: bytes, position: int) -> tuple[str, int, int, bool]:
-        """Name, first byte and size of the data, and whether it is a regular file. Raises BrokenShard."""
-        try:
-            self._check_kind(tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").type, position)
-            if self._archive is None:
-                self._archive = tarfile.TarFile(
-                    fileobj=io.BytesIO(bytes(2 * BLOCK_BYTES)), encoding="utf-8", errors="surrogateescape"
-                )
-                self._archive.fileobj = self  # type: ignore[assignment]
-            self.seek(position)
-            member = tarfile.TarInfo.fromtarfile(self._archive)
-        except tarfile.HeaderError as error:
-            raise self._broken(block, position, error) from None
-        self._check_kind(member.type, member.offset)
-        records, shared = member.pax_headers, self._archive.pax_headers
-        has_size = _SIZE.fullmatch(records.get("size", "0"))
-        if member.size < 0 or not has_size or not _LAYOUT_KEYS.isdisjoint(shared) or "hdrcharset" in records:
-            what = (
-                f"PAX records {records} {shared}" if records or shared else f"a size of {member.size} bytes"
-            )
-            raise BrokenShard(
-                f"{self._path} is damaged: the header at byte {position} has {what}, expected a whole number "
-                "of bytes, and none for all members; write or copy it again"
-            )
-        if member.sparse is not None or any(key.startswith("GNU.sparse.") for key in records):
-            raise self._unknown("sparse", position)
-        is_file = member.isreg()
-        return member.name, member.offset_data, member.size if is_file else 0, is_file
-
-    def _check_kind(self, kind: bytes, position: int) -> None:
-        if kind not in _KINDS:
-            raise self._unknown(repr(kind), position)
-
-    def _unknown(self, kind: str, position: int) -> BrokenShard:
-        path = self._path
-        return BrokenShard(
-            f"{path} has a member of kind {kind} at byte {position}, expected files, folders and links; "
-            "sparse files and parts of volumes cannot be read: unpack and pack them again"
-        )
-
-    def _broken(self, block: bytes, position: int, error: Exception) -> BrokenShard:
+def _unusual_member(
+    path: Path, archive: tarfile.TarFile, block: bytes, position: int
+) -> tuple[str, int, int, bool]:
+    """Name, first byte and size of the data, and whether it is a regular file, as tarfile reads the header
+    and those before it that say more of the member. Raises BrokenShard."""
+    try:
+        _check_kind(path, tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").type, position)
+        archive.fileobj.seek(position)
+        member = tarfile.TarInfo.fromtarfile(archive)
+    except tarfile.HeaderError as error:
         if position == 0 and (block[:2] == b"\x1f\x8b" or block[:4] == b"\x28\xb5\x2f\xfd"):
-            return BrokenShard(
-                f"{self._path} is compressed; the loader reads at random, so decompress it first"
+            why = "is compressed; the loader reads at random, so decompress it first"
+        elif isinstance(error, tarfile.SubsequentHeaderError):  # type: ignore[attr-defined]
+            why = (
+                f"is cut short, or damaged: behind the header at byte {position} no whole one stands; write "
+                "or copy it again"
             )
-        if isinstance(error, tarfile.SubsequentHeaderError):  # type: ignore[attr-defined]
-            return BrokenShard(
-                f"{self._path} is cut short, or damaged: behind the header at byte {position} no whole one "
-                "stands; write or copy it again"
+        else:
+            why = (
+                f"is no tar, or is damaged: at byte {position} stands no member's header of a right checksum "
+                f"and numbers ({error}); copy it again, or write it again"
             )
-        return BrokenShard(
-            f"{self._path} is no tar, or is damaged: at byte {position} stands no member's header of a right "
-            f"checksum and numbers ({error}); copy it again, or write it again"
+        raise BrokenShard(f"{path} {why}") from None
+    _check_kind(path, member.type, member.offset)
+    records, shared = member.pax_headers, archive.pax_headers
+    has_size = _SIZE.fullmatch(records.get("size", "0"))
+    if member.size < 0 or not has_size or not _LAYOUT_KEYS.isdisjoint(shared) or "hdrcharset" in records:
+        what = f"PAX records {records} {shared}" if records or shared else f"a size of {member.size} bytes"
+        raise BrokenShard(
+            f"{path} is damaged: the header at byte {position} has {what}, expected a whole number of bytes, "
+            "and none for all members; write or copy it again"
         )
+    if member.sparse is not None or any(key.startswith("GNU.sparse.") for key in records):
+        raise _unknown(path, "sparse", position)
+    is_file = member.isreg()
+    return member.name, member.offset_data, member.size if is_file else 0, is_file
+
+
+def _check_kind(path: Path, kind: bytes, position: int) -> None:
+    if kind not in _KINDS:
+        raise _unknown(path, repr(kind), position)
+
+
+def _unknown(path: Path, kind: str, position: int) -> BrokenShard:
+    return BrokenShard(
+        f"{path} has a member of kind {kind} at byte {position}, expected files, folders and links; "
+        "sparse files and parts of volumes cannot be read: unpack and pack them again"
+    )
 
 
 def _check_end(path: Path, tar: TarBytes, position: int) -> None:
@@ -280,8 +269,16 @@ def parse_npy_header(raw: bytes) -> NpyHeader | None:
 IDS_FIELD = "token_ids.npy"
 _KNOWN = {IDS_FIELD, DOC_STARTS_FIELD, ROW_TOKENS_FIELD, LOSS_MASK_FIELD}
 _HEADER_BYTES = 4096
-_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", "mask_offset")
-_ROW = np.dtype([(name, IDX_CHAT_ROW[name]) for name in _COLUMNS])
+_ROW = np.dtype(
+    [
+        ("offset", np.int64),  # byte in the tar where the ids begin; of NPY, their .npy header
+        ("num_bytes", np.int64),
+        ("num_tokens", np.int64),  # -1 where they were not counted
+        ("starts_offset", np.int64),  # of packed rows, as in the idx; else 0
+        ("num_starts", np.int64),
+        ("mask_offset", np.int64),  # of rows with a loss mask, as in the idx; else 0
+    ]
+)
 JSON, NPY, RAW = 0, 1, 2  # how ids lie: JSON text, a whole .npy file, or bare integers
 TOKEN_FIELDS = {"token_ids.json": JSON, "token_ids.npy": NPY}
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's base_plus_ext
@@ -298,17 +295,12 @@ Fields = dict[str, tuple[int, int]]  # field -> (offset, size) of its member
 class TarSamples:
     """Where the token ids of a tar's samples lie. All arrays have a row per sample, in tar order."""
 
-    offset: npt.NDArray[np.int64]  # byte in the tar where the ids begin; of NPY, their .npy header
-    num_bytes: npt.NDArray[np.int64]
-    num_tokens: npt.NDArray[np.int64]  # -1 where they were not counted
-    last_id: npt.NDArray[np.int64]  # -1 where tokens were not counted, or there are none
+    rows: npt.NDArray[np.void]  # of _ROW: columns as in an idx
+    last_id: Int64s  # -1 where tokens were not counted, or there are none
     encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW
-    starts_offset: npt.NDArray[np.int64]  # of packed rows, as in the idx; else 0
-    num_starts: npt.NDArray[np.int64]
-    mask_offset: npt.NDArray[np.int64]  # of rows with a loss mask, as in the idx; else 0
-    token_bytes: int  # of a RAW id
-    row_tokens: int  # of packed rows, else 0
     fingerprint: str  # of sizes, places and some samples' bytes
+    token_bytes: int = 0  # of a RAW id
+    row_tokens: int = 0  # of packed rows, else 0
 
 
 def scan_tar(path: Path, *, count_tokens: bool = False) -> TarSamples:
@@ -321,23 +313,17 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> TarSamples:
         if found and _is_packed(tar, found[0][1]):
             return _rows_of(path, tar, found)
         members = [_token_member(path, key, fields) for key, fields in found]
-        offset, num_bytes, encoding = np.array(members, np.int64).reshape(-1, 3).T.copy()
-        tokens = np.full((2, len(members)), -1, np.int64)
+        rows, last_id = np.zeros(len(members), _ROW), np.full(len(members), -1, np.int64)
+        rows["offset"], rows["num_bytes"], encoding = np.array(members, np.int64).reshape(-1, 3).T
+        rows["num_tokens"] = -1
         if count_tokens and members:
-            tokens[:] = np.transpose([_count_tokens(tar, *member) for member in members])
-        nothing = np.zeros(len(members), np.int64)
+            counted = [_count_tokens(tar, *member) for member in members]
+            rows["num_tokens"], last_id = np.transpose(counted).copy()
         return TarSamples(
-            offset=offset,
-            num_bytes=num_bytes,
-            num_tokens=tokens[0],
-            last_id=tokens[1],
+            rows=rows,
+            last_id=last_id,
             encoding=encoding.astype(np.int8),
-            starts_offset=nothing,
-            num_starts=nothing,
-            mask_offset=nothing,
-            token_bytes=0,
-            row_tokens=0,
-            fingerprint=_fingerprint(tar, offset, num_bytes),
+            fingerprint=_fingerprint(tar, rows),
         )
 
 
@@ -362,12 +348,12 @@ def _rows_of(path: Path, tar: TarBytes, found: list[tuple[str, Fields]]) -> TarS
         raise BrokenShard(f"{path}: some of its rows have a {LOSS_MASK_FIELD} and others have none")
     rows, (row_tokens, token_bytes) = np.concatenate(parts), forms.pop()
     return TarSamples(
-        **{name: rows[name].astype(np.int64) for name in rows.dtype.names or ()},
+        rows=rows,
         last_id=np.full(len(rows), -1, np.int64),
         encoding=np.full(len(rows), RAW, np.int8),
+        fingerprint=_fingerprint(tar, rows),
         token_bytes=token_bytes,
         row_tokens=row_tokens,
-        fingerprint=_fingerprint(tar, rows["offset"], rows["num_bytes"]),
     )
 
 
@@ -446,9 +432,10 @@ def _header(tar: TarBytes, offset: int) -> NpyHeader | None:
     return parse_npy_header(tar[offset : offset + _HEADER_BYTES])
 
 
-def _fingerprint(tar: TarBytes, offset: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> str:
+def _fingerprint(tar: TarBytes, rows: npt.NDArray[np.void]) -> str:
+    offset, num_bytes = rows["offset"], rows["num_bytes"]
     digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
-    for row in range(0, len(offset), max(len(offset) // _FINGERPRINTED, 1)):
+    for row in range(0, len(rows), max(len(rows) // _FINGERPRINTED, 1)):
         digest.update(tar[int(offset[row]) : int(offset[row] + num_bytes[row])])
     return digest.hexdigest()
 

@@ -21,7 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -30,7 +30,7 @@ import numpy.typing as npt
 from braceexpand import braceexpand
 
 from loader.external_tars import TarSamples, scan_tar
-from loader.order import hash_array
+from loader.order import Int64s, hash_array
 from shardprep.console import quoted
 from shardprep.errors import (
     BrokenShard,
@@ -84,6 +84,12 @@ from shardprep.format.withdrawals import Withdrawals, read_withdrawals
 SplitName = Literal["train", "validation"]
 
 
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raises UsageError for a value of an argument that is none of a Literal's."""
+    if value not in get_args(choices):
+        raise UsageError(f"{name} is {value!r}, expected {' or '.join(map(repr, get_args(choices)))}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class DocumentSplit:
     """One side of the split.
@@ -98,24 +104,20 @@ class DocumentSplit:
     group: int  # documents, of which one is for validation; 0: no fraction was given
     fraction: float | None = None  # as given
 
-    def num_documents(
-        self, keys: npt.NDArray[np.uint64], counts: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def num_documents(self, keys: npt.NDArray[np.uint64], counts: Int64s) -> Int64s:
         """Of shards with these keys and numbers of documents, those of this side: int64[shards]."""
         whole, rest = np.divmod(counts, self.group)
         num_validation = whole + (self._chosen(keys, whole) < rest)
         return num_validation if self.name == "validation" else counts - num_validation
 
-    def rows(self, key: np.uint64, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def rows(self, key: np.uint64, numbers: Int64s) -> Int64s:
         """Where documents of this side stand in their shard, ascending as ``numbers`` are: same shape."""
         if self.name == "validation":
             return numbers * self.group + self._chosen(key, numbers)
         group, within = np.divmod(numbers, self.group - 1)
         return group * self.group + within + (within >= self._chosen(key, group))
 
-    def _chosen(
-        self, key: npt.NDArray[np.uint64] | np.uint64, group: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.int64]:
+    def _chosen(self, key: npt.NDArray[np.uint64] | np.uint64, group: Int64s) -> Int64s:
         """Which document of a group is for validation, from 0."""
         hashes = hash_array(np.asarray(key, np.uint64), group)
         return (hashes % np.uint64(self.group)).astype(np.int64)
@@ -133,8 +135,7 @@ def document_split(name: SplitName | None, validation_fraction: float | None) ->
                 'split="validation"'
             )
         return None
-    if name not in get_args(SplitName):
-        raise UsageError(f"split is {name!r}, expected {' or '.join(map(repr, get_args(SplitName)))}")
+    check_choice("split", name, SplitName)
     if validation_fraction is None:
         return DocumentSplit(name=name, group=0)
     if not LEAST_FRACTION <= validation_fraction <= MOST_FRACTION:
@@ -150,25 +151,23 @@ class DatasetShards:
 
     folder: Path
     spec: DatasetSpec
-    shard_ids: npt.NDArray[np.int64]
-    num_samples: npt.NDArray[np.int64]
-    num_tokens: npt.NDArray[np.int64]
-    tar_bytes: npt.NDArray[np.int64]
+    shard_ids: Int64s
+    num_samples: Int64s
+    num_tokens: Int64s
+    tar_bytes: Int64s
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
-    num_validation: npt.NDArray[np.int64] | None = None  # samples, where the plan has a fraction for it
-    osts: npt.NDArray[np.int64] | None = None  # each begins on, where it is known; outside the fingerprint
+    num_validation: Int64s | None = None  # samples, where the plan has a fraction for it
+    osts: Int64s | None = None  # each begins on, where it is known; outside the fingerprint
     withdrawn: Withdrawals = Withdrawals(lists=())  # likewise  # noqa: RUF009  frozen
 
     def path_of(self, row: int) -> Path:
-        """The tar of a row."""
         return tar_path(self.folder, int(self.shard_ids[row]))
 
     def remedy_of(self, row: int) -> str:
-        """What to do about a row that cannot be read."""
         return f"run: {rerun_command(int(self.shard_ids[row]), self.folder)}"
 
     @property
-    def idx_bytes(self) -> npt.NDArray[np.int64]:
+    def idx_bytes(self) -> Int64s:
         """int64[shards]: of each idx."""
         return idx_num_bytes(self.spec.kind, self.num_samples)
 
@@ -196,25 +195,22 @@ class ExternalTar:
     path: Path
     samples: TarSamples
     tar_bytes: int
-    osts: None = None
 
     @property
-    def num_samples(self) -> npt.NDArray[np.int64]:
+    def num_samples(self) -> Int64s:
         """As DatasetShards has it: a row per shard, and this is one."""
-        return np.array([len(self.samples.offset)])
+        return np.array([len(self.samples.rows)])
 
     @property
-    def num_tokens(self) -> npt.NDArray[np.int64]:
+    def num_tokens(self) -> Int64s:
         """Where they were counted; else a guess of 4 bytes per token."""
-        counted = self.samples.num_tokens
+        counted = self.samples.rows["num_tokens"]
         return np.array([counted.sum() if (counted >= 0).all() else self.tar_bytes // 4])
 
     def path_of(self, _row: int) -> Path:
-        """The tar."""
         return self.path
 
     def remedy_of(self, _row: int) -> str:
-        """What to do where it cannot be read."""
         return "it changed since it was scanned: copy it again, and start anew"
 
     @property
@@ -225,18 +221,12 @@ class ExternalTar:
     @property
     def has_mask(self) -> bool:
         """Whether rows say which of their tokens have a label."""
-        return bool(self.samples.mask_offset.any())
+        return bool(self.samples.rows["mask_offset"].any())
 
     @property
     def fingerprint(self) -> str:
         """Of sizes, places and some of the content; the path is outside it."""
         return self.samples.fingerprint
-
-
-def _planned_validation(source: DatasetShards | ExternalTar) -> npt.NDArray[np.int64]:
-    if isinstance(source, DatasetShards) and source.num_validation is not None:
-        return source.num_validation
-    return np.full(len(source.num_samples), -1)
 
 
 class ShardSet:
@@ -250,33 +240,42 @@ class ShardSet:
         is_masked: Callable[[str, int | None], bool] | None = None,
     ) -> None:
         self.sources = tuple(sources)
+        self.datasets = [source for source in self.sources if isinstance(source, DatasetShards)]
+        self.has_external = len(self.datasets) < len(self.sources)
         self.split = split
         self.is_masked = is_masked  # by path and number: shards that keep their place, and are masked there
         self.split_rule, self.split_group = "", 0  # in words; 0: each shard is split by its plan
-        parts = [np.zeros(0, np.int64), *(source.num_samples for source in self.sources)]
         # Shard s is row s - source_first[i] of source i.
-        self.source_first = np.cumsum(list(map(len, parts)))
-        self.num_records = np.concatenate(parts).astype(np.int64)  # of each shard, on both sides of a split
-        counts = self.num_records
-        # Samples for validation that each shard has by its plan; -1: it has none by plan.
-        self.num_planned = np.concatenate(
-            [np.zeros(0, np.int64), *map(_planned_validation, self.sources)]
-        ).astype(np.int64)
+        self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
+        self.num_records = self._column("num_samples")  # of each shard, on both sides of a split
+        self.first_record = np.cumsum(self.num_records) - self.num_records
+        self.num_planned = self._column("num_validation")  # samples for validation by plan; -1: by none
         self.has_planned = bool((self.num_planned >= 0).any())
+        counts = self.num_records
         if split is not None:
             counts = self._counts_of_side(split)
             if not self.split_rule:  # validation is all of these shards
                 self.split = None
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self.num_shards = len(self.first_sample) - 1
+        self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
         lengths = {source.row_tokens for source in self.sources}
+        self.has_rows = any(lengths)  # whether some samples are packed rows
         # Tokens of every sample where all are packed rows of one length, else 0.
         self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
+        self.has_masks = any(source.has_mask for source in self.sources)
         num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
         self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
 
-    def _counts_of_side(self, split: DocumentSplit) -> npt.NDArray[np.int64]:
+    def _column(self, name: str) -> Int64s:
+        """What the sources say of each shard, -1 where a source does not: int64[shards]."""
+        parts = [np.zeros(0, np.int64)]
+        for source in self.sources:
+            said = getattr(source, name, None)
+            parts.append(np.full(len(source.num_samples), -1) if said is None else said)
+        return np.concatenate(parts).astype(np.int64)
+
+    def _counts_of_side(self, split: DocumentSplit) -> Int64s:
         """Samples of each shard on a side: int64[shards]. Raises UsageError where a plan says otherwise."""
         fractions = {
             s.spec.validation_fraction: s.folder for s in self.datasets if s.spec.validation_fraction
@@ -317,7 +316,7 @@ class ShardSet:
         ]
         return np.array([int(key[:16], 16) for key in keys], np.uint64)
 
-    def rows_of(self, shard: int, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def rows_of(self, shard: int, samples: Int64s) -> Int64s:
         """Where samples of one shard stand in it: int64[n] -> int64[n]."""
         local = samples - self.first_sample[shard]
         if self.split is None:
@@ -325,6 +324,16 @@ class ShardSet:
         if (num_validation := self.num_planned[shard]) >= 0:
             return local + (self.num_records[shard] - num_validation) * (self.split.name == "validation")
         return self.split.rows(self._split_keys[shard], local) if self.split.group else local
+
+    def rows_of_each(self, samples: Int64s, shard: Int64s) -> Int64s:
+        """The same of samples of some shards: int64[n], int64[n] -> int64[n]."""
+        if self.split is None:
+            return samples - self.first_sample[shard]
+        found = np.empty_like(samples)
+        for number in np.unique(shard).tolist():
+            here = shard == number
+            found[here] = self.rows_of(number, samples[here])
+        return found
 
     @property
     def split_words(self) -> str:
@@ -337,35 +346,28 @@ class ShardSet:
             else ""
         )
 
-    def stored(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def stored(self, samples: Int64s) -> Int64s:
         """Samples -> their places in the shards, counted through all of them on both sides of a split."""
-        shard, found = self.shard_of(samples), np.empty_like(samples)
-        first = np.cumsum(self.num_records) - self.num_records
-        for number in np.unique(shard).tolist():
-            here = shard == number
-            found[here] = first[number] + self.rows_of(number, samples[here])
-        return found
+        if self.split is None:
+            return samples
+        shard = self.shard_of(samples)
+        return self.first_record[shard] + self.rows_of_each(samples, shard)
 
-    def samples_at(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def samples_at(self, places: Int64s) -> Int64s:
         """The inverse of ``stored``, ascending; samples of the other side of a split are left out."""
-        first, found = np.cumsum(self.num_records) - self.num_records, [np.empty(0, np.int64)]
-        shard = np.searchsorted(first, places, side="right") - 1
+        found = [np.empty(0, np.int64)]
+        shard = np.searchsorted(self.first_record, places, side="right") - 1
         for number in np.unique(shard).tolist():
             samples = np.arange(self.first_sample[number], self.first_sample[number + 1])
-            wanted = places[shard == number] - first[number]
+            wanted = places[shard == number] - self.first_record[number]
             found.append(samples[np.isin(self.rows_of(number, samples), wanted)])
         return np.concatenate(found)
 
     @cached_property
-    def osts(self) -> npt.NDArray[np.int64] | None:
+    def osts(self) -> Int64s | None:
         """The storage target (OST) that each shard begins on, -1 where it is not known; None if none is."""
-        if all(source.osts is None for source in self.sources):
-            return None
-        parts = [
-            np.full(len(source.num_samples), -1) if source.osts is None else source.osts
-            for source in self.sources
-        ]
-        return np.concatenate(parts).astype(np.int64)
+        osts = self._column("osts")
+        return osts if (osts >= 0).any() else None
 
     @property
     def tar_bytes(self) -> int:
@@ -374,26 +376,6 @@ class ShardSet:
         return (
             num_bytes if self.split is None else num_bytes * self.num_samples // int(self.num_records.sum())
         )
-
-    @property
-    def datasets(self) -> list[DatasetShards]:
-        """Those sources that are data sets of ours."""
-        return [source for source in self.sources if isinstance(source, DatasetShards)]
-
-    @property
-    def has_external(self) -> bool:
-        """Whether some shards are external tars."""
-        return len(self.datasets) < len(self.sources)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether some samples are packed rows."""
-        return any(source.row_tokens for source in self.sources)
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether some rows say which of their tokens have a label."""
-        return any(source.has_mask for source in self.sources)
 
     @property
     def fingerprint(self) -> str:
@@ -405,12 +387,13 @@ class ShardSet:
         """The shards that are masked, counted through all sources."""
         if self.is_masked is None:
             return []
-        return [shard for shard in range(self.num_shards) if self.is_masked(*self._name_of(shard))]
-
-    def _name_of(self, shard: int) -> tuple[str, int | None]:
-        source, row = self.locate(shard)
-        shard_id = int(source.shard_ids[row]) if isinstance(source, DatasetShards) else None
-        return str(source.path_of(row)), shard_id
+        found = []
+        for shard in range(self.num_shards):
+            source, row = self.locate(shard)
+            shard_id = int(source.shard_ids[row]) if isinstance(source, DatasetShards) else None
+            if self.is_masked(str(source.path_of(row)), shard_id):
+                found.append(shard)
+        return found
 
     def end_of(self, first: int, fingerprint: str) -> int | None:
         """Where those sources from ``first`` on end whose fingerprint begins so; None: there are none."""
@@ -430,7 +413,7 @@ class ShardSet:
         number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
         return self.sources[number], shard - int(self.source_first[number])
 
-    def shard_of(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def shard_of(self, samples: Int64s) -> Int64s:
         """The shard of each sample, counted through all sources; same shape."""
         return np.searchsorted(self.first_sample, samples, side="right") - 1
 
@@ -438,7 +421,7 @@ class ShardSet:
         """``sample 17 of DATA/shard-00003.tar``, for messages."""
         shard = int(self.shard_of(np.array(sample)))
         source, row = self.locate(shard)
-        record = int(self.rows_of(shard, np.array(sample)))
+        record = int(self.rows_of(shard, np.array([sample]))[0])
         return f"sample {record} of {source.path_of(row)}"
 
 
@@ -455,11 +438,6 @@ class Misfit(NamedTuple):
     shard_id: int
     found_bytes: int  # -1: not there
     expected_bytes: int
-
-    def text(self) -> str:
-        if self.found_bytes < 0:
-            return f"{self.name} is missing"
-        return f"{self.name} has {self.found_bytes} of {self.expected_bytes} bytes"
 
 
 class SizeCheck:
@@ -511,13 +489,16 @@ def find_misfits(source: DatasetShards) -> list[Misfit]:
 
 def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
     missing = [misfit for misfit in misfits if misfit.found_bytes < 0]
-    named = (missing or misfits)[:_NUM_NAMED]
+    named = [
+        f"{name} is missing" if found < 0 else f"{name} has {found} of {expected} bytes"
+        for name, _, found, expected in (missing or misfits)[:_NUM_NAMED]
+    ]
     ids = id_ranges(misfit.shard_id for misfit in misfits)
     kind = MissingShard if missing else BrokenShard
     return kind(
         f"{source.folder}: of {len(source.shard_ids)} tars {len(missing)} are missing and "
         f"{len(misfits) - len(missing)} have not their manifest's size: "
-        f"{'; '.join(misfit.text() for misfit in named)}{'; ...' if len(misfits) > len(named) else ''}; "
+        f"{'; '.join(named)}{'; ...' if len(misfits) > len(named) else ''}; "
         f"copy them anew, or make them again: shardprep run {quoted(source.folder)}"
         f"{f' --shards {ids}' if len(ids) <= 200 else ''}"
     )
@@ -531,35 +512,35 @@ def check_read_check(read_check: ReadCheck, shards: ShardSet, *, looks: bool) ->
 
     ``looks``: list the folders of crc32s, so that missing ones are known at the start; one rank is enough.
     """
-    if read_check not in get_args(ReadCheck):
-        raise UsageError(f"read_check is {read_check!r}, expected {' or '.join(get_args(ReadCheck))}")
+    check_choice("read_check", read_check, ReadCheck)
     for source in shards.sources if read_check == "crc" else ():
         if isinstance(source, ExternalTar):
             raise UsageError(
                 f'{source.path} is a tar of others, of which there are no crc32s; read_check="crc" is for '
                 "data sets that shardprep wrote"
             )
-        if looks:
-            _check_crcs_are_there(source.folder, source.shard_ids.tolist())
+        if not looks:
+            continue
+        place = source.folder / CRCS_DIR
+        found = set(with_retries(f"{place} cannot be listed", partial(names_in, place)))
+        wanted = [crcs_path(source.folder, shard_id).name for shard_id in source.shard_ids.tolist()]
+        if missing := [name for name in wanted if name not in found]:
+            raise MissingShard(
+                f'read_check is "crc", and {len(missing)} of {len(wanted)} shards have no crc32s in {place}, '
+                f"such as {missing[0]}; run: {crcs_command(source.folder)}, where the data set lies on disk"
+            )
     return read_check == "crc"
-
-
-def _check_crcs_are_there(folder: Path, shard_ids: list[int]) -> None:
-    place = folder / CRCS_DIR
-    found = set(with_retries(f"{place} cannot be listed", lambda: names_in(place)))
-    wanted = (crcs_path(folder, shard_id).name for shard_id in shard_ids)
-    if missing := [name for name in wanted if name not in found]:
-        raise MissingShard(
-            f'read_check is "crc", and {len(missing)} of {len(shard_ids)} shards have no crc32s in {place}, '
-            f"such as {missing[0]}; run: {crcs_command(folder)}, where the data set lies on disk"
-        )
 
 
 class ExcludedShards:
     """What ``exclude_shards`` names: a shard's number, its tar's name, or the tar's path."""
 
     def __init__(self, names: Iterable[int | str | os.PathLike[str]]) -> None:
-        self._found: dict[int | str, set[str]] = {_key(name): set() for name in names}
+        texts = [name if isinstance(name, int) else os.fspath(name) for name in names]
+        # A number, a tar's name, or an absolute path; and the tars that each fits.
+        self._found: dict[int | str, set[str]] = {
+            _absolute(text) if isinstance(text, str) and "/" in text else text: set() for text in texts
+        }
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -585,12 +566,6 @@ class ExcludedShards:
                     f"exclude_shards names {name!r}, which fits {' and '.join(sorted(paths)[:2])}; "
                     "name the path"
                 )
-
-
-def _key(name: int | str | os.PathLike[str]) -> int | str:
-    """A number, a tar's name, or an absolute path."""
-    text = name if isinstance(name, int) else os.fspath(name)
-    return _absolute(text) if isinstance(text, str) and "/" in text else text
 
 
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -702,14 +677,18 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
             f"{shown_url(url)} is no local file; pass cache_dir=, a folder with room for the copies, as the "
             "order and the resume need tars that can be read at random"
         )
-    wanted = Path(os.path.abspath(cache_dir))  # noqa: PTH100
+    wanted = Path(_absolute(os.fspath(cache_dir)))
+
+    def stem(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
     try:
         folder = _safe_folder(wanted)
         ours = _OUR_SHARD.fullmatch(url)
-        if ours and (path := _our_copy(ours[1], int(ours[2]), folder / _stem(ours[1]))) is not None:
+        if ours and (path := _our_copy(ours[1], int(ours[2]), folder / stem(ours[1]))) is not None:
             return str(path)
         names = _NAME.findall(url)
-        path = folder / f"{_stem(url)}-{names[-1] if names else 'copy.tar'}"
+        path = folder / f"{stem(url)}-{names[-1] if names else 'copy.tar'}"
         if not _is_there(path):
             _fetch(url, path, lambda temporary, _: _check_tar(url, temporary))
     except OSError as error:
@@ -781,24 +760,17 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _stem(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:16]
-
-
 def _fetch(url: str, target: Path, check: Callable[[Path, FileStamp], None]) -> None:
     """Publish what webdataset reads from a URL, once ``check`` takes it under its temporary name.
 
     Raises NotFound where it cannot be read, OSError where it cannot be written.
     """
     try:
-        copy = PublishedFile(target)
-        try:
+        with PublishedFile(target) as copy:
             for block in _blocks(url):
                 copy.write(block)
             check(copy.temporary, copy.sync())
             copy.publish()
-        finally:
-            copy.discard()
     except (CannotWrite, ReadWriteError) as error:
         raise OSError(str(error)) from error
     sync_folder(target.parent)
@@ -824,10 +796,9 @@ def _blocks(url: str) -> Iterator[bytes]:
 def _check_tar(url: str, path: Path) -> None:
     try:
         scan_tar(path)
-    except UnknownMember as error:
-        raise UnknownMember(f"what webdataset read from {shown_url(url)} cannot be loaded: {error}") from None
     except BrokenShard as error:
-        raise BrokenShard(f"what webdataset read from {shown_url(url)} is no whole tar: {error}") from None
+        what = "cannot be loaded" if isinstance(error, UnknownMember) else "is no whole tar"
+        raise type(error)(f"what webdataset read from {shown_url(url)} {what}: {error}") from None
 
 
 T = TypeVar("T")
@@ -923,7 +894,6 @@ class _Finder:
         return [*self._found, *some]
 
     def _our_shard_id(self, folder: str, name: str) -> int | None:
-        """The number of a tar that belongs to a data set of ours."""
         match = _SHARD_TAR.fullmatch(name)
         if match is None:
             return None
@@ -952,12 +922,11 @@ class _Finder:
         return self._external(tars)
 
     def _external(self, paths: list[str]) -> list[ExternalTar]:
-        tars = [Path(path) for path in paths if not self._excluded.has(path)]
-        return [_retried(tar, self._scanned, tar) for tar in tars]
+        def scanned(tar: Path) -> ExternalTar:
+            samples = scan_tar(tar, count_tokens=self._count_tokens)
+            return ExternalTar(path=tar, samples=samples, tar_bytes=tar.stat().st_size)
 
-    def _scanned(self, tar: Path) -> ExternalTar:
-        samples = scan_tar(tar, count_tokens=self._count_tokens)
-        return ExternalTar(path=tar, samples=samples, tar_bytes=tar.stat().st_size)
+        return [_retried(path, scanned, Path(path)) for path in paths if not self._excluded.has(path)]
 
     def _whole(self, folder: Path) -> DatasetShards:
         if not self._excluded:
@@ -1017,7 +986,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
     )
 
 
-def known_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
+def known_osts(folder: Path, num_shards: int) -> Int64s | None:
     """The OST of each shard: int64[num_shards]; None without an osts.json, or with a broken one.
 
     Only the order of opening follows from it, so what is wrong with it is logged and no error.

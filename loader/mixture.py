@@ -20,9 +20,8 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
-from loader.order import BatchOrder, Order, hash_array, hash_ints
+from loader.order import BatchOrder, Int64s, Order, hash_array, hash_ints
 from shardprep.errors import UsageError
 
 ROUND_STEPS = 64
@@ -41,7 +40,7 @@ class Stage:
     cut_end: int = 0  # of an amendment: where the round that it cut would have ended; 0: as was planned
 
     @cached_property
-    def cycle(self) -> npt.NDArray[np.int64]:
+    def cycle(self) -> Int64s:
         """The source of each step of a cycle, evenly spread: int64[CYCLE_STEPS]."""
         ends = _cycle_ends(self.weights)
         counts = np.diff(ends)
@@ -50,17 +49,17 @@ class Stage:
         return source[np.lexsort((source, (2 * number + 1) / counts[source]))]
 
     @property
-    def cycle_counts(self) -> npt.NDArray[np.int64]:
+    def cycle_counts(self) -> Int64s:
         """Steps of each source in a cycle: int64[sources]. They are the shares that decide the order."""
         return np.diff(_cycle_ends(self.weights))
 
-    def counts(self, num_steps: int) -> npt.NDArray[np.int64]:
+    def counts(self, num_steps: int) -> Int64s:
         """Steps of each source among the first ``num_steps`` of the stage: int64[sources]."""
         cycles, rest = divmod(num_steps, CYCLE_STEPS)
         return cycles * self.cycle_counts + np.bincount(self.cycle[:rest], minlength=len(self.weights))
 
 
-def _cycle_ends(weights: Sequence[float]) -> npt.NDArray[np.int64]:
+def _cycle_ends(weights: Sequence[float]) -> Int64s:
     """The weights as whole steps of a cycle, added up: int64[sources + 1]. They alone decide the order."""
     return np.rint(np.cumsum([0.0, *weights]) * CYCLE_STEPS).astype(np.int64)
 
@@ -117,9 +116,9 @@ class Round:
 
     first_step: int
     end_step: int
-    sources: npt.NDArray[np.int64]  # of its steps, in no order yet; of a round that was cut, as laid out
-    taken: npt.NDArray[np.int64]  # of each source before it, by the slot furthest behind: int64[sources]
-    ahead: npt.NDArray[np.int64]  # steps that slots are ahead of that one: int64[slots, sources]
+    sources: Int64s  # of its steps, in no order yet; of a round that was cut, as laid out
+    taken: Int64s  # of each source before it, by the slot furthest behind: int64[sources]
+    ahead: Int64s  # steps that slots are ahead of that one: int64[slots, sources]
 
     @property
     def was_cut(self) -> bool:
@@ -220,9 +219,7 @@ class Mixture(BatchOrder):
         number = sum(stage.first_step <= step for stage in self.stages) - 1
         return self._round(number, step, *self._before[number])
 
-    def _round(
-        self, number: int, step: int, taken: npt.NDArray[np.int64], ahead: npt.NDArray[np.int64]
-    ) -> Round:
+    def _round(self, number: int, step: int, taken: Int64s, ahead: Int64s) -> Round:
         """The round of a step in a stage, before which slots have taken so many steps of each source."""
         stage = self.stages[number]
         first = (step - stage.first_step) // ROUND_STEPS * ROUND_STEPS
@@ -240,7 +237,7 @@ class Mixture(BatchOrder):
         )
 
     @cached_property
-    def _before(self) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    def _before(self) -> list[tuple[Int64s, Int64s]]:
         """Of each stage ``Round.taken`` and ``Round.ahead`` at its first step."""
         num_sources = len(self.names)
         found = [(np.zeros(num_sources, np.int64), np.zeros((self.num_slots, num_sources), np.int64))]
@@ -257,7 +254,7 @@ class Mixture(BatchOrder):
             found.append((last.taken + least, ahead - least))
         return found
 
-    def pattern(self, part: Round, slots: range) -> npt.NDArray[np.int64]:
+    def pattern(self, part: Round, slots: range) -> Int64s:
         """The source of each slot at each step of a round: int64[len(slots), steps]."""
         keys = [[hash_ints(self.seed, _PATTERN, part.first_step, slot)] for slot in slots]
         hashes = hash_array(np.array(keys, np.uint64), np.arange(len(part.sources)))

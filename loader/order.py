@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from shardprep.errors import UsageError
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+Int32s: TypeAlias = npt.NDArray[np.int32]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -42,7 +46,7 @@ def _mix(state: int) -> int:
     return state ^ state >> 31
 
 
-def hash_array(key: npt.NDArray[np.uint64] | int, values: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
     """splitmix64 of every value under a key: uint64, in the shape that the two broadcast to."""
     state = np.asarray(key, np.uint64) ^ values.astype(np.uint64)
     state = state + np.uint64(_GOLDEN)
@@ -51,7 +55,7 @@ def hash_array(key: npt.NDArray[np.uint64] | int, values: npt.NDArray[np.int64])
     return state ^ state >> np.uint64(31)
 
 
-def permute(positions: npt.NDArray[np.int64], count: int, key: int) -> npt.NDArray[np.int64]:
+def permute(positions: Int64s, count: int, key: int) -> Int64s:
     """Where a keyed permutation of ``range(count)`` sends some positions; same shape as they.
 
     A Feistel network over the next power of four, walked until it lands below ``count``
@@ -67,17 +71,13 @@ def permute(positions: npt.NDArray[np.int64], count: int, key: int) -> npt.NDArr
 
 
 @lru_cache(maxsize=8)
-def _permutation(count: int, key: int) -> npt.NDArray[np.int64]:
+def _permutation(count: int, key: int) -> Int64s:
     """All of a small one: int64[count]. It is kept, for all windows of an epoch ask for the same."""
     whole = _feistel(np.arange(1 << 2 * _half_bits(count)), count, key)
     return _walk(np.arange(count), count, whole.__getitem__)
 
 
-def _walk(
-    positions: npt.NDArray[np.int64],
-    count: int,
-    sent: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]],
-) -> npt.NDArray[np.int64]:
+def _walk(positions: Int64s, count: int, sent: Callable[[Int64s], Int64s]) -> Int64s:
     """Where positions come to below ``count``, if they are sent on until they do: int64[n] -> int64[n]."""
     found = sent(positions)
     walking = np.flatnonzero(found >= count)
@@ -87,7 +87,7 @@ def _walk(
     return found
 
 
-def _feistel(values: npt.NDArray[np.int64], count: int, key: int) -> npt.NDArray[np.int64]:
+def _feistel(values: Int64s, count: int, key: int) -> Int64s:
     """Where the network sends values below the power of four: int64[n] -> int64[n]."""
     half = np.int64(_half_bits(count))
     mask = (np.int64(1) << half) - 1
@@ -103,14 +103,18 @@ def _half_bits(count: int) -> int:
 
 
 ORDER_VERSION = 2
-BLOCK_BYTES = (128 * 1024, 512 * 1024)  # of a shard, at least and at most: the unit of reading
+BLOCK_BYTES = (128 << 10, 512 << 10)  # of a shard, at least and at most: the unit of reading
 WINDOWS_BYTES = 128 << 20  # of all slots together, where blocks of the least size allow it
+SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = (
+    512,
+    1 << 20,
+)  # blocks grow with the slots, so that all ranks open no more
 BLOCKS_PER_SLOT = 16  # at least so many where there are samples enough, else slots would hardly mix
 GROUPED_SAMPLES = 8192  # of a window that is sorted by length: padding falls with it, memory rises
 GROUPED_BYTES = 64 << 20  # of such a window at most
 _ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # what a hash is for
 
-NumTokens = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
+NumTokens = Callable[[Int64s], Int64s]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +148,10 @@ class Order(BatchOrder):
        into slices of g, which all slots walk in one order: a global batch is of one length.
 
     The price: no uniform permutation. What is mixed at any time is the V M blocks of the windows, which are
-    in memory: 128 MiB of all ranks up to L = 256, then 0.5 MiB times L. Without ``shuffle`` global batch k is
-    samples ``[k L, (k+1) L)``.
+    in memory: 128 MiB of all ranks up to L = 256. From there on blocks grow with L up to 1 MiB, so that a
+    step of all ranks begins as many blocks, and opens as many shards, as at L = 256. Each place of the global
+    batch holds 2 KiB times L then, from L = 2,048 on 4 MiB. Without ``shuffle`` global batch k is samples
+    ``[k L, (k+1) L)``.
     """
 
     num_samples: int  # N
@@ -211,7 +217,7 @@ class Order(BatchOrder):
 
     def samples_of(
         self, epoch: int, slots: range, start: int, end: int, num_tokens: NumTokens | None = None
-    ) -> npt.NDArray[np.int64]:
+    ) -> Int64s:
         """The samples that slots deliver in one window, as ``windows`` cuts them.
 
         int64[len(slots) * group, end - start]: row = place in the global batch, column = step.
@@ -240,16 +246,14 @@ class Order(BatchOrder):
         slices = by_length.reshape(len(slots), end - start, self.group)[:, walk]
         return slices.swapaxes(1, 2).reshape(len(slots) * self.group, end - start)
 
-    def step_samples(
-        self, epoch: int, step: int, num_tokens: NumTokens | None = None
-    ) -> npt.NDArray[np.int64]:
+    def step_samples(self, epoch: int, step: int, num_tokens: NumTokens | None = None) -> Int64s:
         """Global batch ``step`` of an epoch, every rank's part of it: int64[global_batch_size]."""
         if not 0 <= step < self.steps_per_epoch:
             raise UsageError(f"step {step} is outside the epoch's {self.steps_per_epoch} steps")
         start, end = next(self.windows(step))
         return self.samples_of(epoch, range(self.num_slots), start, end, num_tokens)[:, step - start]
 
-    def samples_at(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def samples_at(self, epoch: int, positions: Int64s) -> Int64s:
         """The samples that stand at positions of an epoch's shuffled sequence of blocks; same shape.
         Positions from ``n block_samples`` up to the next such number are consecutive samples, mod N."""
         block_samples = self.block_samples
@@ -270,10 +274,14 @@ class Order(BatchOrder):
 def choose_windows(
     *, num_samples: int, num_bytes: int, global_batch_size: int, group: int = 1
 ) -> tuple[int, int]:
-    """K and M K: samples of a block and of a slot's window. M is 16 for L up to 64, 4 from 256 on."""
+    """K and M K: samples of a block and of a slot's window. M is 16 for L up to 64, 4 from 256 on.
+
+    A run keeps those that it began with, also where a later version would choose others.
+    """
     slots = max(global_batch_size // group, 1)  # Order refuses a group that is larger
     blocks = min(max(1024 // slots, 4), 16)
     block_bytes = min(max(WINDOWS_BYTES // (slots * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
+    block_bytes = max(block_bytes, min(SLOT_BLOCK_BYTES * slots, MOST_BLOCK_BYTES))
     filling = block_bytes * num_samples // max(num_bytes, 1)
     block_samples = max(1, min(filling, num_samples // (BLOCKS_PER_SLOT * slots)))
     if group == 1:

@@ -43,11 +43,12 @@ from shardprep.errors import (
 )
 from shardprep.files import PublishedFile, names_in, publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
+from shardprep.own_packages import HOME
 
 _MAX_CLAIM_BYTES = 1 << 20
 _VERDICT = ".verdict"
 _KEPT_S = 24 * 3600.0  # a verdict: the ranks of its launch have read it by then
-_LAUNCH = (
+_LAUNCH = (  # the same in all processes of one start of a job, others in the next one
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
@@ -133,10 +134,10 @@ class Claims:
     def __init__(self, folder: Path, own: Claim) -> None:
         self._folder = folder
         self._own = own
-        self.newest = Note(self._path(self._last()))
+        self.newest = Note(self._path(max(self._numbers())))
 
     def look(self) -> None:
-        path = self._path(self._last())
+        path = self._path(max(self._numbers()))
         if path == self.newest.path:
             self.newest.look()
         else:
@@ -145,14 +146,14 @@ class Claims:
     def is_free(self, heartbeat_s: float) -> bool:
         """Whether nobody has claimed the work, its owner has failed, or seems to be dead."""
         claim = self.newest.claim
-        if self._last() == 0 or (claim and (claim.exit_code is not None or is_gone(claim.place))):
+        if max(self._numbers()) == 0 or (claim and (claim.exit_code is not None or is_gone(claim.place))):
             return True
         return self.newest.unchanged_s > heartbeat_s * _DEAD_FOR_OWNERS
 
     @contextmanager
     def taken(self, every_s: float) -> Iterator[bool]:
         """Whether the next claim is now ours; while it is, it changes. It goes when the work is done."""
-        path = self._path(self._last() + 1)
+        path = self._path(max(self._numbers()) + 1)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -170,20 +171,12 @@ class Claims:
                 self._path(number).unlink(missing_ok=True)
             self._folder.rmdir()  # which does nothing to a folder that holds something
 
-    def _last(self) -> int:
-        return max(self._numbers(), default=0)
-
     def _numbers(self) -> list[int]:
-        names = names_in(self._folder)
-        return [int(name[:-5]) for name in names if name.endswith(".json") and name[:-5].isdigit()]
+        """Of all claims, from a 0 on that none has."""
+        return [0, *(int(name[:-5]) for name in names_in(self._folder) if re.fullmatch(r"\d+\.json", name))]
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:05d}.json"
-
-
-def launch_of(environ: Mapping[str, str]) -> str:
-    """The same text in all processes of one start of a job; another in the next one; "" if unknown."""
-    return " ".join(f"{name}={environ[name]}" for name in _LAUNCH if environ.get(name))
 
 
 def place_of(pid: int) -> str:
@@ -254,7 +247,8 @@ def ensure_prepared(
         raise UsageError(f"heartbeat_s is {heartbeat_s}, limit_s is {limit_s}; expected more than 0")
     folder = Path(output_dir).absolute()
     who = find_process_rank(rank, world_size)
-    own = Claim(launch=launch_of(os.environ), place=place_of(os.getpid()))
+    launch = " ".join(f"{name}={os.environ[name]}" for name in _LAUNCH if os.environ.get(name))
+    own = Claim(launch=launch, place=place_of(os.getpid()))
     notes = folder.with_name(f".{folder.name}.preparing")
     asked = json.dumps([own.launch, os.fspath(input_dir), model_id, options], sort_keys=True, default=str)
     verdict = notes / f"{hashlib.sha256(asked.encode()).hexdigest()[:16]}{_VERDICT}"
@@ -277,26 +271,24 @@ def ensure_prepared(
         _run("verify", str(folder))
 
     if who.rank == 0:
-        with _told(verdict, own, heartbeat_s) if who.world_size > 1 else contextlib.nullcontext():
+        with contextlib.ExitStack() as held:
+            if who.world_size > 1:
+                _remove_verdicts(notes, verdict)
+                held.enter_context(_beating(verdict, own, heartbeat_s / _BEATS_PER_HEARTBEAT))
             wait.prepare_or_check(Claims(notes, own), prepare, check)
     elif not wait.has_verdict(Note(verdict), own.launch):
         check()
     return os.fspath(output_dir)
 
 
-@contextmanager
-def _told(verdict: Path, own: Claim, heartbeat_s: float) -> Iterator[None]:
-    """Say to the other ranks that rank 0 is at work, and how it ends; what earlier starts said goes.
-
-    A verdict stays: nobody knows when the last rank has read it. A day later another rank 0 removes it.
-    """
+def _remove_verdicts(notes: Path, own: Path) -> None:
+    """Remove what earlier starts said. A verdict of another name stays for a day: nobody knows when the last
+    of its ranks has read it."""
     with contextlib.suppress(OSError):
-        verdict.parent.mkdir(parents=True, exist_ok=True)
-        for path in verdict.parent.glob(f"*{_VERDICT}"):
-            if path == verdict or time.time() - path.stat().st_mtime > _KEPT_S:
+        notes.mkdir(parents=True, exist_ok=True)
+        for path in notes.glob(f"*{_VERDICT}"):
+            if path == own or time.time() - path.stat().st_mtime > _KEPT_S:
                 path.unlink(missing_ok=True)
-    with _beating(verdict, own, heartbeat_s / _BEATS_PER_HEARTBEAT):
-        yield
 
 
 class _Wait:
@@ -379,15 +371,11 @@ class _Wait:
 
 
 def _flags(given: Mapping[str, Any], but: Container[str] = ()) -> list[str]:
-    flags: list[str] = []
-    for name, value in given.items():
-        if name in but or value is None:
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            flags.append(f"--{name}={value}")
-    return flags
+    return [
+        f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
+        for name, value in given.items()
+        if value is not None and name not in but
+    ]
 
 
 # Ours come before a preprocess.py in the current folder. The process dies with the one that started it.
@@ -403,8 +391,7 @@ _ERROR_LINE = re.compile(r"(?:shardprep \w+: )?error: (.+)")  # argparse puts th
 
 def _run(*words: str) -> None:
     """Run one command; its lines go to this process's standard error. Raises the error that it ended with."""
-    home = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", _CODE, home, str(os.getpid()), *words]
+    command = [sys.executable, "-c", _CODE, str(HOME), str(os.getpid()), *words]
     last_error = ""
     null, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(

@@ -69,65 +69,6 @@ def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = Non
         )
 
 
-def _found(environ: Mapping[str, str]) -> ProcessRank | None:
-    """What torch.distributed or a launcher says; None where neither says anything."""
-    dist = sys.modules.get("torch.distributed")  # never imported here: not in use then
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
-    for pair in _LAUNCHERS:
-        if found := _from_pair(environ, *pair):
-            return found
-    if found := _from_srun(environ):
-        return found
-    if "PMIX_RANK" in environ and _slurm_tasks(environ) is None:  # srun --mpi=pmix sets Slurm's, too
-        raise UsageError(
-            f"PMIX_RANK is {environ['PMIX_RANK']}, and nothing says of how many processes; pass rank= and "
-            "world_size=, or set RANK and WORLD_SIZE for each process"
-        )
-    return None
-
-
-def _passed(
-    rank: int | None, world_size: int | None, device_mesh: Any, process_group: Any
-) -> ProcessRank | None:
-    given = {
-        "rank and world_size": rank is not None or world_size is not None,
-        "device_mesh": device_mesh is not None,
-        "process_group": process_group is not None,
-    }
-    if sum(given.values()) > 1:
-        names = [name for name, is_given in given.items() if is_given]
-        raise UsageError(f"{' and '.join(names)} were passed; pass one of them")
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise UsageError(
-                f"device_mesh has {device_mesh.ndim} dimensions, named {device_mesh.mesh_dim_names}; pass "
-                'the one of data parallelism, as mesh["dp"], or several of them flattened'
-            )
-        rank, world_size = device_mesh.get_local_rank(), device_mesh.size()
-        return ProcessRank(rank=rank, world_size=world_size, source="device_mesh", is_passed=True)
-    if process_group is not None:
-        return _of_group(process_group)
-    if rank is None and world_size is None:
-        return None
-    if rank is None or world_size is None:
-        raise UsageError(f"rank={rank} and world_size={world_size}; pass both or neither")
-    return ProcessRank(rank=rank, world_size=world_size, source="arguments", is_passed=True)
-
-
-def _of_group(group: Any) -> ProcessRank:
-    import torch.distributed as dist
-
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise UsageError(
-            f"rank {dist.get_rank()} of all is no member of the process_group passed; pass the data-parallel "
-            "group that this process is in"
-        )
-    return ProcessRank(rank=rank, world_size=world_size, source="process_group", is_passed=True)
-
-
 _LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "torchrun does"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun does"),
@@ -135,41 +76,43 @@ _LAUNCHERS = (
 )
 
 
-def _from_pair(environ: Mapping[str, str], rank_name: str, size_name: str, setter: str) -> ProcessRank | None:
-    rank, world_size = environ.get(rank_name), environ.get(size_name)
-    if rank is None and world_size is None:
-        return None
-    if rank is None or world_size is None:
+def _found(environ: Mapping[str, str]) -> ProcessRank | None:
+    """What torch.distributed or a launcher says; None where neither says anything."""
+    dist = sys.modules.get("torch.distributed")  # never imported here: not in use then
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
+    for rank_name, size_name, setter in _LAUNCHERS:
+        rank, world_size = environ.get(rank_name), environ.get(size_name)
+        if rank is not None and world_size is not None:
+            return _of_variables(rank_name, rank, size_name, world_size)
+        if rank is not None or world_size is not None:
+            raise UsageError(
+                f"{rank_name} is {rank!r} and {size_name} is {world_size!r}; set both ({setter}) or neither, "
+                "or pass rank= and world_size="
+            )
+    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
+    if num_tasks is None and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
         raise UsageError(
-            f"{rank_name} is {rank!r} and {size_name} is {world_size!r}; set both ({setter}) or neither, "
+            f"PMIX_RANK is {environ['PMIX_RANK']}, and nothing says of how many processes; pass rank= and "
+            "world_size=, or set RANK and WORLD_SIZE for each process"
+        )
+    if num_tasks is None or _number("SLURM_NTASKS", num_tasks) == 1 or not _in_srun(environ):
+        return None
+    if "SLURM_PROCID" not in environ:
+        raise UsageError(
+            f"SLURM_NTASKS is {num_tasks}, but SLURM_PROCID is not set; start the training with srun, "
             "or pass rank= and world_size="
         )
+    return _of_variables("SLURM_PROCID", environ["SLURM_PROCID"], "SLURM_NTASKS", num_tasks)
+
+
+def _of_variables(rank_name: str, rank: str, size_name: str, world_size: str) -> ProcessRank:
     return ProcessRank(
         rank=_number(rank_name, rank),
         world_size=_number(size_name, world_size),
         source=f"{rank_name}/{size_name}",
     )
-
-
-def _from_srun(environ: Mapping[str, str]) -> ProcessRank | None:
-    procid, num_tasks = environ.get("SLURM_PROCID"), _slurm_tasks(environ)
-    if num_tasks is None or num_tasks == 1 or not _in_srun(environ):
-        return None
-    if procid is None:
-        raise UsageError(
-            f"SLURM_NTASKS is {num_tasks}, but SLURM_PROCID is not set; start the training with srun, "
-            "or pass rank= and world_size="
-        )
-    return ProcessRank(
-        rank=_number("SLURM_PROCID", procid),
-        world_size=num_tasks,
-        source="SLURM_PROCID/SLURM_NTASKS",
-    )
-
-
-def _slurm_tasks(environ: Mapping[str, str]) -> int | None:
-    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
-    return None if num_tasks is None else _number("SLURM_NTASKS", num_tasks)
 
 
 def _in_srun(environ: Mapping[str, str]) -> bool:
@@ -196,3 +139,40 @@ def _number(name: str, value: str) -> int:
         return int(value)
     except ValueError:
         raise UsageError(f"{name} is {value!r}, expected a whole number") from None
+
+
+def _passed(
+    rank: int | None, world_size: int | None, device_mesh: Any, process_group: Any
+) -> ProcessRank | None:
+    given = {
+        "rank and world_size": rank is not None or world_size is not None,
+        "device_mesh": device_mesh is not None,
+        "process_group": process_group is not None,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise UsageError(f"{' and '.join(names)} were passed; pass one of them")
+    source = names[0]
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise UsageError(
+                f"device_mesh has {device_mesh.ndim} dimensions, named {device_mesh.mesh_dim_names}; pass "
+                'the one of data parallelism, as mesh["dp"], or several of them flattened'
+            )
+        rank, world_size = device_mesh.get_local_rank(), device_mesh.size()
+    elif process_group is not None:
+        import torch.distributed as dist
+
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if rank < 0:
+            raise UsageError(
+                f"rank {dist.get_rank()} of all is no member of the process_group passed; pass the "
+                "data-parallel group that this process is in"
+            )
+    else:
+        source = "arguments"
+    if rank is None or world_size is None:
+        raise UsageError(f"rank={rank} and world_size={world_size}; pass both or neither")
+    return ProcessRank(rank=rank, world_size=world_size, source=source, is_passed=True)

@@ -18,9 +18,8 @@ import resource
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +28,7 @@ import numpy.typing as npt
 
 from loader.external_tars import JSON, RAW, TarSamples, scan_tar
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
+from loader.order import Int64s
 from loader.staged_copies import StagedCopies, recheck_command
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UsageError
@@ -58,24 +58,9 @@ class OpenShard:
     remedy: str
     crcs: RecordFile | None  # open, where they are to be compared
     is_copy: bool = False  # staged, so the data set has the same bytes
-    sums: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)  # what its readers keep with it
-
-    def records_of(self, part: Part) -> RecordFile | None:
-        """The idx that is read in parts, or the crc32s; None where there is none, and of the tar."""
-        return {"tar": None, "idx": self.idx, "crcs": self.crcs}[part]
-
-    @property
-    def path(self) -> Path:
-        """The tar."""
-        return self.tar.path
-
-    def file(self, part: Part) -> ReadFile:
-        """A part that is open; else the tar."""
-        records = self.records_of(part)
-        return self.tar if records is None else records.file
+    sums: dict[str, Int64s] = field(default_factory=dict)  # what its readers keep with it
 
     def close(self) -> None:
-        """Close every file."""
         self.tar.close()
         for records in (self.idx, self.crcs):
             if records is not None:
@@ -86,6 +71,7 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
     """Open one shard of a source; with ``crcs_from``, the crc32s that lie in this data set, too."""
     path, remedy = source.path_of(row), source.remedy_of(row)
     expected = source.tar_bytes if isinstance(source, ExternalTar) else int(source.tar_bytes[row])
+    crcs: RecordFile | None = None
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
         try:
             tar = opened.enter_context(ReadFile(path))
@@ -94,29 +80,27 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
         if tar.num_bytes != expected:
             raise BrokenShard(f"{path} has {tar.num_bytes} of {expected} bytes; {remedy}")
         if isinstance(source, ExternalTar):
-            records: TarSamples | RecordFile = source.samples
-            crcs = None
+            samples: TarSamples | RecordFile = source.samples
         else:
-            # Of a tar alone nobody can tell which samples are for validation.
-            needs_idx = crcs_from is not None or source.num_validation is not None
-            records = _records(source, row, needs_idx=needs_idx)
-            if isinstance(records, RecordFile):
-                opened.callback(records.file.close)
-            crcs = None if crcs_from is None else _crcs(source, row, crcs_from)
+            # Of a tar alone nobody can tell which samples are for validation, nor where crc32s belong.
+            can_scan = crcs_from is None and source.num_validation is None
+            samples = _samples_of(source, row, opened, can_scan=can_scan)
+            if crcs_from is not None:
+                crcs = _crcs_of(source, row, opened, crcs_from)
         idx: RecordFile | None = None
         held: Any = None
-        if isinstance(records, TarSamples):
-            held, encoding, token_bytes = vars(records), records.encoding, records.token_bytes
+        if isinstance(samples, TarSamples):
+            held, encoding, token_bytes = samples.rows, samples.encoding, samples.token_bytes
         else:
             assert isinstance(source, DatasetShards)
             is_json = source.spec.kind == "json"
             encoding = np.array([JSON if is_json else RAW], np.int8)
             token_bytes = 0 if is_json else source.spec.token_bytes
-            if records.num_samples * records.dtype.itemsize <= HELD_IDX_BYTES:
-                held = records.read_all()
-                records.file.close()
+            if samples.num_samples * samples.dtype.itemsize <= HELD_IDX_BYTES:
+                held = samples.read_all()
+                samples.file.close()
             else:
-                idx = records
+                idx = samples
         opened.pop_all()
     return OpenShard(
         tar=tar,
@@ -131,63 +115,43 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
     )
 
 
-def _crcs(source: DatasetShards, row: int, folder: Path) -> RecordFile:
-    """The crc32s of a shard's samples, open. Raises BrokenShard where they are of another number of them."""
-    shard_id = int(source.shard_ids[row])
-    crcs = open_crcs(folder, source.spec, shard_id, str(source.tar_sha256[row]))
-    if crcs.num_samples != source.num_samples[row]:
-        crcs.file.close()
-        raise BrokenShard(
-            f"{crcs.file.path} has the crc32s of {crcs.num_samples} of {source.num_samples[row]} samples; "
-            f"{crcs.remedy}"
-        )
-    return crcs
-
-
-def _records(source: DatasetShards, row: int, *, needs_idx: bool) -> TarSamples | RecordFile:
+def _samples_of(
+    source: DatasetShards, row: int, opened: contextlib.ExitStack, *, can_scan: bool
+) -> TarSamples | RecordFile:
     """The idx, open; without one what the tar itself tells."""
-    shard_id = int(source.shard_ids[row])
+    shard_id, expected = int(source.shard_ids[row]), int(source.num_samples[row])
+    path = idx_path(source.folder, shard_id)
+    samples: TarSamples | RecordFile
     try:
-        idx = open_idx(source.folder, source.spec, shard_id)
+        samples = open_idx(source.folder, source.spec, shard_id)
+        opened.enter_context(samples.file)
+        found = samples.num_samples
     except MissingShard:
-        if needs_idx:  # its places are what the crc32s are of
+        if not can_scan:
             raise
-        path = idx_path(source.folder, shard_id)
         logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
         samples = scan_tar(source.path_of(row), count_tokens=True)
+        found = len(samples.rows)
         if samples.row_tokens != source.row_tokens:
             raise BrokenShard(
                 f"{source.path_of(row)} has rows of {samples.row_tokens} tokens, its manifest says "
                 f"{source.row_tokens}"
             ) from None
-        _check_num_samples(source, row, path, len(samples.offset))
-        return samples
-    try:
-        _check_num_samples(source, row, idx.file.path, idx.num_samples)
-    except BrokenShard:
-        idx.file.close()
-        raise
-    return idx
+    if found != expected:
+        raise BrokenShard(f"{path} has {found} of {expected} samples; {source.remedy_of(row)}")
+    return samples
 
 
-def _check_num_samples(source: DatasetShards, row: int, path: Path, found: int) -> None:
-    if found != source.num_samples[row]:
-        raise BrokenShard(f"{path} has {found} of {source.num_samples[row]} samples; {source.remedy_of(row)}")
-
-
-def open_copy(
-    copies: StagedCopies, source: DatasetShards, row: int, *, crcs_from: Path | None = None
-) -> OpenShard | None:
-    """The staged copy of one shard, opened; None where there is none, or it cannot be opened."""
-    found = copies.find(source, row)
-    if found is None:
-        return None
-    try:
-        shard = open_shard(found, row, crcs_from=crcs_from)
-    except (OSError, ShardprepError) as error:
-        copies.leave(found.folder, error)
-        return None
-    return replace(shard, is_copy=True, remedy=f"run: {recheck_command(source, found.folder)}")
+def _crcs_of(source: DatasetShards, row: int, opened: contextlib.ExitStack, folder: Path) -> RecordFile:
+    """The crc32s of a shard's samples, open."""
+    crcs = open_crcs(folder, source.spec, int(source.shard_ids[row]), str(source.tar_sha256[row]))
+    opened.enter_context(crcs.file)
+    if crcs.num_samples != source.num_samples[row]:
+        raise BrokenShard(
+            f"{crcs.file.path} has the crc32s of {crcs.num_samples} of {source.num_samples[row]} samples; "
+            f"{crcs.remedy}"
+        )
+    return crcs
 
 
 class OpenShards:
@@ -220,9 +184,7 @@ class OpenShards:
         for delay_s in (*RETRY_DELAYS_S, None):
             self._watch.begin(path, 0)
             try:
-                self._open[number] = self._copy(source, row) or open_shard(
-                    source, row, crcs_from=self._crcs_from(source)
-                )
+                self._open[number] = self._opened(source, row)
                 break
             except (OSError, BrokenShard, ReadWriteError) as error:
                 self._watch.end()
@@ -231,23 +193,30 @@ class OpenShards:
                 self._watch.end()
         return self._open[number]
 
-    def _copy(self, source: DatasetShards | ExternalTar, row: int) -> OpenShard | None:
-        if self._copies is None or isinstance(source, ExternalTar):
-            return None
-        return open_copy(self._copies, source, row, crcs_from=self._crcs_from(source))
-
-    def _crcs_from(self, source: DatasetShards | ExternalTar) -> Path | None:
-        """The data set whose crc32s are compared; copies have none of their own."""
-        return source.folder if self._compares_crcs and isinstance(source, DatasetShards) else None
+    def _opened(self, source: DatasetShards | ExternalTar, row: int) -> OpenShard:
+        """A shard's staged copy, if there is one that can be opened; else the shard itself."""
+        if isinstance(source, ExternalTar):
+            return open_shard(source, row)
+        crcs_from = source.folder if self._compares_crcs else None  # copies have none of their own
+        if self._copies is not None and (copy := self._copies.find(source, row)) is not None:
+            try:
+                shard = open_shard(copy, row, crcs_from=crcs_from)
+            except (OSError, ShardprepError) as error:
+                self._copies.leave(copy.folder, error)
+            else:
+                remedy = f"run: {recheck_command(source, copy.folder)}"
+                return replace(shard, is_copy=True, remedy=remedy)
+        return open_shard(source, row, crcs_from=crcs_from)
 
     def fill(self, number: int, offset: int, target: memoryview, part: Part = "tar") -> None:
         """Read bytes of a shard's file, all; those of one that is not open after all are left unread."""
         done = 0
         for delay_s in (*RETRY_DELAYS_S, None):
             shard = self.opened(number)
-            if part != "tar" and shard.records_of(part) is None:
+            opened: ReadFile | RecordFile | None = getattr(shard, part)
+            if opened is None:
                 return
-            file = shard.file(part)
+            file = opened.file if isinstance(opened, RecordFile) else opened
             self._watch.begin(file.path, offset + done)
             try:
                 while done < len(target):
@@ -264,15 +233,13 @@ class OpenShards:
     def leave_copy(self, shard: OpenShard, error: Exception) -> bool:
         """Leave a shard that cannot be read if it is a copy; whether it was: opening it anew helps then."""
         if shard.is_copy and self._copies is not None:
-            self._copies.leave(shard.path.parent, error)
+            self._copies.leave(shard.tar.path.parent, error)
         return shard.is_copy
 
     def drop(self, number: int) -> None:
-        """Close a shard; it is opened anew when it is needed."""
         self._open.pop(number).close()
 
     def close(self) -> None:
-        """Close every file."""
         while self._open:
             self._open.popitem()[1].close()
         self._watch.close()
@@ -298,11 +265,9 @@ class StallWatch:
             self._thread.start()
 
     def end(self) -> None:
-        """It is over."""
         self._reading = None
 
     def close(self) -> None:
-        """End the thread."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -336,9 +301,7 @@ class ReaderIndex:
         return ReaderIndex(number=self.number * num_workers + worker, count=self.count * num_workers)
 
 
-def opening_order(
-    shards: npt.NDArray[np.int64], reader_index: ReaderIndex, osts: npt.NDArray[np.int64] | None = None
-) -> npt.NDArray[np.int64]:
+def opening_order(shards: Int64s, reader_index: ReaderIndex, osts: Int64s | None = None) -> Int64s:
     """The same shards in the order to open them in: int64[n] -> int64[n], a permutation.
 
     ``shards``: different numbers, ascending. ``osts``: the OST of each; -1 stands for one that is not known.
@@ -367,7 +330,6 @@ _ALIGN_BYTES = 64
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
 _MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
-_COLUMNS = ("offset", "num_bytes", "num_tokens", "starts_offset", "num_starts", "mask_offset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,60 +342,31 @@ class ReaderContext:
     compares_crcs: bool = False  # of what is read of each sample of a data set
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleBytes:
+class SampleBytes(NamedTuple):
     """Undecoded samples in one buffer; the arrays have a row per sample, in the order asked for."""
 
     buffer: npt.NDArray[np.uint8]
-    start: npt.NDArray[np.int64]  # byte in the buffer
-    num_bytes: npt.NDArray[np.int64]
-    num_tokens: npt.NDArray[np.int64]  # -1 where only decoding tells
-    encoding: npt.NDArray[np.int64]  # JSON, NPY or RAW
-    token_bytes: npt.NDArray[np.int64]  # of a RAW id
-    starts_at: npt.NDArray[np.int64]  # byte in the buffer of a packed row's document starts, uint32 each
-    num_starts: npt.NDArray[np.int64]  # 0 unless asked for
-    mask_at: npt.NDArray[np.int64]  # byte in the buffer of a row's loss mask, a byte per token; -1 without
-    row_tokens: npt.NDArray[np.int64]  # of a packed row, else 0
-    sample: npt.NDArray[np.int64]
+    sample: Int64s
+    start: Int64s  # byte in the buffer
+    num_bytes: Int64s
+    num_tokens: Int64s  # -1 where only decoding tells
+    encoding: Int64s  # JSON, NPY or RAW
+    token_bytes: Int64s  # of a RAW id
+    starts_at: Int64s  # byte in the buffer of a packed row's document starts, uint32 each
+    num_starts: Int64s  # 0 unless asked for
+    mask_at: Int64s  # byte in the buffer of a row's loss mask, a byte per token; -1 without
+    row_tokens: Int64s  # of a packed row, else 0
 
 
-class _Columns(NamedTuple):
-    """What is found of samples, in the order in which they are read: int64[n] each, as in SampleBytes."""
-
-    start: npt.NDArray[np.int64]
-    num_bytes: npt.NDArray[np.int64]
-    num_tokens: npt.NDArray[np.int64]
-    encoding: npt.NDArray[np.int64]
-    token_bytes: npt.NDArray[np.int64]
-    starts_at: npt.NDArray[np.int64]
-    num_starts: npt.NDArray[np.int64]
-    mask_at: npt.NDArray[np.int64]
-    row_tokens: npt.NDArray[np.int64]
+_NUM_COLUMNS = len(SampleBytes._fields) - 2  # that reading fills in
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """Samples shard by shard, ascending in each."""
+class _Places(NamedTuple):
+    """Where samples stand, shard by shard, ascending in each: int64[n] each."""
 
-    shards: list[int]  # in the order in which they are opened
-    bounds: list[int]  # where the samples of each begin, and the end
-    shard: npt.NDArray[np.int64]  # int64[n]
-    row: npt.NDArray[np.int64]  # int64[n]: in the shard
-
-    def parts(self, num_shards: int) -> Iterator[tuple[slice, _Asked]]:
-        """Those of ``num_shards`` shards at a time, and where they stand."""
-        for first in range(0, len(self.shards), num_shards):
-            bounds = self.bounds[first : first + num_shards + 1]
-            part = slice(bounds[0], bounds[-1])
-            yield (
-                part,
-                _Asked(
-                    shards=self.shards[first : first + num_shards],
-                    bounds=[bound - part.start for bound in bounds],
-                    shard=self.shard[part],
-                    row=self.row[part],
-                ),
-            )
+    shard: Int64s
+    row: Int64s  # in the shard
+    limit: Int64s  # bytes of the shard
 
 
 class ShardReader:
@@ -461,27 +394,31 @@ class ShardReader:
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
 
-    def read(self, samples: npt.NDArray[np.int64], *, starts: bool = False) -> SampleBytes:
+    def read(self, samples: Int64s, *, starts: bool = False) -> SampleBytes:
         """The bytes of some samples: int64[n] -> n rows in the same order; of packed rows, the starts too.
 
         The buffer is the reader's own: the next ``read`` overwrites it.
         """
-        order, asked = self._in_opening_order(samples)
-        table = np.zeros((len(_Columns._fields), len(samples)), np.int64)
+        order, shard = self._in_opening_order(samples)
+        ordered = samples[order]
+        row = self._shards.rows_of_each(ordered, shard)
+        table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
         self._used = 0
         if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
             self._buffer = np.empty(
                 len(samples) * self._shards.tar_bytes // self._shards.num_samples, np.uint8
             )
-        for part, of_shards in asked.parts(min(_SHARDS_AT_ONCE, self._files.max_open)):
-            self._read_shards(of_shards, _Columns(*table[:, part]), starts=starts)
-        self._check_sizes(samples[order], _Columns(*table))
+        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]
+        for bounds in pairwise([*first[:: min(_SHARDS_AT_ONCE, self._files.max_open)].tolist(), len(shard)]):
+            part = slice(*bounds)
+            found = SampleBytes(self._buffer, ordered[part], *table[:, part])
+            self._read_shards(shard[part], row[part], found, starts=starts)
+        self._check_sizes(SampleBytes(self._buffer, ordered, *table))
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
-        found = _Columns(*table.take(back, axis=1))
-        return SampleBytes(buffer=self._buffer, sample=samples, **found._asdict())
+        return SampleBytes(self._buffer, samples, *table.take(back, axis=1))
 
-    def num_tokens(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def num_tokens(self, samples: Int64s) -> Int64s:
         """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
         shard = self._shards.shard_of(samples)
         found = np.empty(len(samples), np.int64)
@@ -490,7 +427,7 @@ class ShardReader:
             found[here] = self.num_tokens_of(number)[samples[here] - self._shards.first_sample[number]]
         return found
 
-    def num_tokens_of(self, number: int) -> npt.NDArray[np.int64]:
+    def num_tokens_of(self, number: int) -> Int64s:
         """Tokens of each sample of a shard, -1 where they were not counted; kept while it is open."""
         if "num_tokens" not in self.opened(number).sums:
             num_records = int(self._shards.num_records[number])
@@ -504,44 +441,28 @@ class ShardReader:
         return self.opened(number).sums["num_tokens"]
 
     def close(self) -> None:
-        """Close every file."""
         self._files.close()
 
-    def opening_order(self, shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def opening_order(self, shards: Int64s) -> Int64s:
         """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
         osts = self._shards.osts
         return opening_order(shards, self._reader_index, None if osts is None else osts[shards])
 
-    def _in_opening_order(self, samples: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], _Asked]:
-        """The order in which this process reads the samples, and where they lie, in that order."""
+    def _in_opening_order(self, samples: Int64s) -> tuple[npt.NDArray[np.intp], Int64s]:
+        """The order in which this process reads the samples, ascending in each shard; and their shards."""
         order = np.argsort(samples)
         shard = self._shards.shard_of(samples[order])
-        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]
-        by_shard = dict(zip(shard[first].tolist(), np.split(order, first[1:]), strict=False))
-        shards = self.opening_order(shard[first]).tolist()
-        if len(shards) > 1:
-            order = np.concatenate([by_shard[number] for number in shards])
+        first = _first_of_parts(shard[1:] != shard[:-1])
+        if len(first) > 1:
+            by_shard = dict(zip(shard[first].tolist(), np.split(order, first[1:]), strict=True))
+            order = np.concatenate([by_shard[each] for each in self.opening_order(shard[first]).tolist()])
             shard = self._shards.shard_of(samples[order])
-        bounds = [0, *accumulate(len(by_shard[number]) for number in shards)]
-        row = self._places(samples[order], shard)
-        return order, _Asked(shards=shards, bounds=bounds, shard=shard, row=row)
+        return order, shard
 
-    def _places(self, samples: npt.NDArray[np.int64], shard: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where samples stand in their shards: int64[n]."""
-        if self._shards.split is None:
-            return samples - self._shards.first_sample[shard]
-        places = np.empty_like(samples)
-        for number in np.unique(shard).tolist():
-            here = shard == number
-            places[here] = self._shards.rows_of(number, samples[here])
-        return places
-
-    def _records(self, number: int, rows: slice | npt.NDArray[np.int64]) -> Any:
+    def _records(self, number: int, rows: slice | Int64s) -> Any:
         """Columns of the idx, for some rows of a shard, ascending."""
         shard = self.opened(number)
         if shard.idx is None:
-            if isinstance(shard.held, dict):
-                return {name: shard.held[name][rows] for name in _COLUMNS}
             return shard.held[rows] if isinstance(rows, slice) else shard.held.take(rows)
         stretches = [rows] if isinstance(rows, slice) else _stretches(rows)
         found = []
@@ -554,13 +475,13 @@ class ShardReader:
 
     def _file_records(self, number: int, part: Part, rows: slice) -> npt.NDArray[np.void] | None:
         """Some records of a shard's idx or crc32s; None where it was opened anew, without that file."""
-        file = self.opened(number).records_of(part)
+        file: RecordFile | None = getattr(self.opened(number), part)
         if file is None:
             return None
         offset, num_bytes = file.place(rows)
         chunks = np.empty(num_bytes, np.uint8)
         self._files.fill(number, offset, chunks.data, part)
-        if self.opened(number).records_of(part) is None:
+        if getattr(self.opened(number), part) is None:
             return None
         try:
             return file.records(rows, chunks)
@@ -570,13 +491,14 @@ class ShardReader:
         self._files.drop(number)
         return None
 
-    def _read_shards(self, asked: _Asked, found: _Columns, *, starts: bool) -> None:
-        """Read samples of some shards and fill their columns."""
-        offset, starts_offset, mask_offset, limit = np.zeros((4, len(asked.row)), np.int64)
+    def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
+        """Read samples of some shards and fill their columns; ``row``: where each stands in its shard."""
+        offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
         found.mask_at.fill(-1)
-        for number, bounds in zip(asked.shards, pairwise(asked.bounds), strict=True):
-            here = slice(*bounds)
-            rows = asked.row[here]
+        is_cut = shard_of[1:] != shard_of[:-1]
+        for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
+            here, number = slice(*bounds), int(shard_of[bounds[0]])
+            rows = row[here]
             records = self._records(number, rows)
             shard = self.opened(number)
             limit[here] = shard.tar.num_bytes
@@ -592,72 +514,69 @@ class ShardReader:
             if shard.has_mask:
                 mask_offset[here] = records["mask_offset"]
                 found.mask_at[here] = 0
-        is_cut = (asked.row[1:] - asked.row[:-1] != 1) | (asked.shard[1:] != asked.shard[:-1])
+        is_cut |= row[1:] - row[:-1] != 1
         if self._shards.has_planned:  # samples of the other side may lie between two of one side
             gap_bytes = offset[1:] - (offset + found.num_bytes)[:-1]
             is_cut |= (gap_bytes < 0) | (gap_bytes > _MOST_GAP_BYTES)
-        found.start[:] = self._read_spans(asked, "ids", offset, found.num_bytes, is_cut, limit)
+        places = _Places(shard_of, row, limit)
+        found.start[:] = self._read_spans(places, "ids", offset, found.num_bytes, is_cut)
         if starts:
             sizes = 4 * found.num_starts
             is_cut_here = is_cut | (starts_offset[1:] != (starts_offset + sizes)[:-1])
-            found.starts_at[:] = self._read_spans(asked, "starts", starts_offset, sizes, is_cut_here, limit)
+            found.starts_at[:] = self._read_spans(places, "starts", starts_offset, sizes, is_cut_here)
         has_mask = found.mask_at == 0
         if has_mask.any():
             sizes = np.where(has_mask, found.row_tokens, 0)
             is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])
-            at = self._read_spans(asked, "mask", mask_offset, sizes, is_cut_here, limit)
+            at = self._read_spans(places, "mask", mask_offset, sizes, is_cut_here)
             found.mask_at[has_mask] = at[has_mask]
 
     def _read_spans(
         self,
-        asked: _Asked,
+        places: _Places,
         column: Literal["ids", "starts", "mask"],
-        offset: npt.NDArray[np.int64],
-        num_bytes: npt.NDArray[np.int64],
+        offset: Int64s,
+        num_bytes: Int64s,
         is_cut: npt.NDArray[np.bool_],
-        limit: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
+    ) -> Int64s:
         """Read some bytes of each sample into the buffer: where they begin in it, int64[n].
 
-        They begin at byte ``offset`` of the shard, which has ``limit`` bytes. Samples with no cut between
-        them lie in their order in one shard, and are read at once. Raises BrokenShard.
+        They begin at byte ``offset`` of the shard. Samples with no cut between them lie in their order in one
+        shard, and are read at once. Raises BrokenShard.
         """
         first = _first_of_parts(is_cut)
         begin, end = offset[first], np.maximum.reduceat(offset + num_bytes, first)
         wrong = (np.minimum.reduceat(offset, first) < np.maximum(begin, 0)) | (end < begin)
-        wrong |= end > limit[first]
+        wrong |= end > places.limit[first]
         if wrong.any():
             span = wrong.argmax()
-            shard = self.opened(int(asked.shard[first[span]]))
+            shard = self.opened(int(places.shard[first[span]]))
             raise _misplaced(shard, column, int(begin[span]), int(end[span]))
         held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
-        place = self._used + np.cumsum(held) - held
+        to_buffer = self._used + np.cumsum(held) - held
         self._grow(int(held.sum()))
         for number, at, size, to in zip(
-            *(each.tolist() for each in (asked.shard[first], begin, end - begin, place)), strict=True
+            *(each.tolist() for each in (places.shard[first], begin, end - begin, to_buffer)), strict=True
         ):
             self._files.fill(number, at, self._buffer.data[to : to + size])
-        places = offset + np.repeat(place - begin, np.diff(first, append=len(offset)))
+        starts = offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
         if self._compares_crcs:
-            spans = np.stack([places, num_bytes])
+            spans = np.stack([starts, num_bytes])
             for begins, ends in pairwise([*first.tolist(), len(offset)]):
-                number, row = int(asked.shard[begins]), int(asked.row[begins])
+                number, row = int(places.shard[begins]), int(places.row[begins])
                 rows = slice(row, row + ends - begins)
-                to_tar = int(offset[begins] - places[begins])
+                to_tar = int(offset[begins] - starts[begins])
                 self._compare_crcs(number, rows, column, spans[:, begins:ends], to_tar)
-        return places
+        return starts
 
     def _grow(self, num_bytes: int) -> None:
-        """Let the buffer have room for so many bytes more."""
         used, self._used = self._used, self._used + num_bytes
         if self._used > len(self._buffer):
             grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
             grown[:used] = self._buffer[:used]
             self._buffer = grown
 
-    def _compare_crcs(
-        self, number: int, rows: slice, column: str, places: npt.NDArray[np.int64], to_tar: int
-    ) -> None:
+    def _compare_crcs(self, number: int, rows: slice, column: str, places: Int64s, to_tar: int) -> None:
         """Compare the crc32 of what was read of each sample with those that ``verify --crcs`` wrote.
 
         ``places``: int64[2, samples], byte in the buffer and number of bytes; ``to_tar``: what makes a byte
@@ -671,9 +590,9 @@ class ShardReader:
             begin, size = places[:, wrong].tolist()
             shard = self.opened(number)
             error = BrokenShard(
-                f"{shard.path}: bytes {begin + to_tar} to {begin + to_tar + size}, of sample "
+                f"{shard.tar.path}: bytes {begin + to_tar} to {begin + to_tar + size}, of sample "
                 f"{rows.start + wrong}, have not the crc32 that verify --crcs found; the file changed, or a "
-                f"disk or memory fails: shardprep verify {quoted(shard.path.parent)} tells"
+                f"disk or memory fails: shardprep verify {quoted(shard.tar.path.parent)} tells"
             )
             if not self._files.leave_copy(shard, error):
                 raise error
@@ -681,7 +600,7 @@ class ShardReader:
             first, end = int(places[0].min()), int(places.sum(axis=0).max())
             self._files.fill(number, first + to_tar, self._buffer.data[first:end])
 
-    def _check_sizes(self, samples: npt.NDArray[np.int64], found: _Columns) -> None:
+    def _check_sizes(self, found: SampleBytes) -> None:
         """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
 
         Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
@@ -690,7 +609,7 @@ class ShardReader:
         wrong = (found.token_bytes > 0) & (found.num_bytes != ids * found.token_bytes)
         wrong |= (found.row_tokens > 0) & (np.maximum(found.num_tokens, found.num_starts) > found.row_tokens)
         if wrong.any():
-            sample = samples[wrong.argmax()]
+            sample = found.sample[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
             row = int(self._shards.rows_of(number, sample))
             offset = int(self._records(number, slice(row, row + 1))["offset"][0])
@@ -703,15 +622,13 @@ def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     return np.concatenate([[0], np.flatnonzero(is_cut) + 1])
 
 
-def _stretches(rows: npt.NDArray[np.int64]) -> list[slice]:
+def _stretches(rows: Int64s) -> list[slice]:
     """Ascending rows as stretches of consecutive ones."""
     bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
     return [slice(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(bounds)]
 
 
-def _first_wrong(
-    buffer: memoryview, places: npt.NDArray[np.int64], expected: npt.NDArray[np.uint32]
-) -> int | None:
+def _first_wrong(buffer: memoryview, places: Int64s, expected: npt.NDArray[np.uint32]) -> int | None:
     """The first of some stretches of a buffer whose crc32 is not the expected one; None for none."""
     begins, sizes = places.tolist()
     found = [crc32(buffer[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
@@ -721,8 +638,8 @@ def _first_wrong(
 
 def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenShard:
     what = {"ids": "samples", "starts": "document starts", "mask": "loss masks"}[column]
-    verify = f"run: shardprep verify {quoted(shard.path.parent)}"
+    verify = f"run: shardprep verify {quoted(shard.tar.path.parent)}"
     return BrokenShard(
-        f"{shard.path}: its idx is damaged: it places {what} at bytes {first} to {last} of "
+        f"{shard.tar.path}: its idx is damaged: it places {what} at bytes {first} to {last} of "
         f"{shard.tar.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"
     )

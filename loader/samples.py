@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from loader.chunks import ORIGIN, WITHDRAWN, Chunk, ScatteredRows, with_origins
+from loader.chunks import ORIGIN, WITHDRAWN, Chunk, Parts, ScatteredRows, with_origins
 from loader.external_tars import JSON, RAW, parse_npy_header
-from loader.find_shards import DatasetShards, ExternalTar, ShardSet
+from loader.find_shards import DatasetShards, ExternalTar, ShardSet, check_choice
+from loader.order import Int32s, Int64s
 from loader.reading import ReaderContext, SampleBytes, ShardReader
 from loader.withdrawn import WithdrawnTokens, places_of, withdrawn_tokens
 from shardprep.errors import BrokenShard, UsageError
@@ -38,7 +39,7 @@ _PAD = bytes(8)
 # lie.
 
 
-def parse_id_lists(texts: list[memoryview]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None:
+def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
     """``[1, 22]`` and the like: (numbers in each, int64[len(texts)]; all of them, int32). None where a text
     is anything but that; behind all commas of the texts stands one space, or behind none."""
     joined = b"".join([*texts, _PAD, _PAD])
@@ -70,9 +71,7 @@ def parse_id_lists(texts: list[memoryview]) -> tuple[npt.NDArray[np.int64], npt.
     return counts, _numbers(joined, first, digits)
 
 
-def _numbers(
-    joined: bytes, first: npt.NDArray[np.int64], digits: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int32]:
+def _numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
     """The numbers that begin at the bytes ``first``; the arrays are used up.
 
     The eight bytes from a first digit on are one integer, put together of two whole words; what follows the
@@ -109,7 +108,7 @@ class CannotDecode(ValueError):
         self.row = row  # of the SampleBytes
 
 
-def rows_in_place(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: int) -> ScatteredRows:
+def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> ScatteredRows:
     """Packed rows of one length where they lie in the buffer, the padding included. Those with a loss mask
     have NO_LABEL in the ids that it leaves out."""
     masks: dict[str, Any] = {}
@@ -129,17 +128,13 @@ def rows_in_place(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: in
 class Decoded(NamedTuple):
     """Samples of any length, one after another."""
 
-    lengths: npt.NDArray[np.int32]  # int32[samples]
-    ids: npt.NDArray[np.int32]  # int32[sum of lengths]
+    lengths: Int32s  # int32[samples]
+    ids: Int32s  # int32[sum of lengths]
     num_cut: int  # tokens left out behind max_length
 
 
 def decode_samples(
-    data: SampleBytes,
-    rows: npt.NDArray[np.int64],
-    *,
-    max_length: int | None = None,
-    end_ids: npt.NDArray[np.int64] | None = None,
+    data: SampleBytes, rows: Int64s, *, max_length: int | None = None, end_ids: Int64s | None = None
 ) -> Decoded:
     """The samples of some rows of ``data``, at most ``max_length`` tokens of each. ``end_ids``: for each, an
     id to put behind it, or -1 for none. Raises CannotDecode."""
@@ -162,15 +157,13 @@ def decode_samples(
     return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
 
 
-def decode_parts(data: SampleBytes, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+def decode_parts(data: SampleBytes, rows: Int64s) -> list[Int64s]:
     """Rows in parts of about DECODE_BYTES of ``data``, in their order."""
     cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
     return np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)
 
 
-def _with_ends(
-    ids: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], end_ids: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+def _with_ends(ids: Int32s, lengths: Int64s, end_ids: Int32s) -> tuple[Int32s, Int64s]:
     """Put an id behind each sample whose ``end_ids`` is none of -1."""
     puts = end_ids >= 0
     if not puts.any():
@@ -184,13 +177,11 @@ def _with_ends(
     return ended, lengths
 
 
-def _whole_samples(
-    data: SampleBytes, rows: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+def _whole_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     """(lengths int64[len(rows)], the ids of all, int32), in parts of DECODE_BYTES."""
     memory = data.buffer.data
-    lengths: list[npt.NDArray[np.int64]] = []
-    ids: list[npt.NDArray[np.int32]] = []
+    lengths: list[Int64s] = []
+    ids: list[Int32s] = []
     for part in decode_parts(data, rows):
         found = None
         if (data.encoding[part] == JSON).all():
@@ -202,9 +193,7 @@ def _whole_samples(
     return np.concatenate(lengths), np.concatenate(ids)
 
 
-def _one_by_one(
-    data: SampleBytes, rows: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     memory = data.buffer.data
     flat = array("i")
     lengths: list[int] = []
@@ -226,7 +215,7 @@ def _one_by_one(
     return np.array(lengths, np.int64), np.frombuffer(flat, np.int32)
 
 
-def decode_starts(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: int) -> npt.NDArray[np.int32]:
+def decode_starts(data: SampleBytes, rows: Int64s, row_tokens: int) -> Int32s:
     """The places in each packed row, from 0, where a document begins: int32[starts], row after row. All rows
     at once: 5 ns per start, against 2 us per row."""
     at = places_of(data.starts_at[rows], data.num_starts[rows], stride=4)
@@ -239,12 +228,7 @@ def decode_starts(data: SampleBytes, rows: npt.NDArray[np.int64], row_tokens: in
     return (starts % row_tokens).astype(np.int32)
 
 
-def check_vocab(
-    ids: npt.NDArray[np.integer[Any]],
-    lengths: npt.NDArray[np.int32],
-    rows: npt.NDArray[np.int64],
-    vocab_size: int,
-) -> None:
+def check_vocab(ids: npt.NDArray[np.integer[Any]], lengths: Int32s, rows: Int64s, vocab_size: int) -> None:
     """Raises CannotDecode for an id that no embedding of ``vocab_size`` rows has."""
     if not ids.size or 0 <= ids.min() <= ids.max() < vocab_size:
         return
@@ -313,7 +297,7 @@ class Samples:
         return 1
 
     @property
-    def first_samples(self) -> npt.NDArray[np.int64]:
+    def first_samples(self) -> Int64s:
         """int64[shards + 1]: the samples before each shard."""
         raise NotImplementedError
 
@@ -329,20 +313,16 @@ class Samples:
     def open(self) -> ShardReader:
         return ShardReader(self.shards, self.context)
 
-    def num_tokens(self, reader: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Lengths by the idx alone, int64[n]; of the samples int64[n]."""
         raise NotImplementedError
 
-    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:
+    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         """Read samples, int64[samples per step, steps]; the window ends with the reader's next ``read``."""
         raise NotImplementedError
 
     def decode(
-        self,
-        data: SampleBytes,
-        rows: npt.NDArray[np.int64],
-        max_length: int | None = None,
-        end_ids: npt.NDArray[np.int64] | None = None,
+        self, data: SampleBytes, rows: Int64s, max_length: int | None = None, end_ids: Int64s | None = None
     ) -> Decoded:
         """``decode_samples``, with ids that others made checked, and WITHDRAWN in place of those that are.
         Raises BrokenShard."""
@@ -351,32 +331,27 @@ class Samples:
             if self.vocab_size is not None:
                 check_vocab(found.ids, found.lengths, rows, self.vocab_size)
         if self.withdrawn is not None:
-            found.ids[self.withdrawn.places(self._stored(data.sample[rows]), found.lengths)] = WITHDRAWN
+            found.ids[self.withdrawn.places(self.shards.stored(data.sample[rows]), found.lengths)] = WITHDRAWN
         return found
 
-    def _stored(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Samples by their places in the shards, counted through all of them on both sides of a split."""
-        return samples if self.shards.split is None else self.shards.stored(samples)
-
-    def _origins(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    def _origins(self, samples: Int64s) -> Int32s:
         """int32[samples, ORIGIN] of the first document of each, at place 0; row and source come later."""
-        stored, counts = self._stored(samples), self.shards.num_records
-        first = np.cumsum(counts) - counts
+        stored, first = self.shards.stored(samples), self.shards.first_record
         shard = np.searchsorted(first, stored, side="right") - 1
         found = np.zeros((len(samples), len(ORIGIN)), np.int32)
         found[:, 3], found[:, 4] = shard, stored - first[shard]
         return found
 
     def by_shard(
-        self, reader: ShardReader, samples: npt.NDArray[np.int64]
-    ) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
+        self, reader: ShardReader, samples: Int64s
+    ) -> Iterator[tuple[int, npt.NDArray[np.bool_], Int64s]]:
         """The shards of some samples, which of them each has, and their numbers in it."""
         shard = np.searchsorted(self.first_samples, samples, side="right") - 1
         for number in reader.opening_order(np.unique(shard)).tolist():
             here = shard == number
             yield number, here, samples[here] - self.first_samples[number]
 
-    def _sums(self, count: Callable[[ShardReader, int], int]) -> npt.NDArray[np.int64]:
+    def _sums(self, count: Callable[[ShardReader, int], int]) -> Int64s:
         """What is counted before each shard: int64[shards + 1]. Opens each one: 0.1 ms, files cached."""
         reader = self.open()
         counts = np.zeros(self.shards.num_shards, np.int64)
@@ -402,7 +377,7 @@ class WholeSamples(Samples):
         return self.shards.row_tokens
 
     @property
-    def first_samples(self) -> npt.NDArray[np.int64]:
+    def first_samples(self) -> Int64s:
         return self.shards.first_sample
 
     @property
@@ -410,16 +385,16 @@ class WholeSamples(Samples):
         mean = self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
-    def num_tokens(self, reader: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         lengths = reader.num_tokens(samples)
         return lengths if self.max_length is None else lengths.clip(max=self.max_length)
 
-    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:  # noqa: ARG002
+    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         rows = np.arange(samples.size).reshape(samples.shape)
         data = reader.read(samples.reshape(-1), starts=(self.starts or self.origins) and self.row_tokens > 0)
         return partial(self._rows_chunk if self.row_tokens else self._documents_chunk, data, rows)
 
-    def _documents_chunk(self, data: SampleBytes, rows: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
+    def _documents_chunk(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         steps = rows[:, first:end].T
         found = self.decode(data, steps.reshape(-1), self.max_length)
         if found.num_cut and self.refuse_longer:
@@ -430,11 +405,11 @@ class WholeSamples(Samples):
         ones = np.ones(chunk.lengths.shape, np.int32)
         return with_origins(chunk, ones, self._origins(data.sample[steps.reshape(-1)]))
 
-    def _rows_chunk(self, data: SampleBytes, rows: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
+    def _rows_chunk(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
         ids = rows_in_place(data, rows, self.row_tokens)
         if self.withdrawn is not None:
-            sample = self._stored(data.sample[rows].reshape(-1)).reshape(rows.shape)
+            sample = self.shards.stored(data.sample[rows].reshape(-1)).reshape(rows.shape)
             ids = replace(ids, withdrawn=self.withdrawn, sample=sample)
         if self.vocab_size is not None:
             stored = replace(ids, mask=None, withdrawn=None)
@@ -442,23 +417,22 @@ class WholeSamples(Samples):
             with _place_named(self.shards, data):
                 for step, of_step in enumerate(rows.T):
                     check_vocab(stored[:, step].reshape(-1), full, of_step, self.vocab_size)
-        chunk = Chunk(
-            lengths=data.num_tokens[rows].astype(np.int32),
-            ids=ids,
-            row_tokens=self.row_tokens,
-            num_starts=data.num_starts[rows].astype(np.int32) if self.starts else None,
-            starts=decode_starts(data, rows.reshape(-1), self.row_tokens) if self.starts else None,
-        )
-        if not self.origins:
+        chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
+        if not (self.starts or self.origins):
             return chunk
         steps = rows.T.reshape(-1)
         starts = decode_starts(data, steps, self.row_tokens)
+        if self.starts:
+            num_starts = data.num_starts[rows].astype(np.int32)
+            chunk = replace(chunk, starts=Parts(counts=num_starts, flat=starts))
+        if not self.origins:
+            return chunk
         counts, places, numbers = _document_places(starts, data.num_starts[steps])
         origins = np.repeat(self._origins(data.sample[steps]), counts, axis=0)
         origins[:, 1], origins[:, 5] = places, numbers
         return with_origins(chunk, counts.reshape(rows.T.shape).T, origins)
 
-    def _refuse(self, data: SampleBytes, rows: npt.NDArray[np.int64]) -> None:
+    def _refuse(self, data: SampleBytes, rows: Int64s) -> None:
         lengths = decode_samples(data, rows).lengths
         longer = int(np.flatnonzero(lengths > (self.max_length or 0))[0])
         raise BrokenShard(
@@ -468,9 +442,7 @@ class WholeSamples(Samples):
         )
 
 
-def _document_places(
-    starts: npt.NDArray[np.int32], num_starts: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+def _document_places(starts: Int32s, num_starts: Int64s) -> tuple[Int64s, Int32s, Int64s]:
     """Documents of packed rows: how many each row has, where each begins, and its number in the row. One that
     goes on from another row is at 0."""
     first = np.cumsum(num_starts) - num_starts
@@ -492,20 +464,18 @@ class DocumentPieces(Samples):
         self.first_samples  # noqa: B018  in this process, once
 
     @cached_property
-    def first_samples(self) -> npt.NDArray[np.int64]:
+    def first_samples(self) -> Int64s:
         return self._sums(lambda *which: int(self._ends(*which)[-1]))
 
     @property
     def mean_tokens(self) -> float:
         return min(self.shards.mean_tokens, self.max_length)
 
-    def num_tokens(self, reader: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         documents, first = self.locate(reader, samples)
         return (reader.num_tokens(documents) - first).clip(max=self.max_length)
 
-    def locate(
-        self, reader: ShardReader, pieces: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def locate(self, reader: ShardReader, pieces: Int64s) -> tuple[Int64s, Int64s]:
         """int64[n] pieces -> int64[n] documents, counted through all shards, and their first token."""
         documents, first = np.empty_like(pieces), np.empty_like(pieces)
         for number, here, local in self.by_shard(reader, pieces):
@@ -515,7 +485,7 @@ class DocumentPieces(Samples):
             first[here] = (local - ends[document]) * self.max_length
         return documents, first
 
-    def of_documents(self, reader: ShardReader, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def of_documents(self, reader: ShardReader, documents: Int64s) -> Int64s:
         """The pieces of some documents, counted through all shards: int64[n] -> int64[pieces]."""
         parts = [np.empty(0, np.int64)]
         for document in documents.tolist():
@@ -524,7 +494,7 @@ class DocumentPieces(Samples):
             parts.append(np.arange(*ends) + self.first_samples[number])
         return np.concatenate(parts)
 
-    def _ends(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
+    def _ends(self, reader: ShardReader, number: int) -> Int64s:
         """Sums of a shard's pieces, from 0: int64[documents + 1]."""
         sums = reader.opened(number).sums
         if "pieces" not in sums:
@@ -532,7 +502,7 @@ class DocumentPieces(Samples):
             sums["pieces"] = np.concatenate([[0], np.cumsum(counts)])
         return sums["pieces"]
 
-    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:  # noqa: ARG002
+    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read and decode the documents of some pieces, each once, and keep the pieces alone. So a window
         holds 4 bytes per token of its pieces, and while it is made the ids of some documents."""
         asked, rows = np.unique(samples, return_inverse=True)
@@ -540,7 +510,7 @@ class DocumentPieces(Samples):
         unique, document = np.unique(documents, return_inverse=True)  # ascending, as pieces are
         data = reader.read(unique)
         lengths = np.empty(len(asked), np.int64)
-        parts: list[npt.NDArray[np.int32]] = []
+        parts: list[Int32s] = []
         for part in decode_parts(data, np.arange(len(unique))):
             found = self.decode(data, part)
             held = found.lengths.astype(np.int64)
@@ -553,12 +523,7 @@ class DocumentPieces(Samples):
 
 
 def _pieces_chunk(
-    ids: npt.NDArray[np.int32],
-    lengths: npt.NDArray[np.int64],
-    pieces: npt.NDArray[np.int64],
-    origins: npt.NDArray[np.int32] | None,
-    first: int,
-    end: int,
+    ids: Int32s, lengths: Int64s, pieces: Int64s, origins: Int32s | None, first: int, end: int
 ) -> Chunk:
     """Steps of ``pieces``, int64[samples per step, steps], whose ids stand one after another."""
     steps = pieces[:, first:end].T
@@ -571,9 +536,6 @@ def _pieces_chunk(
     if origins is None:
         return chunk
     return with_origins(chunk, np.ones(chunk.lengths.shape, np.int32), origins[steps.reshape(-1)])
-
-
-_NO_END = -1  # no EOS is put
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -602,7 +564,7 @@ class JoinedRows(Samples):
             )
 
     @cached_property
-    def first_token(self) -> npt.NDArray[np.int64]:
+    def first_token(self) -> Int64s:
         """int64[shards + 1]: where each shard begins in the stream."""
         if self.shards.split is not None:  # of one side of a split only the idx tells the tokens
             return self._sums(
@@ -648,7 +610,7 @@ class JoinedRows(Samples):
         """T: tokens of the stream; an epoch's rows begin at any of them."""
         return int(self.first_token[-1])
 
-    def num_tokens(self, _: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def num_tokens(self, _: ShardReader, samples: Int64s) -> Int64s:
         return np.full(samples.shape, self.seq_len, np.int64)
 
     def stream_place(self, reader: ShardReader, document: int) -> tuple[int, int]:
@@ -680,7 +642,7 @@ class JoinedRows(Samples):
             yield number, local, local + taken
             begin, size = begin + taken, size - taken
 
-    def _ends(self, reader: ShardReader, number: int) -> npt.NDArray[np.int64]:
+    def _ends(self, reader: ShardReader, number: int) -> Int64s:
         """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]. Raises BrokenShard."""
         shard = reader.opened(number)
         if "stream" not in shard.sums:
@@ -689,19 +651,19 @@ class JoinedRows(Samples):
             expected = int(self.first_token[number + 1] - self.first_token[number])
             if int(ends[-1]) != expected:
                 raise BrokenShard(
-                    f"{shard.path}: its idx counts {int(ends[-1])} tokens, its manifest {expected}; "
+                    f"{shard.tar.path}: its idx counts {int(ends[-1])} tokens, its manifest {expected}; "
                     f"{shard.remedy}"
                 )
             shard.sums["stream"] = ends
-            shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), _NO_END)
+            shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), -1)
         return shard.sums["stream"]
 
-    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:
+    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = offset + rows * self.seq_len
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
-        documents: list[npt.NDArray[np.int64]] = []
-        end_ids: list[npt.NDArray[np.int64]] = []
+        documents: list[Int64s] = []
+        end_ids: list[Int64s] = []
         decoded = 0
         for first, end in self._runs(reader, rows, begins):
             at[first:end] = begins[first:end] - begins[first] + decoded
@@ -715,15 +677,26 @@ class JoinedRows(Samples):
                 if not place:
                     at[first:end] += part[0] - ends[of_part.start]
                 decoded += int(ends[of_part.stop] - ends[of_part.start])
-        ids, starts, held = self._decoded(reader, np.concatenate(documents), np.concatenate(end_ids), decoded)
+        asked = np.concatenate(documents)
+        found = self.decode(reader.read(asked), np.arange(len(asked)), end_ids=np.concatenate(end_ids))
+        if len(found.ids) != decoded:
+            where = self.shards.describe(int(asked[0]))
+            raise BrokenShard(f"{where} and on: {len(found.ids)} tokens, expected {decoded}")
+        starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
+        has_tokens = found.lengths > 0
         last = self.offsets - (self.num_samples - 1) * self.seq_len  # tokens of the last row
         lengths = np.where(samples == self.num_samples - 1, min(last, self.seq_len), self.seq_len)
         places = at[inverse.reshape(samples.shape)]
-        return partial(self._chunk, ids, places, lengths.astype(np.int32), starts, held)
+        return partial(
+            self._chunk,
+            found.ids,
+            places,
+            lengths.astype(np.int32),
+            starts[has_tokens],
+            asked[has_tokens],
+        )
 
-    def _runs(
-        self, reader: ShardReader, rows: npt.NDArray[np.int64], begins: npt.NDArray[np.int64]
-    ) -> list[tuple[int, int]]:
+    def _runs(self, reader: ShardReader, rows: Int64s, begins: Int64s) -> list[tuple[int, int]]:
         """Consecutive rows, those first that begin in shards which this process opens first."""
         runs = list(pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]))
         first_tokens = begins[[first for first, _ in runs]] % self.offsets
@@ -732,28 +705,13 @@ class JoinedRows(Samples):
         place = {shard: number for number, shard in enumerate(order)}
         return [run for _, run in sorted(zip(map(place.__getitem__, shards.tolist()), runs, strict=True))]
 
-    def _decoded(
-        self,
-        reader: ShardReader,
-        documents: npt.NDArray[np.int64],
-        end_ids: npt.NDArray[np.int64],
-        expected: int,
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The ids of documents one after another, where each begins, and which one it is."""
-        found = self.decode(reader.read(documents), np.arange(len(documents)), end_ids=end_ids)
-        if len(found.ids) != expected:
-            where = self.shards.describe(int(documents[0]))
-            raise BrokenShard(f"{where} and on: {len(found.ids)} tokens, expected {expected}")
-        starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
-        return found.ids, starts[found.lengths > 0], documents[found.lengths > 0]
-
     def _chunk(
         self,
-        ids: npt.NDArray[np.int32],
-        places: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int32],
-        starts: npt.NDArray[np.int64],
-        documents: npt.NDArray[np.int64],
+        ids: Int32s,
+        places: Int64s,
+        lengths: Int32s,
+        starts: Int64s,
+        documents: Int64s,
         first: int,
         end: int,
     ) -> Chunk:
@@ -764,28 +722,24 @@ class JoinedRows(Samples):
             ids=ScatteredRows(flat=ids, at=at, row_tokens=self.seq_len),
             row_tokens=self.seq_len,
         )
-        if self.origins:
-            flat = at.T.reshape(-1)
-            low = np.searchsorted(starts, flat, side="right") - 1
-            counts = np.searchsorted(starts, flat + chunk.lengths.T.reshape(-1)) - low
-            taken = places_of(low, counts)
-            origins = self._origins(documents[taken])
-            origins[:, 1] = (starts[taken] - np.repeat(flat, counts)).clip(0)
-            chunk = with_origins(chunk, counts.reshape(at.T.shape).T, origins)
-        if not self.starts:
+        steps = at.T.reshape(-1)
+        if self.starts:
+            low = np.searchsorted(starts, steps)
+            counts = np.searchsorted(starts, steps + self.seq_len) - low
+            within = starts[places_of(low, counts)] - np.repeat(steps, counts)
+            counts = counts.astype(np.int32).reshape(at.T.shape).T
+            chunk = replace(chunk, starts=Parts(counts=counts, flat=within.astype(np.int32)))
+        if not self.origins:
             return chunk
-        flat = at.reshape(-1)
-        low = np.searchsorted(starts, flat)
-        num_starts = np.searchsorted(starts, flat + self.seq_len) - low
-        within = starts[places_of(low, num_starts)] - np.repeat(flat, num_starts)
-        return replace(
-            chunk,
-            num_starts=num_starts.astype(np.int32).reshape(at.shape),
-            starts=within.astype(np.int32),
-        )
+        low = np.searchsorted(starts, steps, side="right") - 1
+        counts = np.searchsorted(starts, steps + chunk.lengths.T.reshape(-1)) - low
+        taken = places_of(low, counts)
+        origins = self._origins(documents[taken])
+        origins[:, 1] = (starts[taken] - np.repeat(steps, counts)).clip(0)
+        return with_origins(chunk, counts.reshape(at.T.shape).T, origins)
 
 
-def _documents_in(ends: npt.NDArray[np.int64], begin: int, end: int) -> tuple[int, int]:
+def _documents_in(ends: Int64s, begin: int, end: int) -> tuple[int, int]:
     """The documents, by their ``ends`` from 0 on, that have tokens from one up to another: [first, last)."""
     first = int(np.searchsorted(ends, begin, side="right")) - 1
     return first, int(np.searchsorted(ends, end, side="left"))
@@ -812,20 +766,20 @@ class TokenBatches(Samples):
         self.first_samples  # noqa: B018  computed now, so that an error comes now
 
     @cached_property
-    def first_samples(self) -> npt.NDArray[np.int64]:
+    def first_samples(self) -> Int64s:
         return self._sums(lambda *which: len(self._sums_of(*which)["batch_sizes"]))
 
     @property
     def mean_tokens(self) -> float:
         return self.documents.mean_tokens * self.documents.num_samples / max(self.num_samples, 1)
 
-    def num_tokens(self, reader: ShardReader, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         found = np.empty(len(samples), np.int64)
         for number, here, local in self.by_shard(reader, samples):
             found[here] = self._sums_of(reader, number)["batch_sizes"][local]
         return found
 
-    def _sums_of(self, reader: ShardReader, number: int) -> dict[str, npt.NDArray[np.int64]]:
+    def _sums_of(self, reader: ShardReader, number: int) -> dict[str, Int64s]:
         """Of a shard: its documents from 0 on, batch after batch, sums of them, and tokens of each batch."""
         sums = reader.opened(number).sums
         if "batch_ends" not in sums:
@@ -836,9 +790,7 @@ class TokenBatches(Samples):
             sums["batch_sizes"] = np.add.reduceat(lengths[members], ends[:-1]) if len(members) else members
         return sums
 
-    def _batches(
-        self, lengths: npt.NDArray[np.int64], number: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _batches(self, lengths: Int64s, number: int) -> tuple[Int64s, Int64s]:
         """Documents of a shard, batch after batch, in each as they stand in the shard; and the sums."""
         widths = -(-np.maximum(lengths - self.num_beyond, 1) // self.multiple) * self.multiple
         if len(widths) and int(widths.max()) > self.tokens_per_batch:
@@ -861,7 +813,7 @@ class TokenBatches(Samples):
         of_batch = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
         return longest_first[np.lexsort((longest_first, of_batch))], np.array(ends, np.int64)
 
-    def read(self, reader: ShardReader, samples: npt.NDArray[np.int64], offset: int) -> Window:
+    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         flat = samples.T.reshape(-1)  # step after step
         first, counts = np.empty_like(flat), np.empty_like(flat)  # of each batch in its shard's members
         for number, here, local in self.by_shard(reader, flat):
@@ -877,7 +829,7 @@ class TokenBatches(Samples):
         return partial(_batches_chunk, window, counts.reshape(samples.shape[::-1]))
 
 
-def _batches_chunk(window: Window, counts: npt.NDArray[np.int64], first: int, end: int) -> Chunk:
+def _batches_chunk(window: Window, counts: Int64s, first: int, end: int) -> Chunk:
     """Steps of batches of ``counts`` documents, int64[steps, batches]; the window has a document a step. Each
     sample is a batch; ``starts`` says where its documents begin."""
     documents = window(int(counts[:first].sum()), int(counts[:end].sum()))
@@ -886,18 +838,16 @@ def _batches_chunk(window: Window, counts: npt.NDArray[np.int64], first: int, en
     places = np.cumsum(lengths) - lengths
     flat = counts.reshape(-1)
     begin = np.cumsum(flat) - flat
-    sizes = np.add.reduceat(lengths, begin)
-    # Chunks have starts sample after sample, and of each step after step.
-    walk = np.arange(len(flat)).reshape(counts.shape).T.reshape(-1)
     starts = places - np.repeat(places[begin], flat)
     chunk = Chunk(
-        lengths=sizes.reshape(counts.shape).T.astype(np.int32),
+        lengths=np.add.reduceat(lengths, begin).reshape(counts.shape).T.astype(np.int32),
         ids=documents.ids,
         num_cut=documents.num_cut,
-        num_starts=counts.T.astype(np.int32),
-        starts=starts[places_of(begin[walk], flat[walk])].astype(np.int32),
+        starts=Parts(counts=counts.T.astype(np.int32), flat=starts.astype(np.int32)),
     )
-    return chunk if documents.origins is None else with_origins(chunk, counts.T, documents.origins)
+    if documents.origins is None:
+        return chunk
+    return with_origins(chunk, counts.T, documents.origins.flat.reshape(-1, len(ORIGIN)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -913,10 +863,7 @@ class SampleRules:
     num_beyond: int = 0  # tokens of a document that are no place of a batch
 
     def __post_init__(self) -> None:
-        if self.long_documents not in get_args(LongDocuments):
-            raise UsageError(
-                f"long_documents is {self.long_documents!r}, expected {' or '.join(get_args(LongDocuments))}"
-            )
+        check_choice("long_documents", self.long_documents, LongDocuments)
         if self.seq_len is not None and (self.max_length is not None or self.group > 1):
             raise UsageError(
                 f"seq_len={self.seq_len} packs documents into full rows; max_length and group_by_length are "

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from loader.find_shards import DatasetShards, ShardSet
 from shardprep.console import quoted
+from shardprep.files import NOT_THERE
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import idx_path, tar_path
 
@@ -85,7 +86,14 @@ class StagedCopies:
             return None
         shard_id = int(source.shard_ids[row])
         if not is_staged(folder, shard_id, int(source.tar_bytes[row]), int(source.idx_bytes[row])):
-            self._leave_unfit(folder, tar_path(folder, shard_id))
+            tar = tar_path(folder, shard_id)
+            try:
+                tar.lstat()
+                self.leave(folder, f"{tar} or its idx is of a wrong size")
+            except NOT_THERE:  # it may come
+                pass
+            except OSError as error:
+                self.leave(folder, error)
             return None
         return self._copies.setdefault(source.folder, replace(source, folder=folder))
 
@@ -98,17 +106,6 @@ class StagedCopies:
                 why,
                 folder,
             )
-
-    def _leave_unfit(self, folder: Path, tar: Path) -> None:
-        """What is not there may come; the folder is left where a tar is there, or cannot be looked at."""
-        try:
-            tar.lstat()
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        except OSError as error:
-            self.leave(folder, error)
-            return
-        self.leave(folder, f"{tar} or its idx is of a wrong size")
 
 
 def recheck_command(source: DatasetShards, folder: Path) -> str:

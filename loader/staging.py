@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import re
 import socket
@@ -51,13 +52,7 @@ from shardprep.files import (
     sync_folder,
 )
 from shardprep.format.manifest import Manifest, read_manifest
-from shardprep.format.names import (
-    idx_path,
-    manifest_path,
-    remake_command,
-    shard_name,
-    tar_path,
-)
+from shardprep.format.names import idx_path, manifest_path, remake_command, shard_name, tar_path
 from shardprep.signals import raise_on_stop_signals
 
 READ_BYTES = 4 << 20
@@ -84,12 +79,10 @@ class ShardToStage:
 
     @property
     def num_bytes(self) -> int:
-        """Of both files."""
         return self.tar_bytes + self.idx_bytes
 
     @property
     def is_staged(self) -> bool:
-        """Whether its copy is there, by names and sizes."""
         return is_staged(self.folder, self.shard_id, self.tar_bytes, self.idx_bytes)
 
     def manifest(self) -> Manifest:
@@ -170,14 +163,19 @@ class Staging:
             self._progress.add(shard.num_bytes)
             if shard.folder / stem in begun:
                 remove_temporaries(shard.folder, stem, older_than_s=0)
-        elif _grows(_temporaries(shard.folder, stem)):
-            return False
+        elif any(_age_s(path) < STALLED_S for path in _temporaries(shard.folder, stem)):
+            return False  # another process is at it
         else:
             try:
                 with self._source_faults_noted():
                     self._copy(shard)
             except (CannotWrite, ReadWriteError) as error:
-                raise type(error)(f"{error}; {self._room_text()}") from None
+                try:
+                    room = self._room()[2]
+                except OSError as fault:
+                    unknown = f"the room in {self._staged_dir} is unknown ({fault.strerror})"
+                    room = f"{unknown}; what is staged stays valid"
+                raise type(error)(f"{error}; {room}") from None
         return True
 
     @contextlib.contextmanager
@@ -254,19 +252,16 @@ class Staging:
         if not shard.is_staged:
             return
         manifest, wrong = shard.manifest(), ""
-        for path_of, stamp in ((tar_path, manifest.tar), (idx_path, manifest.idx)):
-            path = path_of(shard.folder, shard.shard_id)
+        path = tar_path(shard.folder, shard.shard_id)
+        for each, stamp in ((idx_path(shard.folder, shard.shard_id), manifest.idx), (path, manifest.tar)):
             try:
-                found = stamp_file(path).sha256
+                if (found := stamp_file(each).sha256) != stamp.sha256:
+                    wrong = f"{each} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}"
             except (OSError, ReadWriteError) as error:
                 wrong = str(error)
-            else:
-                if found != stamp.sha256:
-                    wrong = f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}"
         if not wrong:
             return
         self._progress.say(f"warning: the copy is broken, not the source: {wrong}; it is copied anew")
-        path = tar_path(shard.folder, shard.shard_id)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
@@ -288,12 +283,6 @@ class Staging:
             f"{self._staged_dir} has {short_bytes(free_bytes)} free; what is staged stays valid"
         )
         return sum(missing), free_bytes, text
-
-    def _room_text(self) -> str:
-        try:
-            return self._room()[2]
-        except OSError as error:
-            return f"the room in {self._staged_dir} is unknown ({error.strerror}); what is staged stays valid"
 
 
 def _blocks(path: Path) -> Iterator[memoryview]:
@@ -325,13 +314,12 @@ def _temporaries(folder: Path, stem: str = "") -> list[Path]:
     return [Path(path) for path, match in found if match and stem in {"", match[1]}]
 
 
-def _grows(paths: list[Path]) -> bool:
-    """Whether one of some unfinished copies was written to lately."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime < STALLED_S:
-                return True
-    return False
+def _age_s(path: Path) -> float:
+    """Seconds since a file was written to; without end where it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return math.inf
 
 
 def _remove_dead(folder: Path, *, and_own: bool = False) -> None:
@@ -344,11 +332,8 @@ def _remove_dead(folder: Path, *, and_own: bool = False) -> None:
         lives = Path("/proc", pid).exists() and not (and_own and int(pid) == os.getpid())
         ended = host == socket.gethostname() and not lives
         with contextlib.suppress(OSError):
-            if ended or time.time() - path.stat().st_mtime > STALE_AFTER_S:
+            if ended or _age_s(path) > STALE_AFTER_S:
                 path.unlink()
-
-
-# Which shards: all, or as many of them as fit.
 
 
 def choose_shards(
@@ -388,9 +373,6 @@ def choose_shards(
         kept = kept[: np.searchsorted(sums, limit_bytes, side="right")]
     kept = opening_order(kept, reader_index, None if shards.osts is None else shards.osts[kept])
     return every, [every[number] for number in kept.tolist()]
-
-
-# The command
 
 
 def stage(args: argparse.Namespace) -> int:
@@ -457,15 +439,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("input_shards", nargs="+", help="as the loader takes them; data sets of shardprep only")
     add("--to", required=True, metavar="DIR", help="folder on this node; made if it is missing")
-    add(
-        "--limit_bytes",
-        help="stage as many shards as fit, such as 500G (default: all)",
-    )
-    add(
-        "--recheck",
-        action="store_true",
-        help="also read shards that are staged already, and copy damaged ones again",
-    )
+    add("--limit_bytes", help="stage as many shards as fit, such as 500G (default: all)")
+    again = "also read shards that are staged already, and copy damaged ones again"
+    add("--recheck", action="store_true", help=again)
     add("--exclude_shards", nargs="+", default=[], help="as the loader's exclude_shards (default: none)")
     for name in _OF_RANKS:
         add(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)

@@ -14,7 +14,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import gcd
 from operator import index
@@ -77,17 +77,13 @@ class SkippedSteps:
     @staticmethod
     def of_text(text: object) -> SkippedSteps:
         """What ``text`` gave. Raises BrokenShard for anything else."""
-        ranges: list[tuple[int, int]] = []
-        for part in text.split(",") if isinstance(text, str) and text else []:
-            match = _RANGE.fullmatch(part)
-            first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
-            if last < first or (ranges and first < ranges[-1][1]):
-                raise BrokenShard(
-                    f"the state is damaged: its skipped is {text!r}, expected such as 100-199,300"
-                )
-            ranges.append((first, last + 1))
-        if not isinstance(text, str):
-            raise BrokenShard(f"the state is damaged: its skipped is {text!r}, expected a text")
+        parts = text.split(",") if isinstance(text, str) and text else []
+        matches = [match for match in map(_RANGE.fullmatch, parts) if match]
+        ranges = [(int(match[1]), int(match[2] or match[1]) + 1) for match in matches]
+        are_apart = all(end <= later for (_, end), (later, _) in pairwise(ranges))
+        are_ranges = len(ranges) == len(parts) and all(first < end for first, end in ranges)
+        if not (isinstance(text, str) and are_ranges and are_apart):
+            raise BrokenShard(f"the state is damaged: its skipped is {text!r}, expected such as 100-199,300")
         return SkippedSteps(tuple(ranges))
 
 
@@ -100,33 +96,12 @@ class Position(NamedTuple):
     num_micro: int = 0
 
     def after(self, micro_batches: int, steps_per_epoch: int) -> Position:
-        """One batch later, of ``micro_batches`` a step."""
+        """One batch later."""
         if self.num_micro + 1 < micro_batches:
             return Position(self.epoch, self.step, self.num_micro + 1)
         if self.step + 1 < steps_per_epoch:
             return Position(self.epoch, self.step + 1)
         return Position(self.epoch + 1)
-
-
-def state_of(
-    position: Position,
-    fingerprint: Mapping[str, Any],
-    layout: Mapping[str, int],
-    skipped: SkippedSteps = SkippedSteps(),
-    withdrawn: str = "",
-) -> dict[str, Any]:
-    """The state as plain numbers and strings, which JSON and torch.save keep. Always the same keys:
-    torch.distributed.checkpoint reads those alone that a fresh loader's state has."""
-    return {
-        "format": STATE_FORMAT,
-        "epoch": position.epoch,
-        "step": position.step,
-        "num_micro": position.num_micro,
-        "skipped": skipped.text(),
-        "withdrawn": withdrawn,
-        "layout": dict(layout),
-        "fingerprint": dict(fingerprint),
-    }
 
 
 def position_of(
@@ -135,7 +110,16 @@ def position_of(
     """The position that a state holds, for a loader of the same fingerprint. Raises OtherRun or
     OtherTokenizer, BrokenShard, or UsageError for one inside of a step of another layout."""
     check_run(state, fingerprint)
-    position = Position(*(_whole_number(state, name) for name in Position._fields))
+    counts = []
+    for name in Position._fields:
+        try:
+            counts.append(index(state[name]))
+        except (KeyError, TypeError):
+            found = repr(state[name]) if name in state else "missing"
+            raise BrokenShard(
+                f"the state is damaged: its {name} is {found}, expected a whole number"
+            ) from None
+    position = Position(*counts)
     if position.num_micro and state.get("layout") != dict(layout):
         raise UsageError(
             f"the state was saved inside of a step, after {position.num_micro} batches of "
@@ -166,24 +150,13 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
         raise BrokenShard(
             f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"
         )
-    _check_fingerprint(dict(state["fingerprint"]), dict(fingerprint))
-
-
-def _whole_number(state: Mapping[str, Any], name: str) -> int:
-    try:
-        return index(state[name])
-    except (KeyError, TypeError):
-        found = repr(state[name]) if name in state else "missing"
-        raise BrokenShard(f"the state is damaged: its {name} is {found}, expected a whole number") from None
-
-
-def _check_fingerprint(saved: dict[str, Any], mine: dict[str, Any]) -> None:
-    names = {**mine, **saved}
-    differing = [name for name in names if not is_same(name, saved.get(name), mine.get(name))]
+    saved = state["fingerprint"]
+    names = {**fingerprint, **saved}
+    differing = [name for name in names if not is_same(name, saved.get(name), fingerprint.get(name))]
     if not differing:
         return
     parts = [
-        f"{name} {_short(saved.get(name))} in the state, {_short(mine.get(name))} here"
+        f"{name} {_short(saved.get(name))} in the state, {_short(fingerprint.get(name))} here"
         + (f" ({_WHY[name]})" if name in _WHY else "")
         for name in differing
     ]
@@ -311,37 +284,32 @@ class RunSteps:
 
     @cached_property
     def is_ramped(self) -> bool:
-        """Whether steps differ in size."""
         return len(self.sizes) > 1
 
     def settings(self, order_batch_size: int, seq_len: int) -> dict[str, int | str]:
         """What a state has of the sizes: two names always, see ``SizeHistory``."""
         sizes = [(step, size * order_batch_size) for step, size in self.sizes]
         is_plain = (self.sizes, self.amended) == (RunSteps.sizes, RunSteps.amended)
-        texts = [f"{step}{self._epoch_text(step)}: {size}" for step, size in sizes]
+        epochs = {step: f"/{epoch}" for step, epoch in self.amended}
+        texts = [f"{step}{epochs.get(step, '')}: {size}" for step, size in sizes]
         lengths = [f"{step}: {length}" for step, length in self.row_lengths]
+        is_whole = self.row_lengths == RunSteps.row_lengths
         return {
             "global_batch_size": order_batch_size if is_plain else "; ".join([str(order_batch_size), *texts]),
-            "seq_len": (
-                seq_len if self.row_lengths == RunSteps.row_lengths else "; ".join([str(seq_len), *lengths])
-            ),
+            "seq_len": seq_len if is_whole else "; ".join([str(seq_len), *lengths]),
         }
-
-    def _epoch_text(self, step: int) -> str:
-        return "".join(f"/{epoch}" for amended, epoch in self.amended if amended == step)
 
     @property
     def amended_at(self) -> int:
         """The step of the last amendment of sizes; 0 where there is none."""
         return max((step for step, _ in self.amended), default=0)
 
+    def order_steps_in(self, step: int) -> int:
+        return _at(self.sizes, step)
+
     def batches_in(self, step: int) -> int:
         """Batches of a rank in a step."""
         return self.num_batches * _at(self.sizes, step)
-
-    def order_steps_in(self, step: int) -> int:
-        """Steps of the order in a step."""
-        return _at(self.sizes, step)
 
     def row_length(self, step: int) -> int:
         """Tokens that the rows of a step are cut to; 0: as they are."""
@@ -353,19 +321,16 @@ class RunSteps:
         return [0]
 
     def first_step(self, epoch: int) -> int:
-        """The steps before an epoch."""
         known = self._first_steps
         last_stage, size = self.sizes[-1]
         while len(known) <= epoch and known[-1] < last_stage:
-            amended = [
-                step for step, epoch in self.amended if step > known[-1] and epoch >= len(known)
-            ]  # an epoch that was over stays so
-            known.append(min([known[-1] + self._fitting(known[-1]), *amended]))
+            # An epoch that was over stays so.
+            amended = [step for step, epoch in self.amended if step > known[-1] and epoch >= len(known)]
+            known.append(min([self._last_fitting(known[-1]), *amended]))
         beyond = max(epoch - len(known) + 1, 0)
         return known[min(epoch, len(known) - 1)] + beyond * (self.order_steps_per_epoch // size)
 
     def steps_in(self, epoch: int) -> int:
-        """Steps of an epoch."""
         return self.first_step(epoch + 1) - self.first_step(epoch)
 
     def order_steps_of(self, epoch: int) -> int:
@@ -379,38 +344,34 @@ class RunSteps:
         return self._taken(first, first + position.step) + position.num_micro // self.num_batches
 
     def step_of(self, position: Position) -> int:
-        """The step of a position."""
         return self.first_step(position.epoch) + position.step
 
     def position(self, step: int) -> Position:
         """Where a step begins."""
-        self.first_step(0)
-        while self._first_steps[-1] <= step and self._first_steps[-1] < self.sizes[-1][0]:
-            self.first_step(len(self._first_steps))
-        known = self._first_steps
-        if step < known[-1]:
-            epoch = bisect_right(known, step) - 1
-            return Position(epoch=epoch, step=step - known[epoch])
-        epoch, within = divmod(step - known[-1], self.order_steps_per_epoch // self.sizes[-1][1])
-        return Position(epoch=len(known) - 1 + epoch, step=within)
+        fewest = self.order_steps_per_epoch // max(size for _, size in self.sizes)  # steps of a whole epoch
+        epochs = range(step // fewest + len(self.amended) + 1)
+        epoch = bisect_right(epochs, step, key=self.first_step) - 1
+        return Position(epoch=epoch, step=step - self.first_step(epoch))
+
+    def total_order_steps(self, position: Position) -> int:
+        """Steps of the order before a position, counted through all epochs, with what these leave out."""
+        return position.epoch * self.order_steps_per_epoch + self.order_step(position)
 
     def first_of_order(self, step: int) -> int:
         """The step of the order at which a step begins, counted through all epochs."""
-        begin = self.position(step)
-        return begin.epoch * self.order_steps_per_epoch + self.order_step(begin)
+        return self.total_order_steps(self.position(step))
 
     def step_from(self, order_step: int) -> int:
         """The step that begins at a step of the order, counted through all epochs."""
         epoch, within = divmod(order_step, self.order_steps_per_epoch)
         first = self.first_step(epoch)
         ends = range(first, first + self.order_steps_per_epoch)
-        return first + bisect_left(ends, within, key=lambda end: self._taken(first, end))
+        return first + bisect_left(ends, within, key=partial(self._taken, first))
 
-    def _fitting(self, first: int) -> int:
-        """The steps from one on that an epoch has room for."""
+    def _last_fitting(self, first: int) -> int:
+        """Where an epoch that begins at a step has no room for another one."""
         ends = range(first, first + self.order_steps_per_epoch + 1)
-        room = self._taken(0, first) + self.order_steps_per_epoch
-        return bisect_right(ends, room, key=lambda end: self._taken(0, end)) - 1
+        return ends[bisect_right(ends, self.order_steps_per_epoch, key=partial(self._taken, first)) - 1]
 
     def _taken(self, first: int, end: int) -> int:
         """Steps of the order in the steps of [first, end)."""
@@ -479,9 +440,8 @@ def _stages_of(
     stages = [match for match in map(_STAGE.fullmatch, texts) if match]
     ramp = tuple((int(match[1]), int(match[3])) for match in stages)
     steps = [step for step, _ in ramp]
-    if not re.fullmatch("[0-9]{1,9}", first) or len(stages) < len(texts) or steps[:1] != [0]:
-        steps = []
-    if not steps or any(step >= later for step, later in pairwise(steps)):
+    are_stages = re.fullmatch("[0-9]{1,9}", first) and len(stages) == len(texts) and steps[:1] == [0]
+    if not are_stages or any(step >= later for step, later in pairwise(steps)):
         raise BrokenShard(f"the state is damaged: its {name} is {value!r}, expected such as 256; 0: 256")
     return int(first), ramp, tuple((int(match[1]), int(match[2])) for match in stages if match[2])
 

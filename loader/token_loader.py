@@ -15,8 +15,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +42,7 @@ from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
-from loader.state import Position, RunProgress, RunSteps, SkippedSteps, state_of
+from loader.state import STATE_FORMAT, Position, RunProgress, RunSteps, SkippedSteps
 from loader.tokenizer import LoaderTokenizer
 from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
 from loader.workers import ChunkDataset, MixedChunkDataset, MixedSamples, Plan, rank_slots, whole_number
@@ -151,7 +152,7 @@ class _Source:
         return self.samples
 
 
-class CollateWorkers:
+class CollateWorkers(WorkerLoader):
     """Batches of a user's ``collate_fn``, in order; ``workers``: options of torch's DataLoader.
 
     A batch has samples of all the workers that read, so none of these can collate one. For 8 x 2048 ids
@@ -159,14 +160,15 @@ class CollateWorkers:
     """
 
     def __init__(self, collate_fn: Collate, list_options: Mapping[str, Any], **workers: Any) -> None:
-        self._source = _Source()
-        self.loader = WorkerLoader(_Collated(collate_fn, list_options), sampler=self._source, **workers)
+        source = _Source()
+        super().__init__(_Collated(collate_fn, list_options), sampler=source, **workers)
+        self._source = source
 
     def batches(self, samples: Iterator[list[Sample]]) -> Iterator[Any]:
         """The batch of each list of samples; ends an earlier iterator of these workers."""
         self._source.samples = samples
         try:
-            for pickled in self.loader.start():
+            for pickled in self.start():
                 yield pickle.loads(pickled)  # noqa: S301  of our own process
         finally:
             if self._source.samples is samples:
@@ -224,21 +226,24 @@ class BatchStream:
             check_worker_sockets()
             chunks.position.share_memory_()
         self._chunk_loader = WorkerLoader(chunks, **workers)
+        self._loaders = [self._chunk_loader]
         self._collate_workers: CollateWorkers | None = None
         context = workers.get("multiprocessing_context")
         if self._num_workers and not step_batches.is_own and can_be_sent(step_batches.collate_fn, context):
             self._collate_workers = CollateWorkers(
                 step_batches.collate_fn, step_batches.list_options, **workers
             )
+            self._loaders.append(self._collate_workers)
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
 
     def rest_of_epoch(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
         """The batches of an epoch from a position on: the samples of each, and the batch."""
-        collating = self._collate_workers is not None and self._collate_workers.loader.is_broken
-        if collating or self._chunk_loader.is_broken:
+        if any(each.is_broken for each in self._loaders):
             self.end()
-        if self._stands_at != start or start.num_micro:
-            self._seek(start)
+        if self._stands_at != start or start.num_micro:  # persistent workers are sent there
+            shared = self._chunks.position
+            shared[0], shared[1] = start.epoch, self._chunks.plan.run.order_step(start)
+            self._chunk_loader.start()
         self._stands_at = None
         yield from self._batches(start)
         self._stands_at = Position(epoch=start.epoch + 1, step=0)
@@ -256,16 +261,9 @@ class BatchStream:
     def end(self) -> None:
         """End the workers and close the files; the next batches start them again."""
         self._stands_at = None
-        self._chunk_loader.end()
-        if self._collate_workers is not None:
-            self._collate_workers.loader.end()
+        for each in self._loaders:
+            each.end()
         self._chunks.close()
-
-    def _seek(self, position: Position) -> None:
-        """Deliver from a position on; persistent workers are sent there."""
-        shared = self._chunks.position
-        shared[0], shared[1] = position.epoch, self._chunks.plan.run.order_step(position)
-        self._chunk_loader.start()
 
     def _batches(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
         if self._collate_workers is None:
@@ -384,7 +382,11 @@ class TokenLoader(DataLoader[Batch]):
         **workers: Any,
     ) -> None:
         if "sampler" in workers:
-            raise UsageError(_NO_SAMPLER)
+            raise UsageError(
+                "a TokenLoader has an order of its own and takes no sampler, as Lightning gives it for "
+                "overfit_batches and predict; to overfit pass train_dataloaders="
+                "list(itertools.islice(loader, 2)), to predict dataloaders=(batch for batch in loader)"
+            )
         # What torch shows of a loader; batches come from self._stream, in which workers send chunks.
         super().__init__(
             _RefusedDataset(),
@@ -394,7 +396,7 @@ class TokenLoader(DataLoader[Batch]):
             pin_memory=pin_memory,
             **workers,
         )
-        self._made_with = {
+        self._made_with: dict[str, Any] = {
             "plan": plan,
             "step_batches": step_batches,
             "loader_tokenizer": loader_tokenizer,
@@ -407,6 +409,7 @@ class TokenLoader(DataLoader[Batch]):
         self.loader_tokenizer = loader_tokenizer
         self._collator: Any = None
         self.process_rank = process_rank
+        self._layout = {"world_size": process_rank.world_size, "batch_size": step_batches.batch_size}
         self.metrics = LoaderMetrics()
         self.step_batches = step_batches
         self._amend = amend
@@ -505,11 +508,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def _delivered_of_order(self) -> int:
-        """Steps of the order so far; what epochs leave out at their end counts."""
-        return self._steps_of_order(self._progress.delivered)
-
-    def _steps_of_order(self, at: Position) -> int:
-        return at.epoch * self.order.steps_per_epoch + self.run.order_step(at)
+        return self.run.total_order_steps(self._progress.delivered)
 
     def describe(self, until_step: int | None = None) -> str:
         """The sources with their shares, tokens and fingerprints, and every amendment, as text to print.
@@ -520,7 +519,7 @@ class TokenLoader(DataLoader[Batch]):
         end = Position(epoch=self._progress.delivered.epoch + 1)
         if until_step is not None:
             end = self.run.position(whole_number("until_step", until_step, least=0))
-        until, data = self._steps_of_order(end), str(self.fingerprint["data"])
+        until, data = self.run.total_order_steps(end), str(self.fingerprint["data"])
         samples = self.chunks.plan.samples
         text = describe(self.chunks.plan, data, self._delivered_of_order, until)
         parts = samples.sources if isinstance(samples, MixedSamples) else [samples]
@@ -571,12 +570,17 @@ class TokenLoader(DataLoader[Batch]):
             f"{self.run.steps_in(at.epoch)}, {self.num_workers} workers)"
         )
 
-    def __reduce__(self) -> tuple[Callable[..., TokenLoader], tuple[Any, ...]]:
-        now = self._progress, self._list_history, self.chunks.plan
-        return _made_again, (type(self), self._made_with, *now)
+    def __reduce__(self) -> tuple[Any, ...]:
+        made, now = partial(type(self), **self._made_with), (self._progress, self._list_history)
+        return made, (), (*now, self.chunks.plan)
+
+    def __setstate__(self, now: tuple[RunProgress, ListHistory, Plan]) -> None:
+        """Stand where the original stood."""
+        progress, self._list_history, plan = now
+        self._progress = replace(progress)
+        self._go_by(plan)
 
     def _go_by(self, plan: Plan) -> None:
-        """Deliver what a plan says; none of its workers has started yet."""
         self.chunks = self._chunks_of(plan)
         size_check, workers = self._stream_options
         workers = {**workers, "num_workers": min(workers.get("num_workers", 0), len(self.chunks.slots))}
@@ -588,17 +592,12 @@ class TokenLoader(DataLoader[Batch]):
         return kind(plan, slots, endless=self.persistent_workers or not self.num_workers)
 
     def __getitem__(self, _: Any) -> Any:
-        """Refuse what takes a loader for a data set."""
         raise UsageError(
             "a TokenLoader is no data set of samples, but was indexed like one, as "
             "StatefulDataLoader(loader), DataLoader(loader) and Trainer(train_dataset=loader) do; iterate "
             "the loader itself, and keep its state with loader.state_dict() and load_state_dict(); under "
             f"HF's Trainer, {_OVERRIDE}"
         )
-
-    @property
-    def _layout(self) -> dict[str, int]:
-        return {"world_size": self.process_rank.world_size, "batch_size": self.step_batches.batch_size}
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop got so far: a few integers and the fingerprint of data and order.
@@ -608,8 +607,15 @@ class TokenLoader(DataLoader[Batch]):
         return self._state_of(self._progress.delivered, self._progress.skipped)
 
     def _state_of(self, at: Position, skipped: SkippedSteps) -> dict[str, Any]:
-        lists = self._list_history.up_to(self._steps_of_order(at)).text()
-        return state_of(at, self.fingerprint, self._layout, skipped, lists)
+        """Always the same keys: torch.distributed.checkpoint reads those that a fresh loader's state has."""
+        return {
+            "format": STATE_FORMAT,
+            **at._asdict(),
+            "skipped": skipped.text(),
+            "withdrawn": self._list_history.up_to(self.run.total_order_steps(at)).text(),
+            "layout": dict(self._layout),
+            "fingerprint": self.fingerprint,
+        }
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
@@ -727,11 +733,6 @@ class TokenLoader(DataLoader[Batch]):
             )
 
 
-_NO_SAMPLER = (
-    "a TokenLoader has an order of its own and takes no sampler, as Lightning gives it for "
-    "overfit_batches and predict; to overfit pass train_dataloaders=list(itertools.islice(loader, 2)), to "
-    "predict dataloaders=(batch for batch in loader)"
-)
 _OVERRIDE = (
     "write class LlamaTrainer(LoaderMixin, Trainer) with LoaderMixin of loader.trainer, and pass "
     "train_loader=loader"
@@ -748,18 +749,3 @@ class _RefusedDataset(IterableDataset[Any]):
             "TokenLoader itself, which shares samples out among the ranks, and resume with load_state_dict; "
             f"under HF's Trainer, {_OVERRIDE}"
         )
-
-
-def _made_again(
-    kind: type[TokenLoader],
-    made_with: dict[str, Any],
-    progress: RunProgress,
-    history: ListHistory,
-    now: Plan,
-) -> TokenLoader:
-    """A copy of a loader; sizes were looked at when the original was made."""
-    loader = kind(**made_with)
-    loader._progress = replace(progress)  # noqa: SLF001  it is its own class's
-    loader._list_history = history  # noqa: SLF001  the same
-    loader._go_by(now)  # noqa: SLF001  the same
-    return loader

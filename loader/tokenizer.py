@@ -7,9 +7,8 @@ longer than all else, comes when somebody asks for its object.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from shardprep.files import (
     refuse_fifos,
 )
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
+from shardprep.format.manifest import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
 from shardprep.hub import find_on_hub, no_tokenizer
 
@@ -122,7 +122,11 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
         given = _load(model_id)
         if model_id != spec.model_id:
             _check_same(datasets[0], model_id, given)
-        return LoaderTokenizer.of_loaded(_with_special_ids(given, spec), spec.fingerprint)
+        for name in _SPECIAL_IDS:  # which a fingerprint leaves out
+            token_id = getattr(spec, name)
+            if token_id is not None and getattr(given, name) != token_id:
+                setattr(given, name.removesuffix("_id"), given.convert_ids_to_tokens(token_id))
+        return LoaderTokenizer.of_loaded(given, spec.fingerprint)
     folder = own.folder / TOKENIZER_DIR
     tokenizer = _by_its_files(folder, own.spec.tokenizer)
     if tokenizer is None:
@@ -137,7 +141,7 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
     where they do not: transformers then finds what is wrong. Raises BrokenShard or ReadWriteError."""
     _check_files(folder)
     files = {name: _content(folder / name) for name in (*_READ_FILES, *_OTHER_FILES)}
-    with _no_collections():
+    with without_garbage_collection():  # 280,000 merges
         try:
             data = orjson.loads(files["tokenizer.json"] or b"")
             special = _special_tokens(data, files, spec)
@@ -218,29 +222,17 @@ def _has_same_files(own: Path, given: Path) -> bool:
     return all(_content(own / name) == _content(given / name) for name in (*_READ_FILES, *_OTHER_FILES))
 
 
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without garbage collections: 280,000 merges, parsed, bring on many, each through all of torch."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
     """The tokenizer in a data set's folder, found to be the one of its manifests. transformers says nothing
     of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound."""
     tokenizer = _load(str(folder))
-    expected = {name: getattr(spec, name) for name in _SPECIAL_IDS}
+    expected = {name: getattr(spec, name) for name in (*_SPECIAL_IDS, "fingerprint")}
     found = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
-    expected["fingerprint"], found["fingerprint"] = spec.fingerprint, _fingerprint(tokenizer)
+    found["fingerprint"] = _fingerprint(tokenizer)
     wrong = [
-        f"{name} {_short(found[name])}, expected {_short(expected[name])}"
-        for name in expected
-        if found[name] != expected[name]
+        f"{name} {str(found[name])[:12]}, expected {str(value)[:12]}"
+        for name, value in expected.items()
+        if found[name] != value
     ]
     if wrong:
         raise OtherTokenizer(
@@ -250,28 +242,14 @@ def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
     return tokenizer
 
 
-def _short(value: object) -> object:
-    return value[:12] if isinstance(value, str) else value
-
-
-def _with_special_ids(tokenizer: Any, spec: TokenizerSpec) -> Any:
-    """The same tokenizer with the manifests' BOS, EOS and padding, which a fingerprint leaves out."""
-    for name in _SPECIAL_IDS:
-        token_id = getattr(spec, name)
-        if token_id is not None and getattr(tokenizer, name) != token_id:
-            setattr(tokenizer, name.removesuffix("_id"), tokenizer.convert_ids_to_tokens(token_id))
-    return tokenizer
-
-
 def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
-    found, expected = _fingerprint(given), dataset.spec.tokenizer.fingerprint
-    if found == expected:
-        return
-    raise OtherTokenizer(
-        f"model_id={model_id!r} has a tokenizer with fingerprint {found[:12]}, but {dataset.folder} was made "
-        f"with {dataset.spec.tokenizer.model_id!r} ({expected[:12]}); leave model_id out to use the data "
-        "set's own tokenizer, or prepare the text again with the other one"
-    )
+    found, own = _fingerprint(given), dataset.spec.tokenizer
+    if found != own.fingerprint:
+        raise OtherTokenizer(
+            f"model_id={model_id!r} has a tokenizer with fingerprint {found[:12]}, but {dataset.folder} was "
+            f"made with {own.model_id!r} ({own.fingerprint[:12]}); leave model_id out to use the data "
+            "set's own tokenizer, or prepare the text again with the other one"
+        )
 
 
 def _fingerprint(tokenizer: Any) -> str:

@@ -66,9 +66,16 @@ def set_up_training(
     if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave bf16 out, tf32 stays")
     is_loader = isinstance(loader, TokenLoader)
-    tokenizer = loader.tokenizer if is_loader else loader
+    tokenizer: Any = loader.tokenizer if is_loader else loader
     threads = _set_threads(num_threads, loader.num_workers if is_loader else 0, environ)
-    pad = _set_padding(tokenizer, eos_warned=is_loader)
+    pad = choose_pad_token(tokenizer)
+    tokenizer.padding_side, tokenizer.pad_token = "right", pad.token
+    if pad.token_id == tokenizer.eos_token_id and not is_loader:  # of a loader, its collator has said it
+        logger.warning(
+            "the tokenizer has no pad token but EOS (%s): a loss or collator that leaves padding out by its "
+            "id never teaches the model to end; give it a pad token of its own",
+            pad.token,
+        )
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
         switch(True)
@@ -90,41 +97,17 @@ def set_up_training(
 
 
 def _set_threads(asked: int | None, num_workers: int, environ: MutableMapping[str, str]) -> int:
-    """Threads of this process, as asked, as the user set them, or as fit."""
-    if asked is None:
-        asked = _users_threads(environ) or _fitting_threads(num_workers, environ)
+    """As many as asked, as the user set, or the CPUs of this rank but one for each worker."""
+    text, local = environ.get("OMP_NUM_THREADS", ""), environ.get("LOCAL_WORLD_SIZE", "1")
+    is_guess = text == "1" and "TORCHELASTIC_RUN_ID" in environ  # of torchrun, for several ranks
+    if asked is None and text.isdigit() and int(text) and not is_guess:
+        asked = int(text)
+    if asked is None:  # torchrun's ranks see all CPUs of the node; srun's their own
+        cpus = len(os.sched_getaffinity(0)) // max(int(local) if local.isdigit() else 1, 1)
+        asked = max(cpus - num_workers, 1)
     count = whole_number("num_threads", asked, least=1)
     torch.set_num_threads(count)
     for name in _THREAD_VARIABLES:
         environ.setdefault(name, str(count))
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork beside its threads may hang, and it warns
     return count
-
-
-def _users_threads(environ: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS where a user chose it: torchrun sets 1 for several ranks, for want of knowledge."""
-    text = environ.get("OMP_NUM_THREADS", "")
-    is_guess = text == "1" and "TORCHELASTIC_RUN_ID" in environ
-    return int(text) if text.isdigit() and int(text) and not is_guess else None
-
-
-def _fitting_threads(num_workers: int, environ: Mapping[str, str]) -> int:
-    """CPUs of this rank, less one for each worker, at least one."""
-    local = environ.get(
-        "LOCAL_WORLD_SIZE", "1"
-    )  # torchrun's ranks see all CPUs of the node; srun's their own
-    cpus = len(os.sched_getaffinity(0)) // max(int(local) if local.isdigit() else 1, 1)
-    return max(cpus - num_workers, 1)
-
-
-def _set_padding(tokenizer: Any, *, eos_warned: bool) -> PadToken:
-    """Right, and by a token that is not EOS if there is one."""
-    pad = choose_pad_token(tokenizer)
-    tokenizer.padding_side, tokenizer.pad_token = "right", pad.token
-    if pad.token_id == tokenizer.eos_token_id and not eos_warned:  # of a loader, its collator has said it
-        logger.warning(
-            "the tokenizer has no pad token but EOS (%s): a loss or collator that leaves padding out by its "
-            "id never teaches the model to end; give it a pad token of its own",
-            pad.token,
-        )
-    return pad

@@ -13,23 +13,25 @@ import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from loader.dataloader import get_llama3_dataloader
-from loader.find_shards import DatasetShards, ExternalTar, ShardSet
-from loader.mixture import Mixture
+from loader.find_shards import DatasetShards, ShardSet, SplitName
+from loader.mixture import Mixture, Round, Stage
 from loader.order import Order
-from loader.samples import DocumentPieces, JoinedRows, WholeSamples
+from loader.samples import DocumentPieces, JoinedRows, LongDocuments, WholeSamples
 from loader.state import STATE_FORMAT, Position, RunSteps, SizeHistory, SkippedSteps
 from loader.token_loader import TokenLoader
 from loader.withdrawn import ListHistory, marks_of_lists
 from loader.workers import MixedSamples
+from shardprep.command_line import add_flags_of, given_of, option
 from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE
@@ -83,16 +85,23 @@ class SeenDocuments:
 
     def __init__(self, loader: TokenLoader) -> None:
         plan = loader.chunks.plan
-        self._order: Order | Mixture = plan.order
         self._run: RunSteps = plan.run
         if self._run.row_lengths != RunSteps.row_lengths:
             raise UsageError("this loader cuts rows, and what its steps saw is told of whole ones")
-        is_mixed = isinstance(plan.samples, MixedSamples)
-        samples = plan.samples.sources if is_mixed else [plan.samples]
-        names = self._order.names if isinstance(self._order, Mixture) else ("",)
-        orders = self._order.orders if isinstance(self._order, Mixture) else (self._order,)
+        order = plan.order
+        if not isinstance(order, Mixture):  # one set is a mixture of one
+            order = Mixture(
+                names=("",),
+                orders=(order,),
+                stages=(Stage(first_step=0, weights=(1.0,)),),
+                global_batch_size=order.global_batch_size,
+                group=order.group,
+                seed=order.seed,
+            )
+        self._order: Mixture = order
+        samples = plan.samples.sources if isinstance(plan.samples, MixedSamples) else [plan.samples]
         self.sources: dict[str, SeenSource] = {}
-        for name, order, each in zip(names, orders, samples, strict=True):
+        for name, of_source, each in zip(order.names, order.orders, samples, strict=True):
             if each is None:  # dropped before the step that the loader stands at
                 continue
             if not isinstance(each, (DocumentPieces, JoinedRows, WholeSamples)):
@@ -100,9 +109,9 @@ class SeenDocuments:
                     "this loader makes batches of tokens_per_batch, and what its steps saw is told of "
                     "batches with equally many samples"
                 )
-            self.sources[name] = SeenSource(name, order, each)
+            self.sources[name] = SeenSource(name, of_source, each)
         self._batch_size = loader.step_batches.batch_size
-        self._of_rank = self._order.global_batch_size // loader.process_rank.world_size
+        self._of_rank = order.global_batch_size // loader.process_rank.world_size
 
     def __enter__(self) -> SeenDocuments:
         return self
@@ -119,17 +128,50 @@ class SeenDocuments:
             for number in range(self._run.order_steps_in(step))
             for place, (source, epoch, sample) in enumerate(self._samples_of(first + number))
         ]
-        return sorted(found, key=lambda each: (each.rank, each.batch, each.row))
+        return sorted(found, key=attrgetter("rank", "batch", "row"))
 
     def steps_of(self, stored: Mapping[str, npt.NDArray[np.int64]], end: int) -> list[Sighting]:
         """The steps before ``end`` in which stored samples are seen: of each source int64[n] of them."""
+        order, end_of_order = self._order, self._run.first_of_order(end)
+        last = order.round_at(max(end_of_order - 1, 0))
+        num_steps = np.minimum(last.taken + last.ahead.max(axis=0) + len(last.sources), end_of_order)
+        wanted: dict[int, npt.NDArray[np.int64]] = {}  # by source: its steps and the places in them, as keys
+        for number, name in enumerate(order.names):
+            if len(stored.get(name, ())):
+                source = self.sources[name]
+                num_epochs = -(-int(num_steps[number]) // source.order.steps_per_epoch)
+                places = source.places_of(stored[name], num_epochs)
+                wanted[number] = np.sort([step * order.global_batch_size + place for step, place in places])
         found: list[Sighting] = []
-        seen = self._seen_mixed if isinstance(self._order, Mixture) else self._seen
-        for order_step, place in seen(stored, self._run.first_of_order(end)):
-            step, number = self.step_of(order_step)
-            if number >= 0 and step < end:
-                found.append(Sighting(order_step=step, **self._place(place, number)))
-        return sorted(found, key=lambda each: (each.order_step, each.rank, each.batch, each.row))
+        first = 0
+        while first < end_of_order and any(map(len, wanted.values())):
+            part = order.round_at(first)
+            for order_step, place in self._seen_in(part, wanted):
+                step, number = self.step_of(order_step)
+                if number >= 0 and step < end:
+                    found.append(Sighting(order_step=step, **self._place(place, number)))
+            first = part.end_step
+        return sorted(found, key=attrgetter("order_step", "rank", "batch", "row"))
+
+    def _seen_in(self, part: Round, wanted: Mapping[int, npt.NDArray[np.int64]]) -> Iterator[tuple[int, int]]:
+        """Steps of the order in a round, and places in them, at which a source has one of its keys."""
+        order = self._order
+        ends = part.taken + part.ahead.max(axis=0) + len(part.sources)
+        bounds = (np.stack([part.taken, ends]) * order.global_batch_size).T
+        near = {
+            number: keys[slice(*np.searchsorted(keys, bounds[number]))] for number, keys in wanted.items()
+        }
+        if not any(map(len, near.values())):
+            return
+        pattern = order.pattern(part, range(order.num_slots))[:, : part.end_step - part.first_step]
+        for number, keys in near.items():
+            is_here = pattern == number
+            steps = part.taken[number] + part.ahead[:, [number]] + np.cumsum(is_here, axis=1) - 1
+            for within in range(order.group):
+                places = np.arange(order.num_slots)[:, None] * order.group + within
+                hits = is_here & np.isin(steps * order.global_batch_size + places, keys)
+                for slot, column in zip(*map(np.ndarray.tolist, np.nonzero(hits)), strict=True):
+                    yield part.first_step + column, slot * order.group + within
 
     def step_of(self, order_step: int) -> tuple[int, int]:
         """The step that a step of the order is in, and which one of it, from 0; -1: it was left out between
@@ -143,11 +185,6 @@ class SeenDocuments:
     def _samples_of(self, order_step: int) -> Iterator[tuple[SeenSource, int, int]]:
         """The source, its epoch and the sample of each place of a step of the order."""
         order = self._order
-        if not isinstance(order, Mixture):
-            (source,) = self.sources.values()
-            epoch, step = divmod(order_step, order.steps_per_epoch)
-            yield from ((source, epoch, sample) for sample in source.step_samples(epoch, step))
-            return
         part = order.round_at(order_step)
         pattern = order.pattern(part, range(order.num_slots))[:, : order_step - part.first_step + 1]
         for slot, numbers in enumerate(pattern.tolist()):
@@ -160,39 +197,6 @@ class SeenDocuments:
             epoch, step = divmod(before, source.order.steps_per_epoch)
             samples = source.step_samples(epoch, step)[slot * order.group : (slot + 1) * order.group]
             yield from ((source, epoch, sample) for sample in samples)
-
-    def _seen(self, stored: Mapping[str, npt.NDArray[np.int64]], end: int) -> Iterator[tuple[int, int]]:
-        """The step of the order and the place in it of stored samples, before a step of the order."""
-        (source,) = self.sources.values()
-        num_epochs = -(-end // source.order.steps_per_epoch) if len(stored[source.name]) else 0
-        yield from source.places_of(stored[source.name], num_epochs)
-
-    def _seen_mixed(self, stored: Mapping[str, npt.NDArray[np.int64]], end: int) -> Iterator[tuple[int, int]]:
-        """The same in a mixture, by all of its rounds."""
-        assert isinstance(self._order, Mixture)
-        order, last = self._order, self._order.round_at(max(end - 1, 0))
-        most = last.taken + last.ahead.max(axis=0) + len(last.sources)  # steps of each source
-        wanted: dict[int, npt.NDArray[np.int64]] = {}
-        for number, name in enumerate(order.names):
-            if len(stored.get(name, ())):
-                source = self.sources[name]
-                found = source.places_of(stored[name], int(most[number]) // source.order.steps_per_epoch + 1)
-                wanted[number] = np.array(
-                    [step * order.global_batch_size + place for step, place in found], np.int64
-                )
-        first = 0
-        while first < end and wanted:
-            part = order.round_at(first)
-            pattern = order.pattern(part, range(order.num_slots))[:, : part.end_step - part.first_step]
-            for number, keys in wanted.items():
-                is_here = pattern == number
-                steps = part.taken[number] + part.ahead[:, [number]] + np.cumsum(is_here, axis=1) - 1
-                for within in range(order.group):
-                    places = np.arange(order.num_slots)[:, None] * order.group + within
-                    hits = is_here & np.isin(steps * order.global_batch_size + places, keys)
-                    for slot, column in zip(*map(np.ndarray.tolist, np.nonzero(hits)), strict=True):
-                        yield part.first_step + column, slot * order.group + within
-            first = part.end_step
 
     def _place(self, place: int, number: int) -> dict[str, int]:
         """Where a sample stands, by its place in the ``number``-th step of the order of a step."""
@@ -214,25 +218,19 @@ class SeenSource:
     """The samples of one data set or source of a run, and its order."""
 
     def __init__(self, name: str, order: Order, samples: DocumentPieces | JoinedRows | WholeSamples) -> None:
-        self.name = name
-        self.order = order
+        self.name, self.order, self.shards = name, order, samples.shards
         self._samples = samples
-        self.shards = samples.shards
         self._reader = samples.open()
+        self.close = self._reader.close
         self._num_tokens = partial(samples.num_tokens, self._reader)
-        self._steps: dict[tuple[int, int], list[int]] = {}
-        self._idx: dict[int, npt.NDArray[np.void] | None] = {}
-        self._names: dict[Path, list[str]] = {}
+        # Each is worked out, or read, once.
+        self.step_samples = cache(self._step_samples)
+        self._records = cache(self._read_records)
+        self._input_names = cache(_read_names)
 
-    def close(self) -> None:
-        """Close its files."""
-        self._reader.close()
-
-    def step_samples(self, epoch: int, step: int) -> list[int]:
-        """The samples of a step of its own order."""
-        if (epoch, step) not in self._steps:
-            self._steps[epoch, step] = self.order.step_samples(epoch, step, self._num_tokens).tolist()
-        return self._steps[epoch, step]
+    def _step_samples(self, epoch: int, step: int) -> list[int]:
+        samples: list[int] = self.order.step_samples(epoch, step, self._num_tokens).tolist()
+        return samples
 
     def places_of(self, stored: npt.NDArray[np.int64], num_epochs: int) -> Iterator[tuple[int, int]]:
         """Steps of its own order, counted through its epochs, and places in them that see stored samples."""
@@ -259,7 +257,6 @@ class SeenSource:
         return stored
 
     def parts(self, epoch: int, sample: int) -> list[DocumentPart]:
-        """What a sample of an epoch is made of."""
         if isinstance(self._samples, JoinedRows):
             offset = self.order.offset(epoch, self._samples.offsets)
             found = self._samples.documents_of(self._reader, sample, offset)
@@ -273,14 +270,14 @@ class SeenSource:
     def _part(self, stored: int, first_token: int, most_tokens: int | None) -> DocumentPart:
         shard = int(self.shards.shard_of(np.array(stored)))
         source, row = self.shards.locate(shard)
-        number = stored - int(self.shards.first_sample[shard])
-        left = int(self._reader.num_tokens_of(shard)[number]) - first_token
+        local = stored - int(self.shards.first_sample[shard])
+        left = int(self._reader.num_tokens_of(shard)[local]) - first_token
         number = int(self.shards.rows_of(shard, np.array([stored]))[0])
-        records = self._records(shard, source, row)
+        records = self._records(shard)
         place, num_documents = source.path_of(row).name, 1
         if records is not None and isinstance(source, DatasetShards):
             record = records[number]
-            names, of_input = self._input_names(source), int(record["source"])
+            names, of_input = self._input_names(source.folder), int(record["source"])
             known = names[of_input] if of_input < len(names) else f"input {of_input}"
             place = place_text(known, int(record["source_offset"]))
             num_documents = int(record["num_starts"]) if source.row_tokens else 1
@@ -295,67 +292,83 @@ class SeenSource:
             source=self.name,
         )
 
-    def _records(self, shard: int, source: DatasetShards | ExternalTar, row: int) -> Any:
+    def _read_records(self, shard: int) -> npt.NDArray[np.void] | None:
         """The idx of a shard; None for tars of others, and where it is missing."""
-        if shard not in self._idx:
-            self._idx[shard] = None
-            if isinstance(source, DatasetShards):
-                with contextlib.suppress(NotFound):
-                    self._idx[shard] = read_idx(source.folder, source.spec, int(source.shard_ids[row]))
-        return self._idx[shard]
-
-    def _input_names(self, source: DatasetShards) -> list[str]:
-        if source.folder not in self._names:
-            try:
-                self._names[source.folder] = read_input_names(source.folder)
-            except NOT_THERE:  # a copy without its plan: inputs have numbers alone
-                self._names[source.folder] = []
-        return self._names[source.folder]
+        source, row = self.shards.locate(shard)
+        if isinstance(source, DatasetShards):
+            with contextlib.suppress(NotFound):
+                return read_idx(source.folder, source.spec, int(source.shard_ids[row]))
+        return None
 
     def stored_at(self, name: str, offset: int) -> list[int] | None:
         """See SeenDocuments; None where it has no such input."""
-        found: list[int] = []
-        known = False
-        for number, source in enumerate(self.shards.sources):
+        found: list[int] | None = None
+        for first, source in zip(self.shards.source_first.tolist(), self.shards.sources, strict=False):
             if not isinstance(source, DatasetShards):
                 continue
-            first = int(self.shards.source_first[number])
             if name.isdigit() and len(row := np.flatnonzero(source.shard_ids == int(name))):
-                known = True
-                places = int(self.shards.num_records[: first + row[0]].sum()) + np.array([offset])
-                if offset < self.shards.num_records[first + row[0]]:
-                    found += self.shards.samples_at(places).tolist()
-            elif name in (names := self._input_names(source)):
-                known = True
-                found += self._in_source(source, first, (names.index(name), offset))
-        return found if known else None
+                shard, numbers = first + int(row[0]), np.array([offset])
+                numbers = numbers[numbers < self.shards.num_records[shard]]
+            elif name in (names := self._input_names(source.folder)):
+                shards = range(first, first + len(source.shard_ids))
+                shard, numbers = self._in_source(shards, (names.index(name), offset))
+            else:
+                continue
+            before = int(self.shards.first_record[shard])
+            found = [*(found or []), *self.shards.samples_at(before + numbers).tolist()]
+        return found
 
-    def _in_source(self, source: DatasetShards, first: int, place: tuple[int, int]) -> list[int]:
-        """Shards are parts of the inputs in order, so the one that may hold a place is found by halves."""
-        rows = range(len(source.shard_ids))
-        end = bisect_right(rows, place, key=lambda row: self._first_place(source, first, row) or (-1, -1))
-        for row in reversed(rows[:end]):
-            if (begins := self._first_place(source, first, row)) is not None and begins <= place:
-                records = self._records(first + row, source, row)
-                first_record = int(self.shards.num_records[: first + row].sum())
-                num_train = len(records) - max(int(self.shards.num_planned[first + row]), 0)
-                held = np.array(samples_holding(records, place, num_train), np.int64)
-                return self.shards.samples_at(first_record + held).tolist()
+    def _in_source(self, shards: range, place: tuple[int, int]) -> tuple[int, npt.NDArray[np.int64]]:
+        """The shard that may hold a place of the inputs, and which of its samples do. Shards are parts of the
+        inputs in order, so it is found by halves."""
+
+        def first_place(shard: int) -> tuple[int, int]:
+            records = self._records(shard)
+            if records is None or not len(records):
+                return (-1, -1)
+            return min(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
+
+        for shard in reversed(shards[: bisect_right(shards, place, key=first_place)]):
+            if (-1, -1) < first_place(shard) <= place and (records := self._records(shard)) is not None:
+                num_train = len(records) - max(int(self.shards.num_planned[shard]), 0)
+                return shard, np.array(samples_holding(records, place, num_train), np.int64)
+        return shards.start, np.empty(0, np.int64)
+
+
+def _read_names(folder: Path) -> list[str]:
+    """The inputs of a data set; none of a copy without its plan, where they have numbers alone."""
+    try:
+        return read_input_names(folder)
+    except NOT_THERE:
         return []
-
-    def _first_place(self, source: DatasetShards, first: int, row: int) -> tuple[int, int] | None:
-        records = self._records(first + row, source, row)
-        if records is None or not len(records):
-            return None
-        return min(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
 
 
 _MAX_FOUND = 20  # stored samples that --find takes
 _READ_SAMPLES = 256  # at once, of a search for a text
-_OF_LOADER = (
-    "model_id", "batch_size", "global_batch_size", "world_size", "seed", "shuffle", "seq_len", "max_length",
-    "long_documents", "group_by_length", "exclude_shards", "split", "validation_fraction",
-)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderFlags:
+    """Arguments of the loader that are flags of the command; of those that are not given, a state decides."""
+
+    model_id: str | None = option(
+        None, "whose tokenizer made tars of other tools (default: the data set's own)"
+    )
+    batch_size: int | None = option(
+        None, "samples per batch on each rank (default: global_batch_size / world_size)"
+    )
+    global_batch_size: int | None = option(
+        None, "samples of an optimizer step (default: batch_size x world_size)"
+    )
+    world_size: int = option(1, "ranks")
+    seed: int = option(0, "seed of the shuffle (default: 0)")
+    seq_len: int | None = option(None, "tokens of a row that is packed at load (default: not packed)")
+    max_length: int | None = option(None, "tokens at which documents are cut")
+    shuffle: bool = option(True, "shuffled order")
+    long_documents: LongDocuments = option("truncate", "what happens to a longer document")
+    split: SplitName | None = option(None, "one side (default: both)")
+    validation_fraction: float | None = option(None, "the part held out, if the plan does not say it")
+    group_by_length: int | None = option(None, "samples per group")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -383,34 +396,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=int, default=1, help="epochs that --find searches (default: 1)")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
     loader = parser.add_argument_group("the loader's settings, where no --state has them")
-    loader.add_argument(
-        "--model_id", help="whose tokenizer made tars of other tools (default: the data set's own)"
-    )
-    for name, text in {
-        "batch_size": "samples per batch on each rank (default: global_batch_size / world_size)",
-        "global_batch_size": "samples of an optimizer step (default: batch_size x world_size)",
-        "world_size": "ranks (default: 1)",
-        "seed": "seed of the shuffle (default: 0)",
-        "seq_len": "tokens of a row that is packed at load (default: not packed)",
-        "max_length": "tokens at which documents are cut (default: none)",
-    }.items():
-        loader.add_argument(f"--{name}", type=int, help=text)
-    loader.add_argument(
-        "--shuffle", action=argparse.BooleanOptionalAction, help="shuffled order (default: on)"
-    )
-    loader.add_argument(
-        "--long_documents",
-        choices=("truncate", "split", "error"),
-        help="what happens to a longer document (default: truncate)",
-    )
-    loader.add_argument("--split", choices=("train", "validation"), help="one side (default: both)")
-    loader.add_argument(
-        "--validation_fraction",
-        type=float,
-        help="the part held out, if the plan does not say it (default: none)",
-    )
-    loader.add_argument("--group_by_length", type=int, help="samples per group (default: none)")
+    add_flags_of(loader, LoaderFlags)
     loader.add_argument("--exclude_shards", nargs="+", help="numbers or tars (default: none)")
+
+
+class _Asked(NamedTuple):
+    """The command's flags, and the run that they ask about."""
+
+    args: argparse.Namespace
+    loader: TokenLoader
+    seen: SeenDocuments
+    state: Mapping[str, Any]
+    skipped: SkippedSteps
+    until: int | None  # the step at which the state stands
+    limit: int | None  # the same, where what comes then is up to the weights and sizes of the run
+
+    def trained(self, order_step: int) -> int | None:
+        """The step of training that a step of the run is; None where it was skipped."""
+        if any(first <= order_step < end for first, end in self.skipped.ranges):
+            return None
+        return self.skipped.trained(order_step)
 
 
 def where(args: argparse.Namespace) -> int:
@@ -422,44 +427,30 @@ def where(args: argparse.Namespace) -> int:
         raise UsageError("--withdrawn tells of a run, by the state in a checkpoint of it: give --state FILE")
     if args.epochs < 1 or (args.step is not None and args.step < 0):
         raise UsageError(f"--step {args.step} --epochs {args.epochs}: expected a step from 0, epochs from 1")
-    options = loader_options(vars(args), state)
+    given = given_of(args, LoaderFlags)
+    if args.exclude_shards:
+        given["exclude_shards"] = args.exclude_shards
+    options = loader_options(given, state)
     with (
         _only_errors_logged(),
         get_llama3_dataloader(**_named_sources(args), **options) as loader,
     ):
         skipped = SkippedSteps()
+        until: int | None = None
         if state is not None:
             loader.load_state_dict({**state, "num_micro": 0})
             skipped = SkippedSteps.of_text(state.get("skipped", ""))
+            until = loader.run.step_of(Position(epoch=state["epoch"], step=state["step"]))
         if args.rank is not None and not 0 <= args.rank < loader.process_rank.world_size:
             raise UsageError(
                 f"--rank is {args.rank}, the ranks are 0 to {loader.process_rank.world_size - 1}"
             )
+        tell = _tell_documents if args.find is None else _tell_steps
+        limit = until if options.get("amend") else None
         with SeenDocuments(loader) as seen:
-            if args.withdrawn and state is not None:
-                _tell_withdrawn(args, loader.run, seen, state, skipped)
-                return 0
-            until = None if state is None else _until(loader.run, state)
-            if args.find is None:
-                # By default the last one that was trained.
-                step = max(0, skipped.trained(until or 0) - 1) if args.step is None else args.step
-                if until is not None and options.get("amend") and skipped.order_step(step) >= until:
-                    raise UsageError(
-                        f"step {step} is behind the state, which is of step {skipped.trained(until)}, and "
-                        "what comes then is up to the run's weights and sizes; take a later checkpoint"
-                    )
-                _tell_documents(args, loader.run, seen, step, skipped.order_step(step))
-                return 0
-            stored, end = _stored(loader, seen, args.find), loader.run.first_step(args.epochs)
-            if until is not None and options.get("amend"):
-                end = min(end, until)
-            _tell_steps(args, loader.run, seen.steps_of(stored, end), sum(map(len, stored.values())), skipped)
+            asked = _Asked(args, loader, seen, state or {}, skipped, until, limit)
+            (_tell_withdrawn if args.withdrawn else tell)(asked)
     return 0
-
-
-def _until(run: RunSteps, state: Mapping[str, Any]) -> int:
-    """The step at which a state stands."""
-    return run.step_of(Position(epoch=state["epoch"], step=state["step"]))
 
 
 def _named_sources(args: argparse.Namespace) -> dict[str, Any]:
@@ -514,14 +505,11 @@ def find_state(path: Path) -> dict[str, Any]:
 
 
 def _states_in(content: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(content, Mapping):
-        if content.get("format") == STATE_FORMAT:
-            yield content
-        for value in content.values():
-            yield from _states_in(value)
-    elif isinstance(content, (list, tuple)):
-        for value in content:
-            yield from _states_in(value)
+    if isinstance(content, Mapping) and content.get("format") == STATE_FORMAT:
+        yield content
+    parts = content.values() if isinstance(content, Mapping) else content
+    for part in parts if isinstance(content, (Mapping, list, tuple)) else ():
+        yield from _states_in(part)
 
 
 def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -544,7 +532,7 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
         if group := of_run.get("split_group"):
             options["validation_fraction"] = 1 / group
         options |= {"split": of_run.get("split")} | dict(state.get("layout", {}))
-    options |= {name: given[name] for name in _OF_LOADER if given.get(name) is not None}
+    options |= given
     if "batch_size" not in options:
         if "global_batch_size" not in options:
             raise UsageError("the run's --global_batch_size is needed, or its --batch_size and --world_size")
@@ -552,19 +540,25 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
     return {**options, "rank": 0, "num_workers": 0, "pin_memory": False}
 
 
-def _tell_documents(
-    args: argparse.Namespace, run: RunSteps, seen: SeenDocuments, step: int, order_step: int
-) -> None:
+def _tell_documents(asked: _Asked) -> None:
+    args, run, skipped = asked.args, asked.loader.run, asked.skipped
+    # By default the last one that was trained.
+    step = max(0, skipped.trained(asked.until or 0) - 1) if args.step is None else args.step
+    order_step = skipped.order_step(step)
+    if asked.limit is not None and order_step >= asked.limit:
+        raise UsageError(
+            f"step {step} is behind the state, which is of step {skipped.trained(asked.limit)}, and "
+            "what comes then is up to the run's weights and sizes; take a later checkpoint"
+        )
     at = run.position(order_step)
-    epoch, in_epoch = at.epoch, at.step
-    samples = [each for each in seen.of_step(order_step) if args.rank in (None, each.rank)]
+    samples = [each for each in asked.seen.of_step(order_step) if args.rank in (None, each.rank)]
     if args.json:
-        answer = {"step": step, "epoch": epoch, "step_of_epoch": in_epoch}
+        answer = {"step": step, "epoch": at.epoch, "step_of_epoch": at.step}
         parts = [dataclasses.asdict(each) for each in samples]
         print_lines(json.dumps({**answer, "samples": parts}, default=str))
         return
-    of_epoch = f"step {in_epoch} of {run.steps_in(epoch)}"
-    print_lines(f"step {step}: epoch {epoch}, {of_epoch}, {len(samples)} samples")
+    of_epoch = f"step {at.step} of {run.steps_in(at.epoch)}"
+    print_lines(f"step {step}: epoch {at.epoch}, {of_epoch}, {len(samples)} samples")
     for each in samples:
         for part in each.parts:
             print_lines(f"rank {each.rank} batch {each.batch} row {each.row}: {_part_text(part)}")
@@ -579,13 +573,38 @@ def _part_text(part: DocumentPart) -> str:
     return f"{source}{part.place}, {tokens} ({part.tar.name} document {part.number})"
 
 
-def _stored(loader: TokenLoader, seen: SeenDocuments, text: str) -> dict[str, npt.NDArray[np.int64]]:
+def _tell_steps(asked: _Asked) -> None:
+    args, run = asked.args, asked.loader.run
+    stored, end = _stored(asked), run.first_step(args.epochs)
+    if asked.limit is not None:
+        end = min(end, asked.limit)
+    sightings, num_stored = asked.seen.steps_of(stored, end), sum(map(len, stored.values()))
+    lines = [
+        {**dataclasses.asdict(each), "step": asked.trained(each.order_step)}
+        for each in sightings
+        if args.rank in (None, each.rank)
+    ]
+    if args.json:
+        print_lines(json.dumps({"num_samples": num_stored, "epochs": args.epochs, "seen": lines}))
+        return
+    print_lines(f"{num_stored} stored samples, seen {len(lines)} times in {args.epochs} epochs:")
+    for line in lines:
+        at = run.position(line["order_step"])
+        trained = "left out by skip" if line["step"] is None else f"step {line['step']}"
+        place = f"rank {line['rank']} batch {line['batch']} row {line['row']}"
+        print_lines(f"{trained} (epoch {at.epoch}, step {at.step}): {place}")
+
+
+def _stored(asked: _Asked) -> dict[str, npt.NDArray[np.int64]]:
     """The stored samples of each source that --find names. Raises NotFound."""
+    text = asked.args.find
     name, colon, offset = text.rpartition(":")
     if colon and offset.isdigit() and name:
-        stored = seen.stored_at(name, int(offset))
+        stored = asked.seen.stored_at(name, int(offset))
     else:
-        stored = {name: _with_text(loader, source.shards, text) for name, source in seen.sources.items()}
+        stored = {
+            name: _with_text(asked.loader, source.shards, text) for name, source in asked.seen.sources.items()
+        }
     if not any(map(len, stored.values())):
         raise NotFound(f"--find {text!r}: no document has it")
     return stored
@@ -612,35 +631,10 @@ def _with_text(loader: TokenLoader, shards: ShardSet, text: str) -> npt.NDArray[
     return np.array(found[:_MAX_FOUND], np.int64)
 
 
-def _tell_steps(
-    args: argparse.Namespace,
-    run: RunSteps,
-    sightings: list[Sighting],
-    num_stored: int,
-    skipped: SkippedSteps,
-) -> None:
-    shown = [each for each in sightings if args.rank in (None, each.rank)]
-    lines = [{**dataclasses.asdict(each), "step": _trained(each.order_step, skipped)} for each in shown]
-    if args.json:
-        print_lines(json.dumps({"num_samples": num_stored, "epochs": args.epochs, "seen": lines}))
-        return
-    print_lines(f"{num_stored} stored samples, seen {len(lines)} times in {args.epochs} epochs:")
-    for line in lines:
-        at = run.position(int(line["order_step"] or 0))
-        trained = "left out by skip" if line["step"] is None else f"step {line['step']}"
-        place = f"rank {line['rank']} batch {line['batch']} row {line['row']}"
-        print_lines(f"{trained} (epoch {at.epoch}, step {at.step}): {place}")
-
-
-def _tell_withdrawn(
-    args: argparse.Namespace,
-    run: RunSteps,
-    seen: SeenDocuments,
-    state: Mapping[str, Any],
-    skipped: SkippedSteps,
-) -> None:
+def _tell_withdrawn(asked: _Asked) -> None:
+    args, seen, skipped, state = asked.args, asked.seen, asked.skipped, asked.state
     history = ListHistory.of_text(state.get("withdrawn", ""))
-    until = _until(run, state) + (state["num_micro"] > 0)
+    until = (asked.until or 0) + (state["num_micro"] > 0)
     answers: list[dict[str, Any]] = []
     for source in seen.sources.values():
         for number, dataset in enumerate(source.shards.sources):
@@ -651,9 +645,7 @@ def _tell_withdrawn(
                 end = until if masked_from is None else min(masked_from, until)
                 marks = marks_of_lists(source.shards, number, Withdrawals(lists=(each,)))
                 sightings = seen.steps_of({source.name: source.shards.samples_at(marks[:, 0])}, end)
-                steps = {
-                    _trained(one.order_step, skipped) for one in sightings if args.rank in (None, one.rank)
-                }
+                steps = {asked.trained(one.order_step) for one in sightings if args.rank in (None, one.rank)}
                 answers.append(
                     {
                         "list": str(withdrawal_path(dataset.path_of(0).parent, each.number)),
@@ -675,10 +667,3 @@ def _tell_withdrawn(
             f"{answer['list']} ({answer['made']}, {answer['reason'] or 'no reason given'}): its "
             f"{answer['num_documents']:,} documents were seen {steps_text}{masked}"
         )
-
-
-def _trained(order_step: int, skipped: SkippedSteps) -> int | None:
-    """The step of training that a step of the order is; None where it was skipped."""
-    if any(first <= order_step < end for first, end in skipped.ranges):
-        return None
-    return skipped.trained(order_step)

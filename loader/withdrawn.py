@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.find_shards import DatasetShards, ShardSet
+from loader.order import Int64s
 from shardprep.errors import BrokenShard
 from shardprep.format.names import id_ranges
 from shardprep.format.withdrawals import WHOLE, Withdrawals, withdrawal_path
@@ -27,9 +28,7 @@ _PLAN_DIGITS, _LIST_DIGITS = 12, 16
 _HISTORY = re.compile(r"[0-9]{1,18}:( [0-9a-f]{12}=[0-9a-f]{16})*")
 
 
-def places_of(
-    begin: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, stride: int = 1
-) -> npt.NDArray[np.int64]:
+def places_of(begin: Int64s, lengths: Int64s, *, stride: int = 1) -> Int64s:
     """``begin[0], begin[0] + stride ...``: all places of some stretches, one after another."""
     within = np.arange(int(lengths.sum()), dtype=np.int64)
     if stride > 1:
@@ -42,13 +41,11 @@ def places_of(
 class WithdrawnTokens:
     """Which tokens of which stored samples are withdrawn; samples are counted through all shards."""
 
-    sample: npt.NDArray[np.int64]  # int64[n], ascending
-    begin: npt.NDArray[np.int64]  # int64[n]: the first token
-    end: npt.NDArray[np.int64]  # int64[n]; of a whole document more than it has
+    sample: Int64s  # int64[n], ascending
+    begin: Int64s  # int64[n]: the first token
+    end: Int64s  # int64[n]; of a whole document more than it has
 
-    def places(
-        self, samples: npt.NDArray[np.int64], lengths: npt.NDArray[np.integer[Any]]
-    ) -> npt.NDArray[np.int64]:
+    def places(self, samples: Int64s, lengths: npt.NDArray[np.integer[Any]]) -> Int64s:
         """Where withdrawn tokens stand in samples that stand one after another, each of some length."""
         low = np.searchsorted(self.sample, samples)
         counts = np.searchsorted(self.sample, samples, side="right") - low
@@ -67,20 +64,18 @@ def withdrawn_tokens(shards: ShardSet) -> WithdrawnTokens | None:
         for number, source in enumerate(shards.sources)
         if isinstance(source, DatasetShards) and source.withdrawn.lists
     ]
-    first = np.cumsum(shards.num_records) - shards.num_records
     for shard in shards.masked:
-        samples = first[shard] + np.arange(shards.num_records[shard])
+        samples = shards.first_record[shard] + np.arange(shards.num_records[shard])
         parts.append(np.stack([samples, np.zeros_like(samples), np.full_like(samples, WHOLE)], axis=1))
     marks = np.concatenate([np.empty((0, 3), np.int64), *parts])
     sample, begin, end = marks[np.argsort(marks[:, 0], kind="stable")].T
     return WithdrawnTokens(sample=sample.copy(), begin=begin.copy(), end=end.copy()) if len(sample) else None
 
 
-def marks_of_lists(shards: ShardSet, number: int, lists: Withdrawals) -> npt.NDArray[np.int64]:
+def marks_of_lists(shards: ShardSet, number: int, lists: Withdrawals) -> Int64s:
     """What lists of the data set that is a source name: int64[n, 3] of stored sample, first token and end."""
     source, first = shards.sources[number], int(shards.source_first[number])
     assert isinstance(source, DatasetShards)
-    first_record = np.cumsum(shards.num_records) - shards.num_records
     shard_of = {shard_id: first + row for row, shard_id in enumerate(source.shard_ids.tolist())}
     held = sorted(shard_of.keys() & set(lists.shard_ids), key=shard_of.__getitem__)
     parts = [np.empty((0, 3), np.int64)]
@@ -91,7 +86,7 @@ def marks_of_lists(shards: ShardSet, number: int, lists: Withdrawals) -> npt.NDA
                 f"{withdrawal_path(source.folder, 1).parent} names sample {int(marks[-1, 0])} of shard "
                 f"{shard_id:05d}, which has {int(shards.num_records[shard])}; bring the folder back as it was"
             )
-        parts.append(marks + np.array([first_record[shard], 0, 0]))
+        parts.append(marks + np.array([shards.first_record[shard], 0, 0]))
     return np.concatenate(parts)
 
 

@@ -14,17 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from operator import index
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loader.chunks import ORIGIN, Chunk, ScatteredParts, ScatteredRows, with_origins
-from loader.find_shards import ShardSet
+from loader.chunks import ORIGIN, Chunk, Parts, ScatteredParts, ScatteredRows
+from loader.find_shards import ShardSet, check_choice
 from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages, source_seed
-from loader.order import Order, choose_windows, share
+from loader.order import Int64s, Order, choose_windows, share
 from loader.reading import ShardReader
 from loader.samples import Samples
 from loader.state import RunSteps
@@ -206,21 +205,17 @@ class MixedSamples:
     @property
     def row_tokens(self) -> int:
         """Tokens of every sample where all are rows of one length, else 0."""
-        lengths = {source.row_tokens for source in self._present}
+        lengths = {source.row_tokens for source in filter(None, self.sources)}
         return lengths.pop() if len(lengths) == 1 else 0
 
     @property
-    def _present(self) -> list[Samples]:
-        return [source for source in self.sources if source is not None]
-
-    @property
     def num_samples(self) -> int:
-        return sum(source.num_samples for source in self._present)
+        return sum(source.num_samples for source in filter(None, self.sources))
 
     @property
     def mean_tokens(self) -> float:
         """Of the source with the longest: chunks must be small enough for all."""
-        return max(source.mean_tokens for source in self._present)
+        return max(source.mean_tokens for source in filter(None, self.sources))
 
     def open(self) -> MixedReader:
         """A reader of each source for this process."""
@@ -231,9 +226,8 @@ class MixedReader(list["ShardReader | None"]):
     """The readers of all sources."""
 
     def close(self) -> None:
-        for reader in self:
-            if reader is not None:
-                reader.close()
+        for reader in filter(None, self):
+            reader.close()
 
 
 class MixedChunkDataset(ChunkDataset):
@@ -298,7 +292,7 @@ class MixedChunkDataset(ChunkDataset):
             of_source: Any = reader[number]
             for chunk in source._epoch_chunks(of_source, later, first, slots):  # noqa: SLF001  its own class's
                 if chunk.origins is not None:
-                    chunk.origins[:, ORIGIN.index("source")] = number
+                    chunk.origins.flat[ORIGIN.index("source") :: len(ORIGIN)] = number
                 yield chunk
 
     def _mixed_round(self, part: Round, streams: list[SourceSteps], slots: range) -> MixedRound:
@@ -313,7 +307,7 @@ class MixedChunkDataset(ChunkDataset):
 class SourceSteps:
     """The steps of one source, one after another; ``ahead``: how many a row is ahead of the last one."""
 
-    def __init__(self, chunks: Iterator[Chunk], ahead: npt.NDArray[np.int64]) -> None:
+    def __init__(self, chunks: Iterator[Chunk], ahead: Int64s) -> None:
         self._chunks = chunks
         self._ahead = ahead
         self._chunk: Chunk | None = None
@@ -321,7 +315,7 @@ class SourceSteps:
         self._kept: list[tuple[int, Chunk]] = []  # where rows are ahead: chunks, and the first step of each
         self._num_read = self._num_laid = 0  # steps; laid: of the row that is furthest behind
 
-    def lay(self, columns: npt.NDArray[np.int64], mixed: MixedRound) -> None:
+    def lay(self, columns: Int64s, mixed: MixedRound) -> None:
         """Lay the next steps of each row to these columns of a round: int64[rows, number of steps]."""
         if self._ahead.any():
             self._lay_kept(columns, mixed)
@@ -341,7 +335,7 @@ class SourceSteps:
                 self._chunk = None
             del chunk  # nothing holds its window when the next one is read
 
-    def _lay_kept(self, columns: npt.NDArray[np.int64], mixed: MixedRound) -> None:
+    def _lay_kept(self, columns: Int64s, mixed: MixedRound) -> None:
         num_steps = columns.shape[1]
         while self._num_read < self._num_laid + num_steps + self._ahead.max():
             chunk = next(self._chunks)
@@ -366,10 +360,8 @@ class MixedRound:
         self.row_tokens = row_tokens
         self.num_cut = 0
         self._lengths = np.empty(shape, np.int32)  # [samples per step, steps]
-        self._ids = ScatteredParts.of_shape(shape, row_tokens)
-        self._num_starts: npt.NDArray[np.int32] | None = None
+        self._ids = ScatteredParts.of_shape(shape)
         self._starts = ScatteredParts.of_shape(shape)
-        self._num_origins: npt.NDArray[np.int32] | None = None
         self._origins = ScatteredParts.of_shape(shape)
 
     def put(self, places: Any, chunk: Chunk, at: Any, *, stays: bool) -> None:
@@ -377,53 +369,38 @@ class MixedRound:
         ``stays``: the chunk's memory does, until the round has been delivered."""
         lengths = self._lengths[places] = chunk.lengths[at]
         if not self.row_tokens:
-            by_step = chunk.lengths.T
-            ends = np.cumsum(by_step, dtype=np.int64).reshape(by_step.shape).T
-            self._ids.put(places, chunk.ids, (ends - chunk.lengths)[at])
+            assert isinstance(chunk.ids, np.ndarray)
+            begins = Parts(counts=chunk.lengths, flat=chunk.ids).begins
+            self._ids.put(places, chunk.ids, begins[at], lengths)
         elif stays and isinstance(chunk.ids, ScatteredRows) and chunk.ids.is_plain:
-            self._ids.put(places, chunk.ids.flat, chunk.ids.at[at])
+            self._ids.put(places, chunk.ids.flat, chunk.ids.at[at], self.row_tokens)
         elif stays and isinstance(chunk.ids, np.ndarray):
             begins = np.arange(chunk.lengths.size).reshape(chunk.lengths.shape) * self.row_tokens
-            self._ids.put(places, chunk.ids.reshape(-1), begins[at])
+            self._ids.put(places, chunk.ids.reshape(-1), begins[at], self.row_tokens)
         else:
             rows = np.array(chunk.ids[at]).reshape(-1)
-            self._ids.put(places, rows, np.arange(0, len(rows), self.row_tokens).reshape(lengths.shape))
-        if chunk.starts is not None and chunk.num_starts is not None:
-            if self._num_starts is None:
-                self._num_starts = np.empty_like(self._lengths)
-            self._num_starts[places] = chunk.num_starts[at]
-            ends = np.cumsum(chunk.num_starts, dtype=np.int64).reshape(chunk.num_starts.shape)
-            self._starts.put(places, chunk.starts, (ends - chunk.num_starts)[at])
-        if chunk.origins is not None and chunk.num_origins is not None:
-            if self._num_origins is None:
-                self._num_origins = np.empty_like(self._lengths)
-            self._num_origins[places] = chunk.num_origins[at]
-            by_step = chunk.num_origins.T
-            ends = np.cumsum(by_step, dtype=np.int64).reshape(by_step.shape).T
-            begins = (ends - chunk.num_origins)[at] * len(ORIGIN)
-            self._origins.put(places, chunk.origins.reshape(-1), begins)
+            begins = np.arange(0, len(rows), self.row_tokens).reshape(lengths.shape)
+            self._ids.put(places, rows, begins, self.row_tokens)
+        for target, told in ((self._starts, chunk.starts), (self._origins, chunk.origins)):
+            if told is not None:
+                target.put(places, told.flat, told.begins[at], told.counts[at])
 
     def chunk(self, first: int, end: int) -> Chunk:
         """Its steps from ``first`` up to ``end``."""
-        lengths, ids = self._lengths[:, first:end], self._ids.steps(first, end)
+        ids = self._ids.steps(first, end)
         num_cut, self.num_cut = self.num_cut, 0
-        num_starts = starts = None
-        if self._num_starts is not None:
-            num_starts = self._num_starts[:, first:end]
-            starts = self._starts.steps(first, end).joined(num_starts)
-        chunk = Chunk(
-            lengths=lengths,
-            ids=ids if self.row_tokens else ids.by_step.joined(lengths.T),
+        starts, origins = (
+            parts.steps(first, end).joined() if parts.flats else None
+            for parts in (self._starts, self._origins)
+        )
+        return Chunk(
+            lengths=self._lengths[:, first:end],
+            ids=ids if self.row_tokens else ids.joined().flat,
             row_tokens=self.row_tokens,
             num_cut=num_cut,
-            num_starts=num_starts,
             starts=starts,
+            origins=origins,
         )
-        if self._num_origins is None:
-            return chunk
-        num_origins = self._num_origins[:, first:end]
-        origins = self._origins.steps(first, end).by_step.joined(num_origins.T * len(ORIGIN))
-        return with_origins(chunk, num_origins, origins.reshape(-1, len(ORIGIN)))
 
 
 WeightsIn = Literal["tokens", "samples"]
@@ -446,10 +423,7 @@ def check_mixing(
                 'input_shards={"web": ..., "code": ...}'
             )
         return False
-    if weights_in not in get_args(WeightsIn):
-        raise UsageError(
-            f"weights_in is {weights_in!r}, expected {' or '.join(map(repr, get_args(WeightsIn)))}"
-        )
+    check_choice("weights_in", weights_in, WeightsIn)
     if is_validation:
         raise UsageError("a validation loader reads one set in a fixed order; make one for each source")
     return True
@@ -477,7 +451,8 @@ def mix(
     if weights_in == "tokens":
         means = [_mean_tokens(part, source) for part, source in zip(shards.values(), samples, strict=True)]
     if weights_schedule is not None and run.is_ramped:
-        weights_schedule = _in_steps_of_the_order(weights_schedule, run)
+        check_first_steps("weights_schedule", [first for first, _ in weights_schedule])
+        weights_schedule = [(run.first_of_order(first), each) for first, each in weights_schedule]
     mixture = Mixture(
         names=names,
         orders=tuple(
@@ -491,16 +466,6 @@ def mix(
         shuffle=orders[0].shuffle,
     )
     return mixture, MixedSamples(sources=tuple(samples))
-
-
-def _in_steps_of_the_order(weights_schedule: Schedule, run: RunSteps) -> Schedule:
-    """Where the stages begin, counted as a Mixture does. Raises UsageError for what is no schedule."""
-    check_first_steps("weights_schedule", [first for first, _ in weights_schedule])
-    begins = [run.position(first) for first, _ in weights_schedule]
-    return [
-        (begin.epoch * run.order_steps_per_epoch + run.order_step(begin), weights)
-        for begin, (_, weights) in zip(begins, weights_schedule, strict=True)
-    ]
 
 
 def _mean_tokens(shards: ShardSet, samples: Samples) -> float:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lustre.apply import set_directory_layout
+from lustre.apply import refuse_all_but_directory, set_directory_layout
 from lustre.layout import (
     DataSize,
     choose_layout,
@@ -20,7 +20,7 @@ from lustre.layout import (
 from lustre.lfs import existing_part, kind_of, why_not_usable
 from lustre.restore import restore as restore_files
 from lustre.show import report, report_json
-from lustre.space import UNKNOWN, count_osts_if_told
+from lustre.space import count_osts_if_told
 from shardprep.command_line import Command, Program, parse_size
 from shardprep.console import print_lines, quoted, say
 from shardprep.errors import NotFound
@@ -54,16 +54,13 @@ def apply(args: argparse.Namespace) -> int:
         return 0
     lines: list[str] = []
     if wanted is None:
-        num_osts = UNKNOWN
-        if kind_of(folder) == "folder":
-            layout = read_layout(folder)
-            if reason := why_leave(layout, layout_of_file_system(folder)):
-                print_lines(f"left as it is, {reason}: new files get {layout.text()}")
-                print_lines("to set another: --count, --size, --pool or --pfl")
-                return 0
-            num_osts = count_osts_if_told(folder)
-        choice = choose_layout(size, num_osts)
-        wanted, lines = choice.layout, choice.lines
+        refuse_all_but_directory(folder)
+        layout = read_layout(folder)
+        if reason := why_leave(layout, layout_of_file_system(folder)):
+            print_lines(f"left as it is, {reason}: new files get {layout.text()}")
+            print_lines("to set another: --count, --size, --pool or --pfl")
+            return 0
+        wanted, lines = choose_layout(size, count_osts_if_told(folder))
     line = set_directory_layout(
         folder, wanted, dry_run=args.dry_run, existing_files_keep_theirs=args.existing_files_keep_theirs
     )
@@ -101,6 +98,15 @@ def _path_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num_readers", type=int, help="processes that read them at once (default: unknown)")
 
 
+_LAYOUT_FLAGS = {
+    "-c --count": "stripes: 1 to 2000, or -1 for a stripe on every OST (default: as `show` chooses)",
+    "-S --size": "stripe size: a multiple of 64K below 4G, such as 4M (default: Lustre's)",
+    "-p --pool": "pool of OSTs for the stripes (default: the folder's own; none: no pool)",
+    "--pfl": "END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8' (default: none)",
+    "--dom": "keep the first bytes, such as 64K, on the metadata server; it may keep fewer (default: none)",
+}
+
+
 def _apply_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Without a layout it takes the one that `show` chooses, unless the site or somebody has "
@@ -108,24 +114,8 @@ def _apply_flags(parser: argparse.ArgumentParser) -> None:
         "with --existing_files_keep_theirs."
     )
     _path_flags(parser)
-    parser.add_argument(
-        "-c",
-        "--count",
-        help="stripes: 1 to 2000, or -1 for a stripe on every OST (default: as `show` chooses)",
-    )
-    parser.add_argument(
-        "-S", "--size", help="stripe size: a multiple of 64K below 4G, such as 4M (default: Lustre's)"
-    )
-    parser.add_argument(
-        "-p", "--pool", help="pool of OSTs for the stripes (default: the folder's own; none: no pool)"
-    )
-    parser.add_argument(
-        "--pfl", help="END:COUNT[:SIZE] of each component, such as '1G:1,10G:4,-1:8' (default: none)"
-    )
-    parser.add_argument(
-        "--dom",
-        help="keep the first bytes, such as 64K, on the metadata server; it may keep fewer (default: none)",
-    )
+    for flags, text in _LAYOUT_FLAGS.items():
+        parser.add_argument(*flags.split(), help=text)
     parser.add_argument("--dry_run", action="store_true", help="check everything, set nothing")
     parser.add_argument(
         "--existing_files_keep_theirs",

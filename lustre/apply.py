@@ -13,7 +13,7 @@ import re
 import secrets
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lustre.layout import (
@@ -24,7 +24,7 @@ from lustre.layout import (
     Component,
     Layout,
     layout_of_file_system,
-    parse_layout_options,
+    named_layout,
     parse_stripe_count,
     read_layout,
     setstripe_options,
@@ -48,13 +48,18 @@ def set_directory_layout(
 
     Returns a line about it. Raises LustreError, also where the layout is another one afterwards.
     """
-    _refuse_all_but_directory(folder)
+    refuse_all_but_directory(folder)
     named = {part.pool for part in wanted.components} - {"", NO_POOL}
     num_osts = {pool: count_osts(folder, pool) for pool in named}
     before = read_layout(folder)
     for pool in {*wanted.pools, before.pool} - named:
         num_osts[pool] = count_osts_if_told(folder, "" if pool == NO_POOL else pool)
-    wanted, notes = _with_pool(wanted, before)
+    notes = []
+    if before.pool and NO_POOL in wanted.pools:
+        notes.append(f"pool {before.pool}, which it had, is given up")
+    elif before.pool and not named:  # lfs would drop it
+        wanted = wanted.with_striped(pool=before.pool)
+        notes.append(f"pool {before.pool} stays (--pool {NO_POOL} would give it up)")
     notes += _limit_notes(wanted, num_osts)
     if not before.is_inherited and is_as_asked(wanted, before, num_osts):
         notes += _read_back_notes(wanted, before, num_osts)
@@ -77,7 +82,8 @@ def set_directory_layout(
     return "; ".join([f"{folder} now gives new files {after.text()}, before {before.text()}", *notes])
 
 
-def _refuse_all_but_directory(folder: Path) -> None:
+def refuse_all_but_directory(folder: Path) -> None:
+    """Raise LustreError for a file, and for what is not there."""
     kind = kind_of(folder)
     if not kind:
         raise LustreError(
@@ -142,17 +148,6 @@ def _kept(folder: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             keeper.unlink()
-
-
-def _with_pool(wanted: Layout, before: Layout) -> tuple[Layout, list[str]]:
-    """``wanted`` with the folder's one pool where it names none (lfs drops it), and a line about it."""
-    if not before.pool or set(wanted.pools) - {"", NO_POOL}:
-        return wanted, []
-    if NO_POOL in wanted.pools:
-        return wanted, [f"pool {before.pool}, which it had, is given up"]
-    parts = [part if part.is_on_mdt else replace(part, pool=before.pool) for part in wanted.components]
-    kept = f"pool {before.pool} stays (--pool {NO_POOL} would give it up)"
-    return replace(wanted, components=tuple(parts)), [kept]
 
 
 def _refuse_tiers(folder: Path, wanted: Layout, before: Layout) -> list[str]:
@@ -249,32 +244,29 @@ def is_as_asked(wanted: Layout, found: Layout, num_osts: dict[str, int]) -> bool
     What ``wanted`` leaves open (default count or size, no pool) is not compared. A place to start is never
     asked for: one that is found fills one OST with every file.
     """
-    shapes = [(each.is_composite, len(each.components)) for each in (wanted, found)]
+    shapes = [
+        (each.is_composite, [(part.start_bytes, part.end_bytes, part.is_on_mdt) for part in each.components])
+        for each in (wanted, found)
+    ]
     return shapes[0] == shapes[1] and all(
-        _is_component(want, have, num_osts.get(want.pool))
-        for want, have in zip(wanted.components, found.components, strict=True)
-    )
-
-
-def _is_component(want: Component, have: Component, num_osts: int | None) -> bool:
-    extents = [(part.start_bytes, part.end_bytes, part.is_on_mdt) for part in (want, have)]
-    if want.is_on_mdt or extents[0] != extents[1]:
-        return extents[0] == extents[1]
-    shares_osts = have.is_overstriped and have.stripe_count >= ALL_OSTS
-    is_count = not shares_osts and _is_count(want.stripe_count, have.stripe_count, num_osts)
-    return (
-        (is_count or want.stripe_count == FILE_SYSTEM_DEFAULT)
+        _is_count(want.stripe_count, have, num_osts.get(want.pool))
         and want.stripe_size_bytes in {0, have.stripe_size_bytes}
         and want.pool in {"", have.pool or NO_POOL}
         and not have.place
+        for want, have in zip(wanted.striped, found.striped, strict=True)
     )
 
 
-def _is_count(want: int, have: int, num_osts: int | None) -> bool:
+def _is_count(want: int, found: Component, num_osts: int | None) -> bool:
     """As asked, or all OSTs where there are fewer; where nobody tells how many those are, fewer but not 1.
 
     A stripe on every OST may be found as any number above 1, since sites cap it.
     """
+    have = found.stripe_count
+    if want == FILE_SYSTEM_DEFAULT:
+        return True
+    if found.is_overstriped and have >= ALL_OSTS:  # they share OSTs
+        return False
     if want == ALL_OSTS:
         return have == want or have > 1
     return have == want or (have == min(want, num_osts) if num_osts else 1 < have < want)
@@ -295,8 +287,6 @@ def start_warning(folder: Path, layout: Layout) -> str:
 
 
 # --- plan --stripe
-
-_SMALL_FILE_TEXT = "64M"  # up to there a file has one stripe; the small files of a data set are far below
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -320,24 +310,20 @@ class StripeRequest:
                     f"--stripe 8 (--stripe is {self.stripe})"
                 )
             return None
-        option, text = "pfl", self.stripe
+        text = self.stripe
         if ":" not in text:
             also = "auto, none, a layout such as 1G:1,-1:8, "
-            is_one = parse_stripe_count(text, "--stripe", also=also) == 1
-            option, text = ("count", "1") if is_one else ("pfl", f"{_SMALL_FILE_TEXT}:1,-1:{text}")
+            if parse_stripe_count(text, "--stripe", also=also) != 1:
+                text = f"64M:1,-1:{text}"  # the small files of a data set are far below
         try:
-            return parse_layout_options(**{option: text}, size=self.size, pool=self.pool)
+            return named_layout(text, size=self.size, pool=self.pool)
         except UsageError as error:
             words = re.sub("--(size|pool)\\b", r"--stripe_\1", str(error).replace("--pfl", "--stripe"))
             raise UsageError(words) from None
 
 
 def stripe_line(
-    folder: Path,
-    request: StripeRequest,
-    *,
-    is_planned: bool = False,
-    dry_run: bool = False,
+    folder: Path, request: StripeRequest, *, is_planned: bool = False, dry_run: bool = False
 ) -> str:
     """Do what is asked for the existing directory ``folder``; returns one line to print.
 
@@ -352,7 +338,10 @@ def stripe_line(
         if reason := why_not_usable(folder):
             return f"{name}: nothing to do, {reason}"
         if wanted is None:
-            return f"{name}: left as it is; {_auto_text(folder)}"
+            there = existing_part(folder)
+            layout = read_layout(there)
+            why = why_leave(layout, layout_of_file_system(there))
+            return f"{name}: left as it is; {_new_files_text(folder, layout, why)}"
     except (LustreError, OSError) as error:
         if wanted is not None:
             raise
@@ -367,11 +356,9 @@ def stripe_line(
     return f"{name}: {set_directory_layout(folder, wanted, dry_run=dry_run)}"
 
 
-def _auto_text(folder: Path) -> str:
-    there = existing_part(folder)
-    layout = read_layout(there)
-    parts = [f"new files get {layout.text()}", why_leave(layout, layout_of_file_system(there))]
-    return "; ".join(filter(None, [*parts, start_warning(folder, layout)]))
+def _new_files_text(folder: Path, layout: Layout, why: str | None = None) -> str:
+    parts = [f"new files get {layout.text()}", why, start_warning(folder, layout)]
+    return "; ".join(filter(None, parts))
 
 
 def layout_line(folder: Path) -> str | None:
@@ -379,8 +366,6 @@ def layout_line(folder: Path) -> str | None:
     try:
         if why_not_usable(folder):
             return None
-        layout = read_layout(folder)
+        return f"on Lustre, {_new_files_text(folder, read_layout(folder))}"
     except (LustreError, OSError) as error:
         return f"note: which layout new files get cannot be told: {error}"
-    parts = [f"on Lustre, new files get {layout.text()}", start_warning(folder, layout)]
-    return "; ".join(filter(None, parts))

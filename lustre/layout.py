@@ -13,7 +13,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lustre.lfs import kind_of, lustre_mount, run_lfs
 from shardprep.command_line import parse_size
@@ -27,11 +27,8 @@ FILE_SYSTEM_DEFAULT = 0  # as a stripe count: whatever the file system gives
 NO_POOL = "none"  # Lustre reserves the name
 DOM_LIMIT_BYTES = 1 << 20  # lod.*.dom_stripesize as the server has it where nobody changed it
 _DEFAULT_STRIPE_BYTES = 4 << 20  # Lustre's own from 2.16 on, and what the shards are written in
-_MAX_STRIPE_COUNT = 2000  # of lfs, as are the limits below
-_STRIPE_UNIT_BYTES = 64 << 10  # sizes and ends are multiples of it
-_MAX_STRIPE_BYTES = 4 << 30  # exclusive
-_MAX_DOM_BYTES = 1 << 30  # the server cuts to its own limit
-_MAX_POOL_CHARS = 15
+_MAX_STRIPE_COUNT = 2000  # of lfs
+_STRIPE_UNIT_BYTES = 64 << 10  # of lfs: sizes and ends are multiples of it
 # A value never ends in a colon: where one is empty (`pattern:` of 2.17) the next word is the next key.
 _KEY_VALUE = re.compile(r"([\w.]+):[ \t]*([^\s:]*)(?=\s|$)")
 _OBJECT_ROW = re.compile(r"\t\s*(\d+)\t\s*\d+\t\s*0x[0-9a-f]+\t.*")  # of the classic form, below `obdidx`
@@ -121,9 +118,14 @@ class Layout:
         return not self.is_composite and self.components[0].pattern in {"", "0"}
 
     @property
+    def striped(self) -> list[Component]:
+        """The components whose bytes lie on OSTs."""
+        return [part for part in self.components if not part.is_on_mdt]
+
+    @property
     def pools(self) -> list[str]:
-        """The pools of the components that have stripes, in their order; empty text: no pool."""
-        return list(dict.fromkeys(part.pool for part in self.components if not part.is_on_mdt))
+        """The pools of the striped components, in their order; empty text: no pool."""
+        return list(dict.fromkeys(part.pool for part in self.striped))
 
     @property
     def pool(self) -> str:
@@ -137,7 +139,12 @@ class Layout:
     @property
     def has_tiers(self) -> bool:
         """Whether a file's bytes lie on several kinds of storage: the metadata server, several pools."""
-        return self.on_mdt is not None or len(self.pools) > 1
+        return len(self.striped) < len(self.components) or len(self.pools) > 1
+
+    def with_striped(self, **changes: Any) -> Layout:
+        """The same but for these values of the striped components."""
+        parts = (part if part.is_on_mdt else replace(part, **changes) for part in self.components)
+        return replace(self, components=tuple(parts))
 
     @property
     def fixed_place(self) -> str:
@@ -185,37 +192,31 @@ def parse_layout(output: str) -> Layout:
             f"lfs getstripe says {output.strip()[-200:]!r}: it has no layout, as a symbolic link and a file "
             "that was never written to have none; look at what the link points to"
         )
-    plain, components = _values(output)
-    try:
-        parts = tuple(_component(values) for values in components or [plain])
-    except (KeyError, ValueError) as error:
-        raise LustreError(
-            f"lfs getstripe printed {output.strip()[:200]!r}, expected stripe_count, stripe_size ({error}); "
-            "is this `lfs` a site's wrapper? Report it with the output of `lfs --version`"
-        ) from None
-    return Layout(components=parts, is_composite=bool(components))
-
-
-def _values(output: str) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The values before the first component, and those of each; ``osts`` are numbers with blanks between."""
-    plain: dict[str, str] = {}
-    components: list[dict[str, str]] = []
+    # What stands before the first component, and of each: the values by key, the numbers of the OSTs.
+    groups: list[tuple[dict[str, str], list[str]]] = [({}, [])]
     for line in output.split("\n"):
         if line.lstrip().startswith("/"):  # the path; it may hold anything
             continue
         row = _OBJECT_ROW.fullmatch(line)
         for key, value in [("l_ost_idx", row[1])] if row else _KEY_VALUE.findall(line):
             if key == "lcme_id":
-                components.append({})
-            target = components[-1] if components else plain
+                groups.append(({}, []))
+            values, osts = groups[-1]
             if key == "l_ost_idx":
-                target["osts"] = f"{target.get('osts', '')} {value.rstrip(',')}"
+                osts.append(value.rstrip(","))
             else:  # the first value wins: an object further down does not change a component
-                target.setdefault(key.removeprefix("lmm_").removeprefix("lcme_"), value)
-    return plain, components
+                values.setdefault(key.removeprefix("lmm_").removeprefix("lcme_"), value)
+    try:
+        parts = tuple(_component(*group) for group in groups[1:] or groups)
+    except (KeyError, ValueError) as error:
+        raise LustreError(
+            f"lfs getstripe printed {output.strip()[:200]!r}, expected stripe_count, stripe_size ({error}); "
+            "is this `lfs` a site's wrapper? Report it with the output of `lfs --version`"
+        ) from None
+    return Layout(components=parts, is_composite=len(groups) > 1)
 
 
-def _component(values: dict[str, str]) -> Component:
+def _component(values: dict[str, str], osts: list[str]) -> Component:
     """An empty number (a client without Lustre's parameters) is one that is not told."""
     pattern, end = values.get("pattern", ""), values.get("extent.e_end", "EOF")
     return Component(
@@ -226,7 +227,7 @@ def _component(values: dict[str, str]) -> Component:
         pattern=pattern,
         pool=values.get("pool", ""),
         start_ost=ANY_OST if pattern == "mdt" else int(values.get("stripe_offset") or "-1"),
-        osts=tuple(int(number) for number in values.get("osts", "").split()),
+        osts=tuple(map(int, osts)),
     )
 
 
@@ -264,10 +265,17 @@ def parse_layout_options(
     parts = [plain] if pfl is None else [_component_option(text, plain) for text in pfl.split(",")]
     if dom is not None:
         end = _multiple(dom, "--dom")
-        if end > _MAX_DOM_BYTES:
-            raise UsageError(f"--dom is more than {size_text(_MAX_DOM_BYTES)}, the largest that lfs takes")
+        if end > _GIB:
+            raise UsageError("--dom is more than 1 GiB, the largest that lfs takes")
         parts.insert(0, Component(end_bytes=end, stripe_count=0, stripe_size_bytes=0, pattern="mdt"))
     return Layout(components=_with_starts(parts), is_composite=True)
+
+
+def named_layout(text: str, *, size: str | None = None, pool: str | None = None) -> Layout:
+    """Return the layout of ``text``, a number of stripes or what ``--pfl`` takes. Raises UsageError."""
+    layout = parse_layout_options(**{"pfl" if ":" in text else "count": text}, size=size, pool=pool)
+    assert layout is not None
+    return layout
 
 
 def setstripe_options(layout: Layout) -> list[str]:
@@ -326,19 +334,17 @@ def _with_starts(parts: list[Component]) -> tuple[Component, ...]:
             f"the last component of --pfl ends at {size_text(parts[-1].end_bytes)}, expected -1, the end of "
             "the file: lfs would take it, and writes past that would fail"
         )
-    placed: list[Component] = []
-    start = 0
-    for number, part in enumerate(parts, 1):
-        if part.end_bytes is None and number < len(parts):
+    ends = [part.end_bytes or 0 for part in parts[:-1]]
+    starts = [0, *ends]
+    for number, (start, end) in enumerate(zip(starts, ends, strict=False), 1):
+        if not end:
             raise UsageError("a component that ends at -1 is not the last one, expected it last")
-        if part.end_bytes is not None and part.end_bytes <= start:
+        if end <= start:
             raise UsageError(
-                f"component {number} ends at {size_text(part.end_bytes)}, expected more than "
-                f"{size_text(start)}, where it starts"
+                f"component {number} ends at {size_text(end)}, expected more than {size_text(start)}, where "
+                "it starts"
             )
-        placed.append(replace(part, start_bytes=start))
-        start = part.end_bytes or 0
-    return tuple(placed)
+    return tuple(replace(part, start_bytes=start) for part, start in zip(parts, starts, strict=True))
 
 
 def parse_stripe_count(text: str, name: str, also: str = "") -> int:
@@ -357,7 +363,7 @@ def parse_stripe_count(text: str, name: str, also: str = "") -> int:
 
 def _stripe_size(text: str, name: str) -> int:
     size = _multiple(text, name)
-    if size >= _MAX_STRIPE_BYTES:
+    if size >= 4 * _GIB:
         raise UsageError(f"{name} asks for stripes of {size_text(size)}, expected less than 4 GiB")
     return size
 
@@ -366,18 +372,16 @@ def _multiple(text: str, name: str) -> int:
     """Its bytes. Unlike lfs, where a bare number below 4096 means KiB, a bare number is bytes."""
     num_bytes = parse_size(text, name, such_as="4194304, 4M or 2G")
     if num_bytes == 0 or num_bytes % _STRIPE_UNIT_BYTES:
-        unit = size_text(_STRIPE_UNIT_BYTES)
-        raise UsageError(f"{name} is {size_text(num_bytes)}, expected a multiple of {unit}")
+        raise UsageError(f"{name} is {size_text(num_bytes)}, expected a multiple of 64 KiB")
     return num_bytes
 
 
 def _pool(name: str) -> str:
     """Its name. Lustre reserves two more words beside ``none``, and they name no pool either."""
-    pattern = rf"\w[\w-]{{0,{_MAX_POOL_CHARS - 1}}}"
-    if name in {"inherit", "ignore"} or not re.fullmatch(pattern, name, re.ASCII):
+    if name in {"inherit", "ignore"} or not re.fullmatch(r"\w[\w-]{0,14}", name, re.ASCII):
         raise UsageError(
             f"--pool is {name!r}, expected a pool's own name, without the file system's: "
-            f"1 to {_MAX_POOL_CHARS} letters, digits, _ and -, or none for no pool"
+            "1 to 15 letters, digits, _ and -, or none for no pool"
         )
     return name
 
@@ -459,9 +463,7 @@ def choose_layout(size: DataSize, num_osts: int) -> Choice:
     shard_bytes = math.inf if size.shard_bytes is None else size.shard_bytes
     fitting = (row for row in ROWS if shard_bytes < row.below_bytes and row.for_few in {None, is_few})
     row = next(fitting, _MIXED)
-    option = "pfl" if ":" in row.pfl_or_count else "count"
-    layout = parse_layout_options(**{option: row.pfl_or_count}, size="4M")
-    assert layout is not None
+    layout = named_layout(row.pfl_or_count, size="4M")
     parts = (
         replace(part, stripe_count=min(part.stripe_count, num_osts or part.stripe_count))
         for part in layout.components

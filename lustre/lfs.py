@@ -19,8 +19,6 @@ from typing import NamedTuple
 from shardprep.errors import LustreError
 
 TIMEOUT_S = 30.0  # a healthy server answers within milliseconds
-# An OST that hangs makes df wait; nobody needs its answer that much. Restoring waits for the coordinator.
-_OTHER_TIMEOUTS_S = {"df": 10.0, "hsm_restore": 600.0}
 FILES_PER_CALL = 256  # paths of the greatest length still fit into one argument list
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes blank, tab, newline and backslash in octal
 
@@ -126,9 +124,9 @@ class LfsResult(NamedTuple):
 
     def checked(self, what_to_do: str = "look at `lfs check servers`") -> str:
         """Return standard output. Raises LustreError with lfs's own words where it failed."""
-        if self.exit_code == 0:
-            return self.stdout
-        raise LustreError(f"`lfs {self.shown}` {self.failure}; {what_to_do}")
+        if self.exit_code:
+            raise LustreError(f"`lfs {self.shown}` {self.failure}; {what_to_do}")
+        return self.stdout
 
     @property
     def shown(self) -> str:
@@ -140,15 +138,17 @@ class LfsResult(NamedTuple):
     def failure(self) -> str:
         """How it failed, in lfs's own words: standard error, or what 2.17 writes to standard output."""
         words = (self.stderr.strip() or self.stdout.strip() or "no message").splitlines()
-        how = f"failed with exit code {self.exit_code}"
-        if self.exit_code < 0:
-            how = f"was killed by signal {-self.exit_code}"
+        code = self.exit_code
+        how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
         return f"{how}: {' / '.join(words[:2])}"
 
 
 def time_limit_s(command: str) -> float:
-    """Return the seconds that a call of ``lfs command`` may take."""
-    return _OTHER_TIMEOUTS_S.get(command, TIMEOUT_S)
+    """Return the seconds that a call of ``lfs command`` may take.
+
+    An OST that hangs makes df wait; nobody needs its answer that much. Restoring waits for the coordinator.
+    """
+    return {"df": 10.0, "hsm_restore": 600.0}.get(command, TIMEOUT_S)
 
 
 def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
@@ -162,14 +162,10 @@ def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
             "there is no lfs on PATH; load the Lustre client's module, or use a node that has it"
         )
     words = [command, *(os.path.realpath(each) if isinstance(each, Path) else each for each in arguments)]
-    pipe = subprocess.PIPE
+    pipe, environment = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
     try:
         process = subprocess.Popen(
-            [program, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
-            env={**os.environ, "LC_ALL": "C"},
+            [program, *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a path
         raise LustreError(

@@ -88,7 +88,6 @@ def released_lines(path: Path) -> list[str]:
 
 
 def _some(failed: dict[str, str], most: int = 3) -> str:
-    """The first failed files with their reasons, for a person."""
     shown = [f"{file} ({reason})" for file, reason in itertools.islice(failed.items(), most)]
     return ", ".join(shown) + (" and more" if len(failed) > most else "")
 

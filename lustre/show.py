@@ -11,8 +11,8 @@ import os
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,7 @@ from lustre.layout import (
     setstripe_options,
     why_leave,
 )
-from lustre.lfs import (
-    FILES_PER_CALL,
-    file_system_of,
-    find_files,
-    kind_of,
-    run_lfs,
-    why_not_usable,
-)
+from lustre.lfs import FILES_PER_CALL, file_system_of, find_files, kind_of, run_lfs, why_not_usable
 from lustre.restore import released_lines
 from lustre.space import UNKNOWN, Targets, count_osts_if_told, ost_states, read_targets, state_lines
 from shardprep.console import counted, quoted, short_bytes
@@ -67,7 +60,7 @@ def report(path: Path, size: DataSize) -> list[str]:
     elif layout == of_file_system:
         origin = "the file system's default; lfs does not tell whether the folder has it of its own, too"
     lines.append(f"new files get {layout.text()} ({origin})")
-    lines += [*filter(None, [start_warning(path, layout)]), *_server_lines(path), *content_lines(path)]
+    lines += [*filter(None, [start_warning(path, layout)]), *_server_lines(path), *_content_lines(path)]
     if size != DataSize():
         lines += _choice_lines(path, layout, why_leave(layout, of_file_system), size)
     return lines
@@ -78,61 +71,56 @@ def report_json(path: Path) -> dict[str, Any]:
 
     ``layout`` and ``shards`` are None where there is nothing to tell, and ``why_not`` says why.
     """
-    data: dict[str, Any] = {
-        "path": str(path),
-        "why_not": why_not_usable(path),
-        "layout": None,
-        "shards": None,
-    }
-    if not data["why_not"] and kind_of(path) != "folder":
-        data["why_not"] = f"{path} is no folder that is there"
-    if data["why_not"]:
+    why_not = why_not_usable(path)
+    if not why_not and kind_of(path) != "folder":
+        why_not = f"{path} is no folder that is there"
+    data: dict[str, Any] = {"path": str(path), "why_not": why_not, "layout": None, "shards": None}
+    if why_not:
         return data
     data["layout"] = read_layout(path).text()
     try:
-        sizes = _tar_sizes(path)
+        balance, _ = _balance_of_shards(path)
     except OSError as error:
         raise LustreError(f"{path} cannot be listed ({error.strerror}), expected a folder to read") from None
-    balance = read_balance(path, sizes) if sizes else None
     return {**data, "shards": balance.as_json() if balance else None}
 
 
 def _server_lines(path: Path) -> list[str]:
-    """How full OSTs and MDTs are, which OSTs do not answer, and which files are released."""
-    targets: Targets | None = None
+    targets = Targets(osts=[], mdts=[], silent={})
     try:
         targets = read_targets(path)
         lines = targets.lines()
     except LustreError as error:
         lines = [f"how full OSTs and MDTs are is unknown: {error}"]
-    try:
-        lines += state_lines(ost_states(path), targets)
-    except LustreError as error:
-        lines.append(f"which OSTs are inactive is unknown: {error}")
-    try:
-        lines += released_lines(path)
-    except (LustreError, OSError) as error:
-        lines.append(f"which files are released is unknown: {error}")
+    asked: dict[str, Callable[[], list[str]]] = {
+        "which OSTs are inactive": lambda: state_lines(ost_states(path), targets),
+        "which files are released": lambda: released_lines(path),
+    }
+    for what, ask in asked.items():
+        try:
+            lines += ask()
+        except (LustreError, OSError) as error:
+            lines.append(f"{what} is unknown: {error}")
     return lines
 
 
-def content_lines(folder: Path) -> list[str]:
+def _content_lines(folder: Path) -> list[str]:
     """Say what the finished shards in a folder (not below it) really have, and how to move them."""
     try:
-        sizes = _tar_sizes(folder)
-        balance = read_balance(folder, sizes) if sizes else None
+        balance, most_bytes = _balance_of_shards(folder)
     except OSError as error:
         return [f"what is in {folder} cannot be told: {error.strerror}"]
     except LustreError as error:
         return [f"which layouts its files have cannot be told: {error}"]
-    return [*balance.lines(), *_move_lines(folder, balance, max(sizes.values()))] if balance else []
+    return [*balance.lines(), *_move_lines(folder, balance, most_bytes)] if balance else []
 
 
-def _tar_sizes(folder: Path) -> dict[str, int]:
-    """Bytes of the finished tars by name: one stat a shard. Its idx and manifest are never looked up."""
+def _balance_of_shards(folder: Path) -> tuple[Balance | None, int]:
+    """How the finished tars lie, and bytes of the largest: one stat a shard, none of its idx and manifest."""
     with os.scandir(folder) as entries:
         tars = [entry for entry in entries if _SHARD.fullmatch(entry.name) and entry.is_file()]
-    return {entry.name: entry.stat().st_size for entry in sorted(tars, key=lambda entry: entry.name)}
+    sizes = {entry.name: entry.stat().st_size for entry in sorted(tars, key=lambda entry: entry.name)}
+    return (read_balance(folder, sizes), max(sizes.values())) if sizes else (None, 0)
 
 
 def _move_lines(folder: Path, balance: Balance, shard_bytes: int) -> list[str]:
@@ -204,8 +192,8 @@ def split_by_file(output: str, paths: Sequence[str]) -> list[str]:
 
 def first_ost(layout: Layout | None) -> int:
     """Return the OST of a file's first stripe past the metadata server; -1 for a file without one."""
-    parts = layout.components if layout else ()
-    return next((part.start_ost for part in parts if not part.is_on_mdt and part.start_ost >= 0), -1)
+    parts = layout.striped if layout else []
+    return next((part.start_ost for part in parts if part.start_ost >= 0), -1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -284,14 +272,17 @@ def read_balance(folder: Path, sizes: dict[str, int]) -> Balance | None:
         return None
     layouts = read_file_layouts(folder, list(sizes))
     pools = {layout.pool for layout in layouts if layout}
-    texts = Counter(_kind_text(layout) for layout in layouts if layout)
+    texts = Counter(layout.with_striped(start_ost=ANY_OST, osts=()).text() for layout in layouts if layout)
     shown = texts.most_common(4)
     if rest := sum(texts.values()) - sum(number for _, number in shown):
         shown.append(("other layouts", rest))
     bytes_by_ost: Counter[int] = Counter()
     files_by_ost: Counter[int] = Counter()
     for layout, num_bytes in zip(layouts, sizes.values(), strict=True):
-        held = _bytes_by_ost(layout, num_bytes) if layout else {}
+        held: Counter[int] = Counter()
+        for part, part_bytes in layout.of_file(num_bytes) if layout else []:
+            osts = part.osts or ((part.start_ost,) if part.start_ost >= 0 else ())
+            held.update({ost: part_bytes // len(osts) for ost in osts})
         bytes_by_ost.update(held)
         files_by_ost.update(held.keys())
     return Balance(
@@ -303,18 +294,3 @@ def read_balance(folder: Path, sizes: dict[str, int]) -> Balance | None:
         first_osts=tuple(map(first_ost, layouts)),
         without_layout=layouts.count(None),
     )
-
-
-def _bytes_by_ost(layout: Layout, num_bytes: int) -> dict[int, int]:
-    held: Counter[int] = Counter()
-    for part, part_bytes in layout.of_file(num_bytes):
-        osts = part.osts or ((part.start_ost,) if part.start_ost >= 0 else ())
-        for ost in osts:
-            held[ost] += part_bytes // len(osts)
-    return dict(held)
-
-
-def _kind_text(layout: Layout) -> str:
-    """The layout without the places, which differ from file to file."""
-    parts = tuple(replace(part, start_ost=ANY_OST, osts=()) for part in layout.components)
-    return replace(layout, components=parts).text()

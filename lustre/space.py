@@ -121,14 +121,8 @@ def parse_df(blocks: str, inodes: str = "") -> Targets:
     found: dict[str, list[Target]] = {"OST": [], "MDT": []}
     for used, free, kind, index, flags in _DF_LINE.findall(blocks):
         name = f"{kind} {index}"
-        target = Target(
-            name=name,
-            used_bytes=int(used) << 10,
-            free_bytes=int(free) << 10,
-            flags=flags,
-            free_inodes=free_inodes.get(name),
-        )
-        found[kind].append(target)
+        sizes = {"used_bytes": int(used) << 10, "free_bytes": int(free) << 10}
+        found[kind].append(Target(name=name, flags=flags, free_inodes=free_inodes.get(name), **sizes))
     trouble = _DF_TROUBLE.findall(blocks)
     silent = {f"{kind} {int(index, 16)}": said.strip() for kind, index, said in trouble}
     return Targets(osts=found["OST"], mdts=found["MDT"], silent=silent)
@@ -165,16 +159,15 @@ def ost_states(path: Path) -> dict[int, str]:
     return {int(index): state for index, state in _OST_LINE.findall(run_lfs("osts", path).checked())}
 
 
-def state_lines(states: dict[int, str], targets: Targets | None) -> list[str]:
+def state_lines(states: dict[int, str], targets: Targets) -> list[str]:
     """Warn of every OST that is inactive, and of active ones of which ``lfs df`` said nothing."""
-    silent = targets.silent if targets else {}
-    told = {*silent, *(ost.name for ost in targets.osts)} if targets and targets.osts else None
+    told = {*targets.silent, *(ost.name for ost in targets.osts)}
     inactive, missing = [], []
     for index, state in states.items():
         name = f"OST {index}"
-        if state == "INACTIVE" and name not in silent:
+        if state == "INACTIVE" and name not in targets.silent:
             inactive.append(f"warning: {name} {_INACTIVE}")
-        elif state != "INACTIVE" and told is not None and name not in told:
+        elif state != "INACTIVE" and targets.osts and name not in told:
             missing.append(f"warning: {name} is left out by lfs df: it does not answer now")
     return inactive + missing
 
@@ -337,8 +330,7 @@ def _osts_room(targets: Targets, pool: str, need_bytes: int | None) -> Room:
 
 def _inodes_room(targets: Targets) -> Room:
     """A file needs an inode of an MDT and an object of an OST: the fewer count."""
-    name = "inodes of MDTs and OSTs"
-    kinds = (targets.mdts, targets.osts)
+    name, kinds = "inodes of MDTs and OSTs", (targets.mdts, targets.osts)
     if not all(kinds) or any(each.free_inodes is None for kind in kinds for each in kind):
         return Room(name=name, unknown=next(iter(targets.notes), "lfs df names no MDT or no OST"))
     free = (sum(each.free_inodes or 0 for each in kind if each.takes_files) for kind in kinds)

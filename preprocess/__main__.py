@@ -12,14 +12,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from preprocess import resources
 from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
-from preprocess.resources import PROCESS_BYTES, check_address_space, memory_limit_gb
 from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
-from shardprep.format.names import id_ranges, ids_of_ranges
+from shardprep.format.names import INDEX_NAME, PLAN_NAME, id_ranges, ids_of_ranges
 
 if TYPE_CHECKING:
     from preprocess.check.verify import Problem
@@ -49,76 +49,39 @@ def make_shard(args: argparse.Namespace) -> int:
     from preprocess.attempts import Failure, append_failure
 
     try:
-        check_address_space()
-        return _make_shard(args)
+        resources.check_address_space()  # before anything large is loaded
+        from preprocess.make.task import make_shard as make
+
+        return make(args)
     except ShardprepError as error:
-        append_failure(Failure(shard_id=args.shard_id, exit_code=error.exit_code, reason=str(error)))
+        append_failure(Failure.of(args.shard_id, error))
         raise
-
-
-def _make_shard(args: argparse.Namespace) -> int:
-    from lustre import layout_line
-    from preprocess.make.task_log import engine_line, means_line, part_line, speed_line
-    from preprocess.make.task_plan import check_inputs, shard_of_task
-    from preprocess.make.worker import done_manifest, load_worker
-    from preprocess.plan.plan_file import need_plan
-    from preprocess.resources import bind_to_task_cpus, memory_note
-    from shardprep.format.names import quarantine_path
-
-    given = {"output_dir": PrepConfig().output_dir, **given_of(args, PrepConfig)}
-    folder, shard_id = given["output_dir"], args.shard_id
-    num_cpus = bind_to_task_cpus(offset=shard_id)  # planning, too, may load what starts threads
-    if args.check_inputs:
-        check_inputs(need_plan(folder), given.get("input_dir", PrepConfig().input_dir))
-    plan, shard = shard_of_task(given, shard_id, is_planned=args.planned)
-    if done_manifest(plan, folder, shard_id):
-        say(f"shard {shard_id:05d} is done already")
-        return 0
-    settings = worker_settings(args)
-    if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
-        say(f"note: {note}")
-    say(part_line(plan, shard))
-    say(means_line(settings, num_cpus))
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
-    say(engine_line(worker))
-    if line := layout_line(folder):
-        say(line)
-    with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
-        manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
-    counts = manifest.counts
-    say(speed_line(manifest))
-    say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
-    if num_bad := sum(counts.quarantined.values()):
-        say(f"{num_bad} documents were left out: {quarantine_path(folder, shard_id)}")
-    return 0
 
 
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
-    check_address_space()
+    resources.check_address_space()
     from lustre import Need, StripeRequest, space_lines
-    from preprocess.plan.next_lines import hub_lines, next_lines
-    from preprocess.plan.planning import LONG_SHARD_S, Sharding, small_shards_note
-    from preprocess.plan.planning import make_plan as make
+    from preprocess.plan import planning
 
     given = given_of(args, PrepConfig)
     config = PrepConfig(**given)
     if not os.path.lexists(config.input_dir):
         sharding_flags = {"num_shards": args.num_shards, "shard_bytes": args.shard_bytes}
-        if fetch := hub_lines(config.input_dir, {**given, **sharding_flags}):
+        if fetch := planning.hub_lines(config.input_dir, {**given, **sharding_flags}):
             raise NotFound(
                 f"--input_dir {config.input_dir} is no folder; if it is a data set of the hub, type: {fetch}"
             )
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
-    sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
+    sharding = planning.Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
-    plan, cost = make(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
+    plan, cost = planning.make_plan(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
     sizes = plan.shard_bytes()
     size = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
-    warnings = [cost.bad_note, small_shards_note(plan, sharding)]
-    if cost.longest_shard_s > LONG_SHARD_S:
-        more = round(plan.num_shards * cost.longest_shard_s / LONG_SHARD_S) + 1
+    warnings = [cost.bad_note, planning.small_shards_note(plan, sharding)]
+    if cost.longest_shard_s > planning.LONG_SHARD_S:
+        more = round(plan.num_shards * cost.longest_shard_s / planning.LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
         warnings.insert(1, f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
     if empty := sizes.count(0):
@@ -131,7 +94,7 @@ def make_plan(args: argparse.Namespace) -> int:
         f"a task uses up to {cores} well: --cpus-per-task={cost.num_useful_cores}",
         *space_lines(config.output_dir, need),
         *(f"warning: {warning}" for warning in warnings if warning),
-        *next_lines(Path(config.output_dir), plan.num_shards),
+        *planning.next_lines(config.output_dir, plan.num_shards),
     )
     return 0
 
@@ -140,12 +103,11 @@ def run(args: argparse.Namespace) -> int:
     """``run DATA``: the missing shards on this machine."""
     from preprocess.attempts import RunRecord
     from preprocess.make.local_run import run_shards
-    from preprocess.make.task_log import means_line, total_line
+    from preprocess.make.task import means_line, total_line, worker_settings
     from preprocess.make.worker import missing_shards
     from preprocess.plan.plan_file import need_plan
-    from preprocess.resources import allowed_cpus, memory_note
 
-    check_address_space()
+    resources.check_address_space()
     folder = args.output_dir
     plan = need_plan(folder)
     wanted = parse_ids(args.shards, plan.num_shards) if args.shards else range(plan.num_shards)
@@ -156,12 +118,12 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
         raise CannotWrite(f"{folder} is no folder that you can write to; its owner can make the shards")
-    cpus = allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
+    cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
     settings = worker_settings(args)
     assert settings.memory_gb is not None
     num_proc = min(num_processes(args, len(cpus), settings.memory_gb), len(todo))
     settings = dataclasses.replace(settings, memory_gb=settings.memory_gb / num_proc)
-    if note := memory_note(settings.memory_gb or 0, num_proc):
+    if note := resources.memory_note(settings.memory_gb or 0, num_proc):
         say(f"note: {note}")
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
     say(means_line(settings, max(map(len, cpus_of)), num_processes=num_proc))
@@ -200,7 +162,6 @@ def verify(args: argparse.Namespace) -> int:
     from preprocess.check.verify import publish_osts, verify_dataset
     from preprocess.done_shards import remove_findings
     from preprocess.plan.plan_file import need_plan
-    from shardprep.format.names import INDEX_NAME
     from shardprep.format.shard_making import source_lines
 
     if args.fast and args.crcs:
@@ -232,7 +193,6 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem]) -> None:
-    """Say them, and keep them for the other commands, where this user may write."""
     from preprocess.done_shards import publish_findings
 
     for problem in problems:
@@ -244,13 +204,11 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem]) -> Non
 
 
 def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
-    """``--deep``: some shards compared with what a second reader finds in their input."""
     from preprocess.check.deep_verify import choose_shards, verify_deep
-    from preprocess.resources import bind_to_task_cpus
 
     if args.deep < 1:
         raise UsageError(f"--deep is {args.deep}, expected a number of shards from 1")
-    bind_to_task_cpus(offset=0)
+    resources.bind_to_task_cpus(offset=0)
     chosen = choose_shards(plan, args.deep)
     with Progress("comparing with the input", len(chosen), unit="shards") as progress:
         problems, checked = verify_deep(
@@ -273,7 +231,6 @@ def clean(args: argparse.Namespace) -> int:
     from preprocess.check.clean import clean as remove
     from preprocess.check.clean import cleaning_lines
     from preprocess.plan.plan_file import read_plan
-    from shardprep.format.names import PLAN_NAME
 
     plan = read_plan(args.output_dir)
     cleaning = remove(args.output_dir, plan, dry_run=args.dry_run, say=say)
@@ -284,16 +241,6 @@ def clean(args: argparse.Namespace) -> int:
         )
     print_lines(*cleaning_lines(cleaning, dry_run=args.dry_run))
     return 0
-
-
-def worker_settings(args: argparse.Namespace) -> WorkerSettings:
-    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
-    settings: dict[str, Any] = {
-        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
-        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
-        "memory_gb": memory_limit_gb(os.environ),
-    }
-    return WorkerSettings(**settings | given_of(args, WorkerSettings))
 
 
 def parse_ids(text: str, num_shards: int) -> list[int]:
@@ -309,7 +256,7 @@ def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> 
     """--num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes. Raises UsageError."""
     given = environment_number(os.environ, "DATASET_NUM_PROC") if args.num_proc is None else args.num_proc
     if given is None:
-        fitting = int(memory_gb * 2**30) // (PROCESS_BYTES + (100 << 20))
+        fitting = int(memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
         return max(1, min(num_cpus, fitting))
     if given < 1:
         raise UsageError(f"--num_proc is {given}, expected 1 or more")
@@ -399,7 +346,14 @@ _HUB = (
     "then plan --input_dir RAW --recursive"
 )
 _LOADER_CUTS = "documents are kept whole here; the loader cuts: get_llama3_dataloader(..., max_length=2048)"
-_LOOK = "preprocess.look"
+
+
+def _elsewhere(module: str, summary: str) -> Command:
+    """A command of another module, which is imported when it is called; its ``run`` is named after it."""
+    name = f"preprocess.{module}"
+    return Command(summary, f"{name}:add_flags", f"{name}:{module.rpartition('.')[2]}")
+
+
 PROGRAM = Program(
     name="python -m preprocess",
     dashed_values=("--stripe",),
@@ -421,24 +375,12 @@ PROGRAM = Program(
         ),
         "run": Command("make the missing shards on this machine", _run_flags, run),
         "verify": Command("check all shards and write index.json", _verify_flags, verify),
-        "doctor": Command(
-            "check machine, tokenizer and folders before the work",
-            f"{_LOOK}.doctor:add_flags",
-            f"{_LOOK}.doctor:doctor",
+        "doctor": _elsewhere("look.doctor", "check machine, tokenizer and folders before the work"),
+        "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
+        "export": _elsewhere(
+            "look.export", "write the token ids as Megatron, nanoGPT, Hugging Face or MosaicML files"
         ),
-        "peek": Command(
-            "print decoded samples and where they came from", f"{_LOOK}.peek:add_flags", f"{_LOOK}.peek:peek"
-        ),
-        "export": Command(
-            "write the token ids as Megatron, nanoGPT, Hugging Face or MosaicML files",
-            f"{_LOOK}.export:add_flags",
-            f"{_LOOK}.export:export",
-        ),
-        "withdraw": Command(
-            "name documents that no training may see any more",
-            "preprocess.withdraw:add_flags",
-            "preprocess.withdraw:withdraw",
-        ),
+        "withdraw": _elsewhere("withdraw", "name documents that no training may see any more"),
         "rewrite": Command(
             "make the data set anew without the documents that are withdrawn", _rewrite_flags, rewrite
         ),
@@ -447,8 +389,8 @@ PROGRAM = Program(
         ),
         "train_tokenizer": Command(
             "train a byte-level BPE like Llama 3's",
-            f"{_LOOK}.train_tokenizer:add_arguments",
-            f"{_LOOK}.train_tokenizer:main",
+            "preprocess.look.train_tokenizer:add_arguments",
+            "preprocess.look.train_tokenizer:main",
         ),
     },
 )

@@ -41,6 +41,11 @@ class Failure:
     exit_code: int  # of shardprep.errors; 128 + N where signal N killed the process
     reason: str
 
+    @staticmethod
+    def of(shard_id: int, error: ShardprepError) -> Failure:
+        """The shard that an error stopped."""
+        return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:

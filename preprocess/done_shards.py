@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -79,12 +80,11 @@ def find_made_shards(folder: Path, plan: Plan) -> MadeShards:
     found = look(ids[:_PART])
     waited_s = time.perf_counter() - begun_s - (time.thread_time() - used_s)
     parts = [ids[number : number + _PART] for number in range(_PART, len(ids), _PART)]
-    if waited_s < _SHORT_WAIT_S * _PART:  # threads would only wait for each other
-        found += [each for part in parts for each in look(part)]
-    else:
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            found += [each for part in pool.map(look, parts) for each in part]
-    made = {shard_id: each for shard_id, each in zip(ids, found, strict=True) if not isinstance(each, str)}
+    is_quick = waited_s < _SHORT_WAIT_S * _PART  # threads would only wait for each other
+    with ThreadPoolExecutor(1 if is_quick else _NUM_THREADS) as pool:
+        found += itertools.chain.from_iterable(pool.map(look, parts))
+    looks = dict(zip(ids, found, strict=True))
+    made = {shard_id: each for shard_id, each in looks.items() if not isinstance(each, str)}
     of_plan = {shard_id for shard_id, (making, _) in made.items() if making.plan_id == plan.plan_id}
     done = sorted(of_plan - findings.keys())
     return MadeShards(
@@ -92,7 +92,7 @@ def find_made_shards(folder: Path, plan: Plan) -> MadeShards:
         tar_bytes={shard_id: made[shard_id][1] for shard_id in done},
         wrong=findings,
         other_plan=sorted(made.keys() - of_plan),
-        broken={shard_id: each for shard_id, each in zip(ids, found, strict=True) if isinstance(each, str)},
+        broken={shard_id: each for shard_id, each in looks.items() if isinstance(each, str)},
     )
 
 

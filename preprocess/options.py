@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from preprocess.formats.text_fields import MessageFields, Normalize, TextFields
-from preprocess.resources import batch_bytes_within, most_batches_within
+from preprocess.resources import BATCH_BYTES, SMALLEST_BATCH_BYTES, text_bytes_within
 from shardprep.command_line import flag_words, option
 from shardprep.errors import UsageError
 from shardprep.format.checked_json import MOST, is_text
@@ -50,7 +50,6 @@ _BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is
 
 @functools.cache
 def option_types(options: Any) -> dict[str, Any]:
-    """The type of each option of a dataclass."""
     return typing.get_type_hints(options)
 
 
@@ -192,7 +191,6 @@ class PlanOptions:
 
     @property
     def changes_text(self) -> bool:
-        """Whether ``change_text`` does anything."""
         return any(item.metadata.get("changes_text") and getattr(self, item.name) for item in PLAN_FIELDS)
 
     def text_fields(self) -> TextFields:
@@ -354,12 +352,12 @@ class WorkerSettings:
     @property
     def batch_bytes(self) -> int:
         """Bytes of raw text in a batch: resources.BATCH_BYTES, fewer where memory is short."""
-        return batch_bytes_within(self.memory_gb)
+        return min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, text_bytes_within(self.memory_gb)))
 
     @property
     def most_batches(self) -> int:
-        """Batches that may be laid out at once, fewer where memory is short."""
-        return most_batches_within(self.memory_gb)
+        """Batches that may be laid out at once: one at least, three with 0.6 GB."""
+        return max(1, text_bytes_within(self.memory_gb) // BATCH_BYTES)
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int | None:

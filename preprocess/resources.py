@@ -17,7 +17,7 @@ from pathlib import Path
 from shardprep.errors import UsageError
 
 BATCH_BYTES = 512 << 10  # of raw text; 128 KiB to 2 MiB take the same time
-_SMALLEST_BATCH_BYTES = 64 << 10
+SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
 _ADDRESS_BYTES = 700 << 20  # of address space that a worker takes and does not fill; 200 fail now and then
 _M_ARENA_MAX = -8  # of glibc's malloc.h
@@ -54,6 +54,7 @@ def bind_to(cpus: list[int]) -> None:
     The engines size their thread pools by the affinity mask, unless variables say otherwise, which stand in
     many a shell for training; so they are set.
     """
+    share_heaps()
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
@@ -69,25 +70,14 @@ def share_heaps() -> None:
         set_option(_M_ARENA_MAX, _NUM_HEAPS)
 
 
-def batch_bytes_within(memory_gb: float | None) -> int:
-    """Bytes of raw text that a worker takes at once with this memory in GiB (None: enough memory)."""
-    if memory_gb is None:
-        return BATCH_BYTES
-    return min(BATCH_BYTES, max(_SMALLEST_BATCH_BYTES, _spare_bytes(memory_gb) // _MEMORY_PER_BATCH_BYTE))
-
-
-def most_batches_within(memory_gb: float | None) -> int:
-    """Batches that a worker may lay out at once with this memory in GiB; at least one, three with 0.6 GB."""
+def text_bytes_within(memory_gb: float | None) -> int:
+    """Bytes of raw text that there is room for with this memory in GiB (None: enough memory)."""
     if memory_gb is None:
         return sys.maxsize
-    return max(1, _spare_bytes(memory_gb) // (BATCH_BYTES * _MEMORY_PER_BATCH_BYTE))
+    return (int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
 
 
-def _spare_bytes(memory_gb: float) -> int:
-    return int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES
-
-
-LEAST_WORKER_BYTES = PROCESS_BYTES + _SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
+LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
 
 
 def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from preprocess.make.worker import manifest_if_done
 from preprocess.plan.plan_file import Plan, is_same_plan, need_plan, plan_id, publish_plan, read_plan
 from shardprep.console import Progress
-from shardprep.errors import BrokenShard, CannotWrite, MissingShard, Refused, UsageError
+from shardprep.errors import Refused, UsageError
 from shardprep.files import (
     PublishedFolder,
+    make_folder,
     publish_bytes,
     publish_link,
     read_regular,
@@ -23,12 +25,7 @@ from shardprep.files import (
 )
 from shardprep.format.idx import HEADER_BYTES, idx_header
 from shardprep.format.manifest import Manifest, check_shard, shard_files
-from shardprep.format.names import (
-    LEFT_OUT_DIR,
-    TOKENIZER_DIR,
-    idx_path,
-    manifest_path,
-)
+from shardprep.format.names import LEFT_OUT_DIR, TOKENIZER_DIR, idx_path, manifest_path
 from shardprep.format.withdrawals import read_withdrawals, withdrawal_path
 
 
@@ -58,12 +55,11 @@ def take_over(folder: Path, new: Path) -> tuple[Plan, int]:
         )
     if found is None:
         _publish_beginnings(folder, new, planned, len(lists.lists))
-    touched = set(lists.shard_ids)
-    untouched = [shard_id for shard_id in range(plan.num_shards) if shard_id not in touched]
+    untouched = sorted({*range(plan.num_shards)} - {*lists.shard_ids})
     with Progress("taking over", len(untouched), unit="shards") as progress:
         for shard_id in untouched:
             manifest = check_shard(folder, shard_id, plan.plan_id)
-            if not _is_done(new, shard_id, planned.plan_id):
+            if manifest_if_done(new, shard_id, planned.plan_id) is None:
                 _take_over_shard(folder, new, planned, manifest)
             progress.add(1)
     return planned, len(untouched)
@@ -71,13 +67,9 @@ def take_over(folder: Path, new: Path) -> tuple[Plan, int]:
 
 def _publish_beginnings(folder: Path, new: Path, planned: Plan, num_lists: int) -> None:
     """The lists, the tokenizer and last the plan."""
-    try:
-        (new / LEFT_OUT_DIR).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotWrite(f"{new} cannot be made: {error.strerror}") from None
+    make_folder(new / LEFT_OUT_DIR, parents=True)
     for number in range(1, num_lists + 1):
-        source = withdrawal_path(folder, number)
-        publish_link(withdrawal_path(new, number, subfolder=LEFT_OUT_DIR), source)
+        publish_link(withdrawal_path(new, number, subfolder=LEFT_OUT_DIR), withdrawal_path(folder, number))
     sync_folder(new / LEFT_OUT_DIR)
     with PublishedFolder(new / TOKENIZER_DIR) as tokenizer:
         for name, stamp in planned.tokenizer_files.items():
@@ -86,14 +78,6 @@ def _publish_beginnings(folder: Path, new: Path, planned: Plan, num_lists: int) 
             path.write_bytes(read_regular(folder / TOKENIZER_DIR / name, max_bytes=stamp.num_bytes))
         tokenizer.publish_first()
     publish_plan(planned, new)
-
-
-def _is_done(new: Path, shard_id: int, wanted: str) -> bool:
-    try:
-        check_shard(new, shard_id, wanted)
-    except (MissingShard, BrokenShard):
-        return False
-    return True
 
 
 def _take_over_shard(folder: Path, new: Path, planned: Plan, manifest: Manifest) -> None:

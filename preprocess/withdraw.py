@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import itertools
 import os
+import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.documents import read_documents, without
 from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
@@ -30,10 +30,10 @@ from preprocess.look.addresses import (
     no_document_at,
     samples_at,
 )
-from preprocess.make.engines import TokenBatch
+from preprocess.make.engines import Numbers, TokenBatch
 from preprocess.make.members import Piece, RowMembers
-from preprocess.make.packing import START, Packer, RowGroup, packer_of
-from preprocess.make.worker import load_worker
+from preprocess.make.packing import START, RowGroup
+from preprocess.make.worker import documents_of_shard, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.console import Progress, counted, print_lines, say
@@ -45,14 +45,9 @@ from shardprep.format.idx import read_idx
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import TEXT_FIELD, digests_path, tar_path
 from shardprep.format.shards import ShardSamples
-from shardprep.format.withdrawals import (
-    publish_withdrawal,
-    read_left_out,
-    read_withdrawals,
-    withdrawal_path,
-)
+from shardprep.format.withdrawals import publish_withdrawal, read_withdrawals, withdrawal_path
 
-Numbers = npt.NDArray[np.int64]
+Records = npt.NDArray[np.void]
 Key = str | bytes  # an id, a source, or the digest of a text
 
 
@@ -62,31 +57,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "masks them where they stand; its order, and running states, stay."
     )
     parser.add_argument("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--ids", metavar="FILE", type=Path, help="ids of --id_field, one per line (default: none)"
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--ids", metavar="FILE", type=Path, help="ids of --id_field, one per line (default: none)")
+    text = "sha256 of texts, one per line in hex digits (default: none)"
+    add("--sha256", metavar="FILE", type=Path, help=text)
+    add("--source", metavar="NAME", help="all documents of this source (default: none)")
+    text = (
+        "the documents at these addresses, as peek, where and loader.origin print them: SHARD:SAMPLE, "
+        "SHARD:ROW:DOCUMENT (without DOCUMENT all of a row), FILE:BYTE of an input, or id:ID (default: none)"
     )
-    what.add_argument(
-        "--sha256",
-        metavar="FILE",
-        type=Path,
-        help="sha256 of texts, one per line in hex digits (default: none)",
-    )
-    what.add_argument("--source", metavar="NAME", help="all documents of this source (default: none)")
-    what.add_argument(
-        "--at",
-        metavar="ADDRESS",
-        nargs="+",
-        help="the documents at these addresses, as peek, where and loader.origin print them: SHARD:SAMPLE, "
-        "SHARD:ROW:DOCUMENT (without DOCUMENT all of a row), FILE:BYTE of an input, or id:ID (default: none)",
-    )
+    add("--at", metavar="ADDRESS", nargs="+", help=text)
     parser.add_argument("--reason", metavar="TEXT", default="", help="kept with the list (default: none)")
-    parser.add_argument(
-        "--input_dir",
-        metavar="PATH",
-        type=Path,
-        help="folder of the input, if it moved (default: the plan's)",
-    )
+    text = "folder of the input, if it moved (default: the plan's)"
+    parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
 
 
 def withdraw(args: argparse.Namespace) -> int:
@@ -271,13 +254,10 @@ def _keys_in(path: Path, *, by_id: bool) -> Iterator[str | bytes]:
                 if by_id and line:
                     yield line
                 elif line:
-                    try:
-                        digest = bytes.fromhex(line.split()[0])
-                    except ValueError:
-                        digest = b""
-                    if len(digest) != hashlib.sha256().digest_size:
+                    digits = line.split()[0]
+                    if not re.fullmatch("[0-9a-fA-F]{64}", digits):
                         raise BadInput(f"{path}:{number} begins {line[:60]!r}, expected 64 hex digits")
-                    yield digest[:DIGEST_BYTES]
+                    yield bytes.fromhex(digits)[:DIGEST_BYTES]
     except NOT_THERE:
         raise NotFound(f"{path} is no file") from None
     except UnicodeDecodeError as error:
@@ -294,11 +274,7 @@ def _items(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[DocumentBat
     digest = None if shard.sha256 is None else hashlib.sha256()
     reading = reading_of(plan.options, WorkerSettings().batch_bytes)
     num_read = 0
-    items: Iterator[DocumentBatch | LongDocument]
-    items = read_documents(shard.ranges, reading, digest=digest, most_documents=shard.most_documents)
-    if len(left_out := read_left_out(folder, plan.options.rewritten).documents_of(shard_id)):
-        items = without(items, left_out, can_be_cut=plan.can_be_cut)
-    for item in items:
+    for item in documents_of_shard(plan, folder, shard, reading, digest):
         if isinstance(item, DocumentBatch):
             num_read += len(item.texts)
             yield item
@@ -335,7 +311,7 @@ def document_digests(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[b
     yield from digests[_in_order_of_input(records)].tolist()
 
 
-def _digests_of(plan: Plan, item: DocumentBatch | LongDocument) -> npt.NDArray[np.void]:
+def _digests_of(plan: Plan, item: DocumentBatch | LongDocument) -> Records:
     if isinstance(item, DocumentBatch):
         return item.digests()
     digest = hashlib.sha256()
@@ -343,7 +319,7 @@ def _digests_of(plan: Plan, item: DocumentBatch | LongDocument) -> npt.NDArray[n
     return np.frombuffer(digest.digest()[:DIGEST_BYTES], DIGEST)
 
 
-def _digests_of_tar(path: Path) -> npt.NDArray[np.void]:
+def _digests_of_tar(path: Path) -> Records:
     """Those of the texts in a tar, in its order."""
     with errors_named(path), os.fdopen(open_regular(path), "rb") as file, tarfile.open(fileobj=file) as tar:
         texts = (tar.extractfile(member) for member in tar if member.name.endswith(f".{TEXT_FIELD}"))
@@ -367,7 +343,7 @@ def _places_of(folder: Path, plan: Plan, documents: dict[int, Numbers]) -> dict[
     return places
 
 
-def _in_order_of_input(records: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
+def _in_order_of_input(records: Records) -> npt.NDArray[np.intp]:
     """The samples of a shard in the order in which its input has them, or their first documents."""
     return np.lexsort((records["source_offset"], records["source"]))
 
@@ -399,17 +375,14 @@ def _packed_anew(folder: Path, plan: Plan, manifest: Manifest) -> Numbers:
     worker = load_worker(
         plan, folder, WorkerSettings(), num_cpus=1, warn=say, shard=plan.shard(manifest.shard_id)
     )
-    rows = _PlacedRows(plan.spec, manifest.shard_id, [packer_of(plan.spec, plan.options.pack) for _ in "tv"])
+    rows = _PlacedRows(plan.spec, manifest.shard_id, plan.options.pack)
     num_read = 0
     for item in _items(folder, plan, manifest):
         if isinstance(item, DocumentBatch):
-            tokens = worker.engine.encode_documents(
-                item.texts, batch_size=None, end_id=plan.end_id, spans=item.spans
-            )
+            tokens = worker.engine.encode_documents(item.texts, end_id=plan.end_id, spans=item.spans)
         else:
-            pieces = worker.engine.encode_long(item.text(), can_be_cut=plan.can_be_cut, end_id=plan.end_id)
-            ids = np.concatenate([np.empty(0, np.uint32), *pieces])
-            tokens = TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
+            ids = worker.engine.encode_long(item.text(), can_be_cut=plan.can_be_cut, end_id=plan.end_id)
+            tokens = TokenBatch.of([ids])
         # The first half of a digest tells the side; the number of the document takes the other's place.
         names = np.zeros((len(tokens.offsets) - 1, 2), np.int64)
         if plan.options.validation_fraction:
@@ -423,12 +396,12 @@ def _packed_anew(folder: Path, plan: Plan, manifest: Manifest) -> Numbers:
 class _PlacedRows(RowMembers):
     """Rows of which only is kept where documents lie in them."""
 
-    def __init__(self, spec: DatasetSpec, shard_id: int, packers: Sequence[Packer]) -> None:
-        super().__init__(spec, shard_id, packers)
+    def __init__(self, spec: DatasetSpec, shard_id: int, pack: str) -> None:
+        super().__init__(spec, shard_id, pack)
         self._sides: tuple[list[Numbers], list[Numbers]] = ([], [])  # begin, end, number, whether it begins
         self._ends = [0, 0]  # where the rows of each side end, in tokens
 
-    def add(self, tokens: TokenBatch, names: npt.NDArray[np.void]) -> None:
+    def add(self, tokens: TokenBatch, names: Records) -> None:
         """Take documents, named by what stands for their digests."""
         starts = np.zeros(len(names), START)
         starts["digest"] = names

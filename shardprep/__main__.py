@@ -92,14 +92,12 @@ def _program(package: str) -> Program:
 def _help() -> list[str]:
     lines = ["usage: shardprep COMMAND [flags]", "", "Raw text -> token shards -> batches.", "", "commands:"]
     for command, package in COMMANDS.items():
-        lines.append(f"  {command:<17}{_summary(_program(package), command)}")
+        program = _program(package)
+        summary = program.description[0].lower() + program.description[1:].rstrip(".")
+        if command in program.commands:
+            summary = program.commands[command].summary
+        lines.append(f"  {command:<17}{summary}")
     return [*lines, "", "shardprep COMMAND --help shows its flags; --version the version."]
-
-
-def _summary(program: Program, command: str) -> str:
-    if command in program.commands:
-        return program.commands[command].summary
-    return program.description[0].lower() + program.description[1:].rstrip(".")
 
 
 if __name__ == "__main__":

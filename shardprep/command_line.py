@@ -32,9 +32,6 @@ from shardprep.console import guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.signals import raise_on_stop_signals
 
-AddFlags = Callable[[argparse.ArgumentParser], None]
-Run = Callable[[argparse.Namespace], int]
-
 
 @dataclass(frozen=True)
 class Command:
@@ -44,8 +41,8 @@ class Command:
     """
 
     summary: str  # one line of help
-    add_flags: AddFlags | str
-    run: Run | str
+    add_flags: Callable[[argparse.ArgumentParser], None] | str
+    run: Callable[[argparse.Namespace], int] | str
     is_nameless: bool = False  # what ``python -m PACKAGE`` does without a command; not listed there
 
 
@@ -171,7 +168,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _show_defaults(parser: argparse.ArgumentParser) -> None:
-    """Add its default to the help of each flag that does not say it."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no other list of them
         has_value = action.option_strings and (action.nargs != 0 or action.default is False)
         is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
@@ -180,7 +176,6 @@ def _show_defaults(parser: argparse.ArgumentParser) -> None:
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
-    """The usage of a command: what it needs, and that there are flags."""
     words = ["%(prog)s"]
     for action in parser._actions:  # noqa: SLF001 - argparse has no other list of them
         name = str(action.metavar or action.dest.upper())

@@ -109,19 +109,14 @@ def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
     return ", ".join(f"{short_number(rate)} {name}/s" for name, rate in rates.items())
 
 
-_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-
-
 def short_number(value: float) -> str:
     """``12345678`` -> ``12.3 M``: three digits and a decimal prefix; ``512`` stays as it is."""
-    digits, prefix = _scaled(value)
-    return f"{digits} {prefix}" if prefix else digits
+    return _scaled(value).rstrip()
 
 
 def short_bytes(value: float) -> str:
     """``12345678`` -> ``12.3 MB``, ``512`` -> ``512 B``."""
-    digits, prefix = _scaled(value)
-    return f"{digits} {prefix}B"
+    return f"{_scaled(value)}B"
 
 
 def short_time(seconds: float) -> str:
@@ -148,12 +143,12 @@ def shards_text(ids: str) -> str:
     return f"shard{'' if ids.isdecimal() else 's'} {ids}"
 
 
-def _scaled(value: float) -> tuple[str, str]:
-    for size, prefix in _PREFIXES:
+def _scaled(value: float) -> str:
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}", prefix
-    return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {prefix}"
+    return f"{value:.0f} " if value == int(value) else f"{value:.3g} "
 
 
 def num_cells(text: str) -> int:

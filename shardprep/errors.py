@@ -50,8 +50,6 @@ class CannotWrite(ShardprepError):
 class ReadWriteError(ShardprepError):
     """A read or a write failed on the way."""
 
-    exit_code = 74
-
 
 class Stopped(BaseException):
     """A signal ended the work before it was done; running it again goes on.

@@ -99,7 +99,6 @@ class ReadFile:
         self.close()
 
     def close(self) -> None:
-        """Close it; what fails then loses nothing."""
         close_read(self._handle)
 
     def status(self) -> os.stat_result:
@@ -209,12 +208,11 @@ def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
 
 def read_beginning(path: Path, num_bytes: int) -> bytes:
     """The first bytes of a file; none where it is not there. Raises BrokenShard or ReadWriteError."""
-
-    def read() -> bytes:
-        with ReadFile(path) as file:
+    try:
+        with errors_named(path), ReadFile(path) as file:
             return file.read_beginning(0, num_bytes)
-
-    return _unless_missing(path, read, b"")
+    except NOT_THERE:
+        return b""
 
 
 Digest = Annotated[str, "64 hex digits"]  # a sha256
@@ -249,6 +247,14 @@ def names_in(folder: Path) -> list[str]:
     return _unless_missing(folder, lambda: sorted(os.listdir(folder)), [])  # noqa: PTH208  10^5 Paths take 1 s
 
 
+def make_folder(path: Path, *, parents: bool = False) -> None:
+    """Make a folder unless it is there. Raises CannotWrite."""
+    try:
+        path.mkdir(parents=parents, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(f"{path} cannot be made: {error.strerror}") from None
+
+
 def _unless_missing(path: Path, read: Callable[[], T], missing: T) -> T:
     try:
         with errors_named(path):
@@ -269,8 +275,9 @@ def errors_named(path: Path) -> Iterator[None]:
 
 
 def _read_error(path: Path | str, error: OSError) -> ReadWriteError:
-    what_to_do = f"; its owner can type: chmod -R a+rX {shlex.quote(str(Path(path).parent))}"
-    why = f"{error.strerror or error}{what_to_do if isinstance(error, PermissionError) else ''}"
+    why = error.strerror or str(error)
+    if isinstance(error, PermissionError):
+        why += f"; its owner can type: chmod -R a+rX {shlex.quote(str(Path(path).parent))}"
     return ReadWriteError(f"{path} cannot be read: {why}")
 
 
@@ -366,55 +373,53 @@ class PublishedFile:
         self._num_held += len(view)
 
     def _write_out(self, view: memoryview) -> None:
-        try:
+        with self._errors("written"):
             while view:
                 try:
                     view = view[os.write(self._fd, view) :]
                 except OSError as error:
                     if error.errno != errno.EINVAL or not _leave_direct(self._fd):
                         raise
-        except OSError as error:
-            raise self._failed("written", error) from None
 
-    def _failed(self, what: str, error: OSError) -> ReadWriteError:
-        return ReadWriteError(
-            f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}; the temporary "
-            "file is removed, nothing is lost: mend the cause (df, lfs df, quota) and run this again"
-        )
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ReadWriteError(
+                f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}; the "
+                "temporary file is removed, nothing is lost: mend the cause (df, lfs df, quota) and run this "
+                "again"
+            ) from None
 
     def sync(self) -> FileStamp:
         """Write out and fsync; the name is not yet given."""
         try:
-            _leave_direct(self._fd)  # the last piece is not of a whole number of blocks
-            self._write_out(memoryview(self._piece)[: self._num_held])
-            self._num_held = 0
-            os.fsync(self._fd)
-            os.close(self._fd)
-        except OSError as error:
-            raise self._failed("synced", error) from None
+            with self._errors("synced"):
+                _leave_direct(self._fd)  # the last piece is not of a whole number of blocks
+                self._write_out(memoryview(self._piece)[: self._num_held])
+                self._num_held = 0
+                os.fsync(self._fd)
+                os.close(self._fd)
         finally:
             self._fd = -1
         return FileStamp(num_bytes=self.num_bytes, sha256=self._digest.hexdigest())
 
     def publish(self) -> None:
         """Give the synced file its name, in place of what has it."""
-        try:
+        with self._errors("renamed"):
             self.temporary.rename(self.path)
-        except OSError as error:
-            raise self._failed("renamed", error) from None
         self._is_there = False
 
     def publish_first(self) -> bool:
         """Give the synced file its name unless that is taken; whether it was free."""
         try:
-            os.link(self.temporary, self.path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise self._failed("linked", error) from None
+            with self._errors("linked"), contextlib.suppress(FileExistsError):
+                os.link(self.temporary, self.path)
+                return True
         finally:
             self.discard()
-        return True
+        return False
 
     def discard(self) -> None:
         """Close and remove the temporary file, if it is there."""
@@ -478,7 +483,9 @@ class PublishedFolder:
 
     def publish_first(self) -> bool:
         """Sync, and give the folder its name unless a file or a full folder has it; whether it was free."""
-        self._sync()
+        for folder, _, names in os.walk(self.temporary, topdown=False):
+            for name in (*names, ""):
+                sync_folder(Path(folder, name))
         try:
             self.temporary.rename(self.path)  # over an empty folder, too
         except OSError as error:
@@ -507,11 +514,6 @@ class PublishedFolder:
             with contextlib.suppress(OSError):
                 remove_tree(aside) if os.path.lexists(self.path) else aside.rename(self.path)
         sync_folder(self.path.parent)
-
-    def _sync(self) -> None:
-        for folder, _, names in os.walk(self.temporary, topdown=False):
-            for name in (*names, ""):
-                sync_folder(Path(folder, name))
 
 
 def sync_folder(path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import importlib.metadata
 
-_HOME = Path(__file__).parents[1]  # our packages stand beside one another, installed or not
+HOME = Path(__file__).parents[1]  # our packages stand beside one another, installed or not
 
 
 def check_not_hidden(package: str) -> None:
@@ -44,7 +44,7 @@ def _hiding(package: str) -> str | None:
         origin, places = spec.origin, list(spec.submodule_search_locations or ())
     else:
         return None  # not there at all: Python says so itself
-    if any(Path(place).parent.samefile(_HOME) for place in places):
+    if any(Path(place).parent.samefile(HOME) for place in places):
         return None
     return origin or (places[0] if places else package)
 
@@ -53,7 +53,7 @@ def mixed_packages() -> list[str]:
     """Return what another installed distribution did to our packages: pip overwrites files without a word."""
     import importlib.metadata  # 30 ms, which only an error is worth
 
-    beside = [each for each in importlib.metadata.distributions(path=[str(_HOME)]) if each.files]
+    beside = [each for each in importlib.metadata.distributions(path=[str(HOME)]) if each.files]
     own = [file for each in beside if each.metadata["Name"] == "shardprep" for file in each.files or []]
     names = {file.parts[0] for file in own if file.suffix == ".py" and len(file.parts) > 1}
     lines = [f"{file.locate()} is not shardprep's own, or is missing" for file in own if _is_changed(file)]
@@ -71,8 +71,5 @@ REMEDY = "install shardprep anew, in a virtual environment of its own"
 
 def _is_changed(file: importlib.metadata.PackagePath) -> bool:
     path = Path(str(file.locate()))
-    return (
-        file.suffix == ".py"
-        and file.size is not None
-        and not (path.is_file() and path.stat().st_size == file.size)
-    )
+    is_listed = file.suffix == ".py" and file.size is not None
+    return is_listed and not (path.is_file() and path.stat().st_size == file.size)

@@ -18,11 +18,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _folder_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", type=_real_path, help="folder of the data set")
+    def real_path(text: str) -> Path:
+        return Path(os.path.realpath(text))  # Path.resolve raises where links go round
 
-
-def _real_path(text: str) -> Path:
-    return Path(os.path.realpath(text))  # Path.resolve raises where links go round
+    parser.add_argument("output_dir", type=real_path, help="folder of the data set")
 
 
 def _cancel_flags(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +32,7 @@ def _cancel_flags(parser: argparse.ArgumentParser) -> None:
 def _logs_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     parser.add_argument("shard_id", type=int, help="which shard, from 0")
-    parser.add_argument(
-        "--lines", type=int, default=20, help="lines to show from the end of each log (default: 20)"
-    )
+    parser.add_argument("--lines", type=int, default=20, help="lines to show from the end of each log")
 
 
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
@@ -57,11 +54,8 @@ def _submit_flags(parser: argparse.ArgumentParser) -> None:
 def _sending_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     add_flags_of(parser, JobRequest, groups=FLAG_GROUPS)
-    parser.add_argument(
-        "--shards_per_task",
-        type=int,
-        help="shards per task (default: 1, more if the site's limits require it)",
-    )
+    shards = "shards per task (default: 1, more if the site's limits require it)"
+    parser.add_argument("--shards_per_task", type=int, help=shards)
     parser.add_argument("--shards", help="only these, such as 0-9,12 (default: all)")
     parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
     parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
@@ -70,22 +64,14 @@ def _sending_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave a small job on the cluster that submits failed shards again and then writes a report",
     )
-    parser.add_argument(
-        "--max_rounds",
-        type=int,
-        default=5,
-        help="with --until_done, how many times to submit failed shards again (default: 5)",
-    )
+    rounds = "with --until_done, how many times to submit failed shards again"
+    parser.add_argument("--max_rounds", type=int, default=5, help=rounds)
 
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
     _sending_flags(parser)
-    parser.add_argument(
-        "--max_attempts",
-        type=int,
-        default=3,
-        help="leave out a shard that failed this many times in the same way (default: 3)",
-    )
+    attempts = "leave out a shard that failed this many times in the same way"
+    parser.add_argument("--max_attempts", type=int, default=3, help=attempts)
     parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
 
 
@@ -119,9 +105,7 @@ def _report_flags(parser: argparse.ArgumentParser) -> None:
         help="Markdown with the head of a hub's dataset card, for DATA/README.md",
     )
     form.add_argument("--json", action="store_true", help="print JSON for programs, see docs/report_json.md")
-    parser.add_argument(
-        "--lang", choices=("en", "ko"), default="en", help="language of page and text (default: en)"
-    )
+    parser.add_argument("--lang", choices=("en", "ko"), default="en", help="language of page and text")
     parser.add_argument(
         "--num_examples",
         type=int,

@@ -16,15 +16,7 @@ from shardprep.errors import NotFound, ReadWriteError, UsageError
 T = TypeVar("T")
 
 # sbatch's variables beat the script's own #SBATCH lines; JobRequest has read those that users set.
-_DROPPED = (
-    "SQUEUE_",
-    "SACCT_",
-    "SBATCH_JOB_NAME",
-    "SBATCH_ARRAY",
-    "SBATCH_OUTPUT",
-    "SBATCH_WAIT",
-    "SBATCH_MEM",
-)
+_DROPPED = ("SQUEUE_", "SACCT_", "SBATCH_JOB_NAME", "SBATCH_ARRAY", "SBATCH_OUTPUT", "SBATCH_WAIT")
 # Inside an allocation Slurm has set some 50 SLURM_* that describe it; sbatch and srun read several of them as
 # options (SLURM_MEM_PER_CPU excludes --mem, SLURM_CPU_BIND breaks a step). These say how Slurm is reached.
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
@@ -44,13 +36,10 @@ _AWAY = re.compile(
     r"can't be reached now|Munge|authentication",
     re.IGNORECASE,
 )
-_CLOCKS_DIFFER = (  # what munge takes for an expired credential, a client is told in these words alone
-    "does it restart (scontrol ping), or is the clock of this host more than 5 min off (date)?"
-)
+# What munge takes for an expired credential, a client is told in the words "Zero Bytes" alone.
+_CLOCKS_DIFFER = "does it restart (scontrol ping), or is the clock of this host more than 5 min off (date)?"
 _NO_SUCH_CLUSTER = "known by database"  # a wrong SLURM_CLUSTERS
-_DELAYS_S = (5, 10, 20, 40)  # then 60 s each
-_LONGEST_DELAY_S = 60
-_MOST_FAILURES = 60  # in a row: about an hour
+_DELAYS_S = (5, 10, 20, 40, *[60] * 56)  # about an hour
 
 
 class SlurmRefused(UsageError):
@@ -76,13 +65,13 @@ def slurm_answer(parse: Callable[[str], T], *command: str, cluster: str | None =
     done = _run(command, None, cluster)
     if _AWAY.search(done.stderr):
         raise SlurmAway(f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}")
-    text = done.stdout
     try:
-        return parse(text)
+        return parse(done.stdout)
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise SlurmAway(
             f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
-            f"{text[:80]!r}; try again, and see whether {command[0]} itself answers: {command[0]} --version"
+            f"{done.stdout[:80]!r}; try again, and see whether {command[0]} itself answers: "
+            f"{command[0]} --version"
         ) from None
 
 
@@ -138,13 +127,12 @@ def _environ(command: str, cluster: str | None) -> dict[str, str]:
     that this process may run in. Lists of indices come whole, times in one form and, as two who look at a
     data set may be in two time zones, in UTC; jobs keep the zone of who submits.
     """
-    dropped = (*_DROPPED, *REQUEST_VARIABLES.values(), "SLURM_")
-    kept = {
-        name: value for name, value in os.environ.items() if name in _KEPT or not name.startswith(dropped)
-    }
-    asked = {"SLURM_CLUSTERS": cluster} if cluster else {}
-    zone = {} if command == "sbatch" else {"TZ": "UTC0"}
-    return {**kept, **asked, **zone, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+    dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
+    kept = (name for name in os.environ if name in _KEPT or not name.startswith(dropped))
+    environ = {name: os.environ[name] for name in kept}
+    environ |= {"SLURM_CLUSTERS": cluster} if cluster else {}
+    environ |= {} if command == "sbatch" else {"TZ": "UTC0"}
+    return {**environ, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 
 
 def seconds_of(text: str) -> int | None:
@@ -172,15 +160,14 @@ def megabytes_of(text: str) -> float | None:
 
 def read_config() -> dict[str, str]:
     """``scontrol show config`` as name -> value. Raises what ``slurm_answer`` raises."""
-    return slurm_answer(_parse_config, "scontrol", "show", "config")
 
+    def parse(text: str) -> dict[str, str]:
+        config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
+        if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):  # cut short before it
+            raise ValueError("no MaxArraySize")
+        return config
 
-def _parse_config(text: str) -> dict[str, str]:
-    """Raises ValueError where it is cut short before what is needed of it."""
-    config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
-    if not re.fullmatch(r"[0-9]{1,10}", config.get("MaxArraySize", "")):
-        raise ValueError("no MaxArraySize")
-    return config
+    return slurm_answer(parse, "scontrol", "show", "config")
 
 
 def ask_patiently(question: Callable[[], T]) -> T:
@@ -188,7 +175,7 @@ def ask_patiently(question: Callable[[], T]) -> T:
 
     Raises SlurmAway after about an hour.
     """
-    for delay_s in (*_DELAYS_S, *[_LONGEST_DELAY_S] * (_MOST_FAILURES - len(_DELAYS_S))):
+    for delay_s in _DELAYS_S:
         try:
             return question()
         except SlurmMissing:

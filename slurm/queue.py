@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -37,38 +37,15 @@ _WAITING |= {"RESV_DEL_HOLD"}
 # All others run: what a later Slurm calls by a new word must not be taken for an end, and sent twice.
 _ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"})
 _ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
+_TIME = "%Y-%m-%dT%H:%M:%S"
 SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
-# StartTime: of what waits, the scheduler's estimate.
-_QUEUE_FIELDS = [
-    "ArrayJobID",
-    "ArrayTaskID",
-    "State",
-    "Reason",
-    "exit_code",
-    "NodeList",
-    "TimeUsed",
-    "JobID",
-    "UserName",
-    "SubmitTime",
-    "StartTime",
-    "EndTime",
-    "RestartCnt",
-    "Name",
-]
-_QUEUE_FORMAT = ",".join(f"{name}:|" for name in _QUEUE_FIELDS)
-# JobName stands last: it alone may hold a "|".
-_ACCOUNT_FIELDS = ["JobID", "State", "ExitCode", "NodeList", "ElapsedRaw", "User", "Submit", "End", "JobName"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskAttempt:
-    """One start of one array task by Slurm. A task that Slurm requeues has several."""
+class TaskAttempt(JobIdentity):
+    """One start of one array task by Slurm. A task that Slurm requeues has several, each submitted later."""
 
-    job_id: str
-    name: str  # of the job
-    user: str
-    submit_time: str  # of the controller's clock, UTC, 2026-11-22T01:52:04; a requeue makes it later
     index: int  # 0 for a job that is no array
     state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
     num_restarts: int = 0
@@ -94,32 +71,122 @@ class TaskAttempt:
         return self.state not in _ENDED
 
 
+def _exit_code(text: str) -> int:
+    """A shell's exit code, of ``65:0`` (squeue from 23.02 on, and sacct) or ``16640`` (as wait() has it)."""
+    match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
+    if not match:
+        raise ValueError(f"an exit code of {text[:40]!r}")
+    code, killed_by = int(match[1] or 0), int(match[2] or 0)
+    if match[2] is None:
+        code, killed_by = code >> 8, code & 0x7F
+    if killed_by == LOG_NOT_OPENED - 128:
+        return LOG_NOT_OPENED
+    return code or (128 + killed_by if killed_by else 0)
+
+
+def _local_time(text: str) -> str:
+    """Slurm's ``2026-11-22T01:52:04`` in UTC, as this machine's people write it; "" where it is no time."""
+    try:
+        return datetime.strptime(f"{text}+0000", f"{_TIME}%z").astimezone().strftime(_TIME)
+    except ValueError:
+        return ""
+
+
+# What squeue and sacct are asked for -> the field of TaskAttempt. A command, and in sacct a job's name, may
+# hold a "|", so they stand last. StartTime: of what waits, the scheduler's estimate.
+_QUEUE_FIELDS = {
+    "ArrayJobID": "job_id", "ArrayTaskID": "index", "State": "state", "Reason": "reason",
+    "exit_code": "exit_code", "NodeList": "node", "TimeUsed": "elapsed_s", "JobID": "", "UserName": "user",
+    "SubmitTime": "submit_time", "StartTime": "start_time", "EndTime": "", "RestartCnt": "num_restarts",
+    "Name": "name",
+}  # fmt: skip
+_TYPED_FIELDS = {"WorkDir": "work_dir", "Command": "command"}
+_ACCOUNT_FIELDS = {
+    "JobID": "job_id", "State": "state", "ExitCode": "exit_code", "NodeList": "node",
+    "ElapsedRaw": "elapsed_s", "User": "user", "Submit": "submit_time", "End": "", "JobName": "name",
+}  # fmt: skip
+_READERS: dict[str, Callable[[str], Any]] = {  # of the fields that are no plain texts
+    "state": lambda text: text.split(" ")[0],  # CANCELLED by 0
+    "num_restarts": int,
+    "start_time": _local_time,
+    "exit_code": _exit_code,
+    "elapsed_s": lambda text: int(text) if text.isdecimal() else seconds_of(text) or 0,
+    "command": lambda text: text.removesuffix("|"),
+}
+
+
+def parse_queue(text: str) -> list[TaskAttempt]:
+    """squeue's lines -> attempts; a line of tasks that wait together becomes one each.
+
+    Raises ValueError for a line that is cut short or no such line.
+    """
+    return _parse(text, _QUEUE_FIELDS | _TYPED_FIELDS, least=len(_QUEUE_FIELDS))
+
+
+def parse_accounts(text: str) -> list[TaskAttempt]:
+    """sacct's lines of allocations -> attempts. Raises ValueError for a line that is no such line."""
+    return _parse(text, _ACCOUNT_FIELDS, least=len(_ACCOUNT_FIELDS))
+
+
+def _parse(text: str, fields: Mapping[str, str], least: int) -> list[TaskAttempt]:
+    """The fields from ``least`` on may be missing."""
+    attempts = []
+    for line in text.splitlines():
+        values = line.split("|", len(fields) - 1)
+        if len(values) < least:
+            raise ValueError(f"{len(values)} of {least} fields in {line[:200]!r}")
+        named = zip(fields.values(), values, strict=False)
+        facts = {name: _READERS.get(name, str)(value) for name, value in named if name}
+        job_id, _, of_task = facts.pop("job_id").partition("_")  # sacct writes JOB_INDEX
+        if not re.fullmatch(r"[0-9]{1,10}", job_id):
+            raise ValueError(f"a job id of {job_id[:40]!r}")
+        indices = _indices(facts.pop("index", of_task))
+        attempts += [TaskAttempt(job_id=job_id, index=index, **facts) for index in indices]
+    return attempts
+
+
+def _indices(text: str) -> list[int]:
+    """``[3-5,9%2]`` -> [3, 4, 5, 9]; [0] for a job that is no array. What Slurm cut short ends early."""
+    if text in ("", "N/A"):
+        return [0]
+    parts = text.strip("[]").partition("%")[0].split(",")
+    whole = [each for each in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", each)]  # ours are short
+    return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
+
+
+def _ask(
+    parse: Callable[[str], list[TaskAttempt]], nothing: str, *command: str, cluster: str | None = None
+) -> list[TaskAttempt]:
+    """What a command shows; [] where it refuses with the words ``nothing``.
+
+    Raises SlurmAway: a question has no wrong form, so whatever else is refused may be answered later.
+    """
+    try:
+        return slurm_answer(parse, *command, cluster=cluster)
+    except SlurmRefused as error:
+        if nothing in str(error):
+            return []
+        raise SlurmAway(str(error)) from None
+
+
+def _queued(*options: str, typed: bool = False, cluster: str | None = None) -> list[TaskAttempt]:
+    names = _QUEUE_FIELDS | (_TYPED_FIELDS if typed else {})
+    layout = ",".join(f"{name}:|" for name in names)
+    command = ("squeue", "--noheader", *options, "--Format", layout)
+    return _ask(parse_queue, "Invalid job id", *command, cluster=cluster)
+
+
 def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
     """What squeue still shows of these jobs: what waits and runs, and what ended some minutes ago.
 
-    Raises SlurmAway: a question has no wrong form, so whatever squeue refuses may be answered later.
+    Raises SlurmAway.
     """
     ids = sorted(set(job_ids), key=int)
     if not ids:
         return []
     # Two ids at least: asked for a single one that it has forgotten, squeue ends with an error.
     listed = ",".join(ids if len(ids) > 1 else [*ids, "1"])
-    options = ("--noheader", "--array", "--states=all", f"--jobs={listed}", "--Format", _QUEUE_FORMAT)
-    try:
-        return slurm_answer(parse_queue, "squeue", *options, cluster=cluster)
-    except SlurmRefused as error:
-        if "Invalid job id" in str(error):
-            return []
-        raise SlurmAway(str(error)) from None
-
-
-def own_live_attempts(user: str) -> list[TaskAttempt]:
-    """All jobs of a user that wait or run, with what was typed to submit them. Raises SlurmAway."""
-    options = ("--noheader", f"--user={user}", "--Format", f"{_QUEUE_FORMAT},WorkDir:|,Command:|")
-    try:
-        return [each for each in slurm_answer(parse_queue, "squeue", *options) if each.is_live]
-    except SlurmRefused as error:
-        raise SlurmAway(str(error)) from None
+    return _queued("--array", "--states=all", f"--jobs={listed}", cluster=cluster)
 
 
 def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
@@ -132,14 +199,10 @@ def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> li
         return []
     options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}")
     fields = f"--format={','.join(_ACCOUNT_FIELDS)}"
-    try:
-        return slurm_answer(parse_accounts, "sacct", *options, fields, cluster=cluster)
+    try:  # 'Slurm accounting storage is disabled'
+        return _ask(parse_accounts, "is disabled", "sacct", *options, fields, cluster=cluster)
     except SlurmMissing:
         return []
-    except SlurmRefused as error:
-        if "is disabled" in str(error):  # 'Slurm accounting storage is disabled'
-            return []
-        raise SlurmAway(str(error)) from None
 
 
 def attempts_by_task(
@@ -163,99 +226,6 @@ def attempts_by_task(
         if attempt.is_live or not attempts or attempts[-1].is_live:
             attempts.append(attempt)
     return {key: attempts for key, attempts in found.items() if attempts}
-
-
-def parse_queue(text: str) -> list[TaskAttempt]:
-    """squeue's lines -> attempts; a line of tasks that wait together becomes one each.
-
-    Raises ValueError for a line that is cut short or no such line.
-    """
-    attempts = []
-    for line in text.splitlines():
-        values = _values((*_QUEUE_FIELDS, "WorkDir", "Command"), line, least=len(_QUEUE_FIELDS))
-        indices = values["ArrayTaskID"]
-        attempts += _attempts(
-            values["JobID"] if indices == "N/A" else values["ArrayJobID"],
-            indices,
-            name=values["Name"],
-            user=values["UserName"],
-            submit_time=values["SubmitTime"],
-            state=values["State"],
-            num_restarts=int(values["RestartCnt"]),
-            reason=values["Reason"],
-            start_time=_local_time(values["StartTime"]),
-            exit_code=_exit_code(values["exit_code"]),
-            node=values["NodeList"],
-            elapsed_s=seconds_of(values["TimeUsed"]) or 0,
-            work_dir=values.get("WorkDir", ""),
-            command=values.get("Command", "").removesuffix("|"),
-        )
-    return attempts
-
-
-def parse_accounts(text: str) -> list[TaskAttempt]:
-    """sacct's lines of allocations -> attempts. Raises ValueError for a line that is no such line."""
-    attempts = []
-    for line in text.splitlines():
-        values = _values(_ACCOUNT_FIELDS, line)
-        job_id, _, indices = values["JobID"].partition("_")
-        attempts += _attempts(
-            job_id,
-            indices,
-            name=values["JobName"],
-            user=values["User"],
-            submit_time=values["Submit"],
-            state=values["State"].split(" ")[0],
-            exit_code=_exit_code(values["ExitCode"]),
-            node=values["NodeList"],
-            elapsed_s=int(values["ElapsedRaw"] or 0),
-        )
-    return attempts
-
-
-def _attempts(job_id: str, indices: str, **facts: Any) -> list[TaskAttempt]:
-    if not re.fullmatch(r"[0-9]{1,10}", job_id):
-        raise ValueError(f"a job id of {job_id[:40]!r}")
-    return [TaskAttempt(job_id=job_id, index=index, **facts) for index in _indices(indices)]
-
-
-def _indices(text: str) -> list[int]:
-    """``[3-5,9%2]`` -> [3, 4, 5, 9]; [0] for a job that is no array. What Slurm cut short ends early."""
-    if text in ("", "N/A"):
-        return [0]
-    parts = text.strip("[]").partition("%")[0].split(",")
-    whole = [each for each in parts if re.fullmatch(r"[0-9]{1,5}(-[0-9]{1,5})?", each)]  # ours are short
-    return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
-
-
-def _values(names: Sequence[str], line: str, *, least: int = 0) -> dict[str, str]:
-    """Name -> value; the names from ``least`` on may be missing."""
-    values = line.split("|", len(names) - 1)
-    if len(values) < (least or len(names)):
-        raise ValueError(f"{len(values)} of {least or len(names)} fields in {line[:200]!r}")
-    return dict(zip(names, values, strict=False))
-
-
-def _exit_code(text: str) -> int:
-    """A shell's exit code, of ``65:0`` (squeue from 23.02 on, and sacct) or ``16640`` (as wait() has it)."""
-    match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
-    if not match:
-        raise ValueError(f"an exit code of {text[:40]!r}")
-    code, killed_by = int(match[1] or 0), int(match[2] or 0)
-    if match[2] is None:
-        code, killed_by = code >> 8, code & 0x7F
-    if killed_by == LOG_NOT_OPENED - 128:
-        return LOG_NOT_OPENED
-    return code or (128 + killed_by if killed_by else 0)
-
-
-def _local_time(text: str) -> str:
-    """Slurm's ``2026-11-22T01:52:04`` in UTC, as this machine's people write it; "" where it is no time."""
-    try:
-        moment = datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").replace(tzinfo=timezone.utc)
-    except ValueError:
-        return ""
-    return moment.astimezone().strftime("%Y-%m-%dT%H:%M:%S")
 
 
 TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
@@ -305,14 +275,15 @@ def find_shown_jobs(
     A held job whose name is this data set's, and that no record names, is of a command that sends it just
     now, or was cut short. Raises SlurmAway.
     """
-    user, begin = getpass.getuser(), names_begin(folder, plan_id)
+    user = getpass.getuser()
     recorded = {job.job_id for submission in submissions for job in submission.jobs}
-    plain = {each.key: each.user for each in open_attempts if each.job_id not in recorded}
+    plain = {each.key: each for each in open_attempts if each.job_id not in recorded}
     with ThreadPoolExecutor(3) as pool:
         queue = pool.submit(queued_attempts, [*recorded, *(job_id for job_id, _ in plain)])
-        mine = pool.submit(own_live_attempts, user)
+        mine = pool.submit(_queued, f"--user={user}", typed=True)
         config = pool.submit(read_config).result() if submissions else {}
-        queued, own = queue.result(), mine.result()
+        queued = queue.result()
+        own = [each for each in mine.result() if each.is_live and each.job_id not in recorded]
     shown = ShownJobs(cluster=config.get("ClusterName", ""))
     for cluster in sorted({each.cluster for each in submissions}):
         there = [each for each in submissions if each.cluster == cluster]
@@ -322,51 +293,52 @@ def find_shown_jobs(
         for sent in submissions:
             if sent.user != user and sent.number not in seen:
                 shown.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
-    own = _with_typed_words(own, recorded)
-    began = {(each.job_id, each.user): each.began for each in open_attempts if each.job_id not in recorded}
-    tasks = [each for each in queued if plain.get(each.key) == each.user]
-    keys = {each.key for each in tasks}
-    ended = _accounted(shown, {job_id for job_id, index in plain if (job_id, index) not in keys})
-    tasks += [
-        each
-        for each in ended
-        if each.key not in keys and plain.get(each.key) == each.user and not each.is_live
-    ]
-    tasks += [
-        each
-        for each in own
-        if each.key not in keys
-        and each.job_id not in recorded
-        and (_is_same_array(each, began) or _is_plain(each, folder))
-    ]
+    tasks = _plain_tasks(shown, folder, plain, queued, own)
     for each in tasks:
         shown.attempts.setdefault((PLAIN, *each.key), []).append(each)
-    known = recorded | {each.job_id for each in tasks}
+    known, begin = {each.job_id for each in tasks}, names_begin(folder, plan_id)
     for each in sorted(own, key=lambda each: int(each.job_id)):
         if each.name.startswith(begin) and each.job_id not in known:
             known.add(each.job_id)
-            is_held = "JobHeldUser" in each.reason
-            others = shown.strays if is_held else shown.unrecorded
+            others = shown.strays if "JobHeldUser" in each.reason else shown.unrecorded
             (shown.controllers if each.name.endswith(CONTROL) else others).append(each.job_id)
     return shown
+
+
+def _plain_tasks(
+    shown: ShownJobs,
+    folder: Path,
+    attempts: Mapping[tuple[str, int], Attempt],
+    queued: Iterable[TaskAttempt],
+    own: Sequence[TaskAttempt],
+) -> list[TaskAttempt]:
+    """The tasks of plain sbatch: those of attempts without an end, and this user's own that make a shard."""
+
+    def has_record(task: TaskAttempt) -> bool:
+        return task.key in attempts and task.user == attempts[task.key].user
+
+    tasks = [each for each in queued if has_record(each)]
+    keys = {each.key for each in tasks}
+    ended = _accounted(shown, {job_id for job_id, _ in attempts.keys() - keys})
+    tasks += [each for each in ended if each.key not in keys and has_record(each) and not each.is_live]
+    began = {(each.job_id, each.user): each.began for each in attempts.values()}
+    others = [each for each in _with_typed_words(own) if each.key not in keys]
+    return tasks + [each for each in others if _is_same_array(each, began) or _makes_shard_of(each, folder)]
 
 
 def find_live_jobs(submissions: Sequence[Submission]) -> list[str]:
     """The jobs of submissions that wait or run; all of a cluster that gives no answer."""
     live = set[str]()
     for cluster in {each.cluster for each in submissions}:
-        jobs = {job.job_id: job for each in submissions if each.cluster == cluster for job in each.jobs}
+        there = [each for each in submissions if each.cluster == cluster]
+        job_ids = {job.job_id for each in there for job in each.jobs}
         try:
             is_here = cluster in ("", read_config().get("ClusterName"))
-            queued = queued_attempts(jobs, None if is_here else cluster)
+            queued = queued_attempts(job_ids, None if is_here else cluster)
         except SlurmAway:
-            live |= jobs.keys()
+            live |= job_ids
             continue
-        live |= {
-            each.job_id
-            for each in queued
-            if each.is_live and _is_of(jobs.get(each.job_id), each, is_later=each.num_restarts > 0)
-        }
+        live |= {each.job_id for sent in there for each in _jobs_of(sent, queued) if each.is_live}
     return sorted(live, key=int)
 
 
@@ -379,21 +351,21 @@ def _accounted(shown: ShownJobs, job_ids: Iterable[str], cluster: str | None = N
         return []
 
 
-def _with_typed_words(own: Sequence[TaskAttempt], recorded: set[str]) -> list[TaskAttempt]:
+def _with_typed_words(own: Sequence[TaskAttempt]) -> Sequence[TaskAttempt]:
     """The tasks with all that was typed: a newer squeue shows the script alone, the accounts keep the line.
 
     Where neither says it, there is no command.
     """
-    bare = {each.job_id for each in own if each.command.endswith(_SCRIPT) and each.job_id not in recorded}
+    bare = {each.job_id for each in own if each.command.endswith(_SCRIPT)}
     if not bare:
-        return [*own]
+        return own
     options = ("--allocations", "--noheader", "--parsable2", f"--jobs={','.join(sorted(bare, key=int))}")
     typed: dict[str, str] = {}
     with contextlib.suppress(ShardprepError):  # no accounts, or they are away
         lines = slurm_answer(str.splitlines, "sacct", *options, "--format=JobID,SubmitLine")
         typed = {re.split("[_|]", line)[0]: f"{_SCRIPT}{line.partition(_SCRIPT)[2]}" for line in lines}
     if bare - typed.keys() and int(read_config().get("SLURM_VERSION", "0").partition(".")[0]) < 23:
-        return [*own]  # this squeue shows arguments, where there are any
+        return own  # this squeue shows arguments, where there are any
     return [
         replace(each, command=typed.get(each.job_id, "")) if each.job_id in bare else each for each in own
     ]
@@ -405,28 +377,25 @@ def _is_same_array(task: TaskAttempt, began: Mapping[tuple[str, str], float]) ->
     A later submission of the same id is of a controller that lost its state. Clocks may differ by minutes.
     """
     moment = began.get((task.job_id, task.user), 0) + _CLOCKS_DIFFER_S
-    return task.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
+    return task.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
 
 
-def _is_plain(task: TaskAttempt, folder: Path) -> bool:
+def _makes_shard_of(task: TaskAttempt, folder: Path) -> bool:
     """Whether it is a task of ``sbatch slurm/prep_array.sh FOLDER``. squeue joins the words by blanks."""
     script, _, words = task.command.partition(" ")
     if not script or (Path(script).name != _SCRIPT and task.name != JOB_NAME):
         return False
     if not words or words.startswith("-"):
         named = re.search(r"--output_dir[ =](\S+)", words)
-        return _is_same(Path(task.work_dir, named[1] if named else _DEFAULT_FOLDER), folder)
-    parts = words.split(" ")
-    return any(
-        _is_same(Path(task.work_dir, " ".join(parts[:end])), folder) for end in range(1, len(parts) + 1)
-    )
-
-
-def _is_same(path: Path, folder: Path) -> bool:
-    try:
-        return path.samefile(folder)
-    except OSError:
-        return False
+        places = [named[1] if named else _DEFAULT_FOLDER]
+    else:
+        parts = words.split(" ")
+        places = [" ".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    for place in places:
+        with contextlib.suppress(OSError):
+            if Path(task.work_dir, place).samefile(folder):
+                return True
+    return False
 
 
 def _add_submitted(
@@ -451,21 +420,31 @@ def _add_submitted(
     arrays = {array.job_id for each in submissions for array in each.arrays}
     unexplained = {each.job_id for each in open_attempts if each.key not in live} & arrays
     accounts = _accounted(shown, unexplained, asked)
-    for submission in submissions:
-        jobs = {job.job_id: job for job in submission.jobs}
-        ended = [each for each in accounts if _is_of(jobs.get(each.job_id), each, is_later=True)]
-        queued = [
-            each for each in queue if _is_of(jobs.get(each.job_id), each, is_later=each.num_restarts > 0)
-        ]
+    for sent in submissions:
+        ended, queued = _jobs_of(sent, accounts, are_numbered=False), _jobs_of(sent, queue)
         for (job_id, index), attempts in attempts_by_task(ended, queued).items():
-            shown.attempts[submission.number, job_id, index] = attempts
+            shown.attempts[sent.number, job_id, index] = attempts
 
 
-def _is_of(job: JobIdentity | None, attempt: TaskAttempt, *, is_later: bool) -> bool:
-    """Whether Slurm shows this job; one that was started again has a later time."""
-    if job is None or attempt.user != job.user:
-        return False
-    if attempt.name == job.name:
-        return attempt.submit_time == job.submit_time or (is_later and attempt.submit_time > job.submit_time)
-    # A person may have changed the name, but calls no job as another submission's.
-    return attempt.submit_time == job.submit_time and not attempt.name.startswith(f"{JOB_NAME}-")
+def _jobs_of(
+    submission: Submission, attempts: Iterable[TaskAttempt], *, are_numbered: bool = True
+) -> list[TaskAttempt]:
+    """Those of the attempts that are of its jobs. One that was started again has a later time.
+
+    ``are_numbered``: whether each says how often it was started again; the accounts do not.
+    """
+    jobs = {job.job_id: job for job in submission.jobs}
+
+    def is_own(attempt: TaskAttempt) -> bool:
+        job = jobs.get(attempt.job_id)
+        if job is None or attempt.user != job.user:
+            return False
+        if attempt.name == job.name:
+            may_be_later = attempt.num_restarts > 0 or not are_numbered
+            return attempt.submit_time == job.submit_time or (
+                may_be_later and attempt.submit_time > job.submit_time
+            )
+        # A person may have changed the name, but calls no job as another submission's.
+        return attempt.submit_time == job.submit_time and not attempt.name.startswith(f"{JOB_NAME}-")
+
+    return [each for each in attempts if is_own(each)]

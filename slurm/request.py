@@ -33,8 +33,7 @@ FILE_NAME = "shardprep.toml"
 WHOLE_NODE = "node"  # as --cpus_per_task
 _MEMORY = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
 # Options of sbatch that a submission sets itself.
-_OURS = {"--job-name", "-J", "--array", "-a", "--output", "-o", "--dependency", "-d"}
-_OURS |= {"--wrap", "--parsable", "--hold", "-H"}
+_OURS = {"--job-name", "--array", "--output", "--dependency", "--wrap", "--parsable", "--hold"}
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
 _SITE = Path("/etc")
 _MAX_BYTES = 1 << 20
@@ -78,7 +77,7 @@ class JobRequest:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(JobRequest).items():
             _check_value(name, getattr(self, name), hint)
-        if isinstance(self.cpus_per_task, str) and self.cpus_per_task != WHOLE_NODE:
+        if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
             raise UsageError(
                 f"--cpus_per_task is {self.cpus_per_task!r}, expected a number, or: {WHOLE_NODE}"
             )
@@ -90,12 +89,11 @@ class JobRequest:
             except ValueError as error:
                 raise UsageError(f"--{name} {getattr(self, name)!r} cannot be split: {error}") from None
         for word in shlex.split(self.sbatch_args):
+            has = f"--sbatch_args has {word}"
             if re.match("--clusters|-M", word):
-                raise UsageError(
-                    f"--sbatch_args has {word}; for another cluster: SLURM_CLUSTERS=NAME before submit"
-                )
+                raise UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
             if word.partition("=")[0] in _OURS or re.match(r"-[JaodH]", word):
-                raise UsageError(f"--sbatch_args has {word}, which submit sets itself; leave it out")
+                raise UsageError(f"{has}, which submit sets itself; leave it out")
 
     def sbatch_options(self) -> list[str]:
         """The options of sbatch that this stands for. Later ones win: retry must be able to raise memory."""
@@ -145,9 +143,8 @@ def _check_value(name: str, value: object, hint: Any) -> None:
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of a request with changes; memory of one kind replaces memory of the other kind."""
-    has_memory = any(changes.get(name) is not None for name in _MEMORY)
-    kept = {name: value for name, value in values.items() if not (has_memory and name in _MEMORY)}
-    return {**kept, **changes}
+    replaced = _MEMORY if any(changes.get(name) is not None for name in _MEMORY) else ()
+    return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
 
 
 def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,14 +159,13 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
             continue
         value: Any = text
         if name in ("time_min", *_MEMORY):
-            number = minutes_of(text) if name == "time_min" else megabytes_of(text)
-            if not number:
+            value = minutes_of(text) if name == "time_min" else (megabytes_of(text) or 0) / 1024
+            if not value:
                 expected = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
                 raise UsageError(
                     f"{variable} is {text!r:.60}, expected a value such as {expected}; "
                     f"unset it, or give the flag --{name} too"
                 )
-            value = number if name == "time_min" else number / 1024
         found[name] = value
     return _with_whole_setup(with_changes(found, flags), "")
 
@@ -194,7 +190,7 @@ def find_defaults(folder: Path, profile: str | None) -> tuple[dict[str, Any], di
     """
     places = (_SITE / FILE_NAME, user_file(), folder / FILE_NAME)
     tables = [(path, _read(path)) for path in places]
-    for _, table in tables:
+    for _, table in reversed(tables):  # the nearer one first
         chosen = table.pop("profile", None)
         profile = profile or chosen
     profiles = [(path, table.pop("profiles", {})) for path, table in tables]
@@ -261,7 +257,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _checked(path: Path, where: str, table: dict[str, Any]) -> dict[str, Any]:
-    """A table whose keys are fields of a request, with values that one can have."""
     if unknown := sorted(table.keys() - set(_FIELDS)):
         raise UsageError(f"{path}: {where} has {unknown[0]!r}, expected: {', '.join(_FIELDS)}")
     for name, value in table.items():

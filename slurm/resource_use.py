@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from preprocess.done_shards import find_made_shards
 from preprocess.plan.plan_file import Plan
@@ -36,15 +35,13 @@ def resource_use(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, 
         return {}
     submission = state.submissions[-1]
     array = submission.arrays[0]
-    cpu = _cpu_share(made)
     num_cpus = array.request.num_cpus or max(each.num_cpus for each in made)
-    shards_per_task = max(len(ids) for ids in array.shards_of_tasks())
+    num_processes = min(num_cpus, max(len(ids) for ids in array.shards_of_tasks()))
     rss = max(each.max_rss_bytes for each in made)
-    num_processes = min(num_cpus, shards_per_task)
     longest_s = max(each.wall_s for each in made)
     task_s = max(longest_s, longest_task_s(submission, made))
     return {
-        "cpu": round(cpu, 2),
+        "cpu": round(_cpu_share(made), 2),
         "max_rss_mb": math.ceil(rss / 2**20),
         "num_processes": num_processes,
         "mem_mb": array.mem_mb if num_processes == 1 else None,
@@ -52,7 +49,7 @@ def resource_use(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, 
         "longest_task_s": round(task_s, 1),
         "time_min": array.time_min,
         "next_time": {
-            "cpus_per_task": _fewer(num_cpus, cpu),
+            "cpus_per_task": _fewer(num_cpus, made),
             "mem_gb": _quarters(rss * num_processes / 2**30 * _SPARE),
             "time_min": _minutes(task_s),
         },
@@ -102,17 +99,13 @@ def asked_for(state: DatasetState) -> dict[str, dict[str, Any]]:
     """Of the newest submission: its values that are no defaults, and where each came from."""
     if not state.submissions:
         return {}
-    submission = state.submissions[-1]
-    request = dataclasses.asdict(submission.arrays[0].request)
-    return {
-        name: {"value": request[name], "source": source}
-        for name, source in submission.sources.items()
-        if name in request
-    }
+    newest = state.submissions[-1]
+    request = dataclasses.asdict(newest.arrays[0].request)
+    sources = {name: source for name, source in newest.sources.items() if name in request}
+    return {name: {"value": request[name], "source": source} for name, source in sources.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
+class _Work(NamedTuple):
     """What the largest shard takes, by the shards that are made, or by a sample of the input."""
 
     process_gb: float
@@ -141,8 +134,9 @@ def advised(
         num_cpus = request.num_cpus or (limits.max_cpus if limits else None)
         if request.num_cpus is None:  # a whole node, which makes a shard on each of its CPUs
             shards_per_task = shards_per_task or num_cpus
-    num_left = plan.num_shards - len(made)
-    per_task = max(shards_per_task or 1, -(-num_left // max(1, limits.max_tasks)) if limits else 1)
+    per_task = shards_per_task or 1
+    if limits:
+        per_task = max(per_task, math.ceil((plan.num_shards - len(made)) / max(1, limits.max_tasks)))
     try:
         work = _work_of_makings(made) if made else _work_of_plan(plan, folder)
     except (ShardprepError, OSError) as error:
@@ -159,7 +153,7 @@ def _work_of_makings(made: Sequence[ShardMaking]) -> _Work:
         core_s=max(each.wall_s * each.num_cpus for each in made),
         cpu_s=max(each.cpu_s for each in made),
         useful_cpus=useful_cpus,
-        cpus=_fewer(useful_cpus, _cpu_share(made)),
+        cpus=_fewer(useful_cpus, made),
     )
 
 
@@ -168,13 +162,8 @@ def _work_of_plan(plan: Plan, folder: Path) -> _Work:
     from preprocess.plan.cost_estimate import estimate_of  # numpy, which status does not need
 
     cost = estimate_of(plan, folder)
-    return _Work(
-        process_gb=_PROCESS_GB,
-        core_s=cost.longest_shard_s,
-        cpu_s=cost.longest_shard_s,
-        useful_cpus=cost.num_useful_cores,
-        cpus=max(1, min(cost.num_useful_cores, _MOST_CPUS)),
-    )
+    cpus = max(1, min(cost.num_useful_cores, _MOST_CPUS))
+    return _Work(_PROCESS_GB, cost.longest_shard_s, cost.longest_shard_s, cost.num_useful_cores, cpus)
 
 
 def _advice(
@@ -186,18 +175,17 @@ def _advice(
         worth = math.ceil(max(work.cpu_s * shards_per_task, 1) / 60)  # each CPU has a minute of work
         num_cpus = min(work.cpus, worth, limits.max_cpus or work.cpus)
     well_used = min(num_cpus, work.useful_cpus * shards_per_task)
+    mem_gb = _quarters(work.process_gb * min(num_cpus, shards_per_task))
     advice = {
         "cpus_per_task": (num_cpus, limits.max_cpus),
-        "mem_gb": (
-            _quarters(work.process_gb * min(num_cpus, shards_per_task)),
-            (limits.max_mem_mb or 0) / 1024,
-        ),
+        "mem_gb": (mem_gb, (limits.max_mem_mb or 0) / 1024),
         "time_min": (_minutes(work.core_s * shards_per_task / well_used), limits.max_time_min),
     }
     return {name: min(value, most or value) for name, (value, most) in advice.items()}
 
 
-def _fewer(num_cpus: int, share: float) -> int:
+def _fewer(num_cpus: int, made: Sequence[ShardMaking]) -> int:
+    share = _cpu_share(made)
     return max(1, math.ceil(num_cpus * share * 1.2)) if share < 0.5 else num_cpus
 
 

@@ -12,7 +12,7 @@ import argparse
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from preprocess.attempts import Attempt
@@ -57,34 +57,20 @@ def retry(args: argparse.Namespace) -> int:
 def _retry(args: argparse.Namespace) -> int:
     changes = with_variables(given_of(args, JobRequest))
 
+    def look() -> DatasetState:
+        return find_state(args.output_dir, need_plan(args.output_dir))
+
     def prepared() -> tuple[DatasetState, Sending | None]:
-        plan = need_plan(args.output_dir)
-
-        def look() -> DatasetState:
-            return find_state(args.output_dir, plan)
-
         state = ask_patiently(look) if args.until_done else look()  # nobody else would ask again
-        left, sending = prepare_retry(
-            state,
-            changes,
-            max_attempts=args.max_attempts,
-            shards_per_task=args.shards_per_task,
-            shard_ids=chosen_shards(args.output_dir, args.shards),
-        )
-        for shard in left:
-            why = reason_to_leave(shard, args.max_attempts, changes)
-            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy_of(shard.cause or '')}")
-        return state, sending
+        return state, _prepare_retry(args, state, changes)
 
     state, sending = prepared()
     if args.until_done and not args.dry_run:
         if sending is None and not state.ids("running", "pending"):
             return _finish(state, args.max_attempts)
         if args.round > args.max_rounds:
-            missing, rounds = (
-                shards_text(id_ranges(state.ids("failed", "not submitted"))),
-                counted(args.max_rounds, "round"),
-            )
+            missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
+            rounds = counted(args.max_rounds, "round")
             return _stop(state, f"not made after {rounds} (--max_rounds): {missing}")
         if sending is None:
             waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
@@ -100,49 +86,44 @@ def _retry(args: argparse.Namespace) -> int:
     return ReadWriteError.exit_code if num_left else 0
 
 
-def prepare_retry(
-    state: DatasetState,
-    changes: dict[str, Any],
-    *,
-    max_attempts: int,
-    shards_per_task: int | None,
-    shard_ids: Container[int] | None = None,
-) -> tuple[list[ShardState], Sending | None]:
-    """What is missing and not queued, each as its failure asks; returns the shards left, too.
+def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[str, Any]) -> Sending | None:
+    """What is missing and not queued, each as its failure asks.
 
     ``changes`` are the request's fields that the user gave; they win over what a cause would change.
-    ``shard_ids``: no others.
     """
+    shard_ids = chosen_shards(args.output_dir, args.shards)
     check_recorded(state)
-    tried = [shard for shard in state.shards if shard.attempts]
-    if not state.submissions and not tried and state.ids("not submitted", "not visible"):
+    is_tried = state.submissions or any(shard.attempts for shard in state.shards)
+    if not is_tried and state.ids("not submitted", "not visible"):
         raise NotFound(
             f"nothing was submitted for {state.folder} yet; run: shardprep submit {quoted(state.folder)}"
         )
-    if max_attempts < 1:
-        raise UsageError(f"--max_attempts is {max_attempts}, expected 1 or more")
+    if args.max_attempts < 1:
+        raise UsageError(f"--max_attempts is {args.max_attempts}, expected 1 or more")
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     if goes_on := [each.shard_id for each in wanted if each.state in ("running", "pending")]:
         named = shards_text(id_ranges(goes_on))
         say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
-    missing = [shard for shard in wanted if shard.state in ("failed", "not submitted")]
-    left = [shard for shard in missing if reason_to_leave(shard, max_attempts, changes)]
-    left_ids = {shard.shard_id for shard in left}
-    if len(left) == len(missing):
-        return left, None
+    again = []
+    for shard in wanted:
+        if why := reason_to_leave(shard, args.max_attempts, changes):
+            say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy_of(shard.cause or '')}")
+        elif shard.state in ("failed", "not submitted"):
+            again.append(shard)
+    if not again:
+        return None
     base = _base_request(state)
     max_mem_mb = find_limits(base.changed(**changes)).max_mem_mb
     nodes = failing_nodes(state.attempts.own)
     groups: dict[JobRequest, list[int]] = {}
-    for shard in missing:
-        if shard.shard_id not in left_ids:
-            request = retry_request(shard, base, max_mem_mb, nodes).changed(**changes)
-            groups.setdefault(request, []).append(shard.shard_id)
+    for shard in again:
+        request = retry_request(shard, base, max_mem_mb, nodes).changed(**changes)
+        groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
     before = state.submissions[-1].sources if state.submissions else {}
     sources = {**before, **dict.fromkeys(changes, "given to retry")}
-    return left, prepare(state, list(groups.items()), shards_per_task, sources=sources)
+    return prepare(state, list(groups.items()), args.shards_per_task, sources=sources)
 
 
 def _base_request(state: DatasetState) -> JobRequest:

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from preprocess.attempts import folder_identity
 from shardprep.errors import UsageError
+from shardprep.own_packages import HOME
 from slurm.commands import REQUEST_VARIABLES
 from slurm.request import JobRequest
 
 JOB_NAME = "shardprep"
 VERIFY, CONTROL = "-verify", "-control"  # end the names of such jobs
 LOG_FOLDER = "logs"  # in DATA/jobs
-_SETTINGS = [name for name in REQUEST_VARIABLES.values() if name.startswith("SHARDPREP_")]
 
 
 def names_begin(folder: Path, plan_id: str) -> str:
@@ -38,12 +38,9 @@ def controller_script(folder: Path, name: str, command: str, request: JobRequest
     """The script of a job that runs ``command``, which needs Slurm's commands: in no container."""
     small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'control-%j')}"]
-    options += small.sbatch_options()
-    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in options)]
-    if request.setup:
-        lines.append(f"source {shlex.quote(request.setup)}")
-    root = Path(__file__).resolve().parents[1]
-    return "\n".join([*lines, f"cd {shlex.quote(str(root))}", f"exec {command}", ""])
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
+    lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
+    return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {command}", ""])
 
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
@@ -81,11 +78,12 @@ def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest)
     """
     small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
     place = shlex.quote(str(folder))
-    head = [f"shardprep_folder={place} shardprep_by=submit"]
-    head += ["shardprep_what=verify", f"shardprep_command=(verify {place})"]
-    head.append(f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}")
-    if request.notify:
-        head.append(f"shardprep_notify={shlex.quote(request.notify)}")
+    head = [
+        f"shardprep_folder={place} shardprep_by=submit",
+        f"shardprep_what=verify shardprep_command=(verify {place})",
+        f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}",
+    ]
+    head += [f"shardprep_notify={shlex.quote(request.notify)}"] if request.notify else []
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
     return _script(options, small, head)
 
@@ -95,13 +93,10 @@ def _settings(request: JobRequest) -> dict[str, str]:
 
     A container or a set-up file brings its own Python, so then this one is not named.
     """
-    settings = {
-        name: str(value)
-        for each, name in REQUEST_VARIABLES.items()
-        if name in _SETTINGS and (value := getattr(request, each))
-    }
-    python = os.environ.get("SHARDPREP_PYTHON") or ("" if settings else sys.executable)
-    return {"SHARDPREP_PYTHON": python, **dict.fromkeys(_SETTINGS, ""), **settings}
+    names = {each: name for each, name in REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
+    settings = {name: getattr(request, each) or "" for each, name in names.items()}
+    python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
+    return {"SHARDPREP_PYTHON": python, **settings}
 
 
 def _log_pattern(folder: Path, name: str) -> str:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lustre
 from preprocess.attempts import folder_identity
@@ -64,7 +64,6 @@ from slurm.submissions import (
 
 _RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
 _MOST_SUBMITTERS = 5  # of one data set at the same time, before this one gives up
-Group = tuple[JobRequest, list[int]]  # shards that are asked for in the same way
 
 
 def submit(args: argparse.Namespace) -> int:
@@ -105,18 +104,13 @@ def _chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str
     values, sources = find_defaults(args.output_dir, args.profile)
     values = with_changes(values, given)
     sources |= {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
-    limits = None
+    limits, before = None, JobRequest(**values)
     if args.auto or "cpus_per_task" not in values:
         with contextlib.suppress(SlurmAway):  # a dry run goes on; a submission ends with this error later
-            limits = find_limits(JobRequest(**values))
+            limits = find_limits(before)
     if args.auto:
-        advice, source = advised(
-            args.output_dir,
-            JobRequest(**values),
-            args.shards_per_task,
-            limits,
-            has_cpus="cpus_per_task" in given,
-        )
+        has_cpus = "cpus_per_task" in given
+        advice, source = advised(args.output_dir, before, args.shards_per_task, limits, has_cpus=has_cpus)
         has_mem = "mem_per_cpu_gb" in values or given.get("cpus_per_task") == WHOLE_NODE
         is_given = {*given, "mem_gb"} if has_mem else given.keys()
         advice = {name: value for name, value in advice.items() if name not in is_given}
@@ -163,8 +157,7 @@ def prepare_submit(
         return state, None
     for line in _room_lines(state, missing):
         say(line)
-    groups = [(request, missing)]
-    return state, prepare(state, groups, shards_per_task, sources=sources, dry_run=dry_run)
+    return state, prepare(state, [(request, missing)], shards_per_task, sources=sources, dry_run=dry_run)
 
 
 def _warn_of_dry_run(error: SlurmAway) -> None:
@@ -200,13 +193,13 @@ def check_recorded(state: DatasetState) -> None:
 
 def prepare(
     state: DatasetState,
-    groups: Sequence[Group],
+    groups: Sequence[tuple[JobRequest, list[int]]],
     shards_per_task: int | None,
     *,
     sources: Mapping[str, str] | None = None,
     dry_run: bool = False,
 ) -> Sending:
-    """Preflight of every group against the site. Writes and submits nothing."""
+    """Preflight of every group, of shards that are asked for in the same way. Writes and submits nothing."""
     folder = state.folder
     name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
     arrays: list[ArrayToSend] = []
@@ -288,12 +281,11 @@ class Sending:
         is cancelled again. Raises SubmittedMeanwhile, CannotWrite, ReadWriteError, and what ``slurm_output``
         raises.
         """
-        jobs = self.state.folder / JOBS_FOLDER
+        jobs, job_ids = self.state.folder / JOBS_FOLDER, list[str]()
         try:
             (jobs / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CannotWrite(f"{jobs} cannot be made: {error.strerror}") from None
-        job_ids: list[str] = []
         try:
             submission = self._submit_all(job_ids)
             publish_submission(self.state.folder, submission)
@@ -313,7 +305,10 @@ class Sending:
         """Submit everything held; each id is appended to ``job_ids`` as soon as it is known."""
         # A federation would give the verify job to any of its clusters, and on another one than the array's
         # it does not wait for the array once it is released (seen on 22.05).
-        here = [f"--clusters={self.cluster}"] if self.cluster and _is_federated() else []
+        here: list[str] = []
+        with contextlib.suppress(SlurmRefused):
+            if self.cluster and slurm_output("scontrol", "show", "federation").startswith("Federation:"):
+                here = [f"--clusters={self.cluster}"]
 
         def submitted(script: str, *options: str) -> ShownJob:
             job_ids.append(submit_script(script, "--hold", *here, *options, known=job_ids))
@@ -321,41 +316,25 @@ class Sending:
 
         arrays = []
         for request, tasks, script in self.arrays:
-            shown = submitted(script)
-            arrays.append(
-                JobArray(
-                    job_id=job_ids[-1],
-                    name=shown.name,
-                    submit_time=shown.submit_time,
-                    request=request,
-                    tasks=tasks,
-                    mem_mb=shown.mem_mb,
-                    time_min=shown.time_min,
-                )
-            )
+            shown = submitted(script)._asdict()
+            del shown["user"]
+            arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
         verify_ids = {submission.verify_job_id for submission in self.state.submissions}
         queued = [each for each in self.state.live_jobs().get(self.cluster, []) if each not in verify_ids]
-        shown = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
+        verify = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
         return Submission(
             number=self.state.next_number,
             plan_id=self.state.plan.plan_id,
             cluster=self.cluster,
-            user=shown.user,
+            user=verify.user,
             submitted=round(time.time(), 3),
             arrays=arrays,
             verify_job_id=job_ids[-1],
-            verify_name=shown.name,
-            verify_submit_time=shown.submit_time,
+            verify_name=verify.name,
+            verify_submit_time=verify.submit_time,
             sources=self.sources,
             identity=folder_identity(self.state.folder),
         )
-
-
-def _is_federated() -> bool:
-    """Whether this cluster is one of a federation, which may start a job on any of its clusters."""
-    with contextlib.suppress(SlurmRefused):
-        return slurm_output("scontrol", "show", "federation").startswith("Federation:")
-    return False
 
 
 def send_prepared(
@@ -387,11 +366,13 @@ def send_prepared(
 def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission) -> None:
     """Write what was sent into the history, and say it; with ``--until_done`` leave a controller."""
     job_ids = [job.job_id for job in submission.jobs]
-    causes = state.causes_of(submission)
-    facts = {"round": args.round} if args.until_done and args.command == "retry" else {}
-    append_event(
-        args.output_dir, args.command, number=submission.number, jobs=job_ids, causes=causes, **facts
-    )
+    facts: dict[str, Any] = {
+        "number": submission.number,
+        "jobs": job_ids,
+        "causes": state.causes_of(submission),
+    }
+    facts |= {"round": args.round} if args.until_done and args.command == "retry" else {}
+    append_event(args.output_dir, args.command, **facts)
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
@@ -409,9 +390,9 @@ def leave_controller(
     args: argparse.Namespace, state: DatasetState, number: int, request: JobRequest, job_ids: Sequence[str]
 ) -> None:
     """``--until_done``: submit the job that looks at what became of these jobs, and goes on."""
-    flags = ["--max_rounds", args.max_rounds, "--round", 1]
-    if args.command == "retry":
-        flags[-1:] = [args.round + 1, "--max_attempts", args.max_attempts]
+    is_retry = args.command == "retry"
+    flags = ["--max_rounds", args.max_rounds, "--round", args.round + 1 if is_retry else 1]
+    flags += ["--max_attempts", args.max_attempts] if is_retry else []
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
     name = f"{names_begin(state.folder, state.plan.plan_id)}{number}{CONTROL}"
     script = controller_script(state.folder, name, shlex.join(map(str, command)), request)
@@ -467,7 +448,7 @@ def _cancel_by_name(script: str, known: Sequence[str]) -> str:
         found = re.findall(r"^\s*([0-9]+)\s*$", slurm_output("squeue", *asked), re.MULTILINE)
         if job_ids := sorted({*found} - {*known}):
             slurm_output("scancel", *job_ids)
-            return f"{' and '.join(f'job {job_id}' for job_id in job_ids)} was cancelled before it began"
+            return f"job {' and job '.join(job_ids)} was cancelled before it began"
     except ShardprepError as error:
         return (
             f"Whether a job is left could not be seen ({error}); if there is one it waits, held, and does "

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import getpass
 import itertools
-import math
 import os
 import re
 import shlex
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -77,9 +76,7 @@ class SiteLimits:
     max_mem_mb: int | None = None  # of the largest node
     max_cpus: int | None = None
     default_mem_per_cpu_mb: float = 0  # what a task gets that asks for no memory; 0 where not known
-    why: dict[str, str] = field(
-        default_factory=dict
-    )  # field above -> its limit's name, if not the partition's
+    why: dict[str, str] = field(default_factory=dict)  # field -> its limit's name, if not the partition's
 
     def whose(self, name: str) -> str:
         """Whose limit a field is."""
@@ -96,11 +93,16 @@ class SiteLimits:
 def find_limits(request: JobRequest) -> SiteLimits:
     """Ask the controller, and the accounts where there are any. Raises what ``slurm_answer`` raises."""
     config = read_config()
-    partitions = slurm_output("scontrol", "--oneliner", "show", "partition")
-    partition = _partition(request.partition, partitions)
-    limits = limits_of_config(config, _num_queued())
-    nodes = ("sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
-    slurm_answer(lambda text: add_partition(limits, partition, text), *nodes)
+    partition: dict[str, str] = {}  # the named or the default one
+    for line in slurm_output("scontrol", "--oneliner", "show", "partition").splitlines():
+        values = dict(re.findall(r"(\w+)=(\S*)", line))
+        is_default = request.partition is None and values.get("Default") == "YES"
+        if not partition and (is_default or values.get("PartitionName") == request.partition):
+            partition = values
+    limits = _limits_of_config(config)
+    if partition:
+        nodes = ("sinfo", "--noheader", "--exact", "--format=%R|%m|%c")
+        slurm_answer(lambda text: _add_partition(limits, partition, text), *nodes)
     default = megabytes_of(partition.get("DefMemPerCPU", "")) or megabytes_of(config.get("DefMemPerCPU", ""))
     limits.default_mem_per_cpu_mb = default or 0
     enforced = config.get("AccountingStorageEnforce", "")
@@ -110,12 +112,12 @@ def find_limits(request: JobRequest) -> SiteLimits:
             for number, why in rules.submit_limits():
                 limits.lower("max_tasks", number - 1, why)
             if re.search("limits|safe|all", enforced):
-                for name, (most, why) in rules.most_of_a_task().items():
+                for name, most, why in rules.task_limits():
                     limits.lower(name, most, why)
     return limits
 
 
-def limits_of_config(config: dict[str, str], num_queued: int = 0) -> SiteLimits:
+def _limits_of_config(config: dict[str, str]) -> SiteLimits:
     """The smallest of MaxArraySize, which bounds the *index*, max_array_tasks and MaxJobCount.
 
     One job is kept back for ``verify``.
@@ -127,33 +129,18 @@ def limits_of_config(config: dict[str, str], num_queued: int = 0) -> SiteLimits:
     )
     if match := re.search(r"max_array_tasks=(\d+)", config.get("SchedulerParameters", "")):
         limits.lower("max_tasks", int(match[1]), "max_array_tasks")
+    num_queued = 0  # jobs of all users, as far as that is known
+    with contextlib.suppress(ShardprepError):
+        found = re.findall(r"^Jobs (?:pending|running):\s+([0-9]{1,9})$", slurm_output("sdiag"), re.MULTILINE)
+        num_queued = sum(map(int, found))
     if config.get("MaxJobCount", "").isdigit():
         in_use = f" ({config['MaxJobCount']}, {num_queued} in use)" if num_queued else ""
         limits.lower("max_tasks", int(config["MaxJobCount"]) - num_queued - 1, f"MaxJobCount{in_use}")
     return limits
 
 
-def _num_queued() -> int:
-    """Jobs of all users that wait or run, which count against MaxJobCount; 0 where that is not known."""
-    with contextlib.suppress(ShardprepError):
-        found = re.findall(r"^Jobs (?:pending|running):\s+([0-9]{1,9})$", slurm_output("sdiag"), re.MULTILINE)
-        return sum(map(int, found))
-    return 0
-
-
-def _partition(name: str | None, partitions: str) -> dict[str, str]:
-    """A partition (None: the default one) in ``scontrol -o show partition``; {} where it is not there."""
-    for line in partitions.splitlines():
-        values = dict(re.findall(r"(\w+)=(\S*)", line))
-        if values.get("PartitionName") == name or (name is None and values.get("Default") == "YES"):
-            return values
-    return {}
-
-
-def add_partition(limits: SiteLimits, partition: dict[str, str], nodes: str) -> None:
+def _add_partition(limits: SiteLimits, partition: dict[str, str], nodes: str) -> None:
     """Add the limits of a partition, and of its nodes by ``sinfo``."""
-    if not partition:
-        return
     limits.partition = partition["PartitionName"]
     rows = [row.split("|")[1:] for row in nodes.splitlines() if row.startswith(f"{limits.partition}|")]
     numbers = [[int(re.sub(r"\D.*", "", item) or 0) for item in row] for row in rows]
@@ -180,14 +167,14 @@ class _Rules:
     qos: list[_Row]  # the partition's and the job's, in the order in which Slurm asks them
     account: list[_Row]  # the user's own row, that of the account, and those above it
 
-    def submit_limits(self) -> list[tuple[int, str]]:
+    def submit_limits(self) -> Iterator[tuple[int, str]]:
         """How many jobs this user may still submit, by each limit.
 
         A user's row counts the jobs of this user under this account, the rows of the account and of those
         above it count everybody's, a QOS counts the user's or the account's jobs in it.
         """
         if not self.account:
-            return []
+            return
         user, own = [f"--user={getpass.getuser()}"], [f"--account={self.account[0]['account']}"]
         limits = [(self.account[0], "maxsubmitjobs", "MaxSubmitJobs", [*user, *own])]
         for row in self.account:
@@ -196,31 +183,25 @@ class _Rules:
         for row in self.qos:
             for column, whose in (("maxsubmitjobspu", user), ("maxsubmitjobspa", own), ("grpsubmitjobs", [])):
                 limits.append((row, column, "submit limit", [f"--qos={row['name']}", *whose]))
-        found = []
         for row, column, what, options in limits:
             if row[column].isdecimal():
                 in_use = slurm_output("squeue", "--noheader", "--array", *options, "--format=%i").count("\n")
-                why = f"{what} of {_whose(row)} ({row[column]}, {in_use} in use)"
-                found.append((int(row[column]) - in_use, why))
-        return found
+                yield int(row[column]) - in_use, f"{what} of {_whose(row)} ({row[column]}, {in_use} in use)"
 
-    def most_of_a_task(self) -> dict[str, tuple[float, str]]:
-        """The most CPUs, MB and minutes of a job, by field of SiteLimits, each with the name of the limit.
+    def task_limits(self) -> Iterator[tuple[str, float, str]]:
+        """The most CPUs, MB and minutes of a job, by field of SiteLimits, with the name of each limit.
 
         Of several rows that set the same limit Slurm takes the first one, except that each of the accounts
         above has its own limits for all its jobs together.
         """
-        most: dict[str, tuple[float, str]] = {}
         for column, manual_name in _TASK_LIMITS.items():
             decided = set[str]()
             for row in [*self.qos, *(self.account if column == "grptres" else self.account[:1])]:
                 found = _task_limits(column, row.get(column, ""))
-                for name, number in found.items():
-                    if name not in decided and number < most.get(name, (math.inf,))[0]:
-                        most[name] = (number, f"{manual_name} of {_whose(row)}")
+                for name in found.keys() - decided:
+                    yield name, found[name], f"{manual_name} of {_whose(row)}"
                 if row in self.qos or column != "grptres":
                     decided |= found.keys()
-        return most
 
 
 def _whose(row: _Row) -> str:
@@ -268,8 +249,6 @@ def _find_rules(request: JobRequest, limits: SiteLimits, partition_qos: str) -> 
 
 
 def _accounts(what: str, columns: Sequence[str], *where: str) -> list[_Row]:
-    """Rows of ``sacctmgr show``, one text per column."""
-
     def parse(text: str) -> list[_Row]:
         return [dict(zip(columns, line.split("|"), strict=True)) for line in text.splitlines()]
 

@@ -46,7 +46,6 @@ TIMEOUT = "TIMEOUT"
 NODE_FAIL = "NODE_FAIL"
 CANCELLED = "CANCELLED"
 BAD_INPUT = "bad input (65)"
-REFUSED = "refused: plan, options or tokenizer differ (78)"
 SETUP = "set-up or usage (2)"
 SETUP_ENDED = "the set-up file ended the task"
 NO_MANIFEST = "finished without a manifest"
@@ -54,46 +53,45 @@ VANISHED = "ended without a word (killed, or its node failed)"
 NO_LOG = "its log could not be opened"
 SRUN_FAILED = "srun failed"
 STOPPED = "stopped by a signal (75)"
-STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
-_NO_INPUT = "no such input or shard (66)"
-_CANNOT_WRITE = "cannot write the output (73)"
-_READ_WRITE = "read or write error (74)"
+_STEP_STOPPED = "stopped by Slurm: preempted with GraceTime, or its step cancelled"
 _AGAIN = "retry sends it again"
 
+_EXIT_CAUSES = {
+    2: SETUP,
+    65: BAD_INPUT,
+    66: "no such input or shard (66)",
+    73: "cannot write the output (73)",
+    74: "read or write error (74)",
+    75: STOPPED,
+    78: "refused: plan, options or tokenizer differ (78)",
+}
 # Cause -> what to do. Only people can help where retry alone would fail the same way.
-REMEDIES = {
+_REMEDIES = {
+    **dict.fromkeys((CANCELLED, "PREEMPTED", "DEADLINE", STOPPED, _STEP_STOPPED), _AGAIN),
+    **dict.fromkeys((VANISHED, NO_MANIFEST), _AGAIN),
     OUT_OF_MEMORY: "retry asks for twice the memory",
     TIMEOUT: "retry asks for twice the time",
     NODE_FAIL: f"{_AGAIN}, and leaves out a node that failed twice",
-    CANCELLED: _AGAIN,
-    "PREEMPTED": _AGAIN,
-    "DEADLINE": _AGAIN,
-    STOPPED: _AGAIN,
-    STEP_STOPPED: _AGAIN,
-    VANISHED: _AGAIN,
-    NO_MANIFEST: _AGAIN,
-    _READ_WRITE: f"{_AGAIN}; where it fails again, look at the file system that its message names",
     SRUN_FAILED: f"{_AGAIN}; where it fails again, look at --srun_args and at srun's words in the log",
-    BAD_INPUT: "retry does not send it again: correct the input and plan anew, or accept what is left out: "
-    "--worker_args '--max_bad_fraction 0.05'",
-    REFUSED: "bring back what its message names, or plan into a new folder; then retry",
     SETUP: "correct what its message names (--setup, --worker_args); then retry",
     SETUP_ENDED: "correct the file of --setup (SHARDPREP_SETUP), which must not exit; then retry",
-    _NO_INPUT: "bring the input back, or name its new folder: --worker_args '--input_dir RAW'",
-    _CANNOT_WRITE: "look at permissions, quota and free space of the folder (df, lfs quota); then retry",
+    BAD_INPUT: "retry does not send it again: correct the input and plan anew, or accept what is left out: "
+    "--worker_args '--max_bad_fraction 0.05'",
+    _EXIT_CAUSES[66]: "bring the input back, or name its new folder: --worker_args '--input_dir RAW'",
+    _EXIT_CAUSES[73]: "look at permissions, quota and free space of the folder (df, lfs quota); then retry",
+    _EXIT_CAUSES[74]: f"{_AGAIN}; where it fails again, look at the file system that its message names",
+    _EXIT_CAUSES[78]: "bring back what its message names, or plan into a new folder; then retry",
     NO_LOG: "look at the folder of its log (permissions, quota); then retry",
 }
-
-_EXIT_CAUSES = {2: SETUP, 65: BAD_INPUT, 66: _NO_INPUT, 73: _CANNOT_WRITE, 74: _READ_WRITE, 75: STOPPED}
-_EXIT_CAUSES |= {78: REFUSED}
 _STATES = {name: name for name in (OUT_OF_MEMORY, TIMEOUT, NODE_FAIL, "PREEMPTED", "DEADLINE")}
 _STATES["BOOT_FAIL"] = NODE_FAIL
 _STOPPED_BY = {
+    **_STATES,
     "time limit": TIMEOUT,
     "node failure": NODE_FAIL,
     "preemption": "PREEMPTED",
     "cancel": CANCELLED,
-    "cancelled step": STEP_STOPPED,
+    "cancelled step": _STEP_STOPPED,
 }
 _WARNED_S = 900  # before its time limit a task is warned by USR1, where sbatch --signal asked for it
 _TAIL_BYTES = 16 << 10
@@ -105,7 +103,7 @@ def remedy_of(cause: str) -> str:
     """What to do about a cause, in a sentence without an end."""
     if cause.startswith("killed by signal 9"):
         return f"{_AGAIN}; it is often memory: retry --mem_gb"
-    return REMEDIES.get(cause, f"look at its log; {_AGAIN}")
+    return _REMEDIES.get(cause, f"look at its log; {_AGAIN}")
 
 
 def cause_of(attempt: Attempt, task: TaskAttempt | None, shard_id: int, *, is_warned: bool = False) -> str:
@@ -115,18 +113,17 @@ def cause_of(attempt: Attempt, task: TaskAttempt | None, shard_id: int, *, is_wa
     limit.
     """
     failure = attempt.failures.get(shard_id)
-    if task is not None and task.state in _STATES and (failure is None or task.state == "OUT_OF_MEMORY"):
+    if task is not None and task.state in _STATES and (failure is None or task.state == OUT_OF_MEMORY):
         return _STATES[task.state]
-    is_killed = failure is None or "killed by signal" in failure.reason
-    if attempt.is_out_of_memory and is_killed:
+    killed = re.search(r"was killed by signal (\d+)", failure.reason) if failure else None
+    if attempt.is_out_of_memory and (failure is None or killed):
         return OUT_OF_MEMORY
     if failure is not None:
-        killed = re.search(r"was killed by signal (\d+)", failure.reason)
         return f"killed by signal {killed[1]}" if killed else exit_cause(failure.exit_code)
     if attempt.ended is None:
         return CANCELLED if task is not None and task.state == "CANCELLED" else VANISHED
     if attempt.stopped_by:
-        return _STOPPED_BY.get(attempt.stopped_by) or _STATES.get(attempt.stopped_by, STOPPED)
+        return _STOPPED_BY.get(attempt.stopped_by, STOPPED)
     if attempt.killed_by:
         return f"killed by signal {attempt.killed_by}"
     is_late = attempt.left_s is not None and attempt.left_s <= _WARNED_S
@@ -152,9 +149,9 @@ def cause_of_task(task: TaskAttempt) -> str | None:
 
 def exit_cause(code: int) -> str:
     """What an exit code says."""
-    if not code:
-        return NO_MANIFEST
-    return f"killed by signal {code - 128}" if code > 128 else _EXIT_CAUSES.get(code, f"exit code {code}")
+    if code > 128:
+        return f"killed by signal {code - 128}"
+    return _EXIT_CAUSES.get(code, f"exit code {code}") if code else NO_MANIFEST
 
 
 def log_tail(path: Path) -> str:
@@ -233,7 +230,6 @@ class DatasetState:
 
     @property
     def summary(self) -> str:
-        """How many shards are done."""
         return f"{len(self.made.done)} of {self.plan.num_shards} shards are done"
 
     @property
@@ -300,7 +296,6 @@ class DatasetState:
         return {cluster: sorted(found[cluster], key=int) for cluster in sorted(found)}
 
     def live_job_ids(self) -> list[str]:
-        """Jobs of ours that wait or run, verify jobs included."""
         return sorted({job_id for job_ids in self.live_jobs().values() for job_id in job_ids}, key=int)
 
     def jobs_to_wait_for(self) -> list[str]:
@@ -345,12 +340,13 @@ def find_state(
             raise
         recorded, unreadable = [], [str(error)]
     submissions = [each for each in recorded if each.identity in (None, identity)]
+    foreign = [each for each in recorded if each.identity not in (None, identity)]
     before = read_attempts(folder, plan.plan_id)
     open_attempts = [each for each in before.own if each.ended is None and each.job_id]
     has_jobs = bool(submissions or open_attempts)
     first = made or (None if has_jobs else find_made_shards(folder, plan))
     shown = ShownJobs()
-    if not first or has_jobs or (len(first.done) < plan.num_shards and shutil.which("squeue")):
+    if has_jobs or (first and len(first.done) < plan.num_shards and shutil.which("squeue")):
         try:
             shown = find_shown_jobs(folder, plan.plan_id, submissions, open_attempts)
         except SlurmAway as error:
@@ -368,7 +364,6 @@ def find_state(
     )
     if made is None:
         made = first if first and not shown.attempts else find_made_shards(folder, plan)
-    foreign = [each for each in recorded if each.identity not in (None, identity)]
     return DatasetState(
         folder=folder,
         plan=plan,
@@ -403,25 +398,25 @@ def _shard_states(
     attempts: Attempts,
     shown: ShownJobs,
 ) -> list[ShardState]:
-    tried: list[list[tuple[float, ShardAttempt]]] = [[] for _ in range(num_shards)]
+    tried: list[list[ShardAttempt]] = [[] for _ in range(num_shards)]
     not_begun: set[int] = set()
-    for when, shard_id, attempt in _all_attempts(folder, submissions, attempts.own, shown):
+    found = _all_attempts(folder, submissions, attempts.own, shown)
+    for _, shard_id, attempt in sorted(found, key=lambda each: each[0]):
         if attempt is None:
             not_begun.add(shard_id)
         elif shard_id < num_shards:
-            tried[shard_id].append((when, attempt))
+            tried[shard_id].append(attempt)
     nothing: StateName = "not visible" if attempts.unreadable else "not submitted"
     order: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")
     states = []
-    for shard_id, found in enumerate(tried):
+    for shard_id, of_shard in enumerate(tried):
         if shard_id in made.done:
             states.append(ShardState(shard_id=shard_id, state="done"))
             continue
-        ordered = [each for _, each in sorted(found, key=lambda pair: pair[0])]
-        kinds = {each.state for each in ordered}
+        kinds = {each.state for each in of_shard}
         state = next((each for each in order if each in kinds), nothing)
         is_cut = shard_id in not_begun and state == "not submitted"
-        states.append(ShardState(shard_id=shard_id, state=state, attempts=ordered, has_not_begun=is_cut))
+        states.append(ShardState(shard_id=shard_id, state=state, attempts=of_shard, has_not_begun=is_cut))
     return states
 
 
@@ -445,7 +440,9 @@ def _all_attempts(
         task = shown.task_of(record)
         for shard_id in record.shards:
             yield when, shard_id, _of_record(record, shard_id, task, array, is_away=bool(shown.away))
-    for submission, array, index, shard_ids in _tasks(submissions):
+    sent = ((each, array) for each in submissions for array in each.arrays)
+    tasks = ((*pair, index, ids) for pair in sent for index, ids in enumerate(pair[1].shards_of_tasks()))
+    for submission, array, index, shard_ids in tasks:
         task, name = shown.last_task((submission.number, array.job_id, index)), f"{array.job_id}_{index}"
         if is_told(task, (array.job_id, index)):
             continue
@@ -455,36 +452,31 @@ def _all_attempts(
         elif task and (task.is_live or cause_of_task(task)):
             attempt = _of_task(task, array, f"{folder}/{JOBS_FOLDER}/{LOG_FOLDER}/{name}.log")
         yield from ((submission.submitted, shard_id, attempt) for shard_id in shard_ids)
-    plain = (task for (number, *_), tasks in shown.attempts.items() if number == PLAIN for task in tasks)
-    yield from (
-        (math.inf, task.index, _of_task(task, None, ""))
-        for task in plain
-        if task.is_live and not is_told(task, task.key)
-    )
-
-
-def _tasks(submissions: Sequence[Submission]) -> Iterator[tuple[Submission, JobArray, int, list[int]]]:
-    for submission in submissions:
-        for array in submission.arrays:
-            for index, shard_ids in enumerate(array.shards_of_tasks()):
-                yield submission, array, index, shard_ids
+    plain = (each for (number, *_), of in shown.attempts.items() if number == PLAIN for each in of)
+    for task in plain:
+        if task.is_live and not is_told(task, task.key):
+            yield math.inf, task.index, _of_task(task, None, "")
 
 
 def _of_record(
     record: Attempt, shard_id: int, task: TaskAttempt | None, array: JobArray | None, *, is_away: bool
 ) -> ShardAttempt:
     """What a record says of one of its shards. ``task``: what Slurm says of the same attempt."""
-    is_running = record.ended is None and task is not None and task.is_live and not task.is_waiting
-    is_unknown = record.ended is None and task is None and is_away
-    if record.ended is None and record.pid:
-        is_running, is_unknown = record.is_alive() is True, record.is_alive() is None
-    state: StateName = "running" if is_running else "not visible" if is_unknown else "failed"
+    state: StateName = "failed"
+    if record.ended is None and record.pid:  # of ``run``
+        is_alive = record.is_alive()
+        state = "not visible" if is_alive is None else "running" if is_alive else "failed"
+    elif record.ended is None and task is None:
+        state = "not visible" if is_away else "failed"
+    elif record.ended is None and task and task.is_live and not task.is_waiting:
+        state = "running"
     cause = None
     if state == "failed":
         is_warned = array is not None and "--signal" in array.request.sbatch_args
         cause = cause_of(record, task if task and not task.is_live else None, shard_id, is_warned=is_warned)
     failure = record.failures.get(shard_id)
-    elapsed_s = task.elapsed_s if is_running and task else 0
+    running = task if state == "running" else None
+    elapsed_s = running.elapsed_s if running else 0
     return ShardAttempt(
         state=state,
         task=f"{record.job_id}_{record.index}" if record.job_id else f"{record.node}-{record.pid}",
@@ -494,7 +486,7 @@ def _of_record(
         message=failure.reason if failure else "",
         node=record.node,
         log=record.log,
-        is_suspended=bool(is_running and task and task.state in SUSPENDED),
+        is_suspended=running is not None and running.state in SUSPENDED,
         elapsed_s=elapsed_s if record.ended is None else round(record.ended - record.began),
     )
 

@@ -47,7 +47,6 @@ from slurm.state import (
     OUT_OF_MEMORY,
     TIMEOUT,
     DatasetState,
-    ShardAttempt,
     ShardState,
     StateName,
     cause_of,
@@ -89,6 +88,7 @@ _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not s
 _MAX_BAD_FRACTION = r"--max[_-]bad[_-]fraction[ =]([0-9]*\.?[0-9]+)"
 STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
 MOST_TAILS = 8  # logs whose last lines are read
+_MOST_SLOW = 3  # shards and nodes that are named
 
 
 def status(args: argparse.Namespace) -> int:
@@ -192,16 +192,14 @@ def report(state: DatasetState) -> dict[str, Any]:
         "suspended": id_ranges(
             each.shard_id for each in state.shards if any(attempt.is_suspended for attempt in each.attempts)
         ),
-        "waits_for": waits_for(state.shards),
+        "waits_for": _waits_for(state.shards),
         "wrong": id_ranges(state.made.wrong),
         "findings": {str(number): each.message for number, each in state.made.wrong.items()},
         **_speed(state, made),
         "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
         "withdrawn": _withdrawn(state),
-        "slow_shards": [
-            {"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow_shards(made)
-        ],
-        "slow_nodes": [{"node": node, "speed": round(share, 2)} for node, share in slow_nodes(made)],
+        "slow_shards": _slow_shards(made),
+        "slow_nodes": _slow_nodes(made),
         "efficiency": resource_use(state, made),
         "core_hours": core_hours(state, made),
         "asked_for": asked_for(state),
@@ -233,7 +231,10 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     newest = state.submissions[-1] if state.submissions else None
     since = newest.submitted if newest else 0.0
     recent = [each for each in made if newest is None or newest.made(each) or each.began >= since]
-    clock_s = clock_difference_s(recent, since, time.time())
+    # No shard can have been begun before it was submitted, nor be finished in the future.
+    ahead_s = max((each.ended - time.time() for each in recent), default=0.0)
+    behind_s = max((since - each.began for each in recent), default=0.0)
+    clock_s = ahead_s if ahead_s > 0 else min(0.0, -behind_s)  # of the nodes, against this one's
     numbers["clock_difference_s"] = round(clock_s)
     if not recent:
         return {**numbers, "tokens_per_s": None, "left_s": None}
@@ -253,44 +254,33 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     }
 
 
-def clock_difference_s(made: Sequence[ShardMaking], submitted: float, now: float) -> float:
-    """How far the nodes' clocks are ahead of this one (below 0: behind), at least; 0 where nothing says so.
-
-    No shard can have been begun before it was submitted, nor be finished in the future.
-    """
-    ahead_s = max((each.ended - now for each in made), default=0.0)
-    behind_s = max((submitted - each.began for each in made), default=0.0)
-    return ahead_s if ahead_s > 0 else min(0.0, -behind_s)
-
-
-def slow_shards(made: Sequence[ShardMaking], number: int = 3) -> list[ShardMaking]:
-    """The shards that took more than twice the median time per byte, slowest first."""
+def _slow_shards(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
+    """Those that took more than twice the median time per byte, slowest first."""
     timed = [each for each in made if each.input_bytes and each.wall_s > 1]
     if len(timed) < 4:
         return []
     median = statistics.median(each.bytes_per_s for each in timed)
-    slow = [each for each in timed if each.bytes_per_s * 2 < median]
-    return sorted(slow, key=lambda each: each.bytes_per_s)[:number]
+    slow = sorted(
+        (each for each in timed if each.bytes_per_s * 2 < median), key=lambda each: each.bytes_per_s
+    )
+    return [{"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow[:_MOST_SLOW]]
 
 
-def slow_nodes(made: Sequence[ShardMaking], number: int = 3) -> list[tuple[str, float]]:
-    """(node, its speed as a share of the others' median), where that is below 0.7."""
+def _slow_nodes(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
+    """Those with less than 0.7 of the others' median speed, slowest first."""
     speeds: dict[str, list[float]] = {}
     for each in made:
         if each.input_bytes and each.wall_s > 1:
             speeds.setdefault(each.node, []).append(each.bytes_per_s)
-    if len(speeds) < 2:
-        return []
     found = []
     for node, own in speeds.items():
-        others = statistics.median(speed for name, each in speeds.items() if name != node for speed in each)
-        share = statistics.median(own) / others
-        if share < 0.7 and len(own) > 1:
-            found.append((node, share))
-    return sorted(found, key=lambda pair: pair[1])[:number]
+        others = [speed for name, each in speeds.items() if name != node for speed in each]
+        if others and len(own) > 1 and (share := statistics.median(own) / statistics.median(others)) < 0.7:
+            found.append((share, node))
+    return [{"node": node, "speed": round(share, 2)} for share, node in sorted(found)[:_MOST_SLOW]]
 
 
-def waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
+def _waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
     """Why shards are pending, in Slurm's word and in ours, and when the first is expected to start."""
     found: dict[str, list[tuple[int, str]]] = {}
     for shard in shards:
@@ -310,29 +300,27 @@ def waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
 
 def _failures(failed: Sequence[ShardState]) -> list[dict[str, Any]]:
     """The last attempt at each failed shard; the end of its log for the newest few."""
-    newest = sorted(failed, key=lambda shard: _ended(shard.attempts[-1]), reverse=True)[:MOST_TAILS]
-    with_tail = {shard.shard_id for shard in newest}
-    return [_failure(shard, has_tail=shard.shard_id in with_tail) for shard in failed]
-
-
-def _ended(attempt: ShardAttempt) -> float:
-    return (attempt.record.ended or attempt.record.began) if attempt.record else 0.0
-
-
-def _failure(shard: ShardState, *, has_tail: bool) -> dict[str, Any]:
-    last = shard.attempts[-1]
-    lines = last_lines(log_tail(Path(last.log))) if has_tail and last.log else []
-    return {
-        "shard": shard.shard_id,
-        "cause": last.cause,
-        "num_attempts": sum(each.state == "failed" for each in shard.attempts),
-        "task": last.task,
-        "node": last.node,
-        "log": last.log,
-        "message": last.message,
-        "ended": _ended(last),
-        "last_lines": [last.message] if last.message else lines,
+    last = {shard.shard_id: shard.attempts[-1] for shard in failed}
+    ended = {
+        number: (each.record.ended or each.record.began) if each.record else 0.0
+        for number, each in last.items()
     }
+    newest = sorted(last, key=lambda number: ended[number], reverse=True)[:MOST_TAILS]
+    tails = {number: last_lines(log_tail(Path(last[number].log))) for number in newest if last[number].log}
+    return [
+        {
+            "shard": shard.shard_id,
+            "cause": each.cause,
+            "num_attempts": sum(attempt.state == "failed" for attempt in shard.attempts),
+            "task": each.task,
+            "node": each.node,
+            "log": each.log,
+            "message": each.message,
+            "ended": ended[shard.shard_id],
+            "last_lines": [each.message] if each.message else tails.get(shard.shard_id, []),
+        }
+        for shard, each in zip(failed, last.values(), strict=True)
+    ]
 
 
 def _restarts(state: DatasetState) -> dict[str, int]:
@@ -350,7 +338,6 @@ def _restarts(state: DatasetState) -> dict[str, int]:
 
 _MOST_FAILURES = 8  # shown with their last lines
 _MOST_EVENTS = 5  # of the history
-_METRIC_STATES = ("done", "running", "pending", "failed", "not_submitted", "not_visible")
 _CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
 
@@ -384,21 +371,15 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines += [
         f"  started again by Slurm after {how}: {counted(n, 'task')}" for how, n in data["restarts"].items()
     ]
-    if data["other_plan"]:
-        lines.append(
-            f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says what to do"
-        )
-    broken = [f"  not done, {why}" for why in data["broken"].values()]
-    lines += broken[:_MOST_FAILURES]
-    if data["slow_shards"]:
-        slow = data["slow_shards"]
-        shown = [f"{it['shard']:05d} ({short_time(it['wall_s'])} on {it['node']})" for it in slow]
-        lines.append(f"  slowest shards: {', '.join(shown)}")
-    if data["slow_nodes"]:
-        shown = [f"{it['node']} ({it['speed']:.0%} of the others' speed)" for it in data["slow_nodes"]]
-        lines.append(f"  slow nodes: {', '.join(shown)}")
-    lines += _efficiency_lines(data)
+    others = f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says what to do"
+    lines += [others] if data["other_plan"] else []
+    lines += [f"  not done, {why}" for why in data["broken"].values()][:_MOST_FAILURES]
+    slow = [f"{it['shard']:05d} ({short_time(it['wall_s'])} on {it['node']})" for it in data["slow_shards"]]
+    nodes = [f"{it['node']} ({it['speed']:.0%} of the others' speed)" for it in data["slow_nodes"]]
     asked = [f"{name} {item['value']} ({item['source']})" for name, item in data["asked_for"].items()]
+    lines += [f"  slowest shards: {', '.join(slow)}"] if slow else []
+    lines += [f"  slow nodes: {', '.join(nodes)}"] if nodes else []
+    lines += _efficiency_lines(data)
     lines += [f"  asked for: {', '.join(asked)}"] if asked else []
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
@@ -517,28 +498,30 @@ def metrics_text(data: dict[str, Any]) -> str:
 
     Names and labels are an interface: they stay.
     """
-    folder = {"folder": data["folder"]}
     lines: list[str] = []
 
-    def add(name: str, text: str, samples: list[tuple[dict[str, str], float | None]]) -> None:
-        known = [(labels, value) for labels, value in samples if value is not None]
-        if known:
-            lines.extend([f"# HELP shardprep_{name} {text}", f"# TYPE shardprep_{name} gauge"])
-            lines.extend(f"shardprep_{name}{_labels({**folder, **own})} {value}" for own, value in known)
+    def add(name: str, text: str, label: str, values: dict[str, float | None]) -> None:
+        known = {key: value for key, value in values.items() if value is not None}
+        lines.extend([f"# HELP shardprep_{name} {text}", f"# TYPE shardprep_{name} gauge"] if known else [])
+        for key, value in known.items():
+            labels = {"folder": data["folder"], **({label: key} if label else {})}
+            lines.append(f"shardprep_{name}{_labels(labels)} {value}")
 
-    states = [({"state": name}, float(_number(data[name]))) for name in _METRIC_STATES]
-    add("shards", "Shards of the data set by state.", list(states))
-    failed = [({"cause": cause}, float(_number(ids))) for cause, ids in data["causes"].items()]
-    add("shards_failed", "Failed shards by cause.", list(failed))
-    add("tokens", "Tokens of the shards that are done.", [({}, data["num_tokens"])])
-    speed = data["tokens_per_s"]
-    add("tokens_per_second", "Tokens per second since the newest submission.", [({}, speed)])
-    add("seconds_left", "Seconds until what is queued will be made, at this speed.", [({}, data["left_s"])])
-    hours = data["core_hours"]
-    core_hours = [({"kind": "all"}, hours["used"]), ({"kind": "failed"}, hours["failed"])]
-    add("core_hours", "Core-hours of all attempts, and of those that failed.", core_hours)
-    add("verified", "1 where index.json is there.", [({}, float(data["verified"]))])
-    add("slurm_answers", "1 where Slurm said what waits and runs.", [({}, float(not data["slurm_away"]))])
+    def add_number(name: str, text: str, value: float | None) -> None:
+        add(name, text, "", {"": value})
+
+    names = [name.replace(" ", "_") for name in _STATES]
+    states = {name: float(data[f"num_{name}"]) for name in names}
+    add("shards", "Shards of the data set by state.", "state", {**states})
+    causes = {cause: float(_number(ids)) for cause, ids in data["causes"].items()}
+    add("shards_failed", "Failed shards by cause.", "cause", {**causes})
+    add_number("tokens", "Tokens of the shards that are done.", data["num_tokens"])
+    add_number("tokens_per_second", "Tokens per second since the newest submission.", data["tokens_per_s"])
+    add_number("seconds_left", "Seconds until what is queued will be made, at this speed.", data["left_s"])
+    hours = {"all": data["core_hours"]["used"], "failed": data["core_hours"]["failed"]}
+    add("core_hours", "Core-hours of all attempts, and of those that failed.", "kind", hours)
+    add_number("verified", "1 where index.json is there.", float(data["verified"]))
+    add_number("slurm_answers", "1 where Slurm said what waits and runs.", float(not data["slurm_away"]))
     return "\n".join([*lines, ""])
 
 
@@ -547,11 +530,8 @@ def _number(ids: str) -> int:
 
 
 def _labels(labels: dict[str, str]) -> str:
-    escaped = {
-        name: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        for name, value in labels.items()
-    }
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
+    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
+    return "{" + ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items()) + "}"
 
 
 _SIGNS = {  # of the bar: state -> sign, and the one for a terminal without UTF-8
@@ -591,23 +571,20 @@ def screen_lines(data: dict[str, Any], *, width: int = 80, ascii_only: bool = Fa
 
 
 def _kinds(data: dict[str, Any], width: int) -> dict[str, list[str]]:
-    """What waits, what failed, and what somebody should look at."""
     waiting = []
     for item in data["waits_for"]:
         starts = f"expected at {item['starts'][11:16]}; " if item["starts"] else ""
         waiting.append(f"{shards_text(item['shards'])}: {starts}{item['means'] or item['reason']}")
+    unseen = f"{shards_text(data['not_visible'])} ({data['why_not_visible']})"
+    slow = [f"{it['node']} at {it['speed']:.0%} of the others' speed" for it in data["slow_nodes"]]
     return {
         "Slurm": textwrap.wrap(data["slurm_away"], max(width - _COLUMN, 20))[:2],
-        "not visible": [
-            f"{shards_text(ids)} ({data['why_not_visible']})" for ids in [data["not_visible"]] if ids
-        ],
+        "not visible": [unseen] if data["not_visible"] else [],
         "note": notes(data),
         "waits for": waiting,
         "failed": [f"{_number(ids)} {cause}: {shards_text(ids)}" for cause, ids in data["causes"].items()],
         "restarted": [f"{counted(number, 'task')} after {how}" for how, number in data["restarts"].items()],
-        "slow nodes": [
-            f"{it['node']} at {it['speed']:.0%} of the others' speed" for it in data["slow_nodes"]
-        ],
+        "slow nodes": slow,
     }
 
 
@@ -638,10 +615,8 @@ def _both_ends(left: str, right: str, width: int) -> str:
 
 def _rows(name: str, texts: Sequence[str], most: int) -> list[str]:
     shown = list(texts[:most])
-    if len(texts) > most > 1:
-        shown[-1] = f"and {len(texts) - most + 1} more"
-    elif len(texts) > most:
-        shown[-1] = f"{shown[-1]}, and {len(texts) - 1} more"
+    if (more := len(texts) - most) > 0:
+        shown[-1] = f"and {more + 1} more" if most > 1 else f"{shown[-1]}, and {more} more"
     return [f"{name if row == 0 else '':<{_COLUMN}}{text}" for row, text in enumerate(shown)]
 
 

@@ -35,7 +35,7 @@ class SubmittedMeanwhile(ReadWriteError):
     """Another submission of the same data set was recorded first."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JobIdentity:
     """What makes a job this one: a controller that lost its state gives old ids to other jobs.
 
@@ -85,12 +85,9 @@ class Submission:
     @property
     def jobs(self) -> list[JobIdentity]:
         """Its jobs, verify last."""
-        named = [(array.job_id, array.name, array.submit_time) for array in self.arrays]
-        named.append((self.verify_job_id, self.verify_name, self.verify_submit_time))
-        return [
-            JobIdentity(job_id=job_id, name=name, user=self.user, submit_time=submit_time)
-            for job_id, name, submit_time in named
-        ]
+        jobs = [JobIdentity(each.job_id, each.name, self.user, each.submit_time) for each in self.arrays]
+        verify = JobIdentity(self.verify_job_id, self.verify_name, self.user, self.verify_submit_time)
+        return [*jobs, verify]
 
     def made(self, shard: ShardMaking) -> bool:
         """Whether one of its jobs made it, by the job's number: the nodes' clocks may be wrong."""
@@ -177,10 +174,8 @@ def _read_submission(path: Path) -> Submission:
     remedy = "move it away: it only records job ids"
     try:
         fields = read_checked(path, _FORMAT, max_bytes=_MAX_BYTES)
-        arrays = [_array_of(each) for each in fields.objects("arrays")]
-        given = {"arrays": arrays} if fields.has("identity") else {"arrays": arrays, "identity": None}
-        submission = fields.all_of(Submission, **given)
-        if not arrays:
+        submission = fields.all_of(Submission, arrays=[_array_of(each) for each in fields.objects("arrays")])
+        if not submission.arrays:
             raise fields.wrong("arrays", [], "one job array or more")
         for job in submission.jobs:
             if not re.fullmatch(r"[0-9]{1,10}", job.job_id):

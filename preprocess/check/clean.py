@@ -15,8 +15,8 @@ import re
 import stat
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from preprocess.plan.plan_file import Plan
 from shardprep.console import counted, short_bytes
@@ -29,8 +29,7 @@ _SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, CRCS_DIR, "jobs")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Temporary:
+class Temporary(NamedTuple):
     """What an attempt left: a file, or a folder with all in it."""
 
     path: Path
@@ -39,23 +38,11 @@ class Temporary:
     shard_id: int | None  # None: it is of no shard
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cleaning:
+class Cleaning(NamedTuple):
     """What goes, and what stays because its attempt may live."""
 
-    removed: tuple[Temporary, ...]
-    kept: tuple[Temporary, ...]
-
-
-def find_temporaries(folder: Path) -> list[Path]:
-    """All of a data set's folder, its quarantine/, ids/, digests/, crcs/ and jobs/.
-
-    Raises NotFound where there is no folder, ReadWriteError where one cannot be listed.
-    """
-    if not is_folder(folder):
-        raise NotFound(f"{folder} is no folder, expected that of a data set")
-    places = [folder, *(folder / name for name in _SUBFOLDERS)]
-    return [place / name for place in places for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]
+    removed: list[Temporary]
+    kept: list[Temporary]
 
 
 def _temporary(path: Path) -> Temporary:
@@ -67,21 +54,25 @@ def _temporary(path: Path) -> Temporary:
         num_bytes = sum(each.st_size for each in inside)
         latest = max([latest, *(each.st_mtime for each in inside)])
     match = _OF_SHARD.match(path.name)
-    shard_id = int(match[1]) if match else None
-    return Temporary(path=path, num_bytes=num_bytes, age_s=time.time() - latest, shard_id=shard_id)
+    return Temporary(path, num_bytes, time.time() - latest, int(match[1]) if match else None)
 
 
 def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callable[[str], None]) -> Cleaning:
     """Remove the temporaries of done shards, and those that are older than 24 hours.
 
-    Without a plan no shard is done. A shard's manifest is read only where it has a temporary. Raises
-    CannotWrite where some could not be looked at or removed; all others are gone by then.
+    Without a plan no shard is done. A shard's manifest is read only where it has a temporary. Raises NotFound
+    where there is no folder, ReadWriteError where one cannot be listed, CannotWrite where some could not be
+    looked at or removed; all others are gone by then.
     """
+    if not is_folder(folder):
+        raise NotFound(f"{folder} is no folder, expected that of a data set")
+    places = [folder, *(folder / name for name in _SUBFOLDERS)]
+    paths = [place / name for place in places for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]
     removed: list[Temporary] = []
     kept: list[Temporary] = []
     is_done = functools.cache(functools.partial(_is_done, folder, plan))
     failed = ""
-    for path in find_temporaries(folder):
+    for path in paths:
         try:
             item = _temporary(path)
             if item.age_s < STALE_AFTER_S and not is_done(item.shard_id):
@@ -98,7 +89,7 @@ def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callab
         removed.append(item)
     if failed:
         raise CannotWrite(f"{failed}; {len(removed)} others were removed; ask the owner of what is left")
-    return Cleaning(removed=tuple(removed), kept=tuple(kept))
+    return Cleaning(removed, kept)
 
 
 def _remove(path: Path) -> None:

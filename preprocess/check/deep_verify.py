@@ -22,35 +22,34 @@ import itertools
 import json
 import random
 import tarfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.check.plain_reader import PlainRecord, check_readable, plain_records
 from preprocess.check.verify import Problem
-from preprocess.formats.chat import ChatTemplate, Rendered, check_chat_versions, render_conversations
+from preprocess.formats.chat import ChatTemplate, Rendered, render_conversations
 from preprocess.formats.long_documents import UncuttableText
-from preprocess.formats.text_changes import check_text_versions
-from preprocess.make.engines import NO_LOSS, Engine, load_engine
+from preprocess.make.engines import NO_LOSS, Engine, Ids
+from preprocess.make.worker import load_worker
+from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import Plan
-from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.errors import BrokenShard, ShardprepError
 from shardprep.files import errors_named
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import input_kind, place_text
-from shardprep.format.manifest import Manifest, read_manifest
+from shardprep.format.manifest import Manifest, ValidationCounts, read_manifest
 from shardprep.format.names import (
     DOC_STARTS_FIELD,
     LOSS_MASK_FIELD,
     ROW_TOKENS_FIELD,
     TEXT_FIELD,
-    TOKENIZER_DIR,
     digests_path,
     ids_path,
     quarantine_path,
@@ -68,6 +67,7 @@ _NUM_NAMED = 3  # documents of a kind of difference that are named
 _NPY_HEADER_BYTES = 128
 _SHOWN_CHARS = 40
 _DIGEST_BYTES = 16
+_COUNTS = ("num_lines", "num_empty_lines", "num_filtered", "num_documents", "num_tokens")  # of ShardCounts
 
 _Place = tuple[int, int]  # input, and where in it
 
@@ -93,25 +93,13 @@ def verify_deep(
     ``progress`` is told 1 for each shard. Raises what loading the tokenizer raises, and Refused where a
     library that changes or renders text has another version than planned.
     """
-    plan = plan.at(input_dir)
     check_readable(item.path for item in plan.inputs)
-    check_text_versions(plan.options)
-    if plan.options.is_chat:
-        check_chat_versions(plan.options.chat_versions)
-    engine = load_engine(
-        folder / TOKENIZER_DIR / TOKENIZER_FILE,
-        wanted="tokenizers",
-        allow_special_tokens=plan.options.encodes_control_tokens,
-        add_special_tokens=plan.options.add_special_tokens,
-        probe=plan.probe,
-        probe_sha256=plan.probe_sha256,
-        fast_is_equal=False,
-        warn=lambda _: None,
-    )
+    settings = WorkerSettings(engine="tokenizers", input_dir=input_dir)
+    worker = load_worker(plan, folder, settings, num_cpus=1, warn=lambda _: None)
     problems, checked = [], Counter[str]()
     for shard_id in shard_ids:
         try:
-            checked.update(_check_shard(folder, plan, shard_id, engine))
+            checked.update(_check_shard(folder, worker.plan, shard_id, worker.engine))
         except ShardprepError as error:
             problems.append(Problem(shard_id=shard_id, error=error))
         progress(1)
@@ -121,9 +109,8 @@ def verify_deep(
 def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dict[str, int]:
     """Compare a shard with its input. Raises BrokenShard, naming what differs, and what reading raises."""
     manifest = read_manifest(folder, shard_id)
-    lists = read_left_out(folder, plan.options.rewritten)
-    withdrawn = frozenset(lists.documents_of(shard_id).tolist())
-    found = _Input(plan, shard_id, engine, withdrawn=withdrawn)
+    withdrawn = read_left_out(folder, plan.options.rewritten).documents_of(shard_id)
+    found = _Input(plan, shard_id, engine, withdrawn=frozenset(withdrawn.tolist()))
     sides = (False, True) if plan.options.validation_fraction else (False,)
     held = [_Shard(folder, plan, manifest, is_validation=side).documents() for side in sides]
     differences = _compare(plan, found.documents(), held)
@@ -136,8 +123,8 @@ def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dic
             f"run: {remake_command(shard_id, folder)}, then this again. If it still differs, this version of "
             "shardprep reads that input wrongly: do not train on it, and report the places above"
         )
-    num_left_out = sum(found.left_out.values())
-    return {"documents": found.num_documents, "left out": num_left_out, "tokens": found.num_tokens}
+    num_documents, num_tokens = found.counts["num_documents"], found.counts["num_tokens"]
+    return {"documents": num_documents, "left out": found.left_out.total(), "tokens": num_tokens}
 
 
 class _Key(NamedTuple):
@@ -150,13 +137,15 @@ class _Key(NamedTuple):
 
 
 class _Document(NamedTuple):
-    """A document of the input; of rows packed best_fit, a row's worth of it."""
+    """A document of the input or of a shard; of rows packed best_fit, what a row holds of it."""
 
     key: _Key
-    place: _Place
-    line: int
-    text: str  # its beginning
-    is_validation: bool
+    number: int  # in the shard
+    line: int | None  # of the shard's input; None in rows
+    # Where it begins; of a shard what the idx names for it, or for rows that begin in it.
+    places: list[_Place]
+    text: str = ""  # its beginning
+    is_validation: bool = False
 
 
 @dataclass
@@ -166,17 +155,13 @@ class _Input:
     plan: Plan
     shard_id: int
     engine: Engine
-    num_lines: int = 0
-    num_empty_lines: int = 0
-    num_filtered: int = 0
-    num_documents: int = 0
-    num_tokens: int = 0
-    num_withdrawn: int = 0  # documents that rewrite left out
-    withdrawn: frozenset[int] = frozenset()  # their numbers
+    withdrawn: frozenset[int]  # numbers of the documents that rewrite left out
+    num_withdrawn: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # _COUNTS
     lengths: Counter[int] = field(default_factory=Counter)  # of documents, by their bits
     left_out: Counter[tuple[str, int, str]] = field(default_factory=Counter)  # input, place, reason
     ids: list[tuple[int, int, str]] = field(default_factory=list)  # input, place, id
-    sources: dict[str, Counter[str]] = field(default_factory=dict)
+    sources: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     texts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by source, as ``run`` of a manifest
     validation: Counter[str] = field(default_factory=Counter)  # documents and tokens for it
 
@@ -198,51 +183,43 @@ class _Input:
         histogram = [self.lengths[bits] for bits in range(max(self.lengths, default=-1) + 1)]
         reasons = Counter(reason for _, _, reason in self.left_out.elements())
         pairs: list[tuple[str, Any, Any]] = [
-            (name, getattr(counts, name), getattr(self, name))
-            for name in ("num_lines", "num_empty_lines", "num_filtered", "num_documents", "num_tokens")
+            *((name, getattr(counts, name), self.counts[name]) for name in _COUNTS),
+            ("quarantined", counts.quarantined, dict(reasons)),
+            ("length_histogram", counts.length_histogram, histogram),
         ]
-        pairs.append(("quarantined", counts.quarantined, dict(sorted(reasons.items()))))
-        pairs.append(("length_histogram", counts.length_histogram, histogram))
+        whats = ["num_documents", "num_tokens"]
         if counts.validation is not None:
             pairs += [
-                (f"{name} for validation", getattr(counts.validation, name), self.validation[name])
-                for name in ("num_documents", "num_tokens")
+                (f"{what} for validation", getattr(counts.validation, what), self.validation[what])
+                for what in whats
             ]
-        none: Counter[str] = Counter()
-        whats = ["num_documents", "num_tokens"]
         if not self.plan.options.source_field:  # older data sets counted bad records as their file's
             whats.append("num_quarantined")
+        for name in sorted({*counts.sources, *self.sources}):
+            there, here = counts.sources.get(name), self.sources[name]
+            pairs += [(f"{what} of source {name}", getattr(there, what, 0), here[what]) for what in whats]
+        texts = manifest.run.get("texts", self.texts)  # older data sets have none
         pairs += [
-            (f"{what} of source {name}", getattr(counts.sources.get(name), what, 0), of_source[what])
-            for name in sorted({*counts.sources, *self.sources})
-            for of_source in (self.sources.get(name, none),)
-            for what in whats
+            (f"texts of source {name}", texts.get(name), self.texts.get(name))
+            for name in sorted({*texts, *self.texts})
         ]
-        if "texts" in manifest.run:
-            there, here = manifest.run["texts"], self.texts
-            pairs += [
-                (f"texts of source {name}", there.get(name), here.get(name))
-                for name in sorted({*there, *here})
-            ]
         differing = _Named("counts of its manifest are others")
-        for name, there, here in pairs:
-            if there != here:
-                differing.add(f"{name} {there}, the input gives {here}")
+        for name, said, given in pairs:
+            if said != given:
+                differing.add(f"{name} {said}, the input gives {given}")
         return differing.words()
 
     def _texts(self) -> Iterator[PlainRecord]:
         """Yield the documents, and count what is none; ``--limit`` ends behind the last one."""
-        most = self.plan.most_documents(self.shard_id)
+        most = self.plan.shard(self.shard_id).most_documents
         if most == 0:
             return
         for record in self._rendered():
-            self.num_lines += 1
+            self.counts["num_lines"] += 1
             if record.reason:
                 self._leave_out(record)
-            elif record.is_filtered:
-                self.num_filtered += 1
-            elif not record.text:
-                self.num_empty_lines += 1
+            elif record.is_filtered or not record.text:
+                self.counts["num_filtered" if record.is_filtered else "num_empty_lines"] += 1
             else:
                 yield record
                 if most is not None and (most := most - 1) == 0:
@@ -267,10 +244,7 @@ class _Input:
 
     def _leave_out(self, record: PlainRecord) -> None:
         self.left_out[self.plan.inputs[record.source].path, record.offset, record.reason] += 1
-        self._count(self.plan.source_of(record.source), num_quarantined=1)
-
-    def _count(self, source: str, **counts: int) -> None:
-        self.sources.setdefault(source, Counter()).update(counts)
+        self.sources[self.plan.source_of(record.source)].update(num_quarantined=1)
 
     def _encoded(self, batch: list[PlainRecord]) -> Iterator[_Document]:
         short = [record for record in batch if len(record.text) <= _LONG_CHARS]
@@ -279,24 +253,24 @@ class _Input:
             end_id=self.plan.end_id,
             spans=[record.spans or [] for record in short] if self.plan.options.is_chat else None,
         )
-        parts = iter(np.split(tokens.ids, tokens.offsets[1:-1]) if short else [])
+        parts = iter(tokens.documents())
         for record in batch:
             try:
                 ids = next(parts) if len(record.text) <= _LONG_CHARS else self._encoded_in_pieces(record.text)
             except UncuttableText:
                 self._leave_out(replace(record, reason="uncuttable"))
                 continue
-            if self.num_documents + self.num_withdrawn in self.withdrawn:
-                self.num_lines, self.num_withdrawn = self.num_lines - 1, self.num_withdrawn + 1
+            if self.counts["num_documents"] + self.num_withdrawn in self.withdrawn:
+                self.counts["num_lines"] -= 1
+                self.num_withdrawn += 1
                 continue
             record = replace(record, line=record.line - self.num_withdrawn)
-            self.num_documents += 1
-            self.num_tokens += len(ids)
+            self.counts.update(num_documents=1, num_tokens=len(ids))
             self.lengths[len(ids).bit_length()] += 1
             if record.id is not None and self.plan.options.id_field:
                 self.ids.append((record.source, record.offset, record.id))
             source = record.named or self.plan.source_of(record.source)
-            self._count(source, num_documents=1, num_tokens=len(ids))
+            self.sources[source].update(num_documents=1, num_tokens=len(ids))
             self._count_text(source, record.text, len(ids))
             yield from self._documents_of(record, ids)
 
@@ -309,13 +283,12 @@ class _Input:
         length[0] += 1
         length[1] += num_tokens
 
-    def _encoded_in_pieces(self, text: str) -> npt.NDArray[np.uint32]:
+    def _encoded_in_pieces(self, text: str) -> Ids:
         """The ids of a long text. Raises UncuttableText where it is too long to be encoded at all."""
         pieces = (text[at : at + _PIECE_CHARS] for at in range(0, len(text), _PIECE_CHARS))
-        found = self.engine.encode_long(pieces, can_be_cut=self.plan.can_be_cut, end_id=self.plan.end_id)
-        return np.concatenate(list(found))
+        return self.engine.encode_long(pieces, can_be_cut=self.plan.can_be_cut, end_id=self.plan.end_id)
 
-    def _documents_of(self, record: PlainRecord, ids: npt.NDArray[np.uint32]) -> Iterator[_Document]:
+    def _documents_of(self, record: PlainRecord, ids: Ids) -> Iterator[_Document]:
         """The document as a shard holds it: best_fit cuts it into rows, and no row holds one without ids."""
         options, place = self.plan.options, (record.source, record.offset)
         digest = _digest_of(record) if options.digests else b""
@@ -337,7 +310,7 @@ class _Input:
         if keys and is_validation:
             self.validation.update(num_documents=1, num_tokens=len(ids))
         for key in keys:
-            yield _Document(key, place, record.line, record.text[:_SHOWN_CHARS], is_validation)
+            yield _Document(key, 0, record.line, [place], record.text[:_SHOWN_CHARS], is_validation)
 
 
 def _digest_of(record: PlainRecord) -> bytes:
@@ -360,43 +333,28 @@ def _hash_of_ids(ids: npt.NDArray[Any], is_begin: bool = True) -> bytes:
     return _hash(ids.astype("<u4").tobytes() + bytes([is_begin]))
 
 
-class _Held(NamedTuple):
-    """A document of a shard; of rows packed best_fit, what a row holds of it."""
-
-    key: _Key
-    number: int
-    line: int | None  # that its key names; None in rows
-    places: list[_Place]  # that the idx names for it, or for rows that begin in it
-
-
 class _Shard:
     """The samples for training or for validation of a shard's tar, one by one, beside its idx and digests."""
 
     def __init__(self, folder: Path, plan: Plan, manifest: Manifest, *, is_validation: bool) -> None:
-        shard_id, counts = manifest.shard_id, manifest.counts
+        shard_id = manifest.shard_id
+        none = ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
+        validation = manifest.counts.validation or none
         self._spec, self._path = plan.spec, tar_path(folder, shard_id)
         self._is_cut = plan.options.pack == "best_fit"
         self._ids_name = token_field(plan.spec.record, plan.spec.token_format)
         records = read_idx(folder, plan.spec, shard_id).tolist()
-        num_validation = 0 if counts.validation is None else counts.validation.num_samples
-        cut = len(records) - num_validation
+        cut = len(records) - validation.num_samples
         self._behind = {record[0] for record in records[cut:]}  # where ids of samples for validation begin
         self._is_validation = is_validation
         self._records = iter(records[cut:] if is_validation else records[:cut])
         self._remedy = f"run: {remake_command(shard_id, folder)}"
-        self._digests: Iterator[bytes] = itertools.repeat(b"")
-        if manifest.digests is not None:
-            data = digests_path(folder, shard_id).read_bytes()
-            found = [data[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES)]
-            in_validation = 0 if counts.validation is None else counts.validation.num_documents
-            own = (
-                slice(len(found) - in_validation, None)
-                if is_validation
-                else slice(len(found) - in_validation)
-            )
-            self._digests = iter(found[own])
+        data = digests_path(folder, shard_id).read_bytes() if manifest.digests is not None else b""
+        found = [data[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES)]
+        cut = len(found) - validation.num_documents
+        self._digests = iter(found[cut:] if is_validation else found[:cut])
 
-    def documents(self) -> Iterator[_Held]:
+    def documents(self) -> Iterator[_Document]:
         """Yield the documents in order. Raises BrokenShard where the idx says otherwise than the tar."""
         if self._spec.has_rows:
             yield from _documents_in(self._rows(), self._digests, is_cut=self._is_cut)
@@ -405,7 +363,7 @@ class _Shard:
         if next(self._records, None) is not None:
             raise BrokenShard(f"the idx of {self._path} has more samples than it; {self._remedy}")
 
-    def _samples(self) -> Iterator[_Held]:
+    def _samples(self) -> Iterator[_Document]:
         is_json = self._spec.kind == "json"
         header = 0 if is_json else _NPY_HEADER_BYTES
         for number, (key, members) in enumerate(_groups(self._path)):
@@ -415,14 +373,13 @@ class _Shard:
             ids = np.array(json.loads(data), np.uint32) if is_json else _array(data)
             place = self._place(offset + header, len(data) - header, len(ids))
             text = _hash(members[TEXT_FIELD][1]) if TEXT_FIELD in members else b""
-            line = int(key.rpartition("_")[2])
             key_of_ids = _Key(place, text, _hash_of_ids(ids), next(self._digests, b""))
-            yield _Held(key_of_ids, number, line, [place])
+            yield _Document(key_of_ids, number, int(key.rpartition("_")[2]), [place])
 
     def _is_of_other_side(self, offset: int) -> bool:
         return (offset in self._behind) != self._is_validation
 
-    def _rows(self) -> Iterator[tuple[npt.NDArray[np.uint32], list[int], _Place]]:
+    def _rows(self) -> Iterator[tuple[Ids, list[int], _Place]]:
         """Of each row its ids, with their mask; where documents begin; the place of its first token's."""
         seq_len = self._spec.seq_len
         for _, members in _groups(self._path):
@@ -455,21 +412,17 @@ class _Shard:
 
 
 def _documents_in(
-    rows: Iterable[tuple[npt.NDArray[np.uint32], list[int], _Place]],
-    digests: Iterator[bytes],
-    *,
-    is_cut: bool,
-) -> Iterator[_Held]:
+    rows: Iterable[tuple[Ids, list[int], _Place]], digests: Iterator[bytes], *, is_cut: bool
+) -> Iterator[_Document]:
     """The documents in rows; ``is_cut``: what goes on in another row counts for itself."""
-    held: list[npt.NDArray[np.uint32]] = []
+    held: list[Ids] = []
     places: list[_Place] = []
     is_begin, number = True, 0
 
-    def whole() -> _Held:
+    def whole() -> _Document:
         digest = next(digests, b"") if is_begin else b""
-        return _Held(
-            _Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin), digest), number, None, places
-        )
+        key = _Key(None, b"", _hash_of_ids(np.concatenate(held), is_begin), digest)
+        return _Document(key, number, None, places)
 
     for ids, starts, place in rows:
         for begin, end in itertools.pairwise(sorted({0, *starts, len(ids)})):
@@ -527,25 +480,25 @@ class _Named:
 
 
 def _beside(
-    expected: Iterator[_Document], sides: Sequence[Iterator[_Held]]
-) -> Iterator[tuple[_Document | None, _Held | None]]:
+    expected: Iterator[_Document], sides: Sequence[Iterator[_Document]]
+) -> Iterator[tuple[_Document | None, _Document | None]]:
     """Each document of the input with the next one of its side of the shard; then what is left of both."""
     for document in expected:
         yield document, next(sides[document.is_validation], None)
     yield from ((None, sample) for sample in itertools.chain(*sides))
 
 
-def _compare(plan: Plan, expected: Iterator[_Document], held: Sequence[Iterator[_Held]]) -> list[str]:
+def _compare(plan: Plan, expected: Iterator[_Document], held: Sequence[Iterator[_Document]]) -> list[str]:
     """Say which documents are missing, altered, not of the input, in another order or at another place.
 
     ``held``: those of the shard for training, and those for validation.
     """
     missing: dict[_Key, list[_Document]] = {}
-    extra: dict[_Key, list[_Held]] = {}
+    extra: dict[_Key, list[_Document]] = {}
     moved = _Named("documents in another order, or with another line or place")
     for document, sample in _beside(expected, held):
         is_in_place = False
-        pairs: list[tuple[_Document, _Held]] = []
+        pairs: list[tuple[_Document, _Document]] = []
         if document is not None and sample is not None and document.key == sample.key:
             is_in_place, pairs = not (missing or extra), [(document, sample)]
         else:
@@ -556,15 +509,15 @@ def _compare(plan: Plan, expected: Iterator[_Document], held: Sequence[Iterator[
         if plan.options.pack == "best_fit":
             continue
         for one, other in pairs:
-            is_elsewhere = any(place != one.place for place in other.places)
+            is_elsewhere = not {*other.places} <= {*one.places}
             if not is_in_place or is_elsewhere or other.line not in (None, one.line):
-                moved.add(f"document {other.number} of {_at(plan, one.place)}")
+                moved.add(f"document {other.number} of {_at(plan, one.places[0])}")
     altered = _Named("documents whose text, digest, side, or ids by the reference engine, are others")
     lost = _Named("documents of the input are missing")
     found = _Named("documents are not in the input")
     samples = {sample.key.place or sample.number: sample for each in extra.values() for sample in each}
     for document in itertools.chain.from_iterable(missing.values()):
-        words = f"{_at(plan, document.place)} {document.text!r}"
+        words = f"{_at(plan, document.places[0])} {document.text!r}"
         is_altered = samples.pop(document.key.place, None) is not None if document.key.place else False
         (altered if is_altered else lost).add(words)
     for sample in samples.values():
@@ -573,11 +526,9 @@ def _compare(plan: Plan, expected: Iterator[_Document], held: Sequence[Iterator[
     return altered.words() + lost.words() + found.words() or moved.words()
 
 
-_One = TypeVar("_One", _Document, _Held)
-_Other = TypeVar("_Other", _Document, _Held)
-
-
-def _kept(one: _One, others: dict[_Key, list[_Other]], ones: dict[_Key, list[_One]]) -> _Other | None:
+def _kept(
+    one: _Document, others: dict[_Key, list[_Document]], ones: dict[_Key, list[_Document]]
+) -> _Document | None:
     """Take what equals ``one`` out of ``others``; where there is none, keep ``one`` among ``ones``."""
     if (equal := others.get(one.key)) is None:
         ones.setdefault(one.key, []).append(one)

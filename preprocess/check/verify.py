@@ -8,6 +8,7 @@ osts.json is a hint: readers take an order of opening from it that spreads them 
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,16 +21,18 @@ import numpy.typing as npt
 import lustre
 from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
-from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, ShardprepError
+from shardprep.errors import BrokenShard, ReadWriteError, Refused, ShardprepError
 from shardprep.files import (
     NOT_THERE,
     STALE_AFTER_S,
     HashedFile,
     errors_named,
+    make_folder,
     publish_bytes,
     read_regular,
     remove_temporaries,
 )
+from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.idx import ChunkCrcs, crcs_dtype, crcs_header, read_idx
 from shardprep.format.input_formats import input_kind
@@ -54,8 +57,11 @@ from shardprep.format.names import (
 from shardprep.format.shards import RawIds, ids_of, raw_ids
 from shardprep.format.withdrawals import read_left_out, read_withdrawals
 
+Records = npt.NDArray[np.void]
+_NUM_THREADS = 4  # hashing releases the interpreter's lock
 
-def _publish_crcs(folder: Path, manifest: Manifest, crcs: npt.NDArray[np.void]) -> None:
+
+def _publish_crcs(folder: Path, manifest: Manifest, crcs: Records) -> None:
     """Write crcs/shard-N.crc of a proved shard unless it is there and right.
 
     Raises CannotWrite, ReadWriteError or BrokenShard.
@@ -65,25 +71,20 @@ def _publish_crcs(folder: Path, manifest: Manifest, crcs: npt.NDArray[np.void]) 
     head = crcs_header(manifest.spec, shard_id, manifest.tar.sha256)
     content = head + crcs.tobytes() + chunks.table()
     path = crcs_path(folder, shard_id)
-    if _content_of(path, len(content)) == content:
-        return
-    try:
-        path.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise CannotWrite(f"{path.parent} cannot be made: {error.strerror}") from None
+    with contextlib.suppress(*NOT_THERE, BrokenShard):
+        if read_regular(path, max_bytes=len(content)) == content:
+            return
+    make_folder(path.parent)
     remove_temporaries(path.parent, shard_name(shard_id), older_than_s=STALE_AFTER_S)
     publish_bytes(path, content)
 
 
-def _content_of(path: Path, num_bytes: int) -> bytes:
-    """Of the file as it is; nothing where there is none of that size."""
-    try:
-        return read_regular(path, max_bytes=num_bytes)
-    except (*NOT_THERE, BrokenShard):
-        return b""
+class _Wrong(Exception):
+    """What is wrong with a shard that counts as done, and so must be made anew."""
 
-
-_NUM_THREADS = 4  # hashing releases the interpreter's lock
+    def __init__(self, what: str, kind: type[ShardprepError] = BrokenShard) -> None:
+        super().__init__(what)
+        self.kind = kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +116,12 @@ def verify_dataset(
     def check(shard_id: int) -> Manifest | Problem:
         try:
             manifest = check_shard(folder, shard_id, plan.plan_id)
-            _check_coverage(folder, plan, manifest, sizes[shard_id])
+            _check_coverage(plan, manifest, sizes[shard_id])
             if not fast:
                 _check_bytes(folder, plan, manifest, crcs=crcs)
+        except _Wrong as wrong:
+            text = f"{wrong}; run: {remake_command(shard_id, folder)}"
+            return Problem(shard_id=shard_id, error=wrong.kind(text))
         except ShardprepError as error:
             return Problem(shard_id=shard_id, error=error)
         except OSError as error:
@@ -139,23 +143,16 @@ def verify_dataset(
     return [], index
 
 
-def _check_coverage(folder: Path, plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
+def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
     """That a shard was made of exactly the bytes that the plan gives it, for this spec."""
+    name, found = f"shard {manifest.shard_id:05d}", manifest.counts.input_bytes
     if manifest.spec != plan.spec:
-        raise Refused(
-            f"the manifest of shard {manifest.shard_id:05d} describes another data set than plan.json; "
-            f"run: {remake_command(manifest.shard_id, folder)}"
-        )
-    if manifest.counts.input_bytes != planned_bytes:
-        raise BrokenShard(
-            f"shard {manifest.shard_id:05d} was made of {manifest.counts.input_bytes} input bytes, the plan "
-            f"gives it {planned_bytes}; run: {remake_command(manifest.shard_id, folder)}"
-        )
+        raise _Wrong(f"the manifest of {name} describes another data set than plan.json", Refused)
+    if found != planned_bytes:
+        raise _Wrong(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
     if (manifest.digests is not None) != plan.options.digests:
-        raise BrokenShard(
-            f"the manifest of shard {manifest.shard_id:05d} has {'no' if plan.options.digests else 'some'} "
-            f"digests, other than the plan; run: {remake_command(manifest.shard_id, folder)}"
-        )
+        has = "no" if plan.options.digests else "some"
+        raise _Wrong(f"the manifest of {name} has {has} digests, other than the plan")
 
 
 def _check_bytes(folder: Path, plan: Plan, manifest: Manifest, *, crcs: bool) -> None:
@@ -167,8 +164,8 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest, *, crcs: bool) ->
     with errors_named(path), HashedFile(path) as tar:
         try:
             records = _check_idx(folder, plan, manifest)
-            found = _check_ids(folder, manifest, tar, records, crcs=crcs)
-        except ShardprepError:
+            found = _check_ids(manifest.spec, tar, records, crcs=crcs)
+        except (ShardprepError, _Wrong):
             check_hashes(folder, manifest, tar_sha256=tar.sha256())
             raise
         check_hashes(folder, manifest, tar_sha256=tar.sha256())
@@ -176,18 +173,18 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest, *, crcs: bool) ->
         _publish_crcs(folder, manifest, found)
 
 
-def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> npt.NDArray[np.void]:
+def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     """That an idx agrees with the manifest's counts and the plan's ranges; its records."""
     shard_id, counts = manifest.shard_id, manifest.counts
     entries = read_idx(folder, plan.spec, shard_id)
     found = (len(entries), int(entries["num_tokens"].sum(dtype=np.int64)))
     if found != (counts.num_samples, counts.num_tokens):
-        raise BrokenShard(
+        raise _Wrong(
             f"the idx of shard {shard_id:05d} has {found[0]} samples of {found[1]} tokens, its manifest says "
-            f"{counts.num_samples} of {counts.num_tokens}; run: {remake_command(shard_id, folder)}"
+            f"{counts.num_samples} of {counts.num_tokens}"
         )
-    _check_places(folder, manifest, entries)
-    sides = _check_sides(folder, plan, manifest, entries)
+    _check_places(manifest, entries)
+    sides = _check_sides(plan, manifest, entries)
     if len(entries):
         (first, start), (last, end) = plan.boundaries[shard_id], plan.boundaries[shard_id + 1]
         places = list(zip(entries["source"].tolist(), entries["source_offset"].tolist(), strict=True))
@@ -198,16 +195,11 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> npt.NDArray[np.v
         before = (first, start if _is_in_bytes(plan, first) else 0)
         behind = (last, end) if not end or _is_in_bytes(plan, last) else (last + 1, 0)
         if not in_order or min(places) < before or max(places) >= behind:
-            raise BrokenShard(
-                f"the idx of shard {shard_id:05d} names sources outside of its part of the plan; "
-                f"run: {remake_command(shard_id, folder)}"
-            )
+            raise _Wrong(f"the idx of shard {shard_id:05d} names sources outside of its part of the plan")
     return entries
 
 
-def _check_sides(
-    folder: Path, plan: Plan, manifest: Manifest, records: npt.NDArray[np.void]
-) -> tuple[slice, slice]:
+def _check_sides(plan: Plan, manifest: Manifest, records: Records) -> tuple[slice, slice]:
     """The rows for training and those for validation, once both, and the digests, are as many as is said."""
     shard_id, counts = manifest.shard_id, manifest.counts
     validation = counts.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
@@ -217,10 +209,10 @@ def _check_sides(
     found = (int(begin_in[held].sum()), int(records["num_tokens"][held].sum(dtype=np.int64)))
     num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // DIGEST_BYTES
     if found != (validation.num_documents, validation.num_tokens) or num_digests != num_begun:
-        raise BrokenShard(
+        raise _Wrong(
             f"the idx of shard {shard_id:05d} has {found[0]} documents of {found[1]} tokens for validation, "
             f"and {num_begun} documents in all; its manifest says {validation.num_documents} of "
-            f"{validation.num_tokens}, and {num_digests} digests; run: {remake_command(shard_id, folder)}"
+            f"{validation.num_tokens}, and {num_digests} digests"
         )
     return slice(0, first), held
 
@@ -229,7 +221,7 @@ def _is_in_bytes(plan: Plan, input_number: int) -> bool:
     return input_number == len(plan.inputs) or input_kind(plan.inputs[input_number].path).is_in_bytes
 
 
-def _check_places(folder: Path, manifest: Manifest, records: npt.NDArray[np.void]) -> None:
+def _check_places(manifest: Manifest, records: Records) -> None:
     """That ids, starts and masks lie within the tar, with the bytes that they must have."""
     spec, shard_id, tar_bytes = manifest.spec, manifest.shard_id, manifest.tar.num_bytes
     tokens, size = records["num_tokens"].astype(np.int64), records["num_bytes"]
@@ -244,21 +236,18 @@ def _check_places(folder: Path, manifest: Manifest, records: npt.NDArray[np.void
         if spec.kind == "chat":
             wrong |= records["mask_offset"] > tar_bytes - spec.seq_len
     if wrong.any():
-        raise BrokenShard(
+        raise _Wrong(
             f"the idx of shard {shard_id:05d} places sample {int(wrong.argmax())} where it cannot be in a "
-            f"tar of {tar_bytes} bytes; run: {remake_command(shard_id, folder)}"
+            f"tar of {tar_bytes} bytes"
         )
 
 
-def _check_ids(
-    folder: Path, manifest: Manifest, tar: HashedFile, records: npt.NDArray[np.void], *, crcs: bool
-) -> npt.NDArray[np.void]:
+def _check_ids(spec: DatasetSpec, tar: HashedFile, records: Records, *, crcs: bool) -> Records:
     """That every id is one of the vocabulary, each JSON list has its tokens, and the tar has its end.
 
     Places were checked. Returns the crc32s of all samples; with ``crcs`` alone they are filled in. A million
-    tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises BrokenShard or ReadWriteError.
+    tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises _Wrong, BrokenShard or ReadWriteError.
     """
-    spec, remedy = manifest.spec, f"run: {remake_command(manifest.shard_id, folder)}"
     in_tar = np.argsort(records["offset"], kind="stable")  # as the idx, but for samples for validation
     records = records[in_tar]
     found = np.zeros(len(records), crcs_dtype(spec.kind))
@@ -266,20 +255,18 @@ def _check_ids(
     try:
         for ids in ids_of(spec, records, raws):
             if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
-                raise BrokenShard(
+                raise _Wrong(
                     f"{tar.path} holds the token id {int(ids.max())}, the vocabulary has "
-                    f"{spec.tokenizer.vocab_size}; {remedy}"
+                    f"{spec.tokenizer.vocab_size}"
                 )
     except (ValueError, OverflowError) as error:
-        raise BrokenShard(f"{tar.path} holds token ids that cannot be read ({error}); {remedy}") from None
+        raise _Wrong(f"{tar.path} holds token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
-        raise BrokenShard(f"{tar.path} does not end in two zero blocks; {remedy}")
+        raise _Wrong(f"{tar.path} does not end in two zero blocks")
     return found[np.argsort(in_tar)]
 
 
-def _read_forward(
-    tar: HashedFile, records: npt.NDArray[np.void], seq_len: int, crcs: npt.NDArray[np.void] | None
-) -> Iterator[RawIds]:
+def _read_forward(tar: HashedFile, records: Records, seq_len: int, crcs: Records | None) -> Iterator[RawIds]:
     """The bytes of all ids in their order, and of each sample the crc32s that ``crcs`` has.
 
     Document starts and loss masks stand before the ids of their member, so they are read first, and the tar

@@ -19,19 +19,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow.ipc as ipc
 
 from preprocess.formats.columns import InputStream, fields_in, refused_by_name, row_documents
-from preprocess.formats.format import (
-    DocumentBatch,
-    Inspected,
-    Reading,
-    Start,
-    no_documents,
-    starts_among,
-)
-from preprocess.formats.inputs import OpenInput, RangeReader
+from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
+from preprocess.formats.inputs import OpenInput, RangeReader, unreadable
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput
@@ -55,25 +47,21 @@ class Message(NamedTuple):
     is_packed: bool  # its buffers are compressed
 
 
-def has_footer(file: OpenInput) -> bool:
-    """Whether a file is of the file format, and not of the stream format. Raises BadInput for neither."""
-    size = file.stamp.num_bytes
-    head = file.read(0, min(size, 8))
-    if head.startswith(_MAGIC) and file.read(size - 6, size) != _MAGIC:
-        raise _broken(file, f"it does not end in {_MAGIC!r}")
-    if not head.startswith(_MAGIC) and head[:4] != CONTINUES:
-        raise _broken(file, f"it begins with {head!r}")
-    return head.startswith(_MAGIC)
-
-
 def messages_of(file: OpenInput) -> Iterator[Message]:
-    """The messages of a file, in order; of the file format the record batches alone.
+    """The messages of a file, in order: a stream's begin with its schema; of the file format the record
+    batches alone.
 
     Their headers are read, and of the file format its footer. Raises BadInput, naming the byte.
     """
-    if has_footer(file):
+    size = file.stamp.num_bytes
+    head = file.read(0, min(size, 8))
+    if head.startswith(_MAGIC):
+        if file.read(size - 6, size) != _MAGIC:
+            raise _broken(file, f"it does not end in {_MAGIC!r}")
         yield from _listed_batches(file)
         return
+    if head[:4] != CONTINUES:
+        raise _broken(file, f"it begins with {head!r}")
     position = 0
     while (message := _message_at(file, position)) is not None:
         if (message.kind == SCHEMA) != (position == 0):
@@ -113,7 +101,7 @@ def _check_nothing_at(file: OpenInput, position: int, end: int) -> None:
         raise _broken(file, f"its footer does not list the message at byte {position}")
 
 
-def _footer(file: OpenInput) -> tuple[int, list[tuple[int, int, int, int]]]:
+def _footer(file: OpenInput) -> tuple[int, list[list[int]]]:
     """Where the footer begins, and what it lists: kind, first byte, and bytes of header and body of each."""
     size = file.stamp.num_bytes
     if size < 18:
@@ -123,16 +111,18 @@ def _footer(file: OpenInput) -> tuple[int, list[tuple[int, int, int, int]]]:
     if not 0 < num_bytes <= _MOST_HEADER_BYTES or start < 8:
         raise _broken(file, f"its footer has {num_bytes} bytes, it says")
     data = file.read_all(start, size - 10)
-    blocks: list[tuple[int, int, int, int]] = []
+    blocks: list[list[int]] = []
     try:
         root = struct.unpack_from("<I", data, 0)[0]
         for number, kind in ((2, DICTIONARY), (3, BATCH)):
-            if _slot(data, root, number, optional=True):
-                listed = _structs(data, root, number, 3)
+            if slot := _slot(data, root, number):
+                vector = slot + struct.unpack_from("<I", data, slot)[0]
+                num = struct.unpack_from("<I", data, vector)[0]
+                listed = np.frombuffer(data, "<i8", 3 * num, vector + 4).reshape(num, 3).copy()
                 listed[:, 1] &= 0xFFFFFFFF  # of 32 bits, and as many without a meaning
                 if kind == BATCH and np.any(np.diff(listed[:, 0]) <= 0):
                     raise _broken(file, "its footer lists record batches in another order than they stand in")
-                blocks += [(kind, *block) for block in listed.tolist()]
+                blocks += [[kind, *block] for block in listed.tolist()]
     except (struct.error, IndexError, ValueError):
         raise _broken(file, "its footer is damaged") from None
     return start, blocks
@@ -162,59 +152,46 @@ def _message_at(file: OpenInput, position: int) -> Message | None:
 
 
 def _broken(file: OpenInput, why: str) -> BadInput:
-    return BadInput(
-        f"input {file.path} cannot be read as Arrow: {why}; bring a whole file, or move it away and plan anew"
-    )
+    return unreadable(file, f"cannot be read as Arrow: {why}")
 
 
 def _header(data: bytes) -> tuple[int, int, int, bool]:
     """Kind, rows and bytes of the body of a message, and whether its buffers are compressed."""
     root = struct.unpack_from("<I", data, 0)[0]
-    kind = struct.unpack_from("<B", data, _slot(data, root, 1))[0]
-    body_slot = _slot(data, root, 3, optional=True)
-    body_bytes = struct.unpack_from("<q", data, body_slot)[0] if body_slot else 0
+    kind, inner = _number(data, root, 1, "<B"), _slot(data, root, 2)
+    body_bytes = _number(data, root, 3, "<q")
     num_rows, is_packed = 0, False
-    if kind == BATCH:
-        inner = _slot(data, root, 2)
+    if kind == BATCH and inner:
         table = inner + struct.unpack_from("<I", data, inner)[0]
-        rows_slot = _slot(data, table, 0, optional=True)
-        num_rows = struct.unpack_from("<q", data, rows_slot)[0] if rows_slot else 0
-        is_packed = _slot(data, table, 3, optional=True) > 0
-    if kind not in (SCHEMA, DICTIONARY, BATCH) or body_bytes < 0 or num_rows < 0:
+        num_rows, is_packed = _number(data, table, 0, "<q"), _slot(data, table, 3) > 0
+    is_known = kind in (SCHEMA, DICTIONARY) or (kind == BATCH and inner)
+    if not is_known or body_bytes < 0 or num_rows < 0:
         raise ValueError(f"kind {kind}")
     return kind, num_rows, body_bytes, is_packed
 
 
-def _slot(data: bytes, table: int, number: int, *, optional: bool = False) -> int:
-    """Where a field of a flatbuffer's table lies; 0 for one that is absent and may be."""
+def _number(data: bytes, table: int, number: int, code: str) -> int:
+    slot = _slot(data, table, number)
+    return int(struct.unpack_from(code, data, slot)[0]) if slot else 0
+
+
+def _slot(data: bytes, table: int, number: int) -> int:
+    """Where a field of a flatbuffer's table lies; 0 where it is absent."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     num_bytes = struct.unpack_from("<H", data, vtable)[0]
     entry = 4 + 2 * number
     offset = struct.unpack_from("<H", data, vtable + entry)[0] if entry + 2 <= num_bytes else 0
-    if not offset:
-        if optional:
-            return 0
-        raise ValueError("a field is missing")
-    return int(table + offset)
-
-
-def _structs(data: bytes, table: int, number: int, width: int) -> npt.NDArray[np.int64]:
-    """A vector of structs of ``width`` 64-bit integers: int64[n, width]."""
-    slot = _slot(data, table, number)
-    vector = slot + struct.unpack_from("<I", data, slot)[0]
-    num = struct.unpack_from("<I", data, vector)[0]
-    return np.frombuffer(data, "<i8", width * num, vector + 4).reshape(num, width).astype(np.int64)
+    return int(table + offset) if offset else 0
 
 
 class Arrow:
     """``.arrow``."""
 
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
-        """See Format. Raises BadInput for another kind of file, or a missing column."""
+        """Raises BadInput for another kind of file, or a missing column."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        first = next(messages_of(file), None)
-        _open(file, [] if first is None or has_footer(file) else [first], reading.fields, None)
+        _open(file, list(itertools.islice(messages_of(file), 1)), reading.fields, None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
 
     def starts(
@@ -223,14 +200,12 @@ class Arrow:
         stretches: Sequence[tuple[int, int]],
         reading: Reading,  # noqa: ARG002
     ) -> list[Start | None]:
-        """See Format."""
         messages = messages_of(file) if file.stamp.num_bytes else iter(())
         return starts_among((Start(each.start) for each in messages if each.kind == BATCH), file, stretches)
 
     def read(
         self, reader: RangeReader, reading: Reading, line: int
     ) -> Iterator[DocumentBatch | LongDocument]:
-        """See Format: the record batches that begin in the part."""
         file, part = reader.file, reader.part
         reader.hash_rest()
         if not file.stamp.num_bytes:
@@ -239,12 +214,12 @@ class Arrow:
         own = [each for each in messages if each.kind != BATCH or each.start >= part.start]
         before = [each for each in messages if each.kind == BATCH and each.start < part.start]
         batches = [each for each in own if each.kind == BATCH]
-        streamed = [] if has_footer(file) else own
         is_large = any(each.end - each.start > _LARGE_BYTES and not each.is_packed for each in batches)
         memory = file.mapped() if is_large else None
-        arrow_reader, stream, fields = _open(file, streamed, reading.fields, memory)
+        arrow_reader, stream, fields = _open(file, own, reading.fields, memory)
         numbers = range(len(before), len(before) + len(batches))
-        arrays = iter(arrow_reader) if streamed else map(arrow_reader.get_batch, numbers)
+        is_file = hasattr(arrow_reader, "get_batch")  # which a stream has not
+        arrays = map(arrow_reader.get_batch, numbers) if is_file else iter(arrow_reader)
         place = reader.place(sum(each.num_rows for each in before), line)
         reading = dataclasses.replace(reading, fields=fields)
         with refused_by_name(file, "Arrow", stream):
@@ -258,14 +233,15 @@ class Arrow:
 
 
 def _open(
-    file: OpenInput, streamed: list[Message], fields: TextFields, memory: mmap.mmap | None
+    file: OpenInput, messages: list[Message], fields: TextFields, memory: mmap.mmap | None
 ) -> tuple[Any, InputStream, TextFields]:
     """pyarrow's reader of the columns in use, what it reads from, and the fields where the file has them.
 
-    It reads a file of the file format, or else the messages ``streamed``. Raises BadInput, ReadWriteError.
+    Of a stream it reads these messages, the schema first. Raises BadInput, ReadWriteError.
     """
-    stream = InputStream(file, [(each.start, each.end) for each in streamed], memory)
-    opened = ipc.open_stream if streamed else ipc.open_file
+    is_stream = bool(messages) and messages[0].kind == SCHEMA
+    stream = InputStream(file, [(each.start, each.end) for each in messages] if is_stream else [], memory)
+    opened = ipc.open_stream if is_stream else ipc.open_file
     with refused_by_name(file, "Arrow", stream):
         schema = opened(stream).schema
         fields = fields_in(file, schema, fields)
@@ -273,7 +249,7 @@ def _open(
         numbers = [number for number, name in enumerate(schema.names) if name in wanted]
         stream.seek(0)
         # Of the file format pyarrow would copy the columns.
-        included = numbers if streamed or memory is None else []
+        included = numbers if is_stream or memory is None else []
         options = ipc.IpcReadOptions(included_fields=included, use_threads=False)
         return opened(stream, options=options), stream, fields
 

@@ -33,6 +33,7 @@ from typing import IO, Any, NamedTuple
 from preprocess.formats.text_fields import UnusableText
 from shardprep.console import guard_streams
 from shardprep.errors import ReadWriteError, Refused, UsageError
+from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
@@ -44,7 +45,6 @@ _CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.formats.chat imp
 
 
 def _turns(*texts: str) -> list[dict[str, Any]]:
-    """Messages of "role: content"."""
     return [dict(zip(("role", "content"), text.split(": ", 1), strict=True)) for text in texts]
 
 
@@ -84,14 +84,11 @@ class ChatTemplate(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A conversation as it is encoded."""
-
     text: str
     spans: Spans  # what the assistant wrote, ascending
 
 
 def chat_versions() -> str:
-    """The versions of what renders, here."""
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES)
 
 
@@ -192,13 +189,18 @@ _LOCK = threading.Lock()
 
 
 def _asked(question: dict[str, Any]) -> Any:
-    """The answer of this process's renderer. Raises ReadWriteError where it dies."""
+    """What this process's renderer answers: a line of JSON to a line of JSON."""
     with _LOCK:
+        child = _child()
+        assert child.stdin is not None
+        assert child.stdout is not None
         try:
-            return _process().ask(question)
+            child.stdin.write(json.dumps(question).encode() + b"\n")
+            child.stdin.flush()
+            return json.loads(child.stdout.readline())
         except (OSError, ValueError):  # no line, or half of one
-            code = _process().end()
-            _process.cache_clear()
+            code = _end(child)
+            _child.cache_clear()
             raise ReadWriteError(
                 f"the process that renders chat templates ended with {code} and without a word; is there too "
                 "little memory? Run this again"
@@ -206,45 +208,27 @@ def _asked(question: dict[str, Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _process() -> _Process:
+def _child() -> subprocess.Popen[bytes]:
     """The one process that renders for this one; it ends with it."""
-    process = _Process()
-    atexit.register(process.end)
-    return process
+    command = [sys.executable, "-c", _CODE, str(HOME)]
+    environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    with stop_signals_wait():
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
+    atexit.register(_end, child)
+    return child
 
 
-class _Process:
-    """A process that renders; question and answer are a line of JSON each."""
-
-    def __init__(self) -> None:
-        home = str(Path(__file__).parents[1])
-        environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-        with stop_signals_wait():
-            self._child = subprocess.Popen(
-                [sys.executable, "-c", _CODE, home],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environ,
-            )
-
-    def ask(self, question: dict[str, Any]) -> Any:
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        self._child.stdin.write(json.dumps(question).encode() + b"\n")
-        self._child.stdin.flush()
-        return json.loads(self._child.stdout.readline())
-
-    def end(self) -> int:
-        """It ends when it is asked nothing more; returns its exit code."""
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-        try:
-            return self._child.wait(_ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:  # a template that does not end
-            self._child.kill()
-            return self._child.wait()
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """A renderer ends when it is asked nothing more; returns its exit code."""
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    try:
+        return child.wait(_ENDS_WITHIN_S)
+    except subprocess.TimeoutExpired:  # a template that does not end
+        child.kill()
+        return child.wait()
 
 
 def serve() -> None:
@@ -273,7 +257,6 @@ def _say(answers: IO[bytes], what: Any) -> None:
 
 
 def _tokenizer_facts(folder: str) -> dict[str, Any]:
-    """The template and the special tokens that transformers finds in a tokenizer's folder."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

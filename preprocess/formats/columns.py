@@ -16,15 +16,9 @@ import pyarrow as arrow
 import pyarrow.compute as compute
 
 from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of
-from preprocess.formats.inputs import OpenInput, Place
+from preprocess.formats.inputs import OpenInput, Place, unreadable
 from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import (
-    FieldPath,
-    MessageFields,
-    TextFields,
-    UnusableText,
-    name_of,
-)
+from preprocess.formats.text_fields import FieldPath, MessageFields, TextFields, UnusableText, name_of
 from shardprep.errors import BadInput, ReadWriteError
 
 _MOST_ROWS = 8192
@@ -93,10 +87,7 @@ def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator
         if stream.error is not None:
             raise stream.error from None
         words = str(error).split("\n")[0][:200]
-        raise BadInput(
-            f"input {file.path} cannot be read as {name} ({words}); bring a whole file, or move it "
-            "away and plan anew"
-        ) from None
+        raise unreadable(file, f"cannot be read as {name} ({words})") from None
 
 
 # What pyarrow's errors are, and what its Python part raises for values that no writer writes. A damaged size
@@ -151,14 +142,12 @@ def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
 
 
 def _inner(kind: Any) -> list[tuple[str, Any]]:
-    """Names and types of a table's columns or a struct's fields; nothing for another type."""
     if not isinstance(kind, (arrow.Schema, arrow.StructType)):
         return []
     return [(kind.field(number).name, kind.field(number).type) for number in range(len(kind))]
 
 
 def _what_lacks(file: OpenInput, schema: Any, path: FieldPath) -> str:
-    """What of a table is missing, so that there is no such column."""
     kind = schema
     for position, name in enumerate(path):
         inner = _inner(kind)
@@ -187,7 +176,6 @@ def is_one_of(kind: Any, names: tuple[str, ...]) -> bool:
 
 
 def column_names(fields: TextFields) -> list[str]:
-    """The columns to read: nothing but what is used."""
     return [".".join(path) for path in fields.paths]
 
 
@@ -213,31 +201,25 @@ def row_documents(
             while num > 1 and _num_bytes(columns.values(), first, num) > 8 * reading.batch_bytes:
                 num //= 2
             values = {path: _values(column, first, num) for path, column in columns.items()}
-            block = _block(values, num, none.start, fields, num_bytes)
+            of_text = [values[path] for path in fields.text_paths]
+            texts: Sequence[str | UnusableText] = of_text[0]
+            if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
+                texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
+            ids, sources = (
+                list(map(name_of, values[path])) if path else None
+                for path in (fields.id_path, fields.source_path)
+            )
+            block = RecordBlock(
+                texts=texts,
+                starts=np.arange(num, dtype=np.int64) + none.start,
+                sizes=np.ones(num, np.int64),
+                num_bytes=num_bytes,
+                ids=ids,
+                sources=sources,
+            )
             yield from batches_of(block, none)
             none = dataclasses.replace(none, start=none.start + num, line=none.line + num)
             first, num_bytes = first + max(1, num), 0
-
-
-def _block(
-    values: dict[FieldPath, list[Any]], num_rows: int, start: int, fields: TextFields, num_bytes: int
-) -> RecordBlock:
-    columns = [values[path] for path in fields.text_paths]
-    texts: Sequence[str | UnusableText] = columns[0]
-    if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
-        texts = [fields.text_of_values(of_row) for of_row in zip(*columns, strict=True)]
-    ids, sources = (
-        [name_of(value) for value in values[path]] if path else None
-        for path in (fields.id_path, fields.source_path)
-    )
-    return RecordBlock(
-        texts=texts,
-        starts=np.arange(num_rows, dtype=np.int64) + start,
-        sizes=np.ones(num_rows, np.int64),
-        num_bytes=num_bytes,
-        ids=ids,
-        sources=sources,
-    )
 
 
 def _column(batch: Any, path: FieldPath) -> Any:
@@ -280,7 +262,6 @@ def _num_bytes(columns: Iterable[Any], first: int, num: int) -> int:
 
 
 def _values(column: Any, first: int, num: int) -> list[Any]:
-    """The values of some rows; what cannot be decoded is an UnusableText."""
     if column is None:
         return [None] * num
     rows = column.slice(first, num)

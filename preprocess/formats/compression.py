@@ -1,4 +1,4 @@
-"""Compressed input: its text in pieces, in bounded memory, and the places where it may be entered.
+"""Lines, plain or compressed: their text in pieces, in bounded memory, and where it may be entered.
 
 A compressed file is read whole, unless the file itself says where frames begin: bgzip's blocks do, and zstd's
 seekable format with a table at the file's end. A frame knows nothing of lines, so a part that begins at one
@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import importlib
 import itertools
 import lzma
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from preprocess.formats.format import Reading, Start, starts_among, whole_file_starts
-from preprocess.formats.inputs import OpenInput, RangeReader
-from preprocess.formats.lines import FirstLineEnd, TextPiece, first_line_start, plain_pieces
+from preprocess.formats.format import Inspected, Reading, Start, starts_among
+from preprocess.formats.inputs import OpenInput, RangeReader, unreadable
+from preprocess.formats.lines import FirstLineEnd, TextPiece, first_line_end, first_line_start
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 
@@ -113,13 +114,10 @@ def _xz_stream() -> lzma.LZMADecompressor:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What decompressors raise for data that is not theirs."""
     found: list[type[Exception]] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
     for module, name in (("isal.isal_zlib", "error"), ("zstandard", "ZstdError")):
-        try:
-            found.append(getattr(__import__(module, fromlist=[name]), name))
-        except (ImportError, AttributeError):
-            continue
+        with contextlib.suppress(ImportError, AttributeError):
+            found.append(getattr(importlib.import_module(module), name))
     return tuple(found)
 
 
@@ -131,19 +129,6 @@ COMPRESSIONS = {
     ".xz": Compression(name="xz", magics=(b"\xfd7zXZ\0",), open=_xz_stream, may_end_in_zeros=True),
     ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=bz2.BZ2Decompressor),
 }
-
-
-class _Feed:
-    """The compressed bytes of a span of a file, one block after the other."""
-
-    def __init__(self, read: Callable[[int, int], bytes], span: tuple[int, int]) -> None:
-        self._read = read
-        self.position, self._end = span
-
-    def next(self) -> bytes:
-        """The next block; nothing at the end."""
-        start, self.position = self.position, min(self.position + _READ_BYTES, self._end)
-        return self._read(start, self.position)
 
 
 def decompressed(
@@ -158,48 +143,53 @@ def decompressed(
 
     Raises BadInput, naming file and byte, for what is no such member, is damaged or cut short.
     """
-    feed = _Feed(read, span)
-    told, held, num_held = span[0], [], 0
-    for text in _texts(file, compression, feed, piece_bytes, zstd_long):
+    told, held, num_held = span[0], list[bytes](), 0
+    for text, position in _texts(file, compression, read, span, piece_bytes, zstd_long):
         held.append(text)
         num_held += len(text)
         if num_held >= piece_bytes:
-            yield TextPiece(b"".join(held), feed.position - told)
-            told, held, num_held = feed.position, [], 0
-    yield TextPiece(b"".join(held), feed.position - told)
+            yield TextPiece(b"".join(held), position - told)
+            told, held, num_held = position, [], 0
+    yield TextPiece(b"".join(held), span[1] - told)
 
 
 def _texts(
-    file: OpenInput, compression: Compression, feed: _Feed, most_bytes: int, zstd_long: int
-) -> Iterator[bytes]:
-    """What each call of a decompressor gives, member after member."""
-    errors, data, leading = _errors(), b"", b""
+    file: OpenInput,
+    compression: Compression,
+    read: Callable[[int, int], bytes],
+    span: tuple[int, int],
+    most_bytes: int,
+    zstd_long: int,
+) -> Iterator[tuple[bytes, int]]:
+    """What each call of a decompressor gives, member after member, and up to which byte was read for it."""
+    starts = range(*span, _READ_BYTES)
+    blocks = (read(start, min(start + _READ_BYTES, span[1])) for start in starts)
+    errors, position, data, leading = _errors(), span[0], b"", b""
     while True:
         data = data.lstrip(leading)
-        while len(data) < _HEADER_BYTES and (block := feed.next()):
+        while len(data) < _HEADER_BYTES and (block := next(blocks, b"")):
+            position += len(block)
             data = (data + block).lstrip(leading)
         if not data:
             return
-        _check_magic(file, compression, data, feed.position - len(data))
-        _check_window(file, data, feed.position - len(data), zstd_long)
+        _check_magic(file, compression, data, position - len(data))
+        _check_window(file, data, position - len(data), zstd_long)
         stream = compression.open()
         leading = b"\0" if compression.may_end_in_zeros else b""
         while not stream.eof:
-            data = (data or feed.next()) if stream.needs_input else b""
             if stream.needs_input and not data:
-                raise BadInput(
-                    f"input {file.path} is cut short: its {compression.name} data does not end with it, at "
-                    f"byte {feed.position}; bring the whole file, or move it away and plan anew"
-                )
+                data = next(blocks, b"")
+                position += len(data)
+            if stream.needs_input and not data:
+                why = f"is cut short: its {compression.name} data does not end with it, at byte {position}"
+                raise unreadable(file, why)
             try:
                 text = stream.decompress(data, most_bytes)
             except errors as error:
-                raise BadInput(
-                    f"input {file.path} cannot be decompressed as {compression.name} before byte "
-                    f"{feed.position} ({error}); bring a whole file, or move it away and plan anew"
-                ) from None
+                why = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
+                raise unreadable(file, why) from None
             data = b""
-            yield text
+            yield text, position
         data = stream.unused_data
 
 
@@ -232,52 +222,65 @@ def _check_window(file: OpenInput, data: bytes, at: int, zstd_long: int) -> None
     )
 
 
-def line_starts_in(
-    file: OpenInput,
-    compression: Compression | None,
-    stretches: Sequence[tuple[int, int]],
-    first_line_end: FirstLineEnd,
-) -> list[Start | None]:
-    """``Format.starts`` of a file of lines, plain or compressed."""
-    if compression is None:
-        file.expect_scattered_reads()
-        found = (first_line_start(file, byte, end, first_line_end) for byte, end in stretches)
-        return [None if byte is None else Start(byte) for byte in found]
-    if not has_frames(file, compression):
-        return whole_file_starts(file, stretches)
-    # Of bgzip's blocks every header is read, 22 bytes of 64 KiB.
-    frames = _bgzf_blocks(file) if compression.name == "gzip" else _seek_table(file)
-    return starts_among(frames, file, stretches)
+@dataclass(frozen=True)
+class LineFormat:
+    """What formats of lines have in common; ``Format`` but for ``read``."""
 
+    compression: Compression | None  # of the file
+    first_line_end = staticmethod(first_line_end)  # that of plain text
 
-def text_of_part(
-    reader: RangeReader, compression: Compression | None, reading: Reading, first_line_end: FirstLineEnd
-) -> tuple[int, Iterator[TextPiece]]:
-    """The byte of the text where the part's first line begins, and its pieces from there on.
+    def can_be_split(self, reading: Reading) -> bool:  # noqa: ARG002 - plain text's to say
+        """Whether a part may begin at a line."""
+        return True
 
-    A part without a line has nothing but the bytes that it accounts for.
-    """
-    if compression is None:
-        return reader.part.start, plain_pieces(reader, reading.batch_bytes)
-    file, part = reader.file, reader.part
-    pieces = decompressed(
-        file, compression, reader.read, (part.start, part.end), reading.batch_bytes, reading.zstd_long
-    )
-    at, has_line = part.text_start, True
-    if part.start:
-        tail = _tail(reader, compression, reading)
-        at, pieces, has_line = _skip_line(pieces, tail, first_line_end, at)
-    if has_line and part.end < file.stamp.num_bytes:
-        pieces = _with_tail(pieces, _tail(reader, compression, reading), first_line_end)
-    return at, pieces
+    def check_beginning(self, file: OpenInput, text: bytes) -> None:
+        """Raise BadInput where the beginning of a compressed file's text shows that it cannot be read."""
 
+    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+        """Raises BadInput where it is of another kind, or its first frame asks for too much memory."""
+        can_be_split = self.can_be_split(reading)
+        if self.compression is None:
+            return Inspected(text_bytes=file.stamp.num_bytes, is_whole=not can_be_split)
+        num_bytes, head = _text_bytes_about(file, self.compression, reading)
+        self.check_beginning(file, head)
+        has_frames = next(iter(_frames(file, self.compression)), None) is not None
+        return Inspected(num_bytes, is_whole=not (can_be_split and has_frames))
 
-def _tail(reader: RangeReader, compression: Compression, reading: Reading) -> Iterator[bytes]:
-    """The text behind a part. It is hashed with the part that it lies in."""
-    file = reader.file
-    span = (reader.part.end, file.stamp.num_bytes)
-    for piece in decompressed(file, compression, file.read_all, span, _TAIL_BYTES, reading.zstd_long):
-        yield piece.data
+    def starts(
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
+    ) -> list[Start | None]:
+        if not self.can_be_split(reading):
+            return starts_among((), file, stretches)
+        if self.compression is None:
+            file.expect_scattered_reads()
+            found = (first_line_start(file, byte, end, self.first_line_end) for byte, end in stretches)
+            return [None if byte is None else Start(byte) for byte in found]
+        return starts_among(_frames(file, self.compression), file, stretches)
+
+    def text_of_part(self, reader: RangeReader, reading: Reading) -> tuple[int, Iterator[TextPiece]]:
+        """The byte of the text where the part's first line begins, and its pieces from there on.
+
+        A part without a line has nothing but the bytes that it accounts for.
+        """
+        file, part, compression, size = reader.file, reader.part, self.compression, reading.batch_bytes
+        if compression is None:
+            spans = ((start, min(start + size, part.end)) for start in range(part.start, part.end, size))
+            return part.start, (TextPiece(reader.read(*span), span[1] - span[0]) for span in spans)
+
+        def tail() -> Iterator[bytes]:
+            """The text behind the part. It is hashed with the part that it lies in."""
+            span = (part.end, file.stamp.num_bytes)
+            texts = decompressed(file, compression, file.read_all, span, _TAIL_BYTES, reading.zstd_long)
+            return (piece.data for piece in texts)
+
+        span = (part.start, part.end)
+        pieces = decompressed(file, compression, reader.read, span, size, reading.zstd_long)
+        at, has_line = part.text_start, True
+        if part.start:
+            at, pieces, has_line = _skip_line(pieces, tail(), self.first_line_end, at)
+        if has_line and part.end < file.stamp.num_bytes:
+            pieces = _with_tail(pieces, tail(), self.first_line_end)
+        return at, pieces
 
 
 def _skip_line(
@@ -317,11 +320,7 @@ def _with_tail(
     yield TextPiece(held, 0)
 
 
-def text_bytes_about(file: OpenInput, compression: Compression, reading: Reading) -> tuple[int, bytes]:
-    """About how much text a file has, and its beginning.
-
-    Raises BadInput where it is of another kind, or its first frame asks for too much memory.
-    """
+def _text_bytes_about(file: OpenInput, compression: Compression, reading: Reading) -> tuple[int, bytes]:
     size = file.stamp.num_bytes
     data = file.read(0, min(size, _HEAD_BYTES))
     if not data:
@@ -345,11 +344,11 @@ def text_bytes_about(file: OpenInput, compression: Compression, reading: Reading
     return max(len(head), len(head) * size // max(1, num_read)), head
 
 
-def has_frames(file: OpenInput, compression: Compression) -> bool:
-    """Whether the file says where it may be entered."""
+def _frames(file: OpenInput, compression: Compression) -> Iterable[Start]:
+    """The places where the file says that it may be entered, the first one and the end among them."""
     if compression.name == "gzip":
-        return _bgzf_block(file.read(0, _BGZF_HEADER.size)) is not None
-    return compression.name == "zstd" and len(_seek_table(file)) > 2
+        return _bgzf_blocks(file)
+    return _seek_table(file) if compression.name == "zstd" else ()
 
 
 # Magic, mtime, flags, system, 6, "BC", 2, bytes of the block less 1.
@@ -357,29 +356,23 @@ _BGZF_HEADER = struct.Struct("<4sIBBH2sHH")
 _GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
 
 
-def _bgzf_block(header: bytes) -> int | None:
-    """Bytes of the block that begins with this header; None where it is not one of bgzip's."""
-    if len(header) < _BGZF_HEADER.size:
-        return None
-    magic, _, _, _, extra_bytes, field, field_bytes, last = _BGZF_HEADER.unpack(header[: _BGZF_HEADER.size])
-    if (magic, extra_bytes, field, field_bytes) != (_GZIP_WITH_EXTRA, 6, b"BC", 2):
-        return None
-    return int(last) + 1
-
-
 def _bgzf_blocks(file: OpenInput) -> Iterator[Start]:
+    """Of every block the header is read, 22 bytes of 64 KiB; nothing where the first is none of bgzip's."""
     position = text = 0
     header = file.read(0, _BGZF_HEADER.size)
-    while (num_bytes := _bgzf_block(header)) is not None:
+    while len(header) == _BGZF_HEADER.size:
+        magic, _, _, _, extra_bytes, field, field_bytes, last = _BGZF_HEADER.unpack(header)
+        if (magic, extra_bytes, field, field_bytes) != (_GZIP_WITH_EXTRA, 6, b"BC", 2):
+            return
         yield Start(position, text)
-        position += num_bytes
+        position += last + 1
         data = file.read(position - 4, position + _BGZF_HEADER.size)
         text += int.from_bytes(data[:4], "little")
         header = data[4:]
 
 
 def _seek_table(file: OpenInput) -> list[Start]:
-    """The frames of zstd's seekable format and the last one's end; nothing where there is no right table."""
+    """The frames of zstd's seekable format and the last one's end; nothing for one, or no right table."""
     size = file.stamp.num_bytes
     footer = file.read(size - 9, size) if size > 17 else b""
     if footer[5:] != struct.pack("<I", 0x8F92EAB1):
@@ -393,6 +386,6 @@ def _seek_table(file: OpenInput) -> list[Start]:
         return []
     entries = np.frombuffer(table[8:-9], "<u4").reshape(num_frames, entry_bytes // 4).astype(np.int64)
     ends = np.cumsum(entries[:, :2], axis=0)
-    if not num_frames or int(ends[-1, 0]) != size - table_bytes:
+    if num_frames < 2 or int(ends[-1, 0]) != size - table_bytes:
         return []
     return [Start(0), *(Start(byte, text) for byte, text in ends.tolist())]

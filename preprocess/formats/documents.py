@@ -15,19 +15,18 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.chat import ChatTemplate, Rendered, render_conversations
+from preprocess.formats.chat import ChatTemplate, render_conversations
 from preprocess.formats.compression import COMPRESSIONS, load_zstandard
 from preprocess.formats.format import (
     DocumentBatch,
     Format,
-    Inspected,
     Reading,
     Start,
     no_documents,
     one_left_out,
-    whole_file_starts,
+    starts_among,
 )
-from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput, Place, RangeReader
+from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput, RangeReader
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
@@ -93,25 +92,18 @@ def without(
         num_documents, num_gone = num_documents + len(gone), num_gone + len(gone_lines)
 
 
-def inspect_input(file: OpenInput, reading: Reading) -> Inspected:
-    """See ``Format.inspect``; raises UsageError, too, where a library is missing."""
-    return _format_of(file.path.name).inspect(file, reading)
-
-
 def starts_in(file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading) -> list[Start | None]:
     """See ``Format.starts``; a format that the registry knows as whole is not asked."""
     if not input_kind(file.path.name).format.cut_at:
-        return whole_file_starts(file, stretches)
-    return _format_of(file.path.name).starts(file, stretches, reading)
+        return starts_among((), file, stretches)
+    return format_of(file.path.name).starts(file, stretches, reading)
 
 
-def documents_of(reader: RangeReader, reading: Reading, line: int) -> Iterator[DocumentBatch | LongDocument]:
-    """See ``Format.read``."""
-    return _format_of(reader.part.path.name).read(reader, reading, line)
+def format_of(name: str) -> Format:
+    """What reads a file of this name. Its module is imported when it is first needed.
 
-
-def _format_of(name: str) -> Format:
-    """What reads a file of this name. Its module is imported when it is first needed."""
+    Raises UsageError where a library is missing.
+    """
     kind = input_kind(name)
     module, _, reader = kind.format.reader.partition(":")
     try:
@@ -132,28 +124,24 @@ def load_libraries(names: Iterable[str]) -> None:
     """
     kinds = {input_kind(name): name for name in names}
     for kind, name in kinds.items():
-        _format_of(name)
+        format_of(name)
         if kind.compression == ".zst":
             load_zstandard()
 
 
 def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -> DocumentBatch:
-    """The conversations of a batch, rendered; what cannot be is left out, with its reason."""
     if isinstance(item, LongDocument):
-        return one_left_out(item.place, "too_long", f"its messages have more than {LONG_BYTES} bytes")
+        why = UnusableText("too_long", f"its messages have more than {LONG_BYTES} bytes")
+        return one_left_out(item.place, why)
     if not item.texts:
         return item
-    rendered = render_conversations(template, item.texts)
-    kept = [number for number, one in enumerate(rendered) if isinstance(one, Rendered)]
-    bad = [*item.bad]
-    bad += [
-        item.left_out(number, one) for number, one in enumerate(rendered) if isinstance(one, UnusableText)
-    ]
-    texts = [one.text for one in rendered if isinstance(one, Rendered)]
-    spans = [one.spans for one in rendered if isinstance(one, Rendered)]
-    batch = item.only(np.array(kept, np.int64))
-    bad.sort(key=lambda one: one.line)
-    return dataclasses.replace(batch, texts=texts, spans=spans, conversations=batch.texts, bad=bad)
+    batch, rendered = item.sorted_out(render_conversations(template, item.texts))
+    return dataclasses.replace(
+        batch,
+        texts=[one.text for one in rendered],
+        spans=[one.spans for one in rendered],
+        conversations=batch.texts,
+    )
 
 
 def _items(
@@ -161,53 +149,33 @@ def _items(
 ) -> Iterator[DocumentBatch | LongDocument]:
     line = 0
     for part in ranges:
-        reader = part.reader(digest)
-        for item in documents_of(reader, reading, line):
+        reader = RangeReader(part, digest)
+        for item in format_of(part.path.name).read(reader, reading, line):
             line += item.num_lines
             yield item
         reader.hash_rest()
-        if (
-            digest is None or not input_kind(part.path.name).is_in_bytes
-        ):  # else the hash tells, and a touch does no harm
+        # Where all bytes were hashed as they were read, the hash tells, and a touch does no harm.
+        if digest is None or not input_kind(part.path.name).is_in_bytes:
             reader.file.check_unchanged()
 
 
 def _changed(item: DocumentBatch | LongDocument, changes: PlanOptions) -> DocumentBatch | LongDocument:
-    """The same with the user's changes done to its texts."""
-    return _changed_long(item, changes) if isinstance(item, LongDocument) else _changed_batch(item, changes)
-
-
-def _changed_batch(batch: DocumentBatch, changes: PlanOptions) -> DocumentBatch:
-    texts: list[str] = []
-    kept: list[int] = []
-    bad, filtered = list(batch.bad), list(batch.filtered)
-    for number, text in enumerate(change_text(each, changes) for each in batch.texts):
-        if isinstance(text, UnusableText):
-            bad.append(batch.left_out(number, text))
-        elif text is None:
-            filtered.append(int(batch.lines[number]))
-        elif stripped := text.strip() if batch.keeps_space else text:
-            texts.append(stripped)
-            kept.append(number)
-    bad.sort(key=lambda one: one.line)
-    return dataclasses.replace(batch.only(np.array(kept, np.int64)), texts=texts, bad=bad, filtered=filtered)
-
-
-def _changed_long(document: LongDocument, changes: PlanOptions) -> DocumentBatch | LongDocument:
-    """A long document is held whole to be changed."""
-    place = document.place
-    if document.held is None and place.end - place.start > MOST_HELD_BYTES:
-        return one_left_out(place, "too_long", f"it has more than {MOST_HELD_BYTES} bytes to be changed")
+    """The same with the user's changes done to its texts; a long document is held whole for them."""
+    if isinstance(item, DocumentBatch):
+        texts = (change_text(text, changes) for text in item.texts)
+        if item.keeps_space:
+            texts = (text.strip() if isinstance(text, str) else text for text in texts)
+        batch, changed = item.sorted_out(texts)
+        return dataclasses.replace(batch, texts=changed)
+    place = item.place
+    if item.held is None and place.end - place.start > MOST_HELD_BYTES:
+        why = UnusableText("too_long", f"it has more than {MOST_HELD_BYTES} bytes to be changed")
+        return one_left_out(place, why)
     try:
-        text = change_text("".join(document.text()), changes)
+        text = change_text("".join(item.text()), changes)
     except UnicodeDecodeError as error:
-        bad = place.undecodable(error)
-        return dataclasses.replace(no_documents(place), num_lines=1, bad=[bad])
-    if isinstance(text, UnusableText):
-        return one_left_out(place, text.reason, text.detail)
-    if text is None:
-        return dataclasses.replace(no_documents(place), num_lines=1, filtered=[place.line])
-    return dataclasses.replace(document, held=text)
+        return dataclasses.replace(no_documents(place), num_lines=1, bad=[place.undecodable(error)])
+    return dataclasses.replace(item, held=text) if isinstance(text, str) else one_left_out(place, text)
 
 
 def _first_ones(
@@ -216,7 +184,8 @@ def _first_ones(
     """The items up to the last document of a trial, which accounts for all bytes behind it, too."""
     num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
     if not num_left and ranges:
-        yield _nothing(ranges[0], bytes_left)
+        place = RangeReader(ranges[0], None).place(0, line=0)
+        yield no_documents(dataclasses.replace(place, num_bytes=bytes_left))
         return
     for item in items:
         num_documents = 1 if isinstance(item, LongDocument) else len(item.texts)
@@ -228,12 +197,12 @@ def _first_ones(
             yield dataclasses.replace(item, place=dataclasses.replace(item.place, num_bytes=bytes_left))
             return
         else:
-            yield dataclasses.replace(item.first_ones(num_left), num_bytes=bytes_left)
+            end = int(item.lines[num_left - 1]) + 1  # of the lines
+            yield dataclasses.replace(
+                item.only(np.arange(num_left)),
+                num_lines=end - item.first_line,
+                num_bytes=bytes_left,
+                bad=[one for one in item.bad if one.line < end],
+                filtered=[line for line in item.filtered if line < end],
+            )
             return
-
-
-def _nothing(part: ByteRange, num_bytes: int) -> DocumentBatch:
-    place = Place(
-        file=part.open(), input_number=part.input_number, start=0, end=0, line=0, num_bytes=num_bytes
-    )
-    return no_documents(place)

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,12 @@ from preprocess.formats.text_fields import TextFields, UnusableText
 from preprocess.options import Doc, PlanOptions
 from shardprep.format.digests import canonical_conversation, digests_of
 
+T = TypeVar("T")
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
 
 
 class SourceTexts(NamedTuple):
-    """The texts of a batch that are of one source."""
-
     name: str  # empty where the records name none
     positions: slice | list[int]
     num_bytes: int  # as UTF-8
@@ -58,18 +57,11 @@ class DocumentBatch:
     def only(self, numbers: npt.NDArray[np.int64]) -> DocumentBatch:
         """The same with some of its documents alone; the counts stay."""
         picked = numbers.tolist()
-        return dataclasses.replace(
-            self,
-            texts=[self.texts[number] for number in picked],
-            lines=self.lines[numbers],
-            input_offsets=self.input_offsets[numbers],
-            ids=None if self.ids is None else [self.ids[number] for number in picked],
-            sources=None if self.sources is None else [self.sources[number] for number in picked],
-            spans=None if self.spans is None else [self.spans[number] for number in picked],
-            conversations=None
-            if self.conversations is None
-            else [self.conversations[number] for number in picked],
-        )
+        kept: dict[str, Any] = {"lines": self.lines[numbers], "input_offsets": self.input_offsets[numbers]}
+        for name in ("texts", "ids", "sources", "spans", "conversations"):
+            if (values := getattr(self, name)) is not None:
+                kept[name] = [values[number] for number in picked]
+        return dataclasses.replace(self, **kept)
 
     def digests(self) -> npt.NDArray[np.void]:
         """DIGEST[n]: what each document is known by, see shardprep/format/digests.py."""
@@ -78,7 +70,6 @@ class DocumentBatch:
         return digests_of(map(canonical_conversation, self.conversations))
 
     def source_texts(self) -> list[SourceTexts]:
-        """How much text each source has in the batch."""
         if self.sources is None:
             return [_source_texts("", slice(None), self.texts)]
         by_name: dict[str, list[int]] = {}
@@ -86,27 +77,34 @@ class DocumentBatch:
             by_name.setdefault(name, []).append(position)
         return [_source_texts(name, of, [self.texts[n] for n in of]) for name, of in by_name.items()]
 
-    def first_ones(self, num_documents: int) -> DocumentBatch:
-        """The first documents and the lines up to the last of them; the bytes stay those of the batch."""
-        end = int(self.lines[num_documents - 1]) + 1
-        return dataclasses.replace(
-            self.only(np.arange(num_documents)),
-            num_lines=end - self.first_line,
-            bad=[one for one in self.bad if one.line < end],
-            filtered=[line for line in self.filtered if line < end],
-        )
+    def sorted_out(self, results: Iterable[T | UnusableText | None]) -> tuple[DocumentBatch, list[T]]:
+        """The documents with a result that is not empty, and these results.
 
-    def left_out(self, number: int, why: UnusableText) -> BadDocument:
-        """What is said of a document of the batch that is left out. Its size is that of its text."""
-        return BadDocument(
-            source=self.input_number,
-            source_offset=int(self.input_offsets[number]),
-            num_bytes=len(self.texts[number].encode()),
-            line=int(self.lines[number]),
-            reason=why.reason,
-            detail=why.detail,
-            named=self.sources[number] if self.sources else "",
-        )
+        An UnusableText says why one is left out, with the size of its text; None leaves out one that the
+        user's own limits do not let through.
+        """
+        kept, found, bad, filtered = list[int](), list[T](), [*self.bad], [*self.filtered]
+        for number, result in enumerate(results):
+            if isinstance(result, UnusableText):
+                bad.append(
+                    BadDocument(
+                        source=self.input_number,
+                        source_offset=int(self.input_offsets[number]),
+                        num_bytes=len(self.texts[number].encode()),
+                        line=int(self.lines[number]),
+                        reason=result.reason,
+                        detail=result.detail,
+                        named=self.sources[number] if self.sources else "",
+                    )
+                )
+            elif result is None:
+                filtered.append(int(self.lines[number]))
+            elif result:
+                kept.append(number)
+                found.append(result)
+        bad.sort(key=lambda one: one.line)
+        batch = self.only(np.array(kept, np.int64))
+        return dataclasses.replace(batch, bad=bad, filtered=filtered), found
 
 
 def _source_texts(name: str, positions: slice | list[int], texts: list[str]) -> SourceTexts:
@@ -118,8 +116,6 @@ def _source_texts(name: str, positions: slice | list[int], texts: list[str]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the documents of a part are read."""
-
     doc: Doc  # of .txt: what a document is
     encoding: str  # of .txt
     batch_bytes: int  # of raw text in a batch, about
@@ -132,7 +128,6 @@ class Reading:
 
 
 def reading_of(options: PlanOptions, batch_bytes: int) -> Reading:
-    """How a plan's options say that documents are read."""
     template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
     return Reading(
         doc=options.doc,
@@ -154,8 +149,6 @@ class Inspected(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a part may begin."""
-
     byte: int  # of the file
     text_byte: int = 0  # of the text, where that is compressed; else 0
 
@@ -185,20 +178,16 @@ class Format(Protocol):
         """
 
 
-def whole_file_starts(file: OpenInput, stretches: Sequence[tuple[int, int]]) -> list[Start | None]:
-    """``Format.starts`` of a file that has no place but its beginning."""
-    size = file.stamp.num_bytes
-    return [Start(0) if byte <= 0 else Start(size) for byte, _ in stretches]
-
-
 def starts_among(
     places: Iterable[Start], file: OpenInput, stretches: Sequence[tuple[int, int]]
 ) -> list[Start | None]:
-    """``Format.starts`` of a file with these places, ascending, behind its beginning."""
+    """``Format.starts`` of a file with these places, ascending, behind its beginning; without any, of one
+    that is only read whole.
+    """
     end_of_file, remaining, place = Start(file.stamp.num_bytes), iter(places), Start(0)
     found: list[Start | None] = []
     for byte, end in stretches:
-        while place.byte < byte:
+        while place.byte < min(byte, end_of_file.byte):  # a file may have become shorter
             place = next(remaining, end_of_file)
         found.append(place if place.byte < end or place.byte == end_of_file.byte else None)
     return found
@@ -239,7 +228,6 @@ def batches_of(block: RecordBlock, place: Place) -> Iterator[DocumentBatch | Lon
 
 
 def _place(block: RecordBlock, number: int, place: Place, num_bytes: int = 0) -> Place:
-    """Where a record of the block lies."""
     start = int(block.starts[number])
     end = start + int(block.sizes[number])
     return dataclasses.replace(place, start=start, end=end, line=place.line + number, num_bytes=num_bytes)
@@ -251,7 +239,7 @@ def _long_document(block: RecordBlock, number: int, place: Place) -> DocumentBat
     # Four bytes a character at most: only texts above a quarter of the limit have to be measured.
     most = long_documents.MOST_HELD_BYTES
     if not block.is_text and len(text) > most // 4 and len(text.encode()) > most:
-        return one_left_out(place, *too_long("its text"))
+        return one_left_out(place, too_long("its text"))
     return LongDocument(
         place=place,
         held=text,
@@ -265,13 +253,21 @@ def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int, *, is_
     texts = block.texts[part]
     numbers = np.arange(part.start, part.stop)
     if not is_good or not all(texts) or (not block.is_text and any(map(str.isspace, texts))):  # type: ignore[arg-type]  # all are str
-        kept = [number for number, text in enumerate(texts, part.start) if not _is_blank(text, block)]
+        strings = [(number, text) for number, text in enumerate(texts, part.start) if isinstance(text, str)]
+        kept = [number for number, text in strings if text and (block.is_text or not text.isspace())]
         numbers = np.array(kept, np.int64)
         texts = [block.texts[number] for number in kept]
     ids, sources = (
         None if names is None else [names[number] for number in numbers.tolist()]
         for names in (block.ids, block.sources)
     )
+    bad = []
+    if not is_good:
+        bad = [
+            _place(block, number, place).left_out(why, block.sources[number] if block.sources else "")
+            for number, why in enumerate(block.texts[part], part.start)
+            if isinstance(why, UnusableText)
+        ]
     return DocumentBatch(
         texts=list(texts),  # type: ignore[arg-type]  # all are str
         lines=numbers + place.line,
@@ -280,32 +276,23 @@ def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int, *, is_
         first_line=place.line + part.start,
         num_lines=part.stop - part.start,
         num_bytes=num_bytes,
-        bad=[] if is_good else list(_bad_ones(block, part, place)),
+        bad=bad,
         ids=ids,
         sources=sources,
         keeps_space=place.keeps_space,
     )
 
 
-def _is_blank(text: str | UnusableText, block: RecordBlock) -> bool:
-    return isinstance(text, UnusableText) or not text or (not block.is_text and text.isspace())
+def too_long(what: str) -> UnusableText:
+    return UnusableText("too_long", f"{what} has more than {long_documents.MOST_HELD_BYTES} bytes")
 
 
-def _bad_ones(block: RecordBlock, part: slice, place: Place) -> Iterator[BadDocument]:
-    for number in range(part.start, part.stop):
-        if isinstance(text := block.texts[number], UnusableText):
-            named = block.sources[number] if block.sources else ""
-            yield _place(block, number, place).left_out(text.reason, text.detail, named)
-
-
-def too_long(what: str) -> tuple[str, str]:
-    """Reason and detail of a document that is too long to be held."""
-    return "too_long", f"{what} has more than {long_documents.MOST_HELD_BYTES} bytes"
-
-
-def one_left_out(place: Place, reason: str, detail: str) -> DocumentBatch:
-    """A batch of nothing but one line that is left out."""
-    return dataclasses.replace(no_documents(place), num_lines=1, bad=[place.left_out(reason, detail)])
+def one_left_out(place: Place, why: UnusableText | None) -> DocumentBatch:
+    """A batch of nothing but one line that is left out; None: by the user's own limits."""
+    none = dataclasses.replace(no_documents(place), num_lines=1)
+    if why is None:
+        return dataclasses.replace(none, filtered=[place.line])
+    return dataclasses.replace(none, bad=[place.left_out(why)])
 
 
 def no_documents(place: Place) -> DocumentBatch:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardprep.errors import BrokenShard, NotFound, ReadWriteError, Refused
+from preprocess.formats.text_fields import UnusableText
+from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused
 from shardprep.files import ReadFile, with_retries
 
 # What says that there is no such input; whatever else opening ends with may go away.
@@ -119,6 +120,11 @@ class OpenInput:
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
+def unreadable(file: OpenInput, why: str) -> BadInput:
+    """The error of an input that cannot be read as what its name says."""
+    return BadInput(f"input {file.path} {why}; bring a whole file, or move it away and plan anew")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where one document, or several that follow each other, lie in an input file.
@@ -136,21 +142,21 @@ class Place:
     num_bytes: int  # of input that it accounts for, a byte order mark included
     keeps_space: bool = False  # of lines, ASCII white space alone is stripped here
 
-    def left_out(self, reason: str, detail: str, named: str = "") -> BadDocument:
-        """What is said of a document here that is left out."""
+    def left_out(self, why: UnusableText, named: str = "") -> BadDocument:
         return BadDocument(
             source=self.input_number,
             source_offset=self.start,
             num_bytes=self.end - self.start,
             line=self.line,
-            reason=reason,
-            detail=detail,
+            reason=why.reason,
+            detail=why.detail,
             named=named,
         )
 
     def undecodable(self, error: UnicodeDecodeError) -> BadDocument:
         """The same for one that raised ``error``, whose ``start`` is a byte of the file."""
-        return self.left_out("undecodable", f"byte {error.start} is not {self.codec}: {error.reason}")
+        detail = f"byte {error.start} is not {self.codec}: {error.reason}"
+        return self.left_out(UnusableText("undecodable", detail))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +184,6 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True)
 class ByteRange:
-    """Part of one input file."""
-
     input_number: int  # position of the file in the plan
     path: Path
     start: int  # byte
@@ -188,19 +192,36 @@ class ByteRange:
     planned: InputFile | None = None  # what the file was at planning; None: it is taken as it is
 
     def open(self) -> OpenInput:
-        """Open the file; where it was planned, as ``open_planned`` does."""
-        return OpenInput(self.path) if self.planned is None else open_planned(self.path, self.planned)
+        """Open the file; one that was planned must still be what it was.
 
-    def reader(self, digest: hashlib._Hash | None) -> RangeReader:
-        """Open the file to read this part of it."""
-        return RangeReader(self.open(), self, digest)
+        Its sample is read again only where its mtime differs. Raises NotFound where it is gone, Refused where
+        it changed. A change outside of the sample, of the same size, is seen by the hashes of
+        ``plan --hash_inputs`` alone.
+        """
+        if self.planned is None:
+            return OpenInput(self.path)
+        try:
+            file = OpenInput(self.path)
+        except NotFound as error:
+            raise NotFound(f"{error}; if the raw folder moved, pass --input_dir") from None
+        planned, size = self.planned, file.stamp.num_bytes
+        if (size, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
+            return file
+        found = sample_sha256(file)
+        if (size, found) != (planned.num_bytes, planned.sha256):
+            raise Refused(
+                f"input {self.path} changed since it was planned: {size} bytes with sample {found[:12]}, "
+                f"the plan says {planned.num_bytes} with {planned.sha256[:12]}; bring the file back, or plan "
+                "anew into a new folder"
+            )
+        return file
 
 
 class RangeReader:
-    """Reads a range from its open file, for one thread; hashes, in order, each byte that it meets first."""
+    """Reads a range from its file, for one thread; hashes, in order, each byte that it meets first."""
 
-    def __init__(self, file: OpenInput, part: ByteRange, digest: hashlib._Hash | None) -> None:
-        self.file = file
+    def __init__(self, part: ByteRange, digest: hashlib._Hash | None) -> None:
+        self.file = part.open()
         self.part = part
         self._digest = digest
         self._num_hashed = part.start  # byte up to which the range is hashed
@@ -220,9 +241,14 @@ class RangeReader:
 
     def place(self, start: int, line: int) -> Place:
         """Return where the range's documents begin; it accounts for the whole range."""
-        number, num_bytes = self.part.input_number, self.part.end - self.part.start
+        part = self.part
         return Place(
-            file=self.file, input_number=number, start=start, end=start, line=line, num_bytes=num_bytes
+            file=self.file,
+            input_number=part.input_number,
+            start=start,
+            end=start,
+            line=line,
+            num_bytes=part.end - part.start,
         )
 
 
@@ -233,25 +259,3 @@ def sample_sha256(file: OpenInput) -> str:
         return hashlib.sha256(file.read(0, size)).hexdigest()
     starts = (0, (size - _SAMPLE_BYTES) // 2, size - _SAMPLE_BYTES)
     return hashlib.sha256(b"".join(file.read(start, start + _SAMPLE_BYTES) for start in starts)).hexdigest()
-
-
-def open_planned(path: Path, planned: InputFile) -> OpenInput:
-    """Open a file that still is what was planned; its sample is read again only where its mtime differs.
-
-    Raises NotFound where it is gone, Refused where it changed. A change outside of the sample, of the same
-    size, is seen by the hashes of ``plan --hash_inputs`` alone.
-    """
-    try:
-        file = OpenInput(path)
-    except NotFound as error:
-        raise NotFound(f"{error}; if the raw folder moved, pass --input_dir") from None
-    if (file.stamp.num_bytes, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
-        return file
-    found = sample_sha256(file)
-    if (file.stamp.num_bytes, found) != (planned.num_bytes, planned.sha256):
-        raise Refused(
-            f"input {path} changed since it was planned: {file.stamp.num_bytes} bytes with sample "
-            f"{found[:12]}, the plan says {planned.num_bytes} with {planned.sha256[:12]}; "
-            "bring the file back, or plan anew into a new folder"
-        )
-    return file

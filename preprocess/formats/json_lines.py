@@ -14,30 +14,16 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.formats.compression import (
-    Compression,
-    has_frames,
-    line_starts_in,
-    text_bytes_about,
-    text_of_part,
-)
-from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start
+from preprocess.formats.compression import LineFormat
+from preprocess.formats.format import DocumentBatch, Inspected, Reading
 from preprocess.formats.inputs import OpenInput, Place, RangeReader
-from preprocess.formats.lines import (
-    Records,
-    first_newline,
-    last_newline,
-    line_blocks_of,
-    line_documents,
-    newline_starts,
-)
+from preprocess.formats.lines import Records, first_newline, line_blocks_of, line_documents, line_starts
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import (
     FieldPath,
@@ -54,51 +40,32 @@ _MARK = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"
 
 
-@dataclass(frozen=True)
-class JsonLines:
-    """``.jsonl``; plain or compressed."""
+class JsonLines(LineFormat):
+    """``.jsonl``."""
 
-    compression: Compression | None
-    may_be_a_list = False
-
-    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
-        """See Format. Raises BadInput for one list of JSON."""
-        if self.compression is None and not self.may_be_a_list:
-            return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
-        if self.compression is None:
-            num_bytes, head = file.stamp.num_bytes, file.read(0, min(file.stamp.num_bytes, _HEAD_BYTES))
-        else:
-            num_bytes, head = text_bytes_about(file, self.compression, reading)
-        if self.may_be_a_list and head.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
-            raise BadInput(_ONE_LIST.format(path=file.path, stem=str(file.path).rpartition(".json")[0]))
-        is_whole = self.compression is not None and not has_frames(file, self.compression)
-        return Inspected(text_bytes=num_bytes, is_whole=is_whole)
-
-    def starts(
-        self,
-        file: OpenInput,
-        stretches: Sequence[tuple[int, int]],
-        reading: Reading,  # noqa: ARG002
-    ) -> list[Start | None]:
-        """See Format."""
-        return line_starts_in(file, self.compression, stretches, first_newline)
+    first_line_end = staticmethod(first_newline)
 
     def read(
         self, reader: RangeReader, reading: Reading, line: int
     ) -> Iterator[DocumentBatch | LongDocument]:
-        """See Format."""
-        start, pieces = text_of_part(reader, self.compression, reading, first_newline)
-        blocks = line_blocks_of(pieces, start, last_newline)
-        read = functools.partial(_records_in, reading.fields)
-        yield from line_documents(
-            blocks, reader.place(start, line), reading.batch_bytes, newline_starts, read
-        )
+        start, pieces = self.text_of_part(reader, reading)
+        blocks = line_blocks_of(pieces, start, lambda data: data.rfind(b"\n") + 1)
+        starts_of = functools.partial(line_starts, codec=None)
+        read = functools.partial(_records, reading.fields)
+        yield from line_documents(blocks, reader.place(start, line), reading.batch_bytes, starts_of, read)
 
 
 class JsonFile(JsonLines):
     """``.json``, which has often one list in it."""
 
-    may_be_a_list = True
+    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+        if self.compression is None:
+            self.check_beginning(file, file.read(0, min(file.stamp.num_bytes, _HEAD_BYTES)))
+        return super().inspect(file, reading)
+
+    def check_beginning(self, file: OpenInput, text: bytes) -> None:
+        if text.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
+            raise BadInput(_ONE_LIST.format(path=file.path, stem=str(file.path).rpartition(".json")[0]))
 
 
 _ONE_LIST = (
@@ -107,17 +74,12 @@ _ONE_LIST = (
 )
 
 
-def _records_in(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Records:
+def _records(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Records:
     """What whole lines that lie at ``place`` hold; "" for a blank line."""
     lines = block.split(b"\n")
     del lines[len(starts) :]
     if place.start == 0:
         lines[0] = lines[0].removeprefix(_MARK)
-    return _records(lines, block, fields)
-
-
-def _records(lines: list[bytes], block: bytes, fields: TextFields) -> Records:
-    """Texts, ids and sources of lines, which make up ``block``."""
     loads, name = orjson.loads, fields.plain_name
     records: list[Any]
     if _names_each_once(block, len(lines), fields):
@@ -146,7 +108,6 @@ def _values(records: list[Any], path: FieldPath) -> list[Any] | None:
 
 
 def _names(values: list[Any] | None) -> list[str] | None:
-    """Ids or sources as text, "" where there is none."""
     return None if values is None else list(map(name_of, values))
 
 
@@ -185,18 +146,13 @@ _SHORT_ESCAPES = dict(zip('"\\/\b\f\n\r\t', (b'"', b"\\", b"/", b"b", b"f", b"n"
 
 def _spellings(character: str) -> bytes:
     """A pattern of a character of a string in JSON: as it is, and its escapes."""
-    units = character.encode("utf-16-be", "surrogatepass")
-    digits = [f"{number:04x}" for (number,) in struct.iter_unpack(">H", units)]
-    found = [b"".join(rb"\\u" + re.sub("[a-f]", _of_either_case, of_one).encode() for of_one in digits)]
+    units = struct.iter_unpack(">H", character.encode("utf-16-be", "surrogatepass"))
+    found = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
     if character in _SHORT_ESCAPES:
         found.append(rb"\\" + re.escape(_SHORT_ESCAPES[character]))
     if character not in '"\\':
         found.append(re.escape(character.encode("utf-8", "surrogatepass")))
     return b"(?:%b)" % b"|".join(found)
-
-
-def _of_either_case(digit: re.Match[str]) -> str:
-    return f"[{digit[0]}{digit[0].upper()}]"
 
 
 def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:

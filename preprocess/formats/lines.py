@@ -24,14 +24,12 @@ from preprocess.formats.format import (
     one_left_out,
     too_long,
 )
-from preprocess.formats.inputs import OpenInput, Place, RangeReader
+from preprocess.formats.inputs import OpenInput, Place
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import UnusableText
 
 
 class TextPiece(NamedTuple):
-    """Some of the text, and how many bytes of the file it took."""
-
     data: bytes
     num_bytes: int
 
@@ -73,25 +71,15 @@ def last_line_end(block: bytes, codec: str) -> int:
     return (int(ends[-1]) + 1) * units.itemsize if len(ends) else 0
 
 
-def line_starts(block: bytes, codec: str) -> npt.NDArray[np.int64]:
-    """Byte of each line's start in a block of whole lines."""
-    units = code_units(block, codec)
+def line_starts(block: bytes, codec: str | None) -> npt.NDArray[np.int64]:
+    """Byte of each line's start in a block of whole lines; without a codec they end at ``\\n`` alone."""
+    units = code_units(block, codec or "utf-8")
     is_end = units == 10
-    carriage_return = units == 13
-    if carriage_return.any():
+    if codec and (carriage_return := units == 13).any():
         carriage_return[:-1] &= ~is_end[1:]
         is_end |= carriage_return
-    return _starts_behind(is_end, units.itemsize, len(block))
-
-
-def newline_starts(block: bytes) -> npt.NDArray[np.int64]:
-    """The same where a line ends at ``\\n`` alone."""
-    return _starts_behind(np.frombuffer(block, np.uint8) == 10, 1, len(block))
-
-
-def _starts_behind(is_end: npt.NDArray[np.bool_], unit_bytes: int, num_bytes: int) -> npt.NDArray[np.int64]:
-    starts = np.concatenate(([0], np.flatnonzero(is_end) + 1)) * unit_bytes
-    return starts[:-1] if starts[-1] == num_bytes else starts
+    starts = np.concatenate(([0], np.flatnonzero(is_end) + 1)) * units.itemsize
+    return starts[:-1] if starts[-1] == len(block) else starts
 
 
 def first_line_start(file: OpenInput, offset: int, end: int, line_end_of: FirstLineEnd) -> int | None:
@@ -133,14 +121,9 @@ def first_line_end(block: bytes, is_last: bool) -> int | None:
     return None
 
 
-def last_newline(data: bytes) -> int:
-    """Bytes up to and with the last ``\\n``."""
-    return data.rfind(b"\n") + 1
-
-
-def first_newline(data: bytes, is_last: bool) -> int | None:  # noqa: ARG001
+def first_newline(block: bytes, is_last: bool) -> int | None:  # noqa: ARG001
     """Bytes up to and with the first ``\\n``; a FirstLineEnd."""
-    return data.find(b"\n") + 1 or None
+    return block.find(b"\n") + 1 or None
 
 
 class LineBlock(NamedTuple):
@@ -179,7 +162,7 @@ def line_documents(
         )
         if block.data is None:
             yield (
-                LongDocument(place=where) if can_be_read_again else one_left_out(where, *too_long("the line"))
+                LongDocument(place=where) if can_be_read_again else one_left_out(where, too_long("the line"))
             )
             place = dataclasses.replace(place, line=place.line + 1)
             continue
@@ -205,14 +188,6 @@ def line_documents(
             )
             yield from batches_of(records, where)
             num_bytes, place = 0, dataclasses.replace(place, line=place.line + len(own))
-
-
-def plain_pieces(reader: RangeReader, piece_bytes: int) -> Iterator[TextPiece]:
-    """The bytes of a part as they are."""
-    part = reader.part
-    for start in range(part.start, part.end, piece_bytes):
-        data = reader.read(start, min(start + piece_bytes, part.end))
-        yield TextPiece(data, len(data))
 
 
 def line_blocks_of(

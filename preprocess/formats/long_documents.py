@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from preprocess.formats.inputs import BadDocument, Place
+from preprocess.formats.text_fields import UnusableText
 from shardprep.errors import Refused
 
 LONG_BYTES = 4 << 20  # a document of more is never held whole, where its file can be read in pieces again
@@ -53,7 +54,6 @@ class LongDocument:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of input that it accounts for."""
         return self.place.num_bytes
 
     def text_bytes(self, *, can_be_cut: bool, digest: hashlib._Hash | None = None) -> int | BadDocument:
@@ -72,10 +72,8 @@ class LongDocument:
         except UnicodeDecodeError as error:
             return self.place.undecodable(error)
         except UncuttableText:
-            return self.place.left_out(
-                "uncuttable",
-                f"more than {MOST_UNCUT_CHARS} characters without a place where the tokenizer may be cut",
-            )
+            detail = f"more than {MOST_UNCUT_CHARS} characters without a place where the tokenizer may be cut"
+            return self.place.left_out(UnusableText("uncuttable", detail))
 
     def text(self) -> Iterator[str]:
         """The text in pieces of about 256 KiB. What is read is stripped, with line ends as in text mode.
@@ -105,9 +103,9 @@ class LongDocument:
     def _decoded(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder(self.place.codec)()
         lines = io.IncrementalNewlineDecoder(None, translate=True)
-        position, end, checksum = self.place.start, self.place.end, 0
+        file, position, end, checksum = self.place.file, self.place.start, self.place.end, 0
         while position < end:
-            block = self.place.file.read_all(position, min(position + _READ_BYTES, end))
+            block = file.read_all(position, min(position + _READ_BYTES, end))
             checksum = zlib.crc32(block, checksum)
             pending = len(decoder.getstate()[0])
             try:
@@ -117,16 +115,12 @@ class LongDocument:
                 raise
             position += len(block)
             yield lines.decode(text, final=position == end)
-        self._check_same(checksum)
-
-    def _check_same(self, checksum: int) -> None:
-        """That this pass read what the first one did: sizes are declared before the bytes are written."""
-        self.place.file.check_unchanged()
+        # It must be what the first pass read: sizes are declared before the bytes are written.
+        file.check_unchanged()
         if self._checksums.setdefault("first", checksum) != checksum:
-            place = self.place
             raise Refused(
-                f"input {place.file.path} changed while it was read: bytes {place.start} to {place.end} were "
-                "others the second time; nothing is published: once nobody writes to it, run this again"
+                f"input {file.path} changed while it was read: bytes {self.place.start} to {end} were others "
+                "the second time; nothing is published: once nobody writes to it, run this again"
             )
 
 

@@ -18,7 +18,7 @@ from preprocess.formats.columns import (
     rows_at_once,
 )
 from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
-from preprocess.formats.inputs import ByteRange, OpenInput, Place, RangeReader
+from preprocess.formats.inputs import ByteRange, OpenInput, RangeReader
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput
@@ -30,7 +30,7 @@ class Parquet:
     """``.parquet``."""
 
     def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
-        """See Format. Raises BadInput where the footer is broken, or a column of the text is missing."""
+        """Raises BadInput where the footer is broken, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
         table, stream, fields = _open(file, reading.fields)
@@ -42,7 +42,6 @@ class Parquet:
     def starts(
         self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
     ) -> list[Start | None]:
-        """See Format."""
         places: list[int] = []
         if file.stamp.num_bytes:
             table, stream, _ = _open(file, reading.fields)
@@ -53,7 +52,6 @@ class Parquet:
     def read(
         self, reader: RangeReader, reading: Reading, line: int
     ) -> Iterator[DocumentBatch | LongDocument]:
-        """See Format: the row groups that begin in the part."""
         file, part = reader.file, reader.part
         place = reader.place(0, line)
         num_left = place.num_bytes
@@ -63,26 +61,17 @@ class Parquet:
         table, stream, fields = _open(file, reading.fields)
         reading = dataclasses.replace(reading, fields=fields)
         with refused_by_name(file, "Parquet", stream):
-            for item in _documents(table, place, part, reading):
+            groups = [each for each in _row_groups(table) if each[0] < part.end]
+            before = [number for start, numbers in groups if start < part.start for number in numbers]
+            own = [(start, numbers) for start, numbers in groups if start >= part.start]
+            first_row = sum(table.metadata.row_group(number).num_rows for number in before)
+            where = dataclasses.replace(place, start=first_row, end=first_row)
+            for item in row_documents(_batches(table, own, part, reading), where, reading):
                 line += item.num_lines
                 num_left -= item.num_bytes
                 yield item
         if num_left:  # of row groups without rows, or of no row group
             yield no_documents(dataclasses.replace(place, line=line, num_bytes=num_left))
-
-
-def _documents(
-    table: Any, place: Place, part: ByteRange, reading: Reading
-) -> Iterator[DocumentBatch | LongDocument]:
-    """Those of the row groups that begin in the part."""
-    groups = [(start, members) for start, members in _row_groups(table) if part.start <= start < part.end]
-    if not groups:
-        return
-    bounds = itertools.pairwise([part.start, *(start for start, _ in groups[1:]), part.end])
-    spans = [(members, end - begin) for (_, members), (begin, end) in zip(groups, bounds, strict=True)]
-    first_row = sum(table.metadata.row_group(number).num_rows for number in range(groups[0][1][0]))
-    where = dataclasses.replace(place, start=first_row, end=first_row)
-    yield from row_documents(_batches(table, spans, reading), where, reading)
 
 
 def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
@@ -118,21 +107,24 @@ def _text_bytes(metadata: Any, group: int, fields: TextFields) -> int:
     )
 
 
-def _batches(table: Any, spans: list[tuple[list[int], int]], reading: Reading) -> Iterator[tuple[Any, int]]:
+def _batches(
+    table: Any, groups: list[tuple[int, list[int]]], part: ByteRange, reading: Reading
+) -> Iterator[tuple[Any, int]]:
     """The record batches of row groups; each group's last one accounts for all bytes of it."""
-    for members, span in spans:
-        expected = sum(table.metadata.row_group(member).num_rows for member in members)
-        num_bytes = sum(_text_bytes(table.metadata, member, reading.fields) for member in members)
+    bounds = itertools.pairwise([part.start, *(start for start, _ in groups[1:]), part.end])
+    for (_, numbers), (begin, end) in zip(groups, bounds, strict=False):
+        expected = sum(table.metadata.row_group(number).num_rows for number in numbers)
+        num_bytes = sum(_text_bytes(table.metadata, number, reading.fields) for number in numbers)
         num_rows, num_told = 0, 0
         for batch in table.iter_batches(
             batch_size=rows_at_once(expected, num_bytes, reading.batch_bytes),
-            row_groups=members,
+            row_groups=numbers,
             columns=column_names(reading.fields),
             use_threads=False,
         ):
             num_rows += batch.num_rows
-            share = span * num_rows // max(1, expected)
+            share = (end - begin) * num_rows // max(1, expected)
             yield batch, share - num_told
             num_told = share
         if num_rows != expected:
-            raise BadInput(f"row group {members[0]} has {num_rows} rows, its footer says {expected}")
+            raise BadInput(f"row group {numbers[0]} has {num_rows} rows, its footer says {expected}")

@@ -68,7 +68,6 @@ class TextFields:
         )
 
     def text(self, record: Any) -> str | UnusableText:
-        """The text of one record, a dict with nested dicts."""
         if not isinstance(record, dict):
             return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
         return self.text_of_values([value_at(record, path) for path in self.text_paths])
@@ -162,7 +161,6 @@ def value_at(record: Any, path: FieldPath) -> Any:
 
 
 def unusable(path: FieldPath, value: Any) -> UnusableText:
-    """Why a value that is no str gives no text."""
     if isinstance(value, UnusableText):
         return value
     name = ".".join(path)

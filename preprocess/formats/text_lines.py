@@ -10,79 +10,33 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats import long_documents
-from preprocess.formats.compression import (
-    Compression,
-    has_frames,
-    line_starts_in,
-    text_bytes_about,
-    text_of_part,
-)
-from preprocess.formats.format import (
-    DocumentBatch,
-    Inspected,
-    Reading,
-    RecordBlock,
-    Start,
-    batches_of,
-    one_left_out,
-    too_long,
-    whole_file_starts,
-)
-from preprocess.formats.inputs import OpenInput, Place, RangeReader
-from preprocess.formats.lines import (
-    Records,
-    TextPiece,
-    codec_of,
-    first_line_end,
-    last_line_end,
-    line_blocks_of,
-    line_documents,
-    line_starts,
-)
+from preprocess.formats import lines, long_documents
+from preprocess.formats.compression import LineFormat
+from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of, one_left_out, too_long
+from preprocess.formats.inputs import Place, RangeReader
+from preprocess.formats.lines import Records, TextPiece, codec_of
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import UnusableText
 
 
-def can_be_split(reading: Reading) -> bool:
-    """Whether a part may begin at a line end: not where a document is a whole file, and not in UTF-16/32."""
-    return reading.doc == "line" and not reading.encoding.startswith(("utf-16", "utf-32"))
+class TextLines(LineFormat):
+    """``.txt``."""
 
-
-@dataclass(frozen=True)
-class TextLines:
-    """``.txt``, plain or compressed."""
-
-    compression: Compression | None
-
-    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
-        """See Format."""
-        if self.compression is None:
-            return Inspected(text_bytes=file.stamp.num_bytes, is_whole=not can_be_split(reading))
-        num_bytes, _ = text_bytes_about(file, self.compression, reading)
-        is_whole = not (can_be_split(reading) and has_frames(file, self.compression))
-        return Inspected(text_bytes=num_bytes, is_whole=is_whole)
-
-    def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
-    ) -> list[Start | None]:
-        """See Format."""
-        if not can_be_split(reading):
-            return whole_file_starts(file, stretches)
-        return line_starts_in(file, self.compression, stretches, first_line_end)
+    def can_be_split(self, reading: Reading) -> bool:
+        """Not where a document is a whole file, and not in UTF-16/32."""
+        return reading.doc == "line" and not reading.encoding.startswith(("utf-16", "utf-32"))
 
     def read(
         self, reader: RangeReader, reading: Reading, line: int
     ) -> Iterator[DocumentBatch | LongDocument]:
-        """See Format. A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
+        """A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
         part = reader.part
-        start, pieces = text_of_part(reader, self.compression, reading, first_line_end)
+        start, pieces = self.text_of_part(reader, reading)
         codec, num_mark_bytes = codec_of(b"", reading.encoding)
         if part.start == 0:
             codec, num_mark_bytes, pieces = _without_mark(pieces, reading.encoding)
@@ -91,18 +45,18 @@ class TextLines:
         )
         is_plain = self.compression is None
         if reading.doc == "line":
-            blocks = line_blocks_of(
+            blocks = lines.line_blocks_of(
                 pieces,
                 place.start,
-                lambda data: last_line_end(data, codec),
+                lambda data: lines.last_line_end(data, codec),
                 "\r".encode(codec),
                 long_documents.LONG_BYTES if is_plain else None,
             )
-            yield from line_documents(
+            yield from lines.line_documents(
                 blocks,
                 place,
                 reading.batch_bytes,
-                lambda data: line_starts(data, codec),
+                lambda data: lines.line_starts(data, codec),
                 _texts_of,
                 is_text=True,
                 can_be_read_again=is_plain,
@@ -126,7 +80,6 @@ def _without_mark(pieces: Iterator[TextPiece], encoding: str) -> tuple[str, int,
 
 
 def _whole_text(pieces: Iterator[TextPiece], place: Place) -> Iterator[DocumentBatch | LongDocument]:
-    """All of a file as one document."""
     held: list[bytes] = []
     size = num_bytes = 0
     for piece in pieces:
@@ -134,7 +87,7 @@ def _whole_text(pieces: Iterator[TextPiece], place: Place) -> Iterator[DocumentB
         held = [*held, piece.data] if size <= long_documents.MOST_HELD_BYTES else []
     if size > long_documents.MOST_HELD_BYTES:
         where = dataclasses.replace(place, end=place.start + size, num_bytes=num_bytes)
-        yield one_left_out(where, *too_long("its text"))
+        yield one_left_out(where, too_long("its text"))
         return
     record = RecordBlock(
         texts=[_text_of(b"".join(held), place)],
@@ -147,7 +100,6 @@ def _whole_text(pieces: Iterator[TextPiece], place: Place) -> Iterator[DocumentB
 
 
 def _texts_of(block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Records:
-    """The texts of whole lines that lie at ``place``."""
     try:
         text = block.decode(place.codec)
     except UnicodeDecodeError:

@@ -16,14 +16,13 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
+from preprocess.make.engines import Ids, Numbers
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.command_line import needs
 from shardprep.console import Progress, counted, print_lines, quoted
@@ -32,6 +31,8 @@ from shardprep.files import (
     NOT_THERE,
     TEMPORARY_NAME,
     PublishedFile,
+    make_folder,
+    names_in,
     publish_bytes,
     read_regular,
     remove_tree,
@@ -48,28 +49,20 @@ _ARROW_ROWS_TOKENS = 1 << 20  # tokens of a record batch, about
 _SETTINGS = "export.json"
 STREAMS: Sequence[str] = ("megatron", "nanogpt")  # of which documents are told apart by EOS alone
 
-Ids = npt.NDArray[np.uint32]
-Lengths = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardTokens:
     """What an exporter is given of a shard."""
 
     samples: ShardSamples
-    rows_hold_wholes: bool  # --pack best_fit
+    stored_lengths: Numbers  # tokens of each document in the shard: int64[documents]
     put_eos: int | None  # behind each document; None where the shards have it, or it is not wanted
 
-    @property
-    def shard_id(self) -> int:
-        return self.samples.shard_id
-
-    def document_lengths(self) -> Lengths:
+    def document_lengths(self) -> Numbers:
         """Tokens of each document, as ``pieces`` has them: int64[documents]."""
-        lengths = self.samples.document_lengths(rows_hold_wholes=self.rows_hold_wholes)
-        return lengths + (self.put_eos is not None)
+        return self.stored_lengths + (self.put_eos is not None)
 
-    def row_lengths(self) -> Lengths:
+    def row_lengths(self) -> Numbers:
         """Tokens of each stored row; where there are none, of each document."""
         if self.samples.spec.seq_len:
             return self.samples.records["num_tokens"].astype(np.int64)
@@ -80,14 +73,14 @@ class ShardTokens:
         if self.put_eos is None:
             yield from self.samples.pieces()
             return
-        ends = np.cumsum(self.samples.document_lengths(rows_hold_wholes=self.rows_hold_wholes))
+        ends = np.cumsum(self.stored_lengths)
         done = told = 0  # ids, documents
         for piece in self.samples.pieces():
             until = int(np.searchsorted(ends, done + len(piece), side="right"))
             yield np.insert(piece, ends[told:until] - done, self.put_eos)
             done, told = done + len(piece), until
 
-    def groups(self, sizes: Lengths, most: int) -> Iterator[tuple[Lengths, Ids]]:
+    def groups(self, sizes: Numbers, most: int) -> Iterator[tuple[Numbers, Ids]]:
         """Rows in groups of about ``most`` in the sum of their ``sizes``: their lengths, and their ids."""
         lengths, pieces, held = self.row_lengths(), self.pieces(), np.empty(0, np.uint32)
         bounds = np.flatnonzero(np.diff(np.cumsum(sizes) // most)) + 1
@@ -100,7 +93,7 @@ class ShardTokens:
             held = joined[num_ids:]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Exporter(ABC):
     """Writes shards of one data set into ``folder``."""
 
@@ -126,7 +119,7 @@ class Exporter(ABC):
         """Write what names all shards; returns how the tool opens them."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def _published(*paths: Path) -> Iterator[list[PublishedFile]]:
     """Files that are given their names together, in order, if nothing fails within."""
     files: list[PublishedFile] = []
@@ -161,7 +154,7 @@ class Megatron(Exporter):
         head = struct.pack(
             "<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8 if dtype.itemsize == 2 else 4, len(lengths), len(lengths) + 1
         )
-        path = self.last_file(shard.shard_id)
+        path = self.last_file(shard.samples.shard_id)
         with _published(path.with_suffix(".bin"), path) as (ids, idx):
             for piece in shard.pieces():
                 ids.write(piece.astype(dtype).tobytes())
@@ -178,6 +171,7 @@ class Megatron(Exporter):
         return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
 
 
+@dataclass(kw_only=True)
 class NanoGpt(Exporter):
     """One flat train.bin of uint16 or uint32, which nanoGPT maps with np.memmap.
 
@@ -185,17 +179,9 @@ class NanoGpt(Exporter):
     says that one is there.
     """
 
-    @property
-    def _target(self) -> Path:
-        return self.folder / "train.bin"
-
-    @property
-    def _partial(self) -> Path:
-        return self.folder / "train.bin.partial"
-
-    @property
-    def _dtype(self) -> np.dtype[Any]:
-        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+    def __post_init__(self) -> None:
+        self._target, self._partial = self.folder / "train.bin", self.folder / "train.bin.partial"
+        self._dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def last_file(self, shard_id: int) -> Path:
         return self.folder / ".done" / shard_name(shard_id)
@@ -204,7 +190,7 @@ class NanoGpt(Exporter):
         return size_of_file(self._target) is not None or super().is_done(shard_id)
 
     def write(self, shard: ShardTokens) -> None:
-        mark = self.last_file(shard.shard_id)
+        mark = self.last_file(shard.samples.shard_id)
         try:
             mark.parent.mkdir(exist_ok=True)
             handle = os.open(self._partial, os.O_WRONLY | os.O_CREAT, 0o666)
@@ -212,7 +198,7 @@ class NanoGpt(Exporter):
             raise CannotWrite(f"{self._partial} cannot be made: {error.strerror}") from None
         try:
             with os.fdopen(handle, "wb") as file:
-                file.seek(self.first_token[shard.shard_id] * self._dtype.itemsize)
+                file.seek(self.first_token[shard.samples.shard_id] * self._dtype.itemsize)
                 for piece in shard.pieces():
                     file.write(piece.astype(self._dtype).tobytes())
                 file.flush()
@@ -252,7 +238,7 @@ class HuggingFace(Exporter):
             raise UsageError(needs("--to hf", "pyarrow")) from None
         schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
         with (
-            _published(self.last_file(shard.shard_id)) as (file,),
+            _published(self.last_file(shard.samples.shard_id)) as (file,),
             pa.ipc.new_stream(_Sink(file), schema) as stream,
         ):
             for lengths, ids in shard.groups(shard.row_lengths(), _ARROW_ROWS_TOKENS):
@@ -315,14 +301,14 @@ class Mosaic(Exporter):
 
     def write(self, shard: ShardTokens) -> None:
         groups = shard.groups(4 * shard.row_lengths() + 4, _MDS_BYTES)
-        stem = shard_name(shard.shard_id)
+        stem = shard_name(shard.samples.shard_id)
         entries = [
             self._write_file(self.folder / f"{stem}-{number:04d}.mds", lengths, ids)
             for number, (lengths, ids) in enumerate(groups)
         ]
-        publish_bytes(self.last_file(shard.shard_id), json.dumps(entries).encode())
+        publish_bytes(self.last_file(shard.samples.shard_id), json.dumps(entries).encode())
 
-    def _write_file(self, path: Path, lengths: Lengths, ids: Ids) -> dict[str, Any]:
+    def _write_file(self, path: Path, lengths: Numbers, ids: Ids) -> dict[str, Any]:
         config = json.dumps(self._COLUMNS, sort_keys=True).encode()
         begin = 4 + 4 * (len(lengths) + 1) + len(config)
         ends = begin + np.cumsum(np.concatenate([[0], 4 * lengths + 4]))
@@ -362,19 +348,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Write the token ids of a data set in the layout of another tool. Run it again after it was stopped: "
         "it goes on with the shards that are missing."
     )
-    parser.add_argument("data_dir", type=Path, help="folder of the data set, complete")
-    parser.add_argument("--to", required=True, choices=tuple(EXPORTERS), help="tool whose layout to write")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder of the export")
-    parser.add_argument(
-        "--split",
-        choices=("train", "validation"),
-        help="one side of a data set that was planned with --validation_fraction (default: all documents)",
-    )
-    parser.add_argument(
-        "--put_eos",
-        action=argparse.BooleanOptionalAction,
-        help="put EOS behind documents that lack it (default for megatron and nanogpt)",
-    )
+    add = parser.add_argument
+    add("data_dir", type=Path, help="folder of the data set, complete")
+    add("--to", required=True, choices=tuple(EXPORTERS), help="tool whose layout to write")
+    add("--output_dir", type=Path, required=True, help="folder of the export")
+    text = "one side of a data set that was planned with --validation_fraction (default: all documents)"
+    add("--split", choices=("train", "validation"), help=text)
+    text = "put EOS behind documents that lack it (default for megatron and nanogpt)"
+    add("--put_eos", action=argparse.BooleanOptionalAction, help=text)
 
 
 def export(args: argparse.Namespace) -> int:
@@ -401,7 +382,7 @@ def export(args: argparse.Namespace) -> int:
     put_eos = _eos_to_put(plan, args)
     parts = [_part_of(args, plan, shard_id) for shard_id in range(plan.num_shards)]
     ends = itertools.accumulate(
-        part.num_tokens + (0 if put_eos is None else part.num_documents) for part in parts
+        num_tokens + (put_eos is not None) * num_documents for _, num_documents, num_tokens in parts
     )
     exporter = EXPORTERS[args.to](
         folder=folder,
@@ -414,9 +395,9 @@ def export(args: argparse.Namespace) -> int:
     todo = [shard_id for shard_id in range(plan.num_shards) if not exporter.is_done(shard_id)]
     with Progress("exporting", len(todo), unit="shards") as progress:
         for shard_id in todo:
-            with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id].samples) as samples:
-                whole = plan.options.pack == "best_fit"
-                exporter.write(ShardTokens(samples=samples, rows_hold_wholes=whole, put_eos=put_eos))
+            with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id][0]) as samples:
+                lengths = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
+                exporter.write(ShardTokens(samples=samples, stored_lengths=lengths, put_eos=put_eos))
             progress.add(1)
     opened_by = exporter.finish()
     with contextlib.suppress(OSError):  # of attempts that died; whatever a living one would write is there
@@ -427,24 +408,16 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
-class _Part(NamedTuple):
-    """What of a shard is exported."""
-
-    samples: slice
-    num_documents: int
-    num_tokens: int
-
-
-def _part_of(args: argparse.Namespace, plan: Plan, shard_id: int) -> _Part:
+def _part_of(args: argparse.Namespace, plan: Plan, shard_id: int) -> tuple[slice, int, int]:
+    """What of a shard is exported: samples, and how many documents and tokens they have."""
     counts = check_shard(args.data_dir, shard_id, plan.plan_id).counts
-    held = counts.validation
+    num_documents, num_tokens, held = counts.num_documents, counts.num_tokens, counts.validation
     if not args.split or held is None:
-        return _Part(slice(None), counts.num_documents, counts.num_tokens)
+        return slice(None), num_documents, num_tokens
     cut = counts.num_samples - held.num_samples
     if args.split == "validation":
-        return _Part(slice(cut, None), held.num_documents, held.num_tokens)
-    num_documents, num_tokens = counts.num_documents - held.num_documents, counts.num_tokens - held.num_tokens
-    return _Part(slice(cut), num_documents, num_tokens)
+        return slice(cut, None), held.num_documents, held.num_tokens
+    return slice(cut), num_documents - held.num_documents, num_tokens - held.num_tokens
 
 
 def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
@@ -466,22 +439,17 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     try:
         found = json.loads(read_regular(folder / _SETTINGS, max_bytes=1 << 20))
     except NOT_THERE:
-        _claim_fresh(folder)
+        make_folder(folder, parents=True)
+        if others := [name for name in names_in(folder) if not TEMPORARY_NAME.fullmatch(name)]:
+            raise Refused(
+                f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder"
+            ) from None
         publish_bytes(folder / _SETTINGS, json.dumps(settings).encode())
         return
     except ValueError:
         found = None
     there = found if isinstance(found, dict) else {}
-    if differing := [name for name in settings if there.get(name) != settings[name]]:
-        names = ", ".join(differing)
-        raise Refused(f"--output_dir {folder} holds another export: {names} differ; choose a fresh folder")
-
-
-def _claim_fresh(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        others = [name for item in folder.iterdir() if not TEMPORARY_NAME.fullmatch(name := item.name)]
-    except OSError as error:
-        raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
-    if others:
-        raise Refused(f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder")
+    if differing := ", ".join(name for name in settings if there.get(name) != settings[name]):
+        raise Refused(
+            f"--output_dir {folder} holds another export: {differing} differ; choose a fresh folder"
+        )

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,10 +26,11 @@ from preprocess.look.addresses import (
     num_train_samples,
     samples_at,
 )
+from preprocess.make.engines import Ids, Numbers, load_tokenizer
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.console import output_is_read, print_lines
-from shardprep.errors import NotFound, ReadWriteError, UsageError
+from shardprep.errors import NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
 from shardprep.format.manifest import read_manifest
@@ -43,19 +44,11 @@ class Decoder:
     """Ids -> text in which special tokens are seen. Raises ReadWriteError where there is no tokenizer."""
 
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer
-
-        path = folder / TOKENIZER_DIR / TOKENIZER_FILE
-        try:
-            self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing narrower
-            raise ReadWriteError(
-                f"{path} cannot be loaded: {error}; bring the folder back as it was"
-            ) from None
+        self._tokenizer = load_tokenizer(folder / TOKENIZER_DIR / TOKENIZER_FILE)
         added = self._tokenizer.get_added_tokens_decoder()
         self._names = {number: token.content for number, token in added.items() if token.special}
 
-    def text(self, ids: npt.NDArray[np.uint32], mask: npt.NDArray[np.bool_]) -> str:
+    def text(self, ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
         """The text of some ids, of which ``mask`` have labels."""
         cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
         parts = [
@@ -64,7 +57,7 @@ class Decoder:
         ]
         return "".join(f"⟪{text}⟫" if has_labels and len(parts) > 1 else text for text, has_labels in parts)
 
-    def _text(self, ids: npt.NDArray[np.uint32]) -> str:
+    def _text(self, ids: Ids) -> str:
         groups = itertools.groupby(ids.tolist(), self._names.get)
         return "".join(
             self._tokenizer.decode(list(some), skip_special_tokens=False)
@@ -99,7 +92,7 @@ class Choice:
             return self._at_random()
         return ((shard, number) for shard in self._shard_ids for number in self._candidates(shard).tolist())
 
-    def _candidates(self, shard_id: int) -> npt.NDArray[np.int64]:
+    def _candidates(self, shard_id: int) -> Numbers:
         """The samples of a shard that may be shown; of rows, by the document that they begin with."""
         records = read_idx(self._folder, self._plan.spec, shard_id)
         if self._input_numbers is not None:
@@ -143,35 +136,24 @@ class Choice:
         return ((shard_id, number) for _, shard_id, number in best)
 
 
-class Addresses:
-    """The samples at some addresses. Raises NotFound, UsageError."""
+def asked_documents(folder: Path, plan: Plan, args: argparse.Namespace) -> dict[tuple[int, int], set[int]]:
+    """The samples at some addresses, and of each the documents that are asked for; none: all.
 
-    def __init__(self, folder: Path, plan: Plan, args: argparse.Namespace) -> None:
-        flags = ("shard", "input", "source", "grep", "longest", "random")
-        if given := [name for name in flags if getattr(args, name)]:
-            raise UsageError(f"an address says which sample to show; leave out --{given[0]}")
-        self._wanted: dict[tuple[int, int], set[int]] = {}  # of each sample its documents; none: all
-        for address in args.addresses:
-            found = find_address(folder, plan, address)
-            if isinstance(found, InInput):
-                self._wanted |= {place: set() for place in samples_at(folder, plan, found)}
-                continue
-            documents = self._wanted.setdefault((found.shard_id, found.sample), set())
-            if found.document is not None:
-                documents.add(found.document)
-
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Shard and number of each sample."""
-        return iter(self._wanted)
-
-    def documents(self, shard_id: int, number: int, num_documents: int) -> set[int]:
-        """Those of a sample that were asked for; none: all."""
-        wanted = self._wanted[shard_id, number]
-        if max(wanted, default=0) >= num_documents:
-            raise NotFound(
-                f"{shard_id}:{number}:{max(wanted)}: that sample has documents 0 to {num_documents - 1}"
-            )
-        return wanted
+    Raises NotFound, UsageError.
+    """
+    flags = ("shard", "input", "source", "grep", "longest", "random")
+    if given := [name for name in flags if getattr(args, name)]:
+        raise UsageError(f"an address says which sample to show; leave out --{given[0]}")
+    wanted: dict[tuple[int, int], set[int]] = {}
+    for address in args.addresses:
+        found = find_address(folder, plan, address)
+        if isinstance(found, InInput):
+            wanted |= {place: set() for place in samples_at(folder, plan, found)}
+            continue
+        documents = wanted.setdefault((found.shard_id, found.sample), set())
+        if found.document is not None:
+            documents.add(found.document)
+    return wanted
 
 
 def sample_lines(
@@ -180,12 +162,13 @@ def sample_lines(
     number: int,
     documents: list[str],
     chars: int,
-    *,
-    num_train: int,
-    only: Set[int] = frozenset(),
+    is_held: bool,
+    only: set[int],
 ) -> Iterator[str]:
-    """A sample for people; ``chars`` of each document at most (0: all). ``num_train``: samples of the shard
-    before those for validation. ``only``: these of its documents (none: all)."""
+    """A sample for people, ``is_held``: one for validation; ``only``: these of its documents (none: all).
+
+    Of each document ``chars`` characters at most; 0: all.
+    """
     record = samples.records[number]
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
@@ -194,7 +177,7 @@ def sample_lines(
     came = "begins in the document at" if begins_inside else "from"
     place = place_text(plan.inputs[int(record["source"])].path, int(record["source_offset"]))
     name = f"{shard_name(samples.shard_id)} {what} {number}"
-    side = ", for validation" if number >= num_train else ""
+    side = ", for validation" if is_held else ""
     yield f"{name}: {num_tokens} tokens{trained}{side}, {came} {place}"
     for position, text in enumerate(documents):
         if only and position not in only:
@@ -250,33 +233,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Print samples of the shards, decoded by the data set's own tokenizer: special tokens in brackets, "
         "where documents begin in packed rows, and the file and place that each came from."
     )
-    parser.add_argument("output_dir", type=Path, help="folder of the data set")
-    parser.add_argument(
-        "addresses",
-        nargs="*",
-        metavar="ADDRESS",
-        help="only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, FILE:BYTE of an input, or id:ID "
-        "(default: the first samples)",
+    add = parser.add_argument
+    add("output_dir", type=Path, help="folder of the data set")
+    text = (
+        "only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, FILE:BYTE of an input, or id:ID "
+        "(default: the first samples)"
     )
-    parser.add_argument("--shard", help="only these shards, such as 3 or 0-9,12 (default: all)")
-    parser.add_argument(
-        "--input", help="only samples of one input file, as plan.json names it (default: all)"
-    )
-    parser.add_argument("--source", help="only samples of one source, as the report names it (default: all)")
-    parser.add_argument(
-        "--grep", help="only samples whose decoded text this regular expression finds (default: all)"
-    )
+    add("addresses", nargs="*", metavar="ADDRESS", help=text)
+    add("--shard", help="only these shards, such as 3 or 0-9,12 (default: all)")
+    add("--input", help="only samples of one input file, as plan.json names it (default: all)")
+    add("--source", help="only samples of one source, as the report names it (default: all)")
+    add("--grep", help="only samples whose decoded text this regular expression finds (default: all)")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--longest", action="store_true", help="samples with most tokens first")
     order.add_argument("--random", action="store_true", help="random samples of all shards")
-    parser.add_argument("--seed", type=int, default=0, help="seed of --random (default: 0)")
-    parser.add_argument("--num", type=int, default=5, help="number of samples (default: 5)")
-    parser.add_argument(
-        "--chars",
-        type=int,
-        default=400,
-        help="characters to print of a document at most; 0: all (default: 400)",
-    )
+    add("--seed", type=int, default=0, help="seed of --random (default: 0)")
+    add("--num", type=int, default=5, help="number of samples (default: 5)")
+    text = "characters to print of a document at most; 0: all (default: 400)"
+    add("--chars", type=int, default=400, help=text)
 
 
 def peek(args: argparse.Namespace) -> int:
@@ -290,8 +264,8 @@ def peek(args: argparse.Namespace) -> int:
         pattern = re.compile(args.grep or "")
     except re.error as error:
         raise UsageError(f"--grep {args.grep!r} is no regular expression: {error}") from None
-    addresses = Addresses(folder, plan, args) if args.addresses else None
-    places = (addresses or Choice(folder, plan, args)).places()
+    asked = asked_documents(folder, plan, args) if args.addresses else {}
+    places = iter(asked) if asked else Choice(folder, plan, args).places()
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
         with ShardSamples(folder, plan.spec, shard_id) as samples:
@@ -300,14 +274,14 @@ def peek(args: argparse.Namespace) -> int:
                 documents = _documents(samples, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
                     continue
-                only = addresses.documents(shard_id, number, len(documents)) if addresses else frozenset()
-                print_lines(
-                    *sample_lines(
-                        plan, samples, number, documents, args.chars, num_train=num_train, only=only
-                    )
-                )
+                only = asked.get((shard_id, number), set())
+                if max(only, default=0) >= len(documents):
+                    address = f"{shard_id}:{number}:{max(only)}"
+                    raise NotFound(f"{address}: that sample has documents 0 to {len(documents) - 1}")
+                is_held = number >= num_train
+                print_lines(*sample_lines(plan, samples, number, documents, args.chars, is_held, only))
                 num_shown += 1
-                if (num_shown == args.num and not addresses) or not output_is_read():
+                if (num_shown == args.num and not asked) or not output_is_read():
                     return 0
     if not num_shown:
         raise NotFound(f"{folder} has no sample that was asked for; take fewer flags")

@@ -33,7 +33,7 @@ from preprocess.plan.planning import even_places, list_inputs, stamp_inputs
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
-from shardprep.files import PublishedFolder, names_in
+from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.format.input_formats import place_text
 
 PART_BYTES = 1 << 20
@@ -190,7 +190,7 @@ def train_tokenizer(
     folder = output_dir.resolve()
     _refuse_existing(folder)
     text = TrainingText(input_dir, training_reading(encoding, fields), max_bytes, recursive=recursive)
-    _make_parent(folder)
+    make_folder(folder.parent, parents=True)
     with PublishedFolder(folder) as unfinished:
         tokenizer = untrained_tokenizer()
         with text.progress:
@@ -200,8 +200,15 @@ def train_tokenizer(
         _write(tokenizer, unfinished.temporary)
         if not unfinished.publish_first():
             _refuse_existing(folder)
-            raise CannotWrite(f"{folder} is a file: give --output_dir a folder")
-    _report(text, num_base, vocab_size, folder)
+            raise CannotWrite(f"{folder} was made meanwhile: give --output_dir another folder")
+    say(text.describe())
+    if num_base < vocab_size:
+        say(
+            f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair"
+            f" comes {MIN_PAIR_COUNT} times. Special tokens follow at id {num_base}; more text gives more"
+        )
+    sizes = f"{num_base:,} base, 256 special, BOS is {num_base}"
+    say(f"{folder}: {num_base + 256:,} tokens ({sizes})")
 
 
 def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int) -> None:
@@ -274,15 +281,8 @@ def _refuse_existing(folder: Path) -> None:
         others = f"{counted(len(names), 'file')} ({names[0]}, ...)"
         what = "a tokenizer" if "tokenizer.json" in names else others
         raise Refused(f"{folder} already holds {what}: give --output_dir a new or empty folder")
-
-
-def _make_parent(folder: Path) -> None:
-    try:
-        if folder.exists() and not folder.is_dir():
-            raise CannotWrite(f"{folder} is a file: give --output_dir a folder")
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotWrite(f"cannot write in {folder.parent}: {error.strerror or error}") from error
+    if size_of_file(folder) is not None and not is_folder(folder):
+        raise CannotWrite(f"{folder} is a file: give --output_dir a folder")
 
 
 def _write(tokenizer: Tokenizer, unfinished: Path) -> None:
@@ -299,17 +299,6 @@ def _write(tokenizer: Tokenizer, unfinished: Path) -> None:
         (unfinished / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise CannotWrite(f"cannot write the tokenizer in {unfinished}: {error.strerror or error}") from error
-
-
-def _report(text: TrainingText, num_base: int, vocab_size: int, folder: Path) -> None:
-    say(text.describe())
-    if num_base < vocab_size:
-        say(
-            f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair"
-            f" comes {MIN_PAIR_COUNT} times. Special tokens follow at id {num_base}; more text gives more"
-        )
-    sizes = f"{num_base:,} base, 256 special, BOS is {num_base}"
-    say(f"{folder}: {num_base + 256:,} tokens ({sizes})")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,18 +32,42 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.formats.long_documents import CUT, encodable_pieces
-from preprocess.options import EngineName
 from preprocess.plan.tokenizer_files import MAX_TOKENIZER_BYTES
-from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, ShardprepError, UsageError
-from shardprep.files import read_regular, size_of_file
+from shardprep.errors import ReadWriteError, ShardprepError
+from shardprep.files import read_regular
+
+Ids = npt.NDArray[np.uint32]
+Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
     """Ids of consecutive documents: document i is ``ids[offsets[i]:offsets[i + 1]]``."""
 
-    ids: npt.NDArray[np.uint32]  # uint32[tokens]
-    offsets: npt.NDArray[np.int64]  # int64[documents + 1]
+    ids: Ids  # uint32[tokens]
+    offsets: Numbers  # int64[documents + 1]
+
+    @staticmethod
+    def of(ids: Sequence[Ids]) -> TokenBatch:
+        """Documents given one by one."""
+        offsets = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum([len(item) for item in ids], out=offsets[1:])
+        return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+
+    @staticmethod
+    def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
+        """The documents of several batches."""
+        if len(batches) == 1:
+            return batches[0]
+        lengths = [np.diff(batch.offsets) for batch in batches]
+        return TokenBatch(
+            ids=np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)]),
+            offsets=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
+        )
+
+    def documents(self) -> list[Ids]:
+        """The ids of each document."""
+        return [self.ids[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist())]
 
     def part(self, first: int, end: int) -> TokenBatch:
         """The documents from one up to another."""
@@ -102,8 +126,8 @@ class Engine:
         parts = [slice(first, first + size) for first in range(0, len(texts), size)]
         if spans is not None:
             assert self.encode_chat is not None  # load_engine took the one that has it
-            return _joined([self.encode_chat(texts[part], spans[part]) for part in parts])
-        tokens = _joined([self.encode(texts[part]) for part in parts])
+            return TokenBatch.joined([self.encode_chat(texts[part], spans[part]) for part in parts])
+        tokens = TokenBatch.joined([self.encode(texts[part]) for part in parts])
         if end_id is None:
             return tokens
         return TokenBatch(
@@ -111,46 +135,33 @@ class Engine:
             offsets=tokens.offsets + np.arange(len(tokens.offsets)),
         )
 
-    def encode_long(
-        self, pieces: Iterator[str], *, can_be_cut: bool, end_id: int | None = None
-    ) -> Iterator[npt.NDArray[np.uint32]]:
-        """Encode one document given in pieces, ended by ``end_id``: uint32[tokens] arrays, in order.
+    def encode_long(self, pieces: Iterator[str], *, can_be_cut: bool, end_id: int | None = None) -> Ids:
+        """Encode one document given in pieces, ended by ``end_id``: uint32[tokens].
 
         Where the tokenizer's ids depend on more than a piece, the document is joined and held whole.
         Raises UncuttableText where that is too much.
         """
-        if not can_be_cut:
-            for whole in encodable_pieces(pieces, can_be_cut=False):
-                yield self.encode([whole]).ids
-        else:
-            before, after = self.added_ids()
-            yield np.array(before, np.uint32)
-            for piece in encodable_pieces(pieces, can_be_cut=True):
-                yield self.encode_bare([piece]).ids
-            yield np.array(after, np.uint32)
-        if end_id is not None:
-            yield np.array([end_id], np.uint32)
+        before, after = self.added_ids() if can_be_cut else ([], [])
+        encode = self.encode_bare if can_be_cut else self.encode
+        parts = [encode([piece]).ids for piece in encodable_pieces(pieces, can_be_cut=can_be_cut)]
+        end = [] if end_id is None else [end_id]
+        return np.concatenate([np.array(before, np.uint32), *parts, np.array([*after, *end], np.uint32)])
 
 
-def _joined(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """The documents of several batches as one batch."""
-    if len(batches) == 1:
-        return batches[0]
-    lengths = [np.diff(batch.offsets) for batch in batches]
-    return TokenBatch(
-        ids=np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)]),
-        offsets=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
-    )
+def load_tokenizer(tokenizer_json: Path) -> Any:
+    """A ``tokenizers.Tokenizer``. Raises ReadWriteError."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(tokenizer_json))
+    except Exception as error:  # tokenizers raises nothing narrower
+        message = f"{tokenizer_json} cannot be loaded: {error}; bring the folder back as it was"
+        raise ReadWriteError(message) from error
 
 
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
     """The reference. Strings of control tokens stay text unless they are allowed. Raises ReadWriteError."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_json))
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ReadWriteError(f"{tokenizer_json} cannot be loaded: {error}") from error
+    tokenizer = load_tokenizer(tokenizer_json)
     return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
 
 
@@ -168,7 +179,7 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool) -> Engine
 
     def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
         encodings = encode_fast(list(texts), add_special_tokens=add_special_tokens)
-        return _batch_of([np.array(encoding.ids, np.uint32) for encoding in encodings])
+        return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
     def encode_chat(texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> TokenBatch:
         encodings = encode_batch(list(texts), add_special_tokens=False)
@@ -179,16 +190,9 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool) -> Engine
                 if first is None:
                     break
                 kept[first : last + 1 if last else len(kept)] &= ~NO_LOSS
-        return _batch_of(ids)
+        return TokenBatch.of(ids)
 
-    return dataclasses.replace(_engine("tokenizers", encode), encode_chat=encode_chat)
-
-
-def _batch_of(ids: list[npt.NDArray[np.uint32]]) -> TokenBatch:
-    """Documents given one by one."""
-    offsets = np.zeros(len(ids) + 1, np.int64)
-    np.cumsum([len(item) for item in ids], out=offsets[1:])
-    return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+    return _engine("tokenizers", encode, encode_chat)
 
 
 def gigatoken_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
@@ -243,7 +247,7 @@ class FastTokenizer:
         self._backend, self._no_padding = load_hf_json(self._json), PadTruncate(0)
         self._resident, self._num_bytes = _resident_bytes(), 0
 
-    def _ids(self, text: bytes) -> npt.NDArray[np.uint32]:
+    def _ids(self, text: bytes) -> Ids:
         with self._lock:
             self._num_bytes += len(text)
             if self._num_bytes > self._LEAST_TEXT and (
@@ -251,11 +255,11 @@ class FastTokenizer:
             ):
                 self._load()
             if len(os.sched_getaffinity(0)) == 1:  # encode() has no second memory, and takes no second caller
-                alone: npt.NDArray[np.uint32] = self._backend.encode(text)
+                alone: Ids = self._backend.encode(text)
                 return alone
             backend = self._backend
         rows, _ = backend.encode_batch_padded([text], self._no_padding, parallel=False)
-        row: npt.NDArray[np.uint32] = rows[0]
+        row: Ids = rows[0]
         return row
 
     @functools.cached_property
@@ -275,16 +279,16 @@ class FastTokenizer:
             unsure = [n for n, text in enumerate(texts) if any(name in text for name in self._names)]
             unsure = unsure or list(range(len(texts)))
         slow = self._reference.encode if add_special_tokens else self._reference.encode_bare
-        documents = dict(zip(unsure, _documents_of(slow([texts[n] for n in unsure])), strict=True))
+        documents = dict(zip(unsure, slow([texts[n] for n in unsure]).documents(), strict=True))
         sure = [n for n in range(len(texts)) if n not in documents]
         fast = self.encode([texts[n] for n in sure], add_special_tokens)
-        documents.update(zip(sure, _documents_of(fast), strict=True))
-        return _batch_of([documents[n] for n in range(len(texts))])
+        documents.update(zip(sure, fast.documents(), strict=True))
+        return TokenBatch.of([documents[n] for n in range(len(texts))])
 
     def _encode_joined(self, texts: Sequence[str], add_special_tokens: bool) -> TokenBatch | None:
         """The ids of some texts; None where a text holds a separator or its like."""
         if not texts:
-            return _batch_of([])
+            return TokenBatch.of([])
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         between, num_bounds = [*after, *before], len(texts) - 1
         stride = max(1, len(between))
@@ -299,10 +303,6 @@ class FastTokenizer:
         else:
             ids, starts = np.delete(ids, places), starts - np.arange(num_bounds)
         return TokenBatch(ids=ids, offsets=np.array([0, *starts, len(ids)], np.int64))
-
-
-def _documents_of(batch: TokenBatch) -> list[npt.NDArray[np.uint32]]:
-    return [batch.ids[begin:end] for begin, end in itertools.pairwise(batch.offsets.tolist())]
 
 
 _SEPARATOR = "\0\1document\2"  # none of its beginnings is an end of it, so it cannot overlap itself
@@ -386,7 +386,7 @@ def is_new_code_point() -> npt.NDArray[np.bool_]:
 def texts_with_new_code_points(texts: Sequence[str]) -> list[int]:
     """The numbers of the texts that hold a code point of ``is_new_code_point``: 2 ns per character."""
 
-    def places(chosen: Iterable[str]) -> npt.NDArray[np.int64]:
+    def places(chosen: Iterable[str]) -> Numbers:
         points = np.frombuffer("".join(chosen).encode("utf-32-le"), "<u4")
         return np.flatnonzero(is_new_code_point().take(points, mode="clip"))
 
@@ -397,9 +397,9 @@ def texts_with_new_code_points(texts: Sequence[str]) -> list[int]:
     return numbers
 
 
-def _engine(name: str, encode: Callable[..., TokenBatch]) -> Engine:
+def _engine(name: str, encode: Callable[..., TokenBatch], encode_chat: EncodeChat | None = None) -> Engine:
     bare = functools.partial(encode, add_special_tokens=False)
-    return Engine(name=name, version=version(name), encode=encode, encode_bare=bare)
+    return Engine(name=name, version=version(name), encode=encode, encode_bare=bare, encode_chat=encode_chat)
 
 
 def equal_fast_engine(
@@ -489,54 +489,16 @@ def ids_sha256(batches: Iterable[TokenBatch]) -> str:
     return digest.hexdigest()
 
 
-def load_engine(
-    tokenizer_json: Path,
-    *,
-    wanted: EngineName,
-    allow_special_tokens: bool,
-    probe: list[str],
-    probe_sha256: str,
-    fast_is_equal: bool,
-    warn: Callable[[str], None],
-    add_special_tokens: bool = True,
-) -> Engine:
-    """The engine of a worker, once it has given the reference's ids for the plan's probe.
-
-    Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
-    that was asked for by name cannot be had.
-    """
-    if size_of_file(tokenizer_json) is None:
-        raise NotFound(f"{tokenizer_json} is missing; run the plan command again, it writes it anew")
-    if wanted != "tokenizers" and (wanted != "auto" or fast_is_equal):
-        fast = equal_fast_engine(
-            tokenizer_json,
-            allow_special_tokens=allow_special_tokens,
-            texts=probe,
-            expected_sha256=probe_sha256,
-        )
-        if isinstance(fast, Engine):
-            return fast if add_special_tokens else fast.bare()
-        if wanted != "auto":
-            raise UsageError(f"--engine {wanted} fails for {tokenizer_json}: {fast}; use --engine auto")
-        warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
-    engine = tokenizers_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
-    found = ids_sha256([engine.encode(probe)])
-    if found != probe_sha256:
-        raise OtherTokenizer(
-            f"tokenizers {engine.version} encodes the plan's probe to other ids than at planning "
-            f"({found[:12]}, expected {probe_sha256[:12]}); install the version that planned, or plan anew"
-        )
-    return engine if add_special_tokens else engine.bare()
-
-
 LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_REGEXES = (
-    LLAMA3_REGEX,
-    LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}"),  # Qwen 2: a digit a token
-)
+_QWEN2_REGEX = LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}")  # a digit a token
+_KNOWN_SPLITS: list[list[dict[str, Any]]] = [[]]  # before the bytes
+_KNOWN_SPLITS += [
+    [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}]
+    for regex in (LLAMA3_REGEX, _QWEN2_REGEX)
+]
 
 
 def can_be_cut(tokenizer: dict[str, Any]) -> bool:
@@ -549,9 +511,8 @@ def can_be_cut(tokenizer: dict[str, Any]) -> bool:
     model, before = tokenizer.get("model") or {}, tokenizer.get("pre_tokenizer") or {}
     *split, byte_level = before.get("pretokenizers", [before])
     use_regex = bool(byte_level.get("use_regex"))
-    known_splits = [[], *([_split_at(regex)] for regex in _REGEXES)]
     is_known = byte_level.get("type") == "ByteLevel" and not byte_level.get("add_prefix_space")
-    is_known = is_known and split in known_splits and use_regex == (not split)
+    is_known = is_known and split in _KNOWN_SPLITS and use_regex == (not split)
     is_plain = model.get("type") == "BPE" and not any(
         model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
     )
@@ -563,7 +524,3 @@ def can_be_cut(tokenizer: dict[str, Any]) -> bool:
         for token in tokenizer.get("added_tokens") or ()
     )
     return is_known and is_plain and not tokenizer.get("normalizer") and not reaching
-
-
-def _split_at(regex: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}

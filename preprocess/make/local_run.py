@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import NamedTuple
 
 from preprocess.attempts import Failure, append_failure
-from preprocess.make.task_log import engine_line, part_line, speed_line
+from preprocess.make.task import engine_line, part_line, speed_line
 from preprocess.make.worker import Work, Worker, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import need_plan
@@ -25,13 +25,14 @@ from shardprep.errors import ReadWriteError, ShardprepError
 from shardprep.signals import start_child
 
 
-@dataclass(frozen=True, kw_only=True)
-class Done:
+class Done(NamedTuple):
     """A shard that was made."""
 
-    shard_id: int
     work: Work  # all of it
     line: str  # for people: which part of the input, and how fast
+
+
+Event = Work | Done | Failure | str  # work that was done, what became of the shard, or a line for people
 
 
 class _Process:
@@ -50,18 +51,16 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
             self.pipe.send(shard_id)
 
-    def receive(self) -> Work | Done | Failure | str:
-        """Work that was done, a line for people, or what became of the shard."""
+    def receive(self) -> Event:
         try:
-            event: Work | Done | Failure | str = self.pipe.recv()
+            event: Event = self.pipe.recv()
         except (EOFError, ConnectionError):
             self.end()
             self.is_dead = True
             code = self._process.exitcode or 0
             how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
             assert self.shard_id is not None
-            code = ReadWriteError.exit_code
-            return Failure(shard_id=self.shard_id, exit_code=code, reason=f"its process was {how}")
+            return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
         return event
 
     def end(self) -> None:
@@ -95,14 +94,14 @@ def run_shards(
         for process in processes:
             process.give(todo.popleft())
         while processes:
-            for pipe in wait([process.pipe for process in processes]):
-                process = next(item for item in processes if item.pipe is pipe)
+            ready = wait([process.pipe for process in processes])
+            for process in [process for process in processes if process.pipe in ready]:
                 event = process.receive()
                 if isinstance(event, Work):
                     progress.add(event.num_bytes, event.counts)
                     continue
                 if isinstance(event, str):
-                    if event not in notes:
+                    if event not in notes:  # each process says it
                         progress.say(event)
                     notes.add(event)
                     continue
@@ -137,7 +136,7 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
             pipe.send(engine_line(worker))
         except ShardprepError as error:
             while True:
-                pipe.send(Failure(shard_id=pipe.recv(), exit_code=error.exit_code, reason=str(error)))
+                pipe.send(Failure.of(pipe.recv(), error))
         while True:
             pipe.send(_outcome(worker, pipe.recv(), pipe))
     except (EOFError, BrokenPipeError):
@@ -149,10 +148,5 @@ def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:
         shard = worker.plan.shard(shard_id)
         manifest = worker.run_shard(shard, pipe.send)
     except ShardprepError as error:
-        return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
-    counts = manifest.counts
-    return Done(
-        shard_id=shard_id,
-        work=Work(counts.input_bytes, counts.num_documents, counts.num_tokens),
-        line=f"{part_line(worker.plan, shard)}; {speed_line(manifest)}",
-    )
+        return Failure.of(shard_id, error)
+    return Done(Work.of(manifest), f"{part_line(worker.plan, shard)}; {speed_line(manifest)}")

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.engines import NO_LOSS, TokenBatch
+from preprocess.make.engines import NO_LOSS, Ids, TokenBatch
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.names import PACKED_MEMBER_BYTES
 
 # A document: where it begins, in tokens, the input that it came from, and its digest, zeros without one.
 START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8"), ("digest", DIGEST)])
+Starts = npt.NDArray[np.void]  # START[documents]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,8 @@ class RowGroup:
 
     rows: npt.NDArray[Any]  # token ids [num_rows, seq_len], of row_dtype, padded
     row_tokens: npt.NDArray[np.uint32]  # uint32[num_rows]: tokens that are no padding
-    starts: npt.NDArray[np.void]  # START of the documents that begin here, by position in rows.ravel()
-    firsts: npt.NDArray[np.void]  # START[num_rows] of the document of each row's first token
+    starts: Starts  # START of the documents that begin here, by position in rows.ravel()
+    firsts: Starts  # START[num_rows] of the document of each row's first token
 
 
 def rows_per_member(spec: DatasetSpec) -> int:
@@ -50,15 +51,12 @@ def row_dtype(spec: DatasetSpec) -> np.dtype[Any]:
     return np.dtype(np.uint32) if spec.record == "chat" else spec.dtype
 
 
-Ids = npt.NDArray[np.uint32]
-
-
 class Packer(Protocol):
     """Takes documents in order and yields row groups as they fill; the groups do not depend on batches."""
 
     num_split: int  # documents that do not lie whole in one row
 
-    def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
+    def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         """Take documents, with START[documents] that names their provenance."""
 
     def finish(self) -> Iterator[RowGroup]:
@@ -75,13 +73,13 @@ class ConcatRows:
         self._spec = spec
         self._group_tokens = rows_per_member(spec) * spec.seq_len
         self._ids: list[Ids] = []  # not yet in a group
-        self._starts: list[npt.NDArray[np.void]] = []  # START of the documents in them
+        self._starts: list[Starts] = []  # START of the documents in them
         self._num_held = 0
         self._num_before = 0  # tokens in groups so far
         self._open = np.zeros(1, START)  # the document that the next group begins in
         self.num_split = 0
 
-    def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
+    def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         lengths = np.diff(tokens.offsets)
         filled = lengths > 0
         first = tokens.offsets[:-1][filled] + self._num_before + self._num_held
@@ -92,15 +90,12 @@ class ConcatRows:
         self._starts.append(starts)
         self._ids.append(tokens.ids)
         self._num_held += len(tokens.ids)
-        return self._full_groups()
+        while self._num_held >= self._group_tokens:
+            yield self._take(self._group_tokens)
 
     def finish(self) -> Iterator[RowGroup]:
         if self._num_held:
             yield self._take(self._num_held)
-
-    def _full_groups(self) -> Iterator[RowGroup]:
-        while self._num_held >= self._group_tokens:
-            yield self._take(self._group_tokens)
 
     def _take(self, num_tokens: int) -> RowGroup:
         """A group of the first ``num_tokens`` tokens held."""
@@ -113,9 +108,6 @@ class ConcatRows:
         self._starts, starts = [later], starts[:num_here]
         self._num_held -= num_tokens
         self._num_before += num_tokens
-        return self._group(ids, starts)
-
-    def _group(self, ids: Ids, starts: npt.NDArray[np.void]) -> RowGroup:
         seq_len = self._spec.seq_len
         num_rows = -(-len(ids) // seq_len)
         num_padding = num_rows * seq_len - len(ids)
@@ -161,15 +153,15 @@ class BestFitRows:
         self._dtype = row_dtype(spec)
         self._buffer = np.full((num_open, spec.seq_len), pad_id(spec), self._dtype)
         self._free = list(range(num_open - 1, -1, -1))  # rows of the buffer that hold nothing
-        self._spaces: list[int] = []  # of the open rows, each once, ascending
-        self._open: dict[int, list[int]] = {}  # space -> the open rows that have it
+        self._open: list[tuple[int, int, int]] = []  # space, turn, row; ascending
+        self._turn = 0  # of equal spaces the one that is there longest comes first
         self._starts_of: list[list[tuple[int, Provenance]]] = [[] for _ in range(num_open)]
         self._first_of: list[Provenance] = [(0, 0, bytes(DIGEST_BYTES))] * num_open
         self._closed: list[_ClosedRow] = []
         self._group_rows = rows_per_member(spec)
         self.num_split = 0
 
-    def append(self, tokens: TokenBatch, starts: npt.NDArray[np.void]) -> Iterator[RowGroup]:
+    def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         bounds = tokens.offsets.tolist()
         provenances = zip(
             *(starts[name].tolist() for name in ("source", "source_offset", "digest")), strict=True
@@ -189,21 +181,22 @@ class BestFitRows:
                 yield from self._groups()
 
     def finish(self) -> Iterator[RowGroup]:
-        for space in sorted(self._open):
-            for row in self._open[space]:
-                self._close(row, space)
+        for space, _, row in self._open:
+            self._close(row, space)
+        self._open = []
         yield from self._groups(last=True)
 
     def _put(self, ids: Ids, first: Provenance, *, is_start: bool) -> None:
         """Place at most a row's worth of ids. What goes on from another row always opens one."""
         length = len(ids)
-        place = bisect.bisect_left(self._spaces, length) if is_start else len(self._spaces)
-        if place < len(self._spaces):
-            space = self._spaces[place]
-            row = self._pop(space)
+        place = bisect.bisect_left(self._open, (length,)) if is_start else len(self._open)
+        if place < len(self._open):
+            space, _, row = self._open.pop(place)
         else:
-            space = self._spec.seq_len
-            row = self._new_row()
+            if not self._free:
+                space, _, row = self._open.pop(0)  # the fullest
+                self._close(row, space)
+            space, row = self._spec.seq_len, self._free.pop()
             self._first_of[row] = first
         begin = self._spec.seq_len - space
         self._buffer[row, begin : begin + length] = ids
@@ -211,25 +204,9 @@ class BestFitRows:
             self._starts_of[row].append((begin, first))
         if space == length:
             self._close(row, 0)
-        elif rows := self._open.get(space - length):
-            rows.append(row)
         else:
-            self._open[space - length] = [row]
-            bisect.insort(self._spaces, space - length)
-
-    def _pop(self, space: int) -> int:
-        rows = self._open[space]
-        row = rows.pop(0)
-        if not rows:
-            del self._open[space]
-            del self._spaces[bisect.bisect_left(self._spaces, space)]
-        return row
-
-    def _new_row(self) -> int:
-        if not self._free:
-            fullest = self._spaces[0]
-            self._close(self._pop(fullest), fullest)
-        return self._free.pop()
+            self._turn += 1
+            bisect.insort(self._open, (space - length, self._turn, row))
 
     def _close(self, row: int, space: int) -> None:
         length = self._spec.seq_len - space

@@ -17,16 +17,23 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from preprocess.formats.format import DocumentBatch, SourceTexts
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
-from preprocess.make.engines import TokenBatch
-from preprocess.make.members import Ids, Members, Piece, Prepared
+from preprocess.make.engines import Ids, Numbers, TokenBatch
+from preprocess.make.members import Digests, Members, Piece, Prepared
 from shardprep.errors import BadInput, CannotWrite
-from shardprep.files import STALE_AFTER_S, PublishedFile, remove_temporaries, size_of_file, sync_folder
+from shardprep.files import (
+    STALE_AFTER_S,
+    PublishedFile,
+    make_folder,
+    publish_bytes,
+    remove_temporaries,
+    size_of_file,
+    sync_folder,
+)
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import Manifest, ShardCounts, ValidationCounts
@@ -48,6 +55,9 @@ from shardprep.format.shard_making import LENGTH_BITS, SourceCounts, TextCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 _MOST_LENGTHS = 64 << (LENGTH_BITS - 1)
+# What of ShardCounts and of SourceCounts is added up.
+_COUNTS = ("num_samples", "num_documents", "num_tokens", "num_lines", "num_empty_lines", "num_filtered")
+_SOURCE_COUNTS = ("num_documents", "num_tokens", "num_bytes", "num_quarantined")
 
 
 class TextSums:
@@ -57,7 +67,7 @@ class TextSums:
         self._num_bytes = self._num_chars = 0
         self._lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens
 
-    def add(self, num_bytes: int, num_chars: int, num_tokens: npt.NDArray[np.int64]) -> None:
+    def add(self, num_bytes: int, num_chars: int, num_tokens: Numbers) -> None:
         """Count documents, given the tokens of each: int64[documents]."""
         self._num_bytes += num_bytes
         self._num_chars += num_chars
@@ -134,11 +144,12 @@ class ShardWriter:
         self._shard_id = shard_id
         self._members = members
         self._input_paths = input_paths  # by their position in the plan, for the quarantine file
-        self.num_documents = self.num_tokens = self._num_samples = 0
-        self._num_lines = self._num_empty = self._num_filtered = self._input_bytes = 0
+        self._counts = Counter(dict.fromkeys((*_COUNTS, "input_bytes"), 0))
         self._histogram = np.zeros(64, np.int64)
         self.bad: list[BadDocument] = []
-        self._sources: dict[str, SourceCounts] = {}
+        self._sources: defaultdict[str, Counter[str]] = defaultdict(
+            lambda: Counter(dict.fromkeys(_SOURCE_COUNTS, 0))
+        )
         self._texts: defaultdict[str, TextSums] = defaultdict(TextSums)
         begun, self._again = _marks(folder, shard_id)
         ours = [begun]  # held before it is made: a signal may come in between
@@ -173,6 +184,16 @@ class ShardWriter:
         self._end()
 
     @property
+    def num_documents(self) -> int:
+        """Documents so far."""
+        return self._counts["num_documents"]
+
+    @property
+    def num_tokens(self) -> int:
+        """Their tokens, without padding."""
+        return self._counts["num_tokens"]
+
+    @property
     def bad_fraction(self) -> float:
         """Share of the documents so far that were left out."""
         return len(self.bad) / max(1, len(self.bad) + self.num_documents)
@@ -187,9 +208,12 @@ class ShardWriter:
     ) -> None:
         """Add a batch of documents, in the order of the input: their ids, and what Members made of both."""
         num_left_out = len(documents.bad) + len(documents.filtered)
-        num_empty = documents.num_lines - len(documents.texts) - num_left_out
-        self._count_input(documents.num_lines, num_empty, documents.num_bytes)
-        self._num_filtered += len(documents.filtered)
+        self._counts.update(
+            num_lines=documents.num_lines,
+            num_empty_lines=documents.num_lines - len(documents.texts) - num_left_out,
+            num_filtered=len(documents.filtered),
+            input_bytes=documents.num_bytes,
+        )
         num_tokens = np.diff(tokens.offsets)
         self._count_documents(num_tokens)
         self.bad += documents.bad
@@ -199,42 +223,36 @@ class ShardWriter:
         self._write(prepared())
 
     def append_long(
-        self,
-        document: LongDocument,
-        num_text_bytes: int,
-        num_chars: int,
-        ids: Ids,
-        digest: npt.NDArray[np.void],
+        self, document: LongDocument, num_text_bytes: int, num_chars: int, ids: Ids, digest: Digests
     ) -> None:
         """Add a document that is read in pieces; one without text, and so without ids, is an empty line."""
-        place = document.place
-        self._count_input(1, int(not num_text_bytes), document.num_bytes)
-        if num_text_bytes:
-            self._write(self._members.long_document(document, num_text_bytes, ids, digest))
-            self._count_documents(np.array([len(ids)]))
-            self._keep_ids(place.input_number, [place.start], [document.id])
-        num_bytes = num_text_bytes if document.source else document.num_bytes
+        place, num_tokens = document.place, np.array([len(ids)] if num_text_bytes else [], np.int64)
+        self._counts.update(
+            num_lines=1, num_empty_lines=int(not num_text_bytes), input_bytes=document.num_bytes
+        )
+        self._count_documents(num_tokens)
         name = self._count_source(
-            place.input_number, document.source, int(num_text_bytes > 0), len(ids), num_bytes
+            place.input_number,
+            document.source,
+            num_documents=len(num_tokens),
+            num_tokens=len(ids),
+            num_bytes=num_text_bytes if document.source else document.num_bytes,
         )
         if num_text_bytes:
-            self._texts[name].add(num_text_bytes, num_chars, np.array([len(ids)]))
+            self._texts[name].add(num_text_bytes, num_chars, num_tokens)
+            self._keep_ids(place.input_number, [place.start], [document.id])
+            self._write(self._members.long_document(document, num_text_bytes, ids, digest))
 
     def leave_out(self, document: LongDocument, bad: BadDocument) -> None:
         """Count a document that cannot be used; its line goes to the quarantine file."""
-        self._count_input(1, 0, document.num_bytes)
+        self._counts.update(num_lines=1, input_bytes=document.num_bytes)
         self.bad.append(bad)
         self._count_source(
-            document.place.input_number, document.source, num_bytes=document.num_bytes, num_bad=1
+            document.place.input_number, document.source, num_bytes=document.num_bytes, num_quarantined=1
         )
 
-    def _count_input(self, num_lines: int, num_empty: int, num_bytes: int) -> None:
-        self._num_lines += num_lines
-        self._num_empty += num_empty
-        self._input_bytes += num_bytes
-
     def _count_sources(
-        self, documents: DocumentBatch, texts: Sequence[SourceTexts], num_tokens: npt.NDArray[np.int64]
+        self, documents: DocumentBatch, texts: Sequence[SourceTexts], num_tokens: Numbers
     ) -> None:
         """Count a batch by source; one whose records name theirs, per record."""
         number = documents.input_number
@@ -242,35 +260,25 @@ class ShardWriter:
             self._count_source(number, "", num_bytes=documents.num_bytes)
         for of in texts:
             lengths = num_tokens[of.positions]
-            num_bytes = 0 if documents.sources is None else of.num_bytes
-            name = self._count_source(number, of.name, len(lengths), int(lengths.sum()), num_bytes)
+            name = self._count_source(
+                number,
+                of.name,
+                num_documents=len(lengths),
+                num_tokens=int(lengths.sum()),
+                num_bytes=0 if documents.sources is None else of.num_bytes,
+            )
             if len(lengths):
                 self._texts[name].add(of.num_bytes, of.num_chars, lengths)
         for name, num_bad in Counter(bad.named for bad in documents.bad).items():
-            self._count_source(number, name, num_bad=num_bad)
+            self._count_source(number, name, num_quarantined=num_bad)
 
-    def _count_source(
-        self,
-        input_number: int,
-        name: str,
-        num_documents: int = 0,
-        num_tokens: int = 0,
-        num_bytes: int = 0,
-        num_bad: int = 0,
-    ) -> str:
+    def _count_source(self, input_number: int, name: str, **counts: int) -> str:
         """Count what a source gave, and return its name; without one it is the file's.
 
         Raises BadInput for too many sources.
         """
         name = name or source_of_path(self._input_paths[input_number])
-        counts = SourceCounts(
-            num_documents=num_documents,
-            num_tokens=num_tokens,
-            num_bytes=num_bytes,
-            num_quarantined=num_bad,
-        )
-        before = self._sources.get(name)
-        self._sources[name] = counts if before is None else before + counts
+        self._sources[name].update(counts)
         if len(self._sources) > _MOST_SOURCES:
             raise BadInput(
                 f"shard {self._shard_id:05d} has documents of more than {_MOST_SOURCES} sources, such as "
@@ -283,10 +291,9 @@ class ShardWriter:
             rows = [orjson.dumps([input_number, *row]) for row in zip(offsets, ids, strict=True)]
             self._ids.write(b"\n".join([*rows, b""]))
 
-    def _count_documents(self, num_tokens: npt.NDArray[np.int64]) -> None:
+    def _count_documents(self, num_tokens: Numbers) -> None:
         """Count documents, given the tokens of each."""
-        self.num_documents += len(num_tokens)
-        self.num_tokens += int(num_tokens.sum())
+        self._counts.update(num_documents=len(num_tokens), num_tokens=int(num_tokens.sum()))
         self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
 
     def _write(self, pieces: Iterable[Piece]) -> None:
@@ -303,7 +310,7 @@ class ShardWriter:
             raw = piece.records.tobytes()
             self._idx.write(raw)
             self._crcs.add(raw)
-            self._num_samples += len(piece.records)
+            self._counts["num_samples"] += len(piece.records)
         if self._digests is not None and len(piece.digests):
             self._digests.write(piece.digests.tobytes())
 
@@ -314,38 +321,28 @@ class ShardWriter:
             self._note(piece)
         self._tar.write(TAR_END)
         self._idx.write(self._crcs.table())
-        stamps = {"tar": self._tar.sync(), "idx": self._idx.sync()}
-        quarantine = self.quarantine()
+        files = {"tar": self._tar, "idx": self._idx}
+        others = {"quarantine": self.quarantine(), "ids": self._ids, "digests": self._digests}
+        files |= {name: file for name, file in others.items() if file is not None}
+        stamps: dict[str, Any] = dict.fromkeys(others) | {name: file.sync() for name, file in files.items()}
+        # For reports. They stand in ``run``, so that every shardprep reads what any of them wrote.
+        texts = {name: dataclasses.asdict(sums.counts()) for name, sums in sorted(self._texts.items())}
         manifest = Manifest(
             spec=self._spec,
             shard_id=self._shard_id,
-            counts=self._counts(),
-            quarantine=None if quarantine is None else quarantine.sync(),
-            ids=None if self._ids is None else self._ids.sync(),
-            digests=None if self._digests is None else self._digests.sync(),
-            run={**run, "texts": self._text_counts()},
+            counts=self._shard_counts(),
+            run={**run, "texts": texts},
             **stamps,
         )
-        self._tar.publish()
-        self._idx.publish()
-        for file in (quarantine, self._ids, self._digests):
-            if file is not None:
-                file.publish()
+        for file in files.values():
+            file.publish()
+            if file.path.parent != self._folder:
                 sync_folder(file.path.parent)
         sync_folder(self._folder)
-        manifest_file = PublishedFile(manifest_path(self._folder, self._shard_id))
-        self._files.append(manifest_file)
-        manifest_file.write(manifest.to_json())
-        manifest_file.sync()
-        manifest_file.publish()
-        sync_folder(self._folder)
+        publish_bytes(manifest_path(self._folder, self._shard_id), manifest.to_json())
         if not self._is_alone or size_of_file(self._again) is not None:
             remove_temporaries_of([self._shard_id], self._folder)
         return manifest
-
-    def _text_counts(self) -> dict[str, dict[str, Any]]:
-        """For reports. It stands in ``run``, so that every shardprep reads what any of them wrote."""
-        return {name: dataclasses.asdict(sums.counts()) for name, sums in sorted(self._texts.items())}
 
     def quarantine(self) -> PublishedFile | None:
         """The unpublished quarantine file, where documents were left out."""
@@ -359,15 +356,12 @@ class ShardWriter:
         return file
 
     def _subfolder_file(self, path: Path) -> PublishedFile:
-        try:
-            path.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise CannotWrite(f"{path.parent} cannot be made: {error.strerror}") from None
+        make_folder(path.parent)
         file = PublishedFile(path)
         self._files.append(file)
         return file
 
-    def _counts(self) -> ShardCounts:
+    def _shard_counts(self) -> ShardCounts:
         used = np.flatnonzero(self._histogram)
         validation = None
         if self._spec.validation_fraction:
@@ -377,17 +371,11 @@ class ShardWriter:
                 num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
             )
         return ShardCounts(
-            num_samples=self._num_samples,
-            num_documents=self.num_documents,
-            num_tokens=self.num_tokens,
-            num_lines=self._num_lines,
-            num_empty_lines=self._num_empty,
-            num_filtered=self._num_filtered,
+            **self._counts,
             num_pad_tokens=self._members.num_padding,
             num_documents_across_rows=self._members.num_split,
-            input_bytes=self._input_bytes,
             quarantined=dict(sorted(Counter(bad.reason for bad in self.bad).items())),
             length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],
-            sources=dict(sorted(self._sources.items())),
+            sources={name: SourceCounts(**counts) for name, counts in sorted(self._sources.items())},
             validation=validation,
         )

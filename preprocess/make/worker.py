@@ -7,6 +7,7 @@ Python and numpy, which share the interpreter's lock for a part of the time: see
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -14,12 +15,11 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,25 +31,34 @@ from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import check_text_versions
-from preprocess.make.engines import Engine, load_engine
+from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
 from preprocess.make.members import DocumentMembers, Members, RowMembers
-from preprocess.make.packing import packer_of
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.options import PlanOptions, WorkerSettings
+from preprocess.options import EngineName, PlanOptions, WorkerSettings
 from preprocess.plan.plan_file import Plan, PlannedShard
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
-from preprocess.resources import share_heaps
 from shardprep.console import counted
-from shardprep.errors import BadInput, BrokenShard, CannotWrite, MissingShard, ReadWriteError, Refused
+from shardprep.errors import (
+    BadInput,
+    BrokenShard,
+    CannotWrite,
+    MissingShard,
+    NotFound,
+    OtherTokenizer,
+    ReadWriteError,
+    Refused,
+    UsageError,
+)
+from shardprep.files import size_of_file
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import TOKENIZER_DIR
-from shardprep.format.withdrawals import Withdrawals, read_left_out
+from shardprep.format.withdrawals import read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
-Item = TypeVar("Item")
+_Item = DocumentBatch | LongDocument
 _Append = Callable[[ShardWriter], None]
 _SLURM_FACTS = (
     "SLURM_JOB_ID",
@@ -59,6 +68,7 @@ _SLURM_FACTS = (
     "SLURM_JOB_START_TIME",
     "SLURM_CPUS_PER_TASK",
 )
+_OTHER_FIELD = {"no_field", "null_field", "wrong_type"}  # reasons: the field may be another one
 
 
 class Work(NamedTuple):
@@ -67,6 +77,12 @@ class Work(NamedTuple):
     num_bytes: int  # of input
     num_documents: int
     num_tokens: int
+
+    @staticmethod
+    def of(manifest: Manifest) -> Work:
+        """All of a shard."""
+        counts = manifest.counts
+        return Work(counts.input_bytes, counts.num_documents, counts.num_tokens)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -86,13 +102,7 @@ class Worker:
 
     @property
     def reading(self) -> Reading:
-        """How documents are read."""
         return reading_of(self.plan.options, self.settings.batch_bytes)
-
-    @cached_property
-    def left_out(self) -> Withdrawals:
-        """The documents that ``rewrite`` leaves out."""
-        return read_left_out(self.folder, self.plan.options.rewritten)
 
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
@@ -114,13 +124,8 @@ class Worker:
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
-        documents: Iterator[DocumentBatch | LongDocument] = read_documents(
-            shard.ranges, self.reading, digest=digest, most_documents=shard.most_documents
-        )
-        if len(left_out := self.left_out.documents_of(shard.shard_id)):
-            documents = without(documents, left_out, can_be_cut=self.plan.can_be_cut)
-        batch_size = self.settings.writer_batch_size
-        members = members_of(spec, shard.shard_id, options, batch_size=batch_size)
+        documents = documents_of_shard(self.plan, self.folder, shard, self.reading, digest)
+        members = members_of(spec, shard.shard_id, options, batch_size=self.settings.writer_batch_size)
         with (
             ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
@@ -134,35 +139,33 @@ class Worker:
             ) as writer,
         ):
             behind: deque[tuple[int, Future[_Append]]] = deque()  # bytes of input, and what appends them
-            for item in read_ahead(documents, num_ahead=1):
+            for item in _read_ahead(documents):
                 behind.append((item.num_bytes, makers.submit(self._made, members, item)))
                 if len(behind) > num_makers + 1:  # that many wait to be written
                     progress(_append(writer, *behind.popleft()))
             for made in behind:
                 progress(_append(writer, *made))
-            if digest is not None:
-                self._check_hash(shard, digest.hexdigest())
+            if digest is not None and digest.hexdigest() != shard.sha256:
+                raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
 
-    def _check_hash(self, shard: PlannedShard, found: str) -> None:
-        """That a shard was made of the bytes that were planned. Raises Refused."""
-        if found == shard.sha256:
-            return
+    def _changed_input(self, shard: PlannedShard, found: str) -> Refused:
         paths = sorted({self.plan.inputs[number].path for number in shard.input_numbers})
         names = ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
-        raise Refused(
+        return Refused(
             f"the input of shard {shard.shard_id:05d} ({names}) changed since it was planned: sha256 "
             f"{found[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, or plan anew into a "
             "new folder"
         )
 
-    def _made(self, members: Members, item: DocumentBatch | LongDocument) -> _Append:
+    def _made(self, members: Members, item: _Item) -> _Append:
         """Encode documents and lay them out as far as can be before their turn; the result appends them.
 
         A long document is read twice or thrice: to check it, and in pieces for its ids and its text.
         """
-        end_id, keeps_digests = self.plan.end_id, self.plan.options.digests
+        plan = self.plan
+        end_id, can_be_cut, keeps_digests = plan.end_id, plan.can_be_cut, plan.options.digests
         if isinstance(item, DocumentBatch):
             tokens = self.engine.encode_documents(
                 item.texts, batch_size=self.settings.batch_size, end_id=end_id, spans=item.spans
@@ -170,12 +173,11 @@ class Worker:
             prepared = members.prepare(item, tokens, *([item.digests()] if keeps_digests else []))
             texts = item.source_texts()
             return lambda writer: writer.append(item, tokens, texts, prepared)
-        can_be_cut = self.plan.can_be_cut
         text_hash = hashlib.sha256() if keeps_digests else None
         found = item.text_bytes(can_be_cut=can_be_cut, digest=text_hash)
         if isinstance(found, BadDocument):
             return lambda writer: writer.leave_out(item, found)
-        num_chars, ids = 0, [np.empty(0, np.uint32)]
+        num_chars = 0
 
         def pieces() -> Iterator[str]:
             nonlocal num_chars
@@ -183,10 +185,11 @@ class Worker:
                 num_chars += len(piece)
                 yield piece
 
+        ids = np.empty(0, np.uint32)
         if found:
-            ids += self.engine.encode_long(pieces(), can_be_cut=can_be_cut, end_id=end_id)
+            ids = self.engine.encode_long(pieces(), can_be_cut=can_be_cut, end_id=end_id)
         digest = np.frombuffer(b"" if text_hash is None else text_hash.digest()[:DIGEST_BYTES], DIGEST)
-        return lambda writer: writer.append_long(item, found, num_chars, np.concatenate(ids), digest)
+        return lambda writer: writer.append_long(item, found, num_chars, ids, digest)
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         given = self.settings.max_bad_fraction
@@ -195,17 +198,15 @@ class Worker:
             return
         quarantine.sync()
         quarantine.publish()
-        options, reasons = self.plan.options, writer.bad_reasons
-        why = " or ".join(words for reason, words in bad_words(options).items() if reason in reasons)
-        hint = ""
+        options, reasons, hint = self.plan.options, writer.bad_reasons, ""
         if "undecodable" in reasons:
             hint = "Is it another --encoding? "
-        elif reasons & {"no_field", "null_field", "wrong_type"}:
+        elif reasons & _OTHER_FIELD:
             hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
         raise BadInput(
             f"shard {shard_id:05d}: {counted(len(writer.bad), 'document')} ({writer.bad_fraction:.2%}) "
-            f"{why}, the limit is {limit:.2%}; they are named in {quarantine.path}. {hint}Otherwise mend the "
-            "input and plan anew, or accept them: --max_bad_fraction"
+            f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine.path}. "
+            f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
         )
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
@@ -224,6 +225,21 @@ class Worker:
         }
 
 
+def documents_of_shard(
+    plan: Plan, folder: Path, shard: PlannedShard, reading: Reading, digest: hashlib._Hash | None
+) -> Iterator[_Item]:
+    """The documents of a shard's input, without those that ``rewrite`` leaves out; see ``read_documents``."""
+    found = read_documents(shard.ranges, reading, digest=digest, most_documents=shard.most_documents)
+    if plan.options.rewritten:
+        numbers = _left_out(folder, plan.options.rewritten).documents_of(shard.shard_id)
+        if len(numbers):
+            return without(found, numbers, can_be_cut=plan.can_be_cut)
+    return found
+
+
+_left_out = functools.lru_cache(maxsize=1)(read_left_out)  # the same for all shards
+
+
 def _append(writer: ShardWriter, num_bytes: int, made: Future[_Append]) -> Work:
     """Write what was made, once it is; returns the work."""
     num_documents, num_tokens = writer.num_documents, writer.num_tokens
@@ -239,15 +255,14 @@ def members_of(
     ``batch_size``: most documents laid out at once, None for all of a batch.
     """
     if spec.has_rows:
-        num_sides = 2 if spec.validation_fraction else 1
-        return RowMembers(spec, shard_id, [packer_of(spec, options.pack) for _ in range(num_sides)])
+        return RowMembers(spec, shard_id, options.pack)
     return DocumentMembers(spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
 
 
-def bad_words(options: PlanOptions) -> dict[str, str]:
-    """Why a document is left out, by reason, as the end of a sentence."""
+def bad_words(options: PlanOptions, reasons: set[str]) -> str:
+    """Why documents are left out, as the end of a sentence."""
     what = options.text_template or options.text_field or options.messages_field
-    return {
+    words = {
         "undecodable": f"cannot be decoded as {options.encoding}",
         "uncuttable": "are too long for this tokenizer to be encoded in pieces",
         "too_long": f"have more than {MOST_HELD_BYTES >> 20} MiB",
@@ -264,6 +279,7 @@ def bad_words(options: PlanOptions) -> dict[str, str]:
         "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
         "mojibake": "were read in a wrong encoding and cannot be restored",
     }
+    return " or ".join(text for reason, text in words.items() if reason in reasons)
 
 
 def load_worker(
@@ -279,78 +295,90 @@ def load_worker(
 
     Raises OtherTokenizer where its files or its ids changed.
     """
-    share_heaps()  # before there are threads
     plan = plan.at(settings.input_dir)
-    if shard is None:
-        load_libraries([item.path for item in plan.inputs])
-    else:
-        load_libraries([part.path.name for part in shard.ranges])
+    load_libraries(
+        [item.path for item in plan.inputs] if shard is None else [part.path.name for part in shard.ranges]
+    )
     check_tokenizer_files(folder, plan.tokenizer_files)
-    check_text_versions(plan.options)
+    if plan.options.changes_text:
+        check_text_versions(plan.options)
     if plan.options.is_chat:
         check_chat_versions(plan.options.chat_versions)
-    engine = load_engine(
-        folder / TOKENIZER_DIR / TOKENIZER_FILE,
-        wanted="tokenizers" if plan.options.is_chat else settings.engine,
-        allow_special_tokens=plan.options.encodes_control_tokens,
-        add_special_tokens=plan.options.add_special_tokens,
-        probe=plan.probe,
-        probe_sha256=plan.probe_sha256,
-        fast_is_equal=plan.allows_gigatoken,
-        warn=warn,
-    )
+    engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
     return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+
+
+def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
+    """The engine of a worker, once it has given the reference's ids for the plan's probe.
+
+    Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
+    that was asked for by name cannot be had.
+    """
+    path = folder / TOKENIZER_DIR / TOKENIZER_FILE
+    if size_of_file(path) is None:
+        raise NotFound(f"{path} is missing; run the plan command again, it writes it anew")
+    allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
+    if wanted != "tokenizers" and (wanted != "auto" or plan.allows_gigatoken):
+        fast = equal_fast_engine(
+            path, allow_special_tokens=allow, texts=plan.probe, expected_sha256=plan.probe_sha256
+        )
+        if isinstance(fast, Engine):
+            return fast if as_planned else fast.bare()
+        if wanted != "auto":
+            raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
+        warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
+    engine = tokenizers_engine(path, allow_special_tokens=allow)
+    found = ids_sha256([engine.encode(plan.probe)])
+    if found != plan.probe_sha256:
+        raise OtherTokenizer(
+            f"tokenizers {engine.version} encodes the plan's probe to other ids than at planning "
+            f"({found[:12]}, expected {plan.probe_sha256[:12]}); install the version that planned, or plan "
+            "anew"
+        )
+    return engine if as_planned else engine.bare()
 
 
 def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
     """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
-    manifest = _manifest_if_done(plan, folder, shard_id)
+    manifest = manifest_if_done(folder, shard_id, plan.plan_id)
     if manifest is None or shard_id in read_findings(folder, plan.plan_id):
         return None
     remove_leftovers(folder, shard_id)
     return manifest
 
 
-def missing_shards(plan: Plan, folder: Path, shard_ids: Iterable[int]) -> list[int]:
+def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
     """Those that are not done. What attempts at the others left is removed, by one look at the folder.
 
     Raises as ``done_manifest`` does.
     """
     wrong = read_findings(folder, plan.plan_id)
-    missing: list[int] = []
-    done: list[int] = []
-    for number in shard_ids:
-        is_done = number not in wrong and _manifest_if_done(plan, folder, number) is not None
-        (done if is_done else missing).append(number)
+    done = [
+        number
+        for number in shard_ids
+        if number not in wrong and manifest_if_done(folder, number, plan.plan_id)
+    ]
     if done:
         remove_temporaries_of(done, folder)
-    return missing
+    return sorted({*shard_ids} - {*done})
 
 
-def _manifest_if_done(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
+def manifest_if_done(folder: Path, shard_id: int, plan_id: str) -> Manifest | None:
+    """The manifest of a shard whose files are there; raises as ``done_manifest`` does."""
     try:
-        return check_shard(folder, shard_id, plan.plan_id)
+        return check_shard(folder, shard_id, plan_id)
     except (MissingShard, BrokenShard):
         return None
 
 
-def read_ahead(items: Iterator[Item], num_ahead: int) -> Iterator[Item]:
-    """Yield the same items, with up to ``num_ahead`` of them made before they are asked for.
+def _read_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """Yield the same items, of which a thread makes the next one meanwhile.
 
-    A thread makes them, so the gain is what it does without the interpreter's lock: reading,
-    decoding, waiting for a file system. Its errors are raised here, in their place in the stream.
+    The gain is what it does without the interpreter's lock: reading, decoding, waiting for a file system. Its
+    errors are raised here, in their place in the stream.
     """
-    end = object()
     with ThreadPoolExecutor(1) as pool:
-        held: deque[Future[object]] = deque()
-        try:
-            while True:
-                while len(held) <= num_ahead:
-                    held.append(pool.submit(next, items, end))
-                item = held.popleft().result()
-                if item is end:
-                    return
-                yield item  # type: ignore[misc]  # not `end`
-        finally:
-            for future in held:
-                future.cancel()
+        coming = pool.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = pool.submit(next, items, None)
+            yield item

@@ -56,7 +56,6 @@ class CostEstimate:
 
 
 def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
-    """Documents from evenly spread places of the input."""
     return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
 
 
@@ -220,10 +219,10 @@ def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
 def _bad_note(plan: Plan, writer: ShardWriter) -> str | None:
     if writer.bad_fraction <= plan.max_bad_fraction:
         return None
-    words = [text for reason, text in bad_words(plan.options).items() if reason in writer.bad_reasons]
     return (
-        f"{writer.bad_fraction:.0%} of the documents in a sample {' or '.join(words)}; a shard with more "
-        f"than {plan.max_bad_fraction:.0%} fails"
+        f"{writer.bad_fraction:.0%} of the documents in a sample "
+        f"{bad_words(plan.options, writer.bad_reasons)}; a shard with more than "
+        f"{plan.max_bad_fraction:.0%} fails"
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
 import orjson
 
@@ -23,7 +23,7 @@ from preprocess.formats.inputs import ByteRange, InputFile
 from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
-from shardprep.files import FileStamp, PublishedFile, is_folder, names_in, sync_folder
+from shardprep.files import Digest, FileStamp, PublishedFile, is_folder, names_in, sync_folder
 from shardprep.format.checked_json import MOST, Fields, is_text, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.input_formats import known_input_kind
@@ -31,7 +31,6 @@ from shardprep.format.names import FORMAT_VERSION, MAX_PLAN_BYTES, MAX_SHARDS, P
 from shardprep.format.parts import VERSION as PARTS_VERSION
 from shardprep.format.parts import PartsFile, Rows, json_by_parts, sha256s_of
 
-T = TypeVar("T")
 Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
 _FORMAT = "shardprep-plan"
 _MOST_WHOLE = 4096  # inputs and shards; a plan of more is written in parts
@@ -44,12 +43,11 @@ class PlannedShard:
     shard_id: int
     ranges: list[ByteRange]  # of the input, in order
     num_bytes: int  # of the input
-    most_documents: int | None  # of a trial; None for no trial
+    most_documents: int | None  # of a trial, its share of ``--limit``; None for no trial
     sha256: str | None  # of its input, where the plan has it
 
     @property
     def input_numbers(self) -> list[int]:
-        """The positions of its inputs in the plan."""
         return [part.input_number for part in self.ranges]
 
 
@@ -57,14 +55,14 @@ class PlannedShard:
 class Plan:
     """What plan.json holds. Frozen: a plan is never edited."""
 
-    plan_id: str
+    plan_id: Digest
     input_dir: Path
     options: PlanOptions
-    max_bad_fraction: float
+    max_bad_fraction: Annotated[float, 1]
     tokenizer: TokenizerSpec
     tokenizer_files: dict[str, FileStamp]  # name -> of each file in DATA/tokenizer
     probe: list[str]  # texts that tell engines apart, see engines.py
-    probe_sha256: str  # of their ids by the reference engine
+    probe_sha256: Digest  # of their ids by the reference engine
     fast_engine_is_equal: bool  # the fast engine gave the reference's ids on probe and sample
     can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     # Of a plan in parts the lists are Rows, which read what they are asked for.
@@ -81,7 +79,6 @@ class Plan:
 
     @cached_property
     def spec(self) -> DatasetSpec:
-        """What its shards have in common."""
         options = self.options
         return DatasetSpec(
             plan_id=self.plan_id,
@@ -119,12 +116,12 @@ class Plan:
 
     def shard(self, shard_id: int) -> PlannedShard:
         """What is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
-        ranges = self.ranges(shard_id)
+        ranges, (share, rest) = self.ranges(shard_id), divmod(self.options.limit, self.num_shards)
         return PlannedShard(
             shard_id=shard_id,
             ranges=ranges,
             num_bytes=sum(part.end - part.start for part in ranges),
-            most_documents=self.most_documents(shard_id),
+            most_documents=share + (shard_id < rest) if self.options.limit else None,
             sha256=None if self.shard_sha256 is None else self.shard_sha256[shard_id],
         )
 
@@ -156,12 +153,6 @@ class Plan:
                 )
             )
         return ranges
-
-    def most_documents(self, shard_id: int) -> int | None:
-        """How many documents of a trial a shard has at most: its share of ``--limit``; None for no trial."""
-        if not self.options.limit:
-            return None
-        return self.options.limit // self.num_shards + (shard_id < self.options.limit % self.num_shards)
 
     def source_of(self, input_number: int) -> str:
         """The source of an input file: its first subfolder, or "." for one in the input folder itself."""
@@ -311,23 +302,13 @@ def read_plan(output_dir: Path) -> Plan | None:
 
 
 def _plan_of(fields: Fields, file: PartsFile) -> Plan:
-    """Raises BrokenShard."""
     parts = fields.fields("parts") if fields.has("parts") else None
-    plan = Plan(
-        plan_id=fields.digest("plan_id"),
-        input_dir=Path(fields.text("input_dir")),
+    plan = fields.all_of(
+        Plan,
         options=options_of_json(fields.fields("options")),
-        max_bad_fraction=fields.number("max_bad_fraction", 1),
         tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
-        tokenizer_files=fields.each("tokenizer_files", Fields.stamp),
-        probe=fields.texts("probe"),
-        probe_sha256=fields.digest("probe_sha256"),
-        fast_engine_is_equal=fields.flag("fast_engine_is_equal"),
-        can_be_cut=fields.flag("can_be_cut"),
-        fast_engine=fields.text("fast_engine") if fields.has("fast_engine") else "",
         **(_lists_of(fields) if parts is None else _lists_in_parts(parts, file)),
     )
-    fields.end()
     _check_lengths(plan, fields)
     if parts is None:
         check_boundaries(plan, fields.path)
@@ -340,7 +321,6 @@ def _plan_of(fields: Fields, file: PartsFile) -> Plan:
 
 
 def _lists_of(fields: Fields) -> dict[str, Any]:
-    """The lists of a plan that stands in one piece. Raises BrokenShard."""
     left_out = fields.each("left_out", Fields.texts) if fields.has("left_out") else {}
     return {
         "inputs": [_input_of(item, item.whole("mtime_ns", -MOST)) for item in fields.objects("inputs")],
@@ -352,29 +332,30 @@ def _lists_of(fields: Fields) -> dict[str, Any]:
 
 
 def _lists_in_parts(parts: Fields, file: PartsFile) -> dict[str, Any]:
-    """The lists of a plan in parts, none of which is read yet. Raises BrokenShard."""
-
-    def rows_of(name: str, read: Callable[[Fields, str], list[T]]) -> Rows[T]:
-        return file.rows(parts, name, lambda fields, name, _: read(fields, name))
+    """The lists of a plan in parts, none of which is read yet."""
 
     def inputs_of(fields: Fields, name: str, first: int) -> list[InputFile]:
         return [_input_of(item, mtimes[first + number]) for number, item in enumerate(fields.objects(name))]
 
-    mtimes = rows_of("mtimes_ns", lambda fields, name: fields.wholes(name, -MOST))
-    inputs = file.rows(parts, "inputs", inputs_of)
-    if len(mtimes) != len(inputs):
-        raise parts.wrong("mtimes_ns", f"{len(mtimes)} rows", f"one for each of {len(inputs)} inputs")
-    found: dict[str, Any] = {
-        "inputs": inputs,
-        "boundaries": rows_of("cuts", _cuts_of),
-        "names_left_out": rows_of("left_out", _names_left_out),
+    readers: dict[str, Callable[[Fields, str, int], list[Any]]] = {
+        "mtimes_ns": lambda fields, name, _: fields.wholes(name, -MOST),
+        "inputs": inputs_of,
+        "cuts": lambda fields, name, _: _cuts_of(fields, name),
+        "left_out": lambda fields, name, _: _names_left_out(fields, name),
+        "shard_sha256": lambda fields, name, _: fields.digests(name),
+        "text_starts": lambda fields, name, _: fields.wholes(name),
     }
-    if parts.has("shard_sha256"):
-        found["shard_sha256"] = rows_of("shard_sha256", Fields.digests)
-    if parts.has("text_starts"):
-        found["text_starts"] = rows_of("text_starts", Fields.wholes)
+    optional = ("shard_sha256", "text_starts")
+    found = {
+        name: file.rows(parts, name, read)
+        for name, read in readers.items()
+        if parts.has(name) or name not in optional
+    }
+    mtimes, num_inputs = found.pop("mtimes_ns"), len(found["inputs"])
+    if len(mtimes) != num_inputs:
+        raise parts.wrong("mtimes_ns", f"{len(mtimes)} rows", f"one for each of {num_inputs} inputs")
     parts.end()
-    return found
+    return {"boundaries": found.pop("cuts"), "names_left_out": found.pop("left_out"), **found}
 
 
 def _names_left_out(fields: Fields, name: str) -> list[tuple[str, str]]:
@@ -413,14 +394,7 @@ def options_of_json(fields: Fields) -> PlanOptions:
 
 
 def _input_of(fields: Fields, mtime_ns: int) -> InputFile:
-    item = InputFile(
-        path=fields.text("path"),
-        num_bytes=fields.whole("num_bytes"),
-        mtime_ns=mtime_ns,
-        sha256=fields.digest("sampled_sha256"),
-    )
-    fields.end()
-    return item
+    return fields.all_of(InputFile, mtime_ns=mtime_ns, sha256=fields.digest("sampled_sha256"))
 
 
 def check_boundaries(plan: Plan, path: Path = Path(PLAN_NAME)) -> None:
@@ -434,7 +408,6 @@ def check_boundaries(plan: Plan, path: Path = Path(PLAN_NAME)) -> None:
 
 
 def _check_lengths(plan: Plan, fields: Fields) -> None:
-    """That there are as many shards, and of each list as many rows, as can be. Raises BrokenShard."""
     if not 1 <= plan.num_shards <= MAX_SHARDS:
         raise fields.wrong("cuts", f"{plan.num_shards} shards", f"1 to {MAX_SHARDS}")
     for name, rows, expected in (
@@ -462,7 +435,6 @@ def need_plan(output_dir: Path) -> Plan:
 
 
 def plan_differences(frozen: Plan, other: Plan) -> list[str]:
-    """What makes two plans differ, in words."""
     found = option_differences(frozen.options, other.options)
     if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
         found.append(

@@ -8,6 +8,7 @@ for the places between shards, so planning takes seconds for terabytes, unless `
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import fnmatch
 import hashlib
@@ -15,7 +16,9 @@ import heapq
 import itertools
 import os
 import re
+import shlex
 import stat
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import lustre
+import shardprep
 from preprocess.formats.chat import chat_template_of, chat_versions, template_notes
-from preprocess.formats.documents import inspect_input, starts_in
+from preprocess.formats.documents import format_of, load_libraries, starts_in
 from preprocess.formats.format import Inspected, Reading, Start, reading_of
-from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
+from preprocess.formats.inputs import InputFile, OpenInput, RangeReader, sample_sha256
 from preprocess.formats.text_changes import text_versions
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.options import PlanOptions, PrepConfig
@@ -47,7 +51,8 @@ from preprocess.plan.plan_file import (
 from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, stamp_tokenizer
 from preprocess.resources import BATCH_BYTES
-from shardprep.console import Progress, counted
+from shardprep.command_line import flag_words
+from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, remove_temporaries
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
@@ -102,11 +107,10 @@ def find_inputs(
     A folder is taken once: links to folders are followed behind all others, in the order of their paths, and
     one that leads to a folder that is taken already is left out. ``also``: see ``PrepConfig.also``.
     """
-    walk = _Walk(input_dir, recursive=recursive, follow_links=follow_links, also=also)
     try:
         if not input_dir.is_dir():
             raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds input files")
-        listing = walk.run()
+        listing = _Walk(input_dir, recursive=recursive, follow_links=follow_links, also=also).run()
     except OSError as error:
         where = error.filename or input_dir
         raise NotFound(f"--input_dir {where} cannot be listed: {error.strerror}") from None
@@ -160,7 +164,9 @@ class _Walk:
                 self._num_followed += is_link
             with os.scandir(place) as entries:
                 for entry in entries:
-                    self._look_at(entry, f"{folder}/{entry.name}" if folder else entry.name)
+                    path = f"{folder}/{entry.name}" if folder else entry.name
+                    if reason := self._look_at(entry, path):
+                        self._leave_out(path, reason)
         taken = sorted(self._taken, key=lambda path: path.split("/"))
         return InputListing(
             paths=[Path(self._input_dir, path) for path in taken],
@@ -170,33 +176,29 @@ class _Walk:
             follow_links=self._num_followed > 0,
         )
 
-    def _look_at(self, entry: os.DirEntry[str], path: str) -> None:
+    def _look_at(self, entry: os.DirEntry[str], path: str) -> str | None:
+        """Take a file, or note a folder; returns why that is not done."""
         is_link = entry.is_symlink()
         mode = _mode(entry) if is_link or not entry.is_file() else stat.S_IFREG
         if entry.name.startswith(".") and mode != stat.S_IFREG:
-            self._leave_out(path, "hidden")
-        elif mode == stat.S_IFDIR:
+            return "hidden"
+        if mode == stat.S_IFDIR:
             if is_link and not self._follows:
-                self._leave_out(path, _LINK)
-            elif not self._is_recursive:
-                self._leave_out(path, _FOLDER)
-            elif is_link:
-                heapq.heappush(self._links, path)
-            else:
-                self._folders.append(path)
-        elif mode != stat.S_IFREG:
-            self._leave_out(path, "FIFO, socket or device")
-        else:
-            reason = _why_not(entry.name)
-            matching = [
-                text for text, each in self._also.items() if reason and each.match(entry.name.lower())
-            ]
-            if reason and not matching:
-                self._leave_out(path, reason)
-                return
+                return _LINK
+            if not self._is_recursive:
+                return _FOLDER
+            heapq.heappush(self._links, path) if is_link else self._folders.append(path)
+            return None
+        if mode != stat.S_IFREG:
+            return "FIFO, socket or device"
+        if reason := _why_not(entry.name):
+            matching = [text for text, each in self._also.items() if each.match(entry.name.lower())]
+            if not matching:
+                return reason
             self._used.update(matching)
-            self._taken.append(path)
-            self._num_links += is_link
+        self._taken.append(path)
+        self._num_links += is_link
+        return None
 
     def _leave_out(self, path: str, reason: str) -> None:
         shown = os.fsencode(path).decode("utf-8", "backslashreplace")
@@ -214,7 +216,6 @@ def _mode(entry: os.DirEntry[str]) -> int:
 
 
 def _why_not(name: str) -> str | None:
-    """Return why a file of this name is no input; None for an input."""
     if name.startswith("."):
         return "AppleDouble" if name.startswith("._") else "hidden"
     if known_input_kind(name) is None:
@@ -248,6 +249,7 @@ def stamp_inputs(
 
     Raises NotFound for one that cannot be opened, ReadWriteError, BadInput. ``progress`` counts them.
     """
+    load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
     root = str(input_dir / "_")[:-1]
 
     def stamp(path: Path) -> tuple[InputFile, Inspected]:
@@ -255,7 +257,7 @@ def stamp_inputs(
         relative, sha256 = str(path).removeprefix(root), sample_sha256(file)
         size, mtime_ns = file.stamp.num_bytes, file.stamp.mtime_ns
         stamped = InputFile(path=relative, num_bytes=size, mtime_ns=mtime_ns, sha256=sha256)
-        return stamped, inspect_input(file, reading)
+        return stamped, format_of(path.name).inspect(file, reading)
 
     inputs: list[InputFile] = []
     inspected: list[Inspected] = []
@@ -269,7 +271,6 @@ def stamp_inputs(
     return inputs, inspected
 
 
-_Stretch = tuple[int, int, int]  # (input, first byte, end): where a boundary is looked for
 _Place = tuple[int, Start]  # (input, where in it)
 
 
@@ -361,13 +362,14 @@ def _places_inside(
     is read twice.
     """
 
-    def stretch(target: int, following: int) -> _Stretch:
+    def stretch(target: int, following: int) -> tuple[int, int, int]:
+        """(input, first byte, end): where a boundary is looked for."""
         number = bisect.bisect_right(prefix, target) - 1
         begin, text_bytes = prefix[number], prefix[number + 1] - prefix[number]
         first, end = ((each - begin) * inputs[number].num_bytes // text_bytes for each in (target, following))
         return number, first, end if following <= prefix[number + 1] else sys.maxsize
 
-    def starts(turn: list[_Stretch]) -> list[Start | None]:
+    def starts(turn: list[tuple[int, int, int]]) -> list[Start | None]:
         found: list[Start | None] = []
         for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].path)
@@ -387,22 +389,9 @@ def _places_inside(
     return places[::-1]
 
 
-def check_num_shards(num_shards: int, num_bytes: int) -> None:
-    """Raises UsageError below 1 shard and above 99,999, naming the size that would fit."""
-    if num_shards < 1:
-        raise UsageError(f"--num_shards is {num_shards}, expected at least 1")
-    if num_shards > MAX_SHARDS:
-        smallest = -(-num_bytes // MAX_SHARDS)
-        raise UsageError(
-            f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
-            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M"
-        )
-
-
 LONG_SHARD_S = 600.0  # on one core; the plan command warns of longer shards
 _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
-_HASHED_BYTES = 4 << 20  # read at once
 _NO_STRIPES = lustre.StripeRequest(stripe="none")
 
 
@@ -554,18 +543,23 @@ def _divided(
 
 
 def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: Sharding) -> int | None:
-    """How many even shards were asked for; None for one per file. Raises UsageError for too many."""
-    num_shards = len(inputs) if sharding.num_shards is None else sharding.num_shards
-    if sharding.shard_bytes is not None:
-        if sharding.shard_bytes < 1:
-            raise UsageError(f"--shard_bytes is {sharding.shard_bytes}, expected at least 1")
+    """How many even shards were asked for; None for one per file. Raises UsageError for none or too many."""
+    for name, value in vars(sharding).items():
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} is {value}, expected at least 1")
+    num_shards = sharding.num_shards or len(inputs)
+    if sharding.shard_bytes:
         num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // sharding.shard_bytes))
-    check_num_shards(num_shards, sum(item.num_bytes for item in inputs))
+    if num_shards > MAX_SHARDS:
+        smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
+        raise UsageError(
+            f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
+            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M"
+        )
     return None if sharding == Sharding() else num_shards
 
 
 def ends_itself(resolved: ResolvedTokenizer) -> bool:
-    """Whether a tokenizer puts EOS behind each text."""
     _, after = resolved.reference.added_ids()
     return resolved.spec.eos_token_id in after[-1:]
 
@@ -620,27 +614,25 @@ def _plan_of(
     if config.hash_inputs:
         plan = dataclasses.replace(plan, shard_sha256=_input_sha256s(plan))
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
+    engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
-    if config.engine == "tokenizers" or plan.options.is_chat or is_little:
-        return plan, _as_planned(resolved.reference, plan)
-    texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18)]
-    fast = equal_fast_engine(
-        resolved.folder / TOKENIZER_FILE,
-        allow_special_tokens=resolved.allow_special_tokens,
-        texts=texts,
-        expected_sha256=ids_sha256([resolved.reference.encode(texts)]),
-    )
-    if isinstance(fast, Engine) and not resolved.passes_gate(fast):
-        fast = "its ids differ from those of tokenizers"
-    if isinstance(fast, Engine):
-        plan = dataclasses.replace(plan, fast_engine_is_equal=True, fast_engine=fast.name)
-        return plan, _as_planned(fast, plan)
-    say(f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower")
-    return plan, _as_planned(resolved.reference, plan)
-
-
-def _as_planned(engine: Engine, plan: Plan) -> Engine:
-    return engine if plan.options.add_special_tokens else engine.bare()
+    if not (config.engine == "tokenizers" or plan.options.is_chat or is_little):
+        texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18)]
+        fast = equal_fast_engine(
+            resolved.folder / TOKENIZER_FILE,
+            allow_special_tokens=resolved.allow_special_tokens,
+            texts=texts,
+            expected_sha256=ids_sha256([engine.encode(texts)]),
+        )
+        if isinstance(fast, Engine) and not resolved.passes_gate(fast):
+            fast = "its ids differ from those of tokenizers"
+        if isinstance(fast, Engine):
+            engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True, fast_engine=fast.name)
+        else:
+            say(
+                f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"
+            )
+    return plan, engine if plan.options.add_special_tokens else engine.bare()
 
 
 def _input_sha256s(plan: Plan) -> list[str]:
@@ -649,11 +641,65 @@ def _input_sha256s(plan: Plan) -> list[str]:
     def sha256_of(shard_id: int) -> str:
         digest = hashlib.sha256()
         for part in plan.ranges(shard_id):
-            file = part.open()
-            for start in range(part.start, part.end, _HASHED_BYTES):
-                digest.update(file.read_all(start, min(start + _HASHED_BYTES, part.end)))
-            file.check_unchanged()
+            reader = RangeReader(part, digest)
+            reader.hash_rest()
+            reader.file.check_unchanged()
         return digest.hexdigest()
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         return list(pool.map(sha256_of, range(plan.num_shards)))
+
+
+_BATCH_CPUS = 8  # that prep_array.sh asks for
+_DEFAULT_MAX_ARRAY_SIZE = 1001  # Slurm's own
+_ANSWER_S = 3  # that Slurm is waited for
+
+
+def next_lines(folder: Path, num_shards: int) -> list[str]:
+    """Return the commands that make a planned data set; sbatch comes first where the site takes its array."""
+    place = quoted(folder)
+    script = Path(shardprep.__file__).resolve().parent.parent / "slurm" / "prep_array.sh"
+    lines = []
+    if num_shards <= _max_array_size() and script.is_file():
+        most = _cpus_of_nodes()
+        cpus = f"--cpus-per-task={most} " if 0 < most < _BATCH_CPUS else ""
+        lines.append(f"sbatch --array=0-{num_shards - 1} {cpus}{quoted(script)} {place}")
+    lines.append(f"shardprep submit {place}  # within the site's limits, verify included")
+    lines.append(f"shardprep run {place}  # here, without a cluster")
+    return [f"next: {lines[0]}", *(f"  or: {line}" for line in lines[1:])]
+
+
+_HUB_DATASET = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
+
+_FETCHED = {"input_dir": "raw", "recursive": True}
+
+
+def hub_lines(input_dir: Path, given: Mapping[str, Any]) -> str | None:
+    """Return the commands that fetch a data set of the hub and plan it; None if it has no such name."""
+    if not (match := _HUB_DATASET.fullmatch(str(input_dir))):
+        return None
+    others = {name: value for name, value in given.items() if value is not None and name not in _FETCHED}
+    words = flag_words(_FETCHED | others)
+    fetch = f"hf download {match[1]} --repo-type dataset --local-dir raw"
+    return f"{fetch} && shardprep plan {shlex.join(words)}"
+
+
+def _max_array_size() -> int:
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _answer("scontrol", "show", "config"), re.MULTILINE)
+    return int(found[1]) if found else _DEFAULT_MAX_ARRAY_SIZE
+
+
+def _cpus_of_nodes() -> int:
+    """CPUs of the largest node of the partition that sbatch would take; 0 where Slurm does not say."""
+    rows = re.findall(
+        r"^(\S+?)(\*?)\|(\d+)", _answer("sinfo", "--noheader", "--exact", "--format=%P|%c"), re.MULTILINE
+    )
+    wanted = os.environ.get("SBATCH_PARTITION")
+    return max((int(cpus) for name, star, cpus in rows if (name == wanted if wanted else star)), default=0)
+
+
+def _answer(*command: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, check=False, timeout=_ANSWER_S)
+        return done.stdout.decode("utf-8", "replace")
+    return ""

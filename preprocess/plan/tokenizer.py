@@ -29,14 +29,7 @@ import orjson
 from tokenizers import Tokenizer, processors
 
 import preprocess
-from preprocess.make.engines import (
-    Engine,
-    can_be_cut,
-    engine_of_tokenizer,
-    gate_texts,
-    ids_sha256,
-    probe_texts,
-)
+from preprocess.make import engines
 from preprocess.plan.tokenizer_files import (
     MAX_TOKENIZER_BYTES,
     TOKENIZER_CONFIG,
@@ -47,6 +40,7 @@ from preprocess.plan.tokenizer_files import (
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import (
     NOT_THERE,
+    Digest,
     PublishedFolder,
     is_folder,
     names_in,
@@ -73,30 +67,37 @@ _LIBRARIES = ("tokenizers", "gigatoken", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedTokenizer:
+class TokenizerFacts:
+    """What planning must know of a tokenizer; the cache keeps it, too."""
+
+    spec: TokenizerSpec  # what shards will remember of it
+    probe: list[str]
+    probe_sha256: Digest  # of the reference's ids
+    can_be_cut: bool
+    files: dict[str, Digest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTokenizer(TokenizerFacts):
     """A tokenizer whose files are in ``folder``."""
 
     folder: Path
     kept: Path | None  # its place in the cache
     allow_special_tokens: bool
-    spec: TokenizerSpec  # what shards will remember of it
-    probe: list[str]
-    probe_sha256: str  # of the reference's ids
-    can_be_cut: bool
 
     @cached_property
-    def reference(self) -> Engine:
+    def reference(self) -> engines.Engine:
         """The engine of ``tokenizers``. Raises ReadWriteError."""
-        tokenizer = _loaded({TOKENIZER_FILE: _read(self.folder / TOKENIZER_FILE)}, self.folder)
-        return engine_of_tokenizer(tokenizer, allow_special_tokens=self.allow_special_tokens)
+        path = self.folder / TOKENIZER_FILE
+        return engines.tokenizers_engine(path, allow_special_tokens=self.allow_special_tokens)
 
-    def passes_gate(self, fast: Engine) -> bool:
+    def passes_gate(self, fast: engines.Engine) -> bool:
         """Whether an engine gives the reference's ids on ``gate_texts``, which takes 2 s for Llama 3's."""
         verdict = self.kept and self.kept.with_name(f"{self.kept.name}.{fast.name}")
         if verdict and size_of_file(verdict) is not None:
             return True
-        texts = gate_texts(_read(self.folder / TOKENIZER_FILE))
-        if ids_sha256([fast.encode(texts)]) != ids_sha256([self.reference.encode(texts)]):
+        texts = engines.gate_texts(_read(self.folder / TOKENIZER_FILE))
+        if engines.ids_sha256([fast.encode(texts)]) != engines.ids_sha256([self.reference.encode(texts)]):
             return False
         if verdict:
             with contextlib.suppress(OSError):
@@ -113,22 +114,26 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     """
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         refuse_fifos(each)
-    source, name = source_folder(model_id)
+    if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
+        source, name = Path(model_id), model_id
+    elif os.path.lexists(model_id) and not os.path.isfile(model_id):  # noqa: PTH113 - as above
+        source, name = None, model_id  # only transformers may know
+    else:
+        source, name = find_on_hub(model_id)
     files = read_files(source) if source is not None else None
     kept = None if files is None else _place_in_cache(files, allow_special_tokens)
-    if kept is not None and (found := _find_kept(kept, folder)) is not None:
-        found["spec"] = dataclasses.replace(found["spec"], model_id=model_id)
-    else:
+    if kept is None or (found := _find_kept(kept, folder)) is None:
         found = _resolve(model_id, source, name, files, folder, allow_special_tokens)
         if kept is not None:
             _keep(kept, folder, found)
-    return ResolvedTokenizer(folder=folder, kept=kept, allow_special_tokens=allow_special_tokens, **found)
+    facts = {**vars(found), "spec": dataclasses.replace(found.spec, model_id=model_id)}
+    return ResolvedTokenizer(folder=folder, kept=kept, allow_special_tokens=allow_special_tokens, **facts)
 
 
 def _resolve(
     model_id: str, source: Path | None, name: str, files: Files | None, folder: Path, allow: bool
-) -> dict[str, Any]:
-    """Write the files into ``folder``; returns what planning must know of them."""
+) -> TokenizerFacts:
+    """Write the files into ``folder``."""
     if files is not None and (plain := plain_files(files)) is not None:
         saved, tokenizer = plain
         _write_files(saved, folder)
@@ -140,14 +145,15 @@ def _resolve(
         tokenizer = _loaded(saved, folder)
     _check_no_dropout(_json_object(files or saved, TOKENIZER_FILE), model_id)
     data = _json_object(saved, TOKENIZER_FILE)
-    probe = probe_texts(data)
-    reference = engine_of_tokenizer(tokenizer, allow_special_tokens=allow)
-    return {
-        "spec": spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
-        "probe": probe,
-        "probe_sha256": ids_sha256([reference.encode(probe)]),
-        "can_be_cut": can_be_cut(data),
-    }
+    probe = engines.probe_texts(data)
+    reference = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow)
+    return TokenizerFacts(
+        spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
+        probe=probe,
+        probe_sha256=engines.ids_sha256([reference.encode(probe)]),
+        can_be_cut=engines.can_be_cut(data),
+        files=_digests(saved),
+    )
 
 
 def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path | None:
@@ -171,33 +177,25 @@ def _digests(files: Files) -> dict[str, str]:
     return {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}
 
 
-def _find_kept(place: Path, folder: Path) -> dict[str, Any] | None:
+def _find_kept(place: Path, folder: Path) -> TokenizerFacts | None:
     """Write the files that are kept there into ``folder``; None where no whole entry is."""
     with contextlib.suppress(*NOT_THERE, ShardprepError):
         fields = read_checked(place / _FOUND, _FOUND_FORMAT, max_bytes=_MAX_FOUND_BYTES)
-        found = {
-            "spec": TokenizerSpec.from_json(fields.fields("spec")),
-            "probe": fields.texts("probe"),
-            "probe_sha256": fields.digest("probe_sha256"),
-            "can_be_cut": fields.flag("can_be_cut"),
-        }
-        digests = fields.each("files", type(fields).digest)
-        files = {name: read_regular(place / name, max_bytes=MAX_TOKENIZER_BYTES) for name in digests}
-        if _digests(files) == digests:
+        found = fields.all_of(TokenizerFacts)
+        files = {name: read_regular(place / name, max_bytes=MAX_TOKENIZER_BYTES) for name in found.files}
+        if _digests(files) == found.files:
             _write_files(files, folder)
             return found
     return None
 
 
-def _keep(place: Path, folder: Path, found: dict[str, Any]) -> None:
+def _keep(place: Path, folder: Path, found: TokenizerFacts) -> None:
     """Keep what was found with the files in ``folder``; a cache that cannot be written is done without."""
     with contextlib.suppress(OSError, ShardprepError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        files = {name: (folder / name).read_bytes() for name in names_in(folder)}
-        known = {**found, "spec": dataclasses.asdict(found["spec"]), "files": _digests(files)}
         with PublishedFolder(place) as entry:
-            _write_files(files, entry.temporary)
-            text = json.dumps(with_content_hash(_FOUND_FORMAT, known))
+            _write_files({name: (folder / name).read_bytes() for name in found.files}, entry.temporary)
+            text = json.dumps(with_content_hash(_FOUND_FORMAT, dataclasses.asdict(found)))
             (entry.temporary / _FOUND).write_text(text, encoding="utf-8")
             entry.publish()
 
@@ -217,14 +215,6 @@ def _check_no_dropout(data: dict[str, Any], model_id: str) -> None:
                 )
             if isinstance(value, (dict, list)) and inner not in ("model.vocab", "model.merges"):
                 parts.append((inner, value))
-
-
-def source_folder(model_id: str) -> tuple[Path | None, str]:
-    """Return the folder of a model (None where only transformers may know), and what that is to load."""
-    if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
-        return Path(model_id), model_id
-    is_unknown = os.path.lexists(model_id) and not os.path.isfile(model_id)  # noqa: PTH113 - as above
-    return (None, model_id) if is_unknown else find_on_hub(model_id)
 
 
 def read_files(folder: Path) -> Files | None:
@@ -391,7 +381,6 @@ def _save_in_own_process(model_id: str, folder: Path) -> None:
 
 
 def _save(model_id: str, folder: Path, pipe: Connection) -> None:
-    """Body of the process."""
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     outcome = None
     try:

@@ -27,7 +27,6 @@ RUN = "run"  # what varies between equal files; outside of the content's hash, w
 RUN_HASH = "run_sha256"
 MOST = 2**63 - 1  # the largest number that the columns of an index can hold
 _HEX = re.compile("[0-9a-f]*")
-_NUM_SHOWN = 60  # characters of a value that an error repeats
 
 
 def with_content_hash(
@@ -115,7 +114,7 @@ def _shown(value: object) -> str:
         text = ascii(value) if isinstance(value, str) else repr(value)
     except (ValueError, RecursionError):  # a number of thousands of digits, say
         text = f"a {type(value).__name__}"
-    return text if len(text) <= _NUM_SHOWN else f"{text[:_NUM_SHOWN]}..."
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _altered(path: Path, name: str, found: object, expected: str) -> BrokenShard:
@@ -193,10 +192,6 @@ class Fields:
         """Characters that a path and a message can hold: no NUL, no half of a surrogate pair."""
         return str(self.right(key, lambda value: is_text(value) and "\0" not in value, "a text"))
 
-    def choice(self, key: str, choices: tuple[str, ...]) -> str:
-        """One of some texts."""
-        return str(self.right(key, lambda value: value in choices, f"one of {', '.join(choices)}"))
-
     def digest(self, key: str) -> str:
         """A sha256 in lower-case hex digits."""
         return str(self.right(key, lambda value: is_digest(value, 64), "64 hex digits"))
@@ -249,7 +244,7 @@ class Fields:
 
     def or_none(self, key: str, read: Callable[[str], T]) -> T | None:
         """null, or what ``read`` takes."""
-        if key in self._data and self._data[key] is None:
+        if self._data.get(key, self) is None:
             return self.take(key)  # type: ignore[no-any-return]  # it is None
         return read(key)
 
@@ -280,9 +275,8 @@ class Fields:
 
     def each(self, key: str, read: Callable[[Fields, str], T]) -> dict[str, T]:
         """An object whose values are all of one kind."""
-        names = self.mapping(key)
-        inner = Fields(self.path, names, f"{self._place}{key}.")
-        return {name: read(inner, name) for name in names}
+        inner = self.fields(key)
+        return {name: read(inner, name) for name in list(inner._data)}  # noqa: SLF001 - one of this class
 
 
 _READERS: dict[Any, Callable[[Fields, str], Any]] = {
@@ -294,6 +288,7 @@ _READERS: dict[Any, Callable[[Fields, str], Any]] = {
     Digest: Fields.digest,
     list[int]: Fields.wholes,
     list[str]: Fields.texts,
+    Path: lambda fields, key: Path(fields.text(key)),
 }
 
 
@@ -309,7 +304,9 @@ def _reader_of(kind: Any) -> Callable[[Fields, str], Any]:
         return lambda fields, key: fields.fields(key).all_of(kind)  # type: ignore[arg-type]  # a class
     origin, (inner, *bounds) = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        return lambda fields, key: fields.choice(key, (inner, *bounds))
+        choices = (inner, *bounds)
+        expected = f"one of {', '.join(choices)}"
+        return lambda fields, key: fields.right(key, lambda value: value in choices, expected)
     if origin is Annotated:
         return lambda fields, key: (fields.whole if inner is int else fields.number)(key, *bounds)
     read = _reader_of(bounds[0] if origin is dict else inner)
@@ -336,10 +333,7 @@ def is_digest(value: object, num_digits: int) -> bool:
 
 def is_text(value: object) -> bool:
     """Whether a value is a str that can be written: it holds no half of a surrogate pair."""
-    if not isinstance(value, str):
-        return False
     try:
-        value.encode()
+        return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False
-    return True

@@ -9,8 +9,6 @@ has the crc32 of what the loader reads of each sample, written by ``verify --crc
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +28,7 @@ from shardprep.format.names import (
     rerun_command,
 )
 
-HEADER_BYTES = 64
+HEADER_BYTES = 64  # of IDX_HEADER, and of CRCS_HEADER
 CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
 CHUNK_CRC = np.dtype("<u4")
 IDX_MAGIC = b"shardidx"
@@ -57,17 +55,13 @@ IDX_DOCUMENT = np.dtype(
 )
 IDX_ROW = np.dtype(
     [
-        *((name, IDX_DOCUMENT[name]) for name in IDX_DOCUMENT.names or ()),
+        *IDX_DOCUMENT.descr,
         ("starts_offset", "<u8"),  # byte in the tar of the row's part of doc_starts
         ("num_starts", "<u4"),  # documents that begin in the row
     ]
 )
-IDX_CHAT_ROW = np.dtype(
-    [
-        *((name, IDX_ROW[name]) for name in IDX_ROW.names or ()),
-        ("mask_offset", "<u8"),  # byte in the tar of the row's part of loss_mask, a byte per token
-    ]
-)
+# mask_offset: byte in the tar of the row's part of loss_mask, a byte per token
+IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
 CRCS_MAGIC = b"shardcrc"
 CRCS_HEADER = np.dtype(
     [
@@ -90,31 +84,9 @@ _KINDS = {
     "chat": (IDX_CHAT_ROW, CRCS_CHAT_ROW),
 }
 IDX_KINDS = tuple(_KINDS)
-TAR_DIGITS = 16  # of a tar's sha256, in the header
 MAX_SAMPLES = 2**40
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
-
-
 _Number = TypeVar("_Number", int, npt.NDArray[np.int64])
-
-
-def record_file_bytes(record_bytes: int, num_records: _Number) -> _Number:
-    """Bytes of a file: header, records and their crc32s; of an array of numbers, an array."""
-    num_chunks = -(-num_records // CHUNK_RECORDS)
-    return HEADER_BYTES + num_records * record_bytes + num_chunks * CHUNK_CRC.itemsize
-
-
-def _num_records(path: Path, num_bytes: int, record_bytes: int) -> int:
-    """How many records make a file of that size; one number at most does. Raises BrokenShard."""
-    body_bytes = num_bytes - HEADER_BYTES
-    num_chunks, rest_bytes = divmod(body_bytes, CHUNK_RECORDS * record_bytes + CHUNK_CRC.itemsize)
-    num_records = num_chunks * CHUNK_RECORDS + max(0, rest_bytes - CHUNK_CRC.itemsize) // record_bytes
-    if num_bytes != record_file_bytes(record_bytes, num_records):
-        raise BrokenShard(
-            f"{path} is cut short: no number of records of {record_bytes} bytes, with their crc32s, takes "
-            f"{body_bytes} bytes"
-        )
-    return num_records
 
 
 class ChunkCrcs:
@@ -143,16 +115,57 @@ class ChunkCrcs:
         return np.array(self._crcs, CHUNK_CRC).tobytes()
 
 
-@dataclass(frozen=True, kw_only=True)
 class RecordFile:
-    """A file of records, open, its header and size checked; close ``file``."""
+    """A file of records, open, its header and size checked; close ``file``. Reads raise OSError."""
 
-    file: ReadFile
-    dtype: np.dtype[Any]
-    num_samples: int
-    crcs: npt.NDArray[np.uint32]  # one per chunk
-    checked: bytearray  # of each chunk, whether its crc32 was compared
-    remedy: str
+    def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
+        """``header``: its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
+        is_idx = header.startswith(IDX_MAGIC)
+        self.dtype = idx_dtype(kind) if is_idx else crcs_dtype(kind)
+        self.remedy = remedy
+        self.file = ReadFile(path)
+        try:
+            self._check_header(header, IDX_HEADER if is_idx else CRCS_HEADER)
+            self.num_samples = self._count_records()
+            self.checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # chunks, once compared
+            crcs_bytes = len(self.checked) * CHUNK_CRC.itemsize
+            crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
+        except BaseException:
+            self.file.close()
+            raise
+        self.crcs = np.frombuffer(crcs, CHUNK_CRC)
+
+    def _check_header(self, expected: bytes, dtype: np.dtype[Any]) -> None:
+        header = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
+        path, magic = self.file.path, expected[:8]
+        if len(header) < HEADER_BYTES or not header.startswith(magic):
+            what = "an idx" if dtype is IDX_HEADER else "a file of crc32s"
+            raise BrokenShard(
+                f"{path} is not {what}: it begins {header[:8]!r}, expected {magic!r}; {self.remedy}"
+            )
+        found, wanted = (np.frombuffer(each, dtype)[0] for each in (header, expected))
+        if (version := int(found["version"])) != FORMAT_VERSION:
+            raise UnknownVersion(version_message(path, version))
+        for name in dtype.names or ():
+            if found[name] != wanted[name]:
+                error = OtherPlan if dtype is IDX_HEADER else BrokenShard
+                raise error(
+                    f"{path} was written for {name} {found[name]}, expected {wanted[name]}; {self.remedy}"
+                )
+
+    def _count_records(self) -> int:
+        """How many records make a file of that size; one number at most does."""
+        num_bytes, record_bytes = self.file.num_bytes, self.dtype.itemsize
+        num_chunks, rest_bytes = divmod(
+            num_bytes - HEADER_BYTES, CHUNK_RECORDS * record_bytes + CHUNK_CRC.itemsize
+        )
+        num_records = num_chunks * CHUNK_RECORDS + max(0, rest_bytes - CHUNK_CRC.itemsize) // record_bytes
+        if num_bytes != _num_bytes(record_bytes, num_records):
+            raise BrokenShard(
+                f"{self.file.path} is cut short: no number of records of {record_bytes} bytes, with their "
+                f"crc32s, takes {num_bytes - HEADER_BYTES} bytes"
+            )
+        return num_records
 
     def place(self, rows: slice) -> tuple[int, int]:
         """Where to read for some rows: first byte and number of bytes.
@@ -206,25 +219,6 @@ class RecordFile:
         return first, min(-(-rows.stop // CHUNK_RECORDS) * CHUNK_RECORDS, self.num_samples)
 
 
-def _open_records(
-    path: Path, dtype: np.dtype[Any], check_header: Callable[[bytes], None], remedy: str
-) -> RecordFile:
-    """Open a file of records; ``check_header`` is given its first 64 bytes, or all if it has fewer."""
-    file = ReadFile(path)
-    try:
-        check_header(bytes(file.read(0, min(HEADER_BYTES, file.num_bytes))))
-        num_samples = _num_records(path, file.num_bytes, dtype.itemsize)
-        crcs_bytes = -(-num_samples // CHUNK_RECORDS) * CHUNK_CRC.itemsize
-        crcs = np.frombuffer(file.read(file.num_bytes - crcs_bytes, crcs_bytes), CHUNK_CRC)
-    except BaseException:
-        file.close()
-        raise
-    checked = bytearray(len(crcs))
-    return RecordFile(
-        file=file, dtype=dtype, num_samples=num_samples, crcs=crcs, checked=checked, remedy=remedy
-    )
-
-
 def idx_dtype(kind: str) -> np.dtype[Any]:
     """Of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
     return _KINDS[kind][0]
@@ -232,7 +226,12 @@ def idx_dtype(kind: str) -> np.dtype[Any]:
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
     """Bytes of an idx: header, records and their crc32s; of an array of numbers, an array."""
-    return record_file_bytes(idx_dtype(kind).itemsize, num_samples)
+    return _num_bytes(idx_dtype(kind).itemsize, num_samples)
+
+
+def _num_bytes(record_bytes: int, num_records: _Number) -> _Number:
+    num_chunks = -(-num_records // CHUNK_RECORDS)
+    return HEADER_BYTES + num_records * record_bytes + num_chunks * CHUNK_CRC.itemsize
 
 
 def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
@@ -240,20 +239,9 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
 
     Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
     """
-    path, expected = idx_path(folder, shard_id), idx_header(spec, shard_id)
-
-    def check_header(header: bytes) -> None:
-        if len(header) < IDX_HEADER.itemsize or not header.startswith(IDX_MAGIC):
-            raise BrokenShard(f"{path} is not an idx: it begins {header[:8]!r}, expected {IDX_MAGIC!r}")
-        found, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (header, expected))
-        if (version := int(found["version"])) != FORMAT_VERSION:
-            raise UnknownVersion(version_message(path, version))
-        if header != expected:
-            raise OtherPlan(f"{path} was written for {found}, expected {wanted}")
-
-    remedy = f"run: {remake_command(shard_id, folder)}"
+    path, remedy = idx_path(folder, shard_id), f"run: {remake_command(shard_id, folder)}"
     try:
-        return _open_records(path, idx_dtype(spec.kind), check_header, remedy)
+        return RecordFile(path, spec.kind, idx_header(spec, shard_id), remedy)
     except NOT_THERE:
         raise MissingShard(f"{path} is missing; run: {rerun_command(shard_id, folder)}") from None
 
@@ -293,7 +281,7 @@ def crcs_dtype(kind: str) -> np.dtype[Any]:
 
 def crcs_header(spec: DatasetSpec, shard_id: int, tar_sha256: str) -> bytes:
     """The 64 bytes that begin a file of crc32s; of the tar's sha256, the first 16 hex digits count."""
-    digits = tar_sha256[:TAR_DIGITS].encode()
+    digits = tar_sha256[:16].encode()
     fields = (CRCS_MAGIC, FORMAT_VERSION, IDX_KINDS.index(spec.kind), shard_id, digits, bytes(28))
     return np.array([fields], CRCS_HEADER).tobytes()
 
@@ -304,23 +292,8 @@ def open_crcs(folder: Path, spec: DatasetSpec, shard_id: int, tar_sha256: str) -
     Raises MissingShard, UnknownVersion or BrokenShard; OSError where the file system fails.
     """
     path, remedy = crcs_path(folder, shard_id), f"run: {crcs_command(folder)}"
-    expected = crcs_header(spec, shard_id, tar_sha256)
-
-    def check_header(header: bytes) -> None:
-        if len(header) < len(expected) or not header.startswith(CRCS_MAGIC):
-            raise BrokenShard(f"{path} begins {header[:8]!r}, expected {CRCS_MAGIC!r}; {remedy}")
-        found = np.frombuffer(header, CRCS_HEADER)[0]
-        if (version := int(found["version"])) != FORMAT_VERSION:
-            raise UnknownVersion(version_message(path, version))
-        if header != expected:
-            raise BrokenShard(
-                f"{path} is of shard {int(found['shard_id'])}, kind {int(found['kind'])} and a tar of sha256 "
-                f"{bytes(found['tar_sha256'])[:12]!r}; expected shard {shard_id} and {tar_sha256[:12]}; "
-                f"{remedy}"
-            )
-
     try:
-        return _open_records(path, crcs_dtype(spec.kind), check_header, remedy)
+        return RecordFile(path, spec.kind, crcs_header(spec, shard_id, tar_sha256), remedy)
     except NOT_THERE:
         raise MissingShard(f'{path} is missing, and read_check is "crc"; {remedy}') from None
 

@@ -34,16 +34,12 @@ from shardprep.format.names import (
     MAX_SHARDS,
     OSTS_NAME,
     PLAN_NAME,
-    digests_path,
+    VOUCHED_PATHS,
     id_ranges,
-    ids_path,
-    idx_path,
     manifest_path,
-    quarantine_path,
     remake_command,
     rerun_command,
     shard_name,
-    tar_path,
 )
 from shardprep.format.shard_making import SourceCounts, sources_of, sum_of_sources
 
@@ -176,15 +172,8 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
 
 def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]]:
     """The files a manifest vouches for, with what it says of each."""
-    shard_id = manifest.shard_id
-    files = [
-        (tar_path(folder, shard_id), manifest.tar),
-        (idx_path(folder, shard_id), manifest.idx),
-        (quarantine_path(folder, shard_id), manifest.quarantine),
-        (ids_path(folder, shard_id), manifest.ids),
-        (digests_path(folder, shard_id), manifest.digests),
-    ]
-    return [(path, stamp) for path, stamp in files if stamp is not None]
+    stamps = ((path_of(folder, manifest.shard_id), name) for name, path_of in VOUCHED_PATHS.items())
+    return [(path, stamp) for path, name in stamps if (stamp := getattr(manifest, name)) is not None]
 
 
 def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> None:
@@ -193,8 +182,8 @@ def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> N
     Raises BrokenShard, MissingShard or ReadWriteError.
     """
     for path, stamp in shard_files(folder, manifest):
+        is_known = tar_sha256 and stamp is manifest.tar
         try:
-            is_known = tar_sha256 and stamp is manifest.tar
             found = tar_sha256 if is_known else stamp_file(path).sha256
         except NOT_THERE:
             raise MissingShard(
@@ -250,9 +239,11 @@ class DatasetIndex:
         names, expected = fields.texts("columns"), columns_of(spec)
         if names != [*expected, "tar_sha256"]:
             raise fields.wrong("columns", names, f"{', '.join(expected)}, tar_sha256")
-        types: list[type] = [*[int] * len(expected), str]
+        types: list[type] = [*[int] * len(expected), str]  # true and 1.0 are no numbers
         rows = fields.list_of(
-            "shards", lambda row: _is_row(row, types), f"a list of {len(expected)} whole numbers and a hash"
+            "shards",
+            lambda row: type(row) is list and [*map(type, row)] == types,
+            f"a list of {len(expected)} whole numbers and a hash",
         )
         fields.end()
         if len(rows) != spec.num_shards:
@@ -290,11 +281,6 @@ class DatasetIndex:
 def columns_of(spec: DatasetSpec) -> tuple[str, ...]:
     """The numbers of a shard that an index has."""
     return (*COLUMNS, VALIDATION_COLUMN) if spec.validation_fraction else COLUMNS
-
-
-def _is_row(value: Any, types: Sequence[type]) -> bool:
-    """Whether the values of a row of ``shards`` are of the right types; true and 1.0 are no numbers."""
-    return type(value) is list and [*map(type, value)] == types
 
 
 def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
@@ -337,7 +323,7 @@ def read_index(folder: Path) -> DatasetIndex:
     """
     path = folder / INDEX_NAME
     try:
-        with _without_garbage_collection():
+        with without_garbage_collection():
             return DatasetIndex.from_json(read_checked(path, "shardprep-index", max_bytes=MAX_INDEX_BYTES))
     except NOT_THERE:
         return _merge_folder(folder)
@@ -346,8 +332,8 @@ def read_index(folder: Path) -> DatasetIndex:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """One list per shard would start several full collections, which take longer than all the rest."""
+def without_garbage_collection() -> Iterator[None]:
+    """Where many objects are made, each full collection goes through all there are, such as torch's."""
     was_on = gc.isenabled()
     gc.disable()
     try:

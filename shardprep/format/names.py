@@ -6,7 +6,7 @@ Shard ids are written as ``sbatch --array`` and ``--shards`` take them: ``0-2,5,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,32 +51,22 @@ def shard_name(shard_id: int) -> str:
     return f"shard-{shard_id:05d}"
 
 
-def tar_path(folder: Path, shard_id: int) -> Path:
-    return folder / f"{shard_name(shard_id)}.tar"
+def _path_of(kind: str) -> Callable[[Path, int], Path]:
+    """What gives a shard's file of this kind, by the folder of the data set and the shard's id."""
+    return lambda folder, shard_id: folder / kind.format(shard_name(shard_id))
 
 
-def idx_path(folder: Path, shard_id: int) -> Path:
-    return folder / f"{shard_name(shard_id)}.idx"
-
-
-def manifest_path(folder: Path, shard_id: int) -> Path:
-    return folder / f"{shard_name(shard_id)}.json"
-
-
-def quarantine_path(folder: Path, shard_id: int) -> Path:
-    return folder / QUARANTINE_DIR / f"{shard_name(shard_id)}.jsonl"
-
-
-def ids_path(folder: Path, shard_id: int) -> Path:
-    return folder / IDS_DIR / f"{shard_name(shard_id)}.jsonl"
-
-
-def digests_path(folder: Path, shard_id: int) -> Path:
-    return folder / DIGESTS_DIR / f"{shard_name(shard_id)}.digests"
-
-
-def crcs_path(folder: Path, shard_id: int) -> Path:
-    return folder / CRCS_DIR / f"{shard_name(shard_id)}.crc"
+tar_path = _path_of("{}.tar")
+idx_path = _path_of("{}.idx")
+manifest_path = _path_of("{}.json")
+quarantine_path = _path_of(f"{QUARANTINE_DIR}/{{}}.jsonl")
+ids_path = _path_of(f"{IDS_DIR}/{{}}.jsonl")
+digests_path = _path_of(f"{DIGESTS_DIR}/{{}}.digests")
+crcs_path = _path_of(f"{CRCS_DIR}/{{}}.crc")
+# Of the files that a manifest vouches for, by their names there.
+VOUCHED_PATHS = {
+    "tar": tar_path, "idx": idx_path, "quarantine": quarantine_path, "ids": ids_path, "digests": digests_path
+}  # fmt: skip
 
 
 def source_of_path(path: str) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -34,7 +35,9 @@ def blocks_of(rows: Sequence[Any]) -> list[bytes]:
 
 def sha256s_of(rows: Sequence[Any]) -> list[str]:
     """The hash of each block of a list; of one that is read from a file no block is read for it."""
-    return rows.sha256s if isinstance(rows, Rows) else [_sha256(block) for block in blocks_of(rows)]
+    if isinstance(rows, Rows):
+        return [sha256 for _, _, sha256 in rows.blocks]
+    return [_sha256(block) for block in blocks_of(rows)]
 
 
 def _sha256(block: bytes | bytearray) -> str:
@@ -128,50 +131,41 @@ class PartsFile:
             return self._file.read(offset, num_bytes)
 
 
+@dataclass(eq=False)
 class Rows(Sequence[T]):
     """A list of a file, each block of which is read when one of its rows is asked for, and then held."""
 
-    def __init__(
-        self,
-        file: PartsFile,
-        name: str,
-        num_rows: int,
-        blocks: list[tuple[int, int, str]],
-        rows_of: Callable[[Fields, str, int], list[T]],
-    ) -> None:
-        self._file, self._name, self._num_rows = file, name, num_rows
-        self._blocks, self._rows_of = blocks, rows_of
-        self._held: dict[int, list[T]] = {}
-
-    @property
-    def sha256s(self) -> list[str]:
-        """The hashes of the blocks."""
-        return [sha256 for _, _, sha256 in self._blocks]
+    file: PartsFile
+    name: str
+    num_rows: int
+    blocks: list[tuple[int, int, str]]  # offset, bytes and sha256
+    rows_of: Callable[[Fields, str, int], list[T]]
+    held: dict[int, list[T]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self.num_rows
 
     def __iter__(self) -> Iterator[T]:
-        return itertools.chain.from_iterable(map(self._block, range(len(self._blocks))))
+        return itertools.chain.from_iterable(map(self._block, range(len(self.blocks))))
 
     @overload
     def __getitem__(self, key: int) -> T: ...
     @overload
     def __getitem__(self, key: slice) -> list[T]: ...
     def __getitem__(self, key: int | slice) -> T | list[T]:
-        places = range(self._num_rows)[key]
+        places = range(self.num_rows)[key]
         if isinstance(places, range):
             return [self[place] for place in places]
         number, place = divmod(places, ROWS_PER_BLOCK)
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        if number not in self._held:
+        if number not in self.held:
             first = number * ROWS_PER_BLOCK
-            num_rows = min(ROWS_PER_BLOCK, self._num_rows - first)
-            fields = self._file.read_block(self._name, self._blocks[number], num_rows)
-            self._held[number] = self._rows_of(fields, self._name, first)
-        return self._held[number]
+            num_rows = min(ROWS_PER_BLOCK, self.num_rows - first)
+            fields = self.file.read_block(self.name, self.blocks[number], num_rows)
+            self.held[number] = self.rows_of(fields, self.name, first)
+        return self.held[number]
 
 
 def _is_block(value: Any) -> bool:

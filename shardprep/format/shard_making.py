@@ -29,12 +29,8 @@ class SourceCounts:
     num_quarantined: int
 
     def __add__(self, other: SourceCounts) -> SourceCounts:
-        return SourceCounts(
-            num_documents=self.num_documents + other.num_documents,
-            num_tokens=self.num_tokens + other.num_tokens,
-            num_bytes=self.num_bytes + other.num_bytes,
-            num_quarantined=self.num_quarantined + other.num_quarantined,
-        )
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return SourceCounts(**sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +142,8 @@ def read_making(path: Path | str, shard_id: int) -> tuple[ShardMaking, dict[str,
 
 def _task_of(slurm: dict[str, str], began: float) -> tuple[str, str, int, int] | None:
     """The task that made a shard. One that began later than its shard, by another clock, is of no use."""
-    start, num_cpus = (slurm.get(name, "") for name in ("SLURM_JOB_START_TIME", "SLURM_CPUS_PER_TASK"))
-    if (
-        not (re.fullmatch("[0-9]{1,12}", start) and re.fullmatch("[0-9]{1,6}", num_cpus))
-        or int(start) > began
-    ):
+    start, num_cpus = slurm.get("SLURM_JOB_START_TIME", ""), slurm.get("SLURM_CPUS_PER_TASK", "")
+    if not re.fullmatch("[0-9]{1,12} [0-9]{1,6}", f"{start} {num_cpus}") or int(start) > began:
         return None
     return slurm.get("SLURM_JOB_ID", ""), slurm.get("SLURM_ARRAY_TASK_ID", ""), int(start), int(num_cpus)
 

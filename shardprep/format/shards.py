@@ -97,11 +97,9 @@ class ShardSamples:
         return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
 
     def _ids_of(self, records: npt.NDArray[np.void]) -> Iterator[npt.NDArray[np.integer]]:
-        is_behind = (
-            np.diff(records["offset"].astype(np.int64)) > 0
-        )  # not so where samples for validation begin
+        steps = np.diff(records["offset"].astype(np.int64))  # back, where samples for validation begin
         try:
-            for part in np.split(records, np.flatnonzero(~is_behind) + 1):
+            for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
                 yield from ids_of(self.spec, part, raw_ids(part, self._read))
         except (ValueError, OverflowError) as error:
             raise BrokenShard(

@@ -12,7 +12,7 @@ import re
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, CannotWrite, OtherPlan, ShardprepError
-from shardprep.files import NOT_THERE, PublishedFile, names_in, sync_folder
+from shardprep.files import NOT_THERE, Digest, PublishedFile, names_in, sync_folder
 from shardprep.format.checked_json import CONTENT_HASH, Fields, read_checked, with_content_hash
 from shardprep.format.idx import MAX_SAMPLES
 from shardprep.format.names import LEFT_OUT_DIR, MAX_SHARDS, WITHDRAWN_DIR
@@ -40,7 +40,7 @@ class Withdrawal:
     """One list."""
 
     number: int  # from 1
-    plan_id: str
+    plan_id: Digest
     previous_sha256: str  # of the list before it; "" for the first one
     made: str  # UTC
     asked: str  # what the documents were found by
@@ -216,43 +216,26 @@ def publish_withdrawal(
         path.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"{path.parent} cannot be made: {error.strerror}") from None
-    file = PublishedFile(path)
-    try:
+    with PublishedFile(path) as file:
         file.write(json.dumps(content, ensure_ascii=False, indent=1).encode() + b"\n")
         file.sync()
         is_first = file.publish_first()
-    finally:
-        file.discard()
     sync_folder(path.parent)
     sync_folder(folder)
-    return Withdrawal(**{**vars(withdrawal), "sha256": content[CONTENT_HASH]}) if is_first else None
+    return replace(withdrawal, sha256=content[CONTENT_HASH]) if is_first else None
 
 
 def _withdrawal_of(fields: Fields, number: int) -> Withdrawal:
-    """Raises BrokenShard."""
-    sha256 = fields.content_sha256
-    found = fields.whole("number")
-    if found != number:
-        raise fields.wrong("number", found, f"{number}, as the file's name says")
     documents, places = {}, {}
     for shard in fields.objects("shards"):
         shard_id = shard.whole("shard", most=MAX_SHARDS - 1)
         documents[shard_id] = _unpacked(shard, "documents", shard.whole("num_documents", 1, MAX_SAMPLES))
         places[shard_id] = _unpacked(shard, "places", shard.whole("num_places", 0, MAX_SAMPLES))
         shard.end()
-    withdrawal = Withdrawal(
-        number=number,
-        plan_id=fields.digest("plan_id"),
-        previous_sha256=fields.text("previous_sha256"),
-        made=fields.text("made"),
-        asked=fields.text("asked"),
-        reason=fields.text("reason"),
-        documents=documents,
-        places=places,
-        sha256=sha256,
-    )
-    fields.end()
-    return withdrawal
+    found = fields.all_of(Withdrawal, documents=documents, places=places, sha256=fields.content_sha256)
+    if found.number != number:
+        raise fields.wrong("number", found.number, f"{number}, as the file's name says")
+    return found
 
 
 def _packed(numbers: Numbers) -> str:
@@ -262,7 +245,6 @@ def _packed(numbers: Numbers) -> str:
 
 
 def _unpacked(fields: Fields, name: str, count: int) -> Numbers:
-    """Raises BrokenShard."""
     text = fields.text(name)
     if not count and not text:
         return _NONE

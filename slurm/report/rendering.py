@@ -113,7 +113,6 @@ def _most_frequent(
 
 
 def _sum_of(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The counts of several sources together."""
     names = ("num_tokens", "num_documents", "num_quarantined", "num_text_bytes", "num_chars", "token_share")
     found = [[each[name] for each in sources] for name in names]
     sums = {name: None if None in of else sum(of) for name, of in zip(names, found, strict=True)}
@@ -169,24 +168,14 @@ class TextForm:
         self.lines.append(f"  {text}")
 
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
-        self._aligned([row for row in rows if row[1]], num_names=2)
+        self.lines += _aligned([row for row in rows if row[1]], num_names=2)
 
     tiles = facts
 
     def table(
         self, columns: list[str], rows: list[list[Any]], *, num_names: int = 1, **_shares: object
     ) -> None:
-        self._aligned([columns, *rows], num_names)
-
-    def _aligned(self, rows: Sequence[Sequence[Any]], num_names: int) -> None:
-        """Cells below one another; the first ``num_names`` of a row stand left, the others right."""
-        widths = [max(num_cells(str(cell)) for cell in cells) for cells in zip(*rows, strict=True)]
-        for row in rows:
-            blanks = [" " * (width - num_cells(str(cell))) for cell, width in zip(row, widths, strict=True)]
-            cells = [
-                f"{cell}{blanks[n]}" if n < num_names else f"{blanks[n]}{cell}" for n, cell in enumerate(row)
-            ]
-            self.lines.append(f"  {'  '.join(cells)}".rstrip())
+        self.lines += _aligned([columns, *rows], num_names)
 
     def quotes(self, rows: Sequence[tuple[str, str, str]]) -> None:
         for place, what, text in rows:
@@ -198,19 +187,17 @@ class TextForm:
     def values(self, _title: str, _columns: object, _rows: object) -> None:
         """On a page alone: what is drawn here can be read."""
 
+    def chart(self, lines: Sequence[str]) -> None:
+        self.lines += lines
+
     def histogram(self, title: str, rows: Sequence[tuple[int, str, str]], *_of_page: object) -> None:
-        self.note(f"{title}:")
         highest = max(number for number, _, _ in rows)
-        bars = ["#" * round(_BAR_COLUMNS * number / highest) for number, _, _ in rows]
-        self.facts(
-            [
-                (name, f"{bar:<{_BAR_COLUMNS}} {value}")
-                for bar, (_, name, value) in zip(bars, rows, strict=True)
-            ]
-        )
+        bars = [(name, "#" * round(_BAR_COLUMNS * number / highest), value) for number, name, value in rows]
+        cells = [(name, f"{bar:<{_BAR_COLUMNS}} {value}") for name, bar, value in bars]
+        self.chart([f"  {title}:", *_aligned(cells, num_names=2)])
 
     def area(self, title: str, heights: Sequence[float], most: str, labels: Labels, _gaps: object) -> None:
-        self.lines += [f"  {title} ({most})", f"  {_sparks(heights)}", f"  {_ends(labels)}"]
+        self.chart([f"  {title} ({most})", f"  {_sparks(heights)}", f"  {_ends(labels)}"])
 
     def ranges(
         self, title: str, steps: Sequence[Any], highest: float, most: str, labels: Labels, _gaps: object
@@ -221,10 +208,8 @@ class TextForm:
     def nodes(
         self, title: str, rows: Sequence[tuple[str, str, Sequence[float]]], labels: Labels, _gaps: object
     ) -> None:
-        self.note(f"{title}:")
-        self._aligned(
-            [*((name, _sparks(steps), words) for name, words, steps in rows), ("", _ends(labels), "")], 3
-        )
+        cells = [(name, _sparks(steps), words) for name, words, steps in rows]
+        self.chart([f"  {title}:", *_aligned([*cells, ("", _ends(labels), "")], num_names=3)])
 
 
 class CardForm(TextForm):
@@ -276,22 +261,20 @@ class CardForm(TextForm):
     def commands(self, lines: Sequence[str]) -> None:
         self.lines += ["```", *lines, "```", ""]
 
-    def histogram(self, *args: Any) -> None:
-        self._drawn(TextForm.histogram, args)
+    def chart(self, lines: Sequence[str]) -> None:
+        self.commands([line.replace("`", "'") for line in lines])
 
-    def area(self, *args: Any) -> None:
-        self._drawn(TextForm.area, args)
 
-    def ranges(self, *args: Any) -> None:
-        self._drawn(TextForm.ranges, args)
-
-    def nodes(self, *args: Any) -> None:
-        self._drawn(TextForm.nodes, args)
-
-    def _drawn(self, draw: Callable[..., None], args: Sequence[Any]) -> None:
-        text = TextForm()
-        draw(text, *args)
-        self.commands([line.replace("`", "'") for line in text.lines])
+def _aligned(rows: Sequence[Sequence[Any]], num_names: int) -> list[str]:
+    """Cells below one another; the first ``num_names`` of a row stand left, the others right."""
+    widths = [max(num_cells(str(cell)) for cell in cells) for cells in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        blanks = [" " * (width - num_cells(str(cell))) for cell, width in zip(row, widths, strict=True)]
+        names = [f"{cell}{blank}" for cell, blank in zip(row, blanks, strict=True)][:num_names]
+        numbers = [f"{blank}{cell}" for cell, blank in zip(row, blanks, strict=True)][num_names:]
+        lines.append(f"  {'  '.join([*names, *numbers])}".rstrip())
+    return lines
 
 
 def _escaped(text: str) -> str:

@@ -19,7 +19,7 @@ import re
 import shlex
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 import shardprep
-from preprocess.done_shards import MadeShards, read_findings
+from preprocess.done_shards import Finding, MadeShards, read_findings
 from preprocess.look.peek import Decoder, Excerpt, excerpts
 from preprocess.options import PrepConfig, flags_of
 from preprocess.plan.document_ends import document_ends
@@ -67,10 +67,7 @@ _MIN_GAP_S = 60.0
 _MIN_GAP_SHARE = 0.05  # of the time in which shards were made: a longer pause is no part of the time axis
 _MAX_EXAMPLES = 100
 _MAX_RECORDS = 200
-TEXT_NUMBERS = (
-    *("num_text_bytes", "num_chars", "bytes_per_token", "chars_per_token"),
-    *("tokens_per_document", "length_p50", "length_p90", "length_p99"),
-)
+_MAPPINGS = ("quarantined", "sources", "texts", "validation", "versions")
 _NO_TEXT: Mapping[str, Any] = {"num_bytes": 0, "num_chars": 0, "lengths": {}}
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
@@ -90,7 +87,7 @@ def report(args: argparse.Namespace) -> int:
     made = [each for each in manifest_ids(folder) if each < plan.num_shards and each not in wrong]
     with Progress("reading manifests", len(made), unit="manifests") as progress:
         sums = sum_manifests(folder, plan.plan_id, made, progress.add)
-    data = report_data(folder, plan, sums, num_examples=args.num_examples)
+    data = report_data(folder, plan, sums, wrong, num_examples=args.num_examples)
     if args.json:
         lines = [json.dumps(data)]
     else:
@@ -113,17 +110,10 @@ class ManifestSums:
     made: list[ShardMaking] = field(default_factory=list)
     tar_bytes: list[int] = field(default_factory=list)  # of each shard in ``made``
     with_left_out: list[int] = field(default_factory=list)  # shards that left documents out
-    totals: dict[str, Any] = field(  # the fields of ShardCounts, idx_bytes, versions, num_restarted
+    # The fields of ShardCounts, idx_bytes, texts, versions, num_restarted.
+    totals: dict[str, Any] = field(
         default_factory=lambda: defaultdict[str, Any](
-            int,
-            {
-                "quarantined": {},
-                "sources": {},
-                "texts": {},
-                "validation": {},
-                "versions": {},
-                "length_histogram": [],
-            },
+            int, {name: {} for name in _MAPPINGS}, length_histogram=[]
         )
     )
     other_plan: list[int] = field(default_factory=list)
@@ -196,18 +186,22 @@ def _add(totals: dict[str, Any], numbers: Mapping[str, Any]) -> None:
             totals[name] = totals.get(name, 0) + value
 
 
-def report_data(folder: Path, plan: Plan, sums: ManifestSums, *, num_examples: int) -> dict[str, Any]:
+def report_data(
+    folder: Path, plan: Plan, sums: ManifestSums, wrong: Mapping[int, Finding], *, num_examples: int
+) -> dict[str, Any]:
     """The whole report. Reads index.json, osts.json, quarantine files, and what ``_attempts`` reads."""
-    totals, made, wrong = sums.totals, sums.made, read_findings(folder, plan.plan_id)
+    totals, made = sums.totals, sums.made
     index: DatasetIndex | None = None
     with contextlib.suppress(ShardprepError):
-        index = read_index(folder) if size_of_file(folder / INDEX_NAME) is not None else None
-    if index is not None and index.spec.plan_id != plan.plan_id:
-        index = None
-    data = _data(folder, plan, sums, index)
+        found = read_index(folder) if size_of_file(folder / INDEX_NAME) is not None else None
+        index = found if found and found.spec.plan_id == plan.plan_id else None
+    data = _data(folder, plan, sums, index) | {"verified": index is not None and not wrong}
     has_all = made and not totals["num_without_texts"] and not data["has_index_alone"]
     texts = totals["texts"] if has_all else None
-    data |= _text_numbers(_sum_of_texts(texts), data["num_tokens"])
+    all_texts: dict[str, Any] = {}
+    for each in (texts or {}).values():
+        _add(all_texts, each)
+    data |= _text_numbers(None if texts is None else all_texts or _NO_TEXT, data["num_tokens"])
     done = {each.shard_id: each for each in made}
     shards = MadeShards(done=done, tar_bytes={}, wrong=wrong, other_plan=[], broken={})
     state = find_state(folder, plan, if_away=lambda _: None, made=shards)
@@ -248,7 +242,7 @@ def _attempts(state: DatasetState, status: Mapping[str, Any], made: Sequence[Sha
     return {
         "submissions": [_submission(state, submission, made) for submission in state.submissions],
         "retried": [
-            {"cause": cause, "num_shards": len(ids), "shards": id_ranges(ids), "nodes": dict(nodes[cause])}
+            {"cause": cause, "num_shards": len(ids), "shards": id_ranges(ids), "nodes": nodes[cause]}
             for cause, ids in retried
         ],
         "records": _records(state),
@@ -261,17 +255,13 @@ def _attempts(state: DatasetState, status: Mapping[str, Any], made: Sequence[Sha
 
 def _records(state: DatasetState) -> list[dict[str, Any]]:
     """The newest attempts that run, or that left a shard unmade, on Slurm and on this machine."""
-    running = {
-        id(attempt.record)
-        for shard in state.shards
-        for attempt in shard.attempts
-        if attempt.state in ("running", "not visible")
-    }
+    tried = [attempt for shard in state.shards for attempt in shard.attempts]
+    running = {id(each.record) for each in tried if each.state in ("running", "not visible")}
     found = []
     for each in [each for each in state.attempts.own if each.shards][-_MAX_RECORDS:]:
         left = [shard_id for shard_id in each.shards if shard_id not in state.made.done]
         shard_id = next(iter([*each.failures, *left, *each.shards]))
-        is_running = id(each) in running
+        failure = each.failures.get(shard_id)
         found.append(
             {
                 "by": each.started_by,
@@ -282,8 +272,8 @@ def _records(state: DatasetState) -> list[dict[str, Any]]:
                 "shards": id_ranges(each.shards),
                 "num_shards": len(each.shards),
                 "num_made_by_now": len(each.shards) - len(left),
-                "cause": "" if is_running else cause_of(each, state.shown.task_of(each), shard_id),
-                "message": each.failures[shard_id].reason if shard_id in each.failures else "",
+                "cause": "" if id(each) in running else cause_of(each, state.shown.task_of(each), shard_id),
+                "message": failure.reason if failure else "",
             }
         )
     return found
@@ -322,15 +312,13 @@ def _submission(state: DatasetState, submission: Submission, made: Sequence[Shar
 
 
 def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | None) -> dict[str, Any]:
-    """What the data set is, and its sums."""
     totals = sums.totals
     made = {each.shard_id for each in sums.made}
     missing = set(range(plan.num_shards)) - made
     names = set(names_in(folder))
-    there = {n: [shard_name(n) + end in names for end in (".tar", ".idx", ".json")] for n in missing}
-    without_manifest = [n for n in missing if there[n] == [True, True, False]]
-    names_of_counts = [item.name for item in dataclasses.fields(ShardCounts)]
-    counts = [name for name in names_of_counts if isinstance(totals[name], int)]
+    unmade = {n for n in missing if f"{shard_name(n)}.json" not in names}
+    without_manifest = [n for n in unmade if {f"{shard_name(n)}.tar", f"{shard_name(n)}.idx"} <= names]
+    counts = {item.name: totals[item.name] for item in dataclasses.fields(ShardCounts)}
     fraction, ends = plan.options.validation_fraction, None
     with contextlib.suppress(ShardprepError):
         ends = document_ends(plan, folder / TOKENIZER_DIR)
@@ -343,7 +331,6 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "not_read": id_ranges(sums.not_read),
         "other_plan": id_ranges(sums.other_plan),
         "without_manifest": id_ranges(without_manifest),
-        "verified": index is not None and not read_findings(folder, plan.plan_id),
         "index": None if index is None else {name: int(index.column(name).sum()) for name in COLUMNS},
         "has_index_alone": index is not None and 0 < len(without_manifest) == len(missing),
         "record": plan.options.record,
@@ -362,7 +349,7 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "num_left_out": sum(totals["quarantined"].values()),
         "validation": {"fraction": fraction, **totals["validation"]} if fraction else None,
         "withdrawn": withdrawn_counts(folder, plan.plan_id),
-        **{name: totals[name] for name in counts},
+        **{name: number for name, number in counts.items() if isinstance(number, int)},
     }
 
 
@@ -375,7 +362,6 @@ def _sources(
     texts: Mapping[str, Mapping[str, Any]] | None,
     examples: Mapping[str, Sequence[Excerpt]],
 ) -> list[dict[str, Any]]:
-    """The counts of each source, the one with the most tokens first."""
     ordered = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
     num_tokens = sum(counts["num_tokens"] for counts in sources.values())
     return [
@@ -403,10 +389,11 @@ def _kept(
             if counts.num_documents and (not plan.options.source_field or len(each.sources) == 1):
                 of_source.setdefault(name, each.shard_id)
     found: dict[str, list[Excerpt]] = {}
+    if not of_source:
+        return found
     with contextlib.suppress(ShardprepError):
-        decoder = Decoder(folder) if of_source else None
+        decoder = Decoder(folder)
         for name, shard_id in sorted(of_source.items())[:_MAX_EXAMPLES]:
-            assert decoder is not None  # there is a source
             numbers = plan.shard(shard_id).input_numbers
             if not plan.options.source_field:
                 numbers = [number for number in numbers if plan.source_of(number) == name]
@@ -417,36 +404,20 @@ def _kept(
     return found
 
 
-def _sum_of_texts(texts: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any] | None:
-    """The texts of all sources together."""
-    if texts is None:
-        return None
-    sums: dict[str, Any] = {"num_bytes": 0, "num_chars": 0, "lengths": {}}
-    for each in texts.values():
-        _add(sums, each)
-    return sums
-
-
 def _text_numbers(text: Mapping[str, Any] | None, num_tokens: int) -> dict[str, Any]:
     """What the report says of texts; None for each where a shard did not count them."""
-    if text is None:
-        return dict.fromkeys(TEXT_NUMBERS)
-    lengths = _lengths([text])
+    known = text or _NO_TEXT
+    lengths = _lengths([known])
     num_documents = sum(documents for documents, _ in lengths.values())
-    return dict(
-        zip(
-            TEXT_NUMBERS,
-            (
-                text["num_bytes"],
-                text["num_chars"],
-                _ratio(text["num_bytes"], num_tokens),
-                _ratio(text["num_chars"], num_tokens),
-                _ratio(num_tokens, num_documents),
-                *(_percentile(lengths, share * num_documents) for share in (0.5, 0.9, 0.99)),
-            ),
-            strict=True,
-        )
-    )
+    numbers: dict[str, Any] = {
+        "num_text_bytes": known["num_bytes"],
+        "num_chars": known["num_chars"],
+        "bytes_per_token": _ratio(known["num_bytes"], num_tokens),
+        "chars_per_token": _ratio(known["num_chars"], num_tokens),
+        "tokens_per_document": _ratio(num_tokens, num_documents),
+        **{f"length_p{share}": _percentile(lengths, share / 100 * num_documents) for share in (50, 90, 99)},
+    }
+    return dict.fromkeys(numbers) if text is None else numbers
 
 
 def _histogram(
@@ -506,10 +477,7 @@ def _left_out(folder: Path, plan: Plan, sums: ManifestSums, num_examples: int) -
             "num_documents": number,
             "num_bytes": round(sizes[reason] * number / numbers[reason]) if sizes[reason] else None,
             "num_bytes_is_estimate": numbers[reason] != number,
-            "examples": [
-                {**entry, "text": _excerpt(plan, entry) if entry["input"] in paths else ""}
-                for entry in examples[reason]
-            ],
+            "examples": [{**entry, "text": _excerpt(plan, entry, paths)} for entry in examples[reason]],
         }
         for reason, number in sorted(sums.totals["quarantined"].items(), key=lambda item: (-item[1], item[0]))
     ]
@@ -539,9 +507,9 @@ def _quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, A
             continue
 
 
-def _excerpt(plan: Plan, entry: Mapping[str, Any]) -> str:
+def _excerpt(plan: Plan, entry: Mapping[str, Any], paths: Container[str]) -> str:
     """The beginning of a document's text, if its input is there; nothing of tables and compressed files."""
-    if entry["unit"] == "row" or input_kind(entry["input"]).compression:
+    if entry["input"] not in paths or entry["unit"] == "row" or input_kind(entry["input"]).compression:
         return ""
     try:
         with ReadFile(plan.input_dir / entry["input"]) as file:
@@ -557,7 +525,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _shard_sizes(sums: ManifestSums) -> dict[str, Any]:
-    """Bytes of tars, also in even steps, and tokens per shard."""
     num_steps = min(_NUM_SIZE_STEPS, len(set(sums.tar_bytes)))
     numbers, edges = np.histogram(sums.tar_bytes, bins=num_steps)
     steps = zip(edges[:-1].tolist(), edges[1:].tolist(), numbers.tolist(), strict=True)
@@ -655,7 +622,6 @@ def _nodes(names: list[str], made: Sequence[ShardMaking], busy: list[list[float]
 
 
 def _use(made: Sequence[ShardMaking], status: Mapping[str, Any]) -> dict[str, Any]:
-    """CPU time and memory of the processes that made the shards."""
     return {
         "core_hours": status["core_hours"],
         "newest_submission": status["efficiency"],

@@ -25,18 +25,6 @@ REASONS = {  # why a document was left out, as its quarantine file says -> as pe
     "mojibake": "decoded with a wrong encoding, cannot be restored",
 }
 
-INPUT_REASONS = (  # why a name of the input folder is no input, as plan.json says it
-    "unknown suffix",
-    "file of a repository",
-    "folder",
-    "link to a folder",
-    "folder that is taken already",
-    "note of datasets",
-    "hidden",
-    "AppleDouble",
-    "FIFO, socket or device",
-)
-
 # fmt: off
 KOREAN = {
     "Report of a data set": "데이터 세트 보고서",

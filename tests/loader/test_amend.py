@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import re
 from collections import defaultdict
 from dataclasses import replace
 from itertools import chain
@@ -454,6 +455,30 @@ def test_a_state_of_a_release_that_knew_no_amendments_is_gone_on_from(data: dict
     with load(data, {"weights": {"code": 1, "chat": 1}}, amend=True) as loader:
         loader.load_state_dict(state)
         assert {source_of(ids) for step in steps(loader, 3) for ids in step} == {"code", "chat"}
+
+
+def test_sources_keep_the_blocks_that_they_began_with(data: dict[str, Path]) -> None:
+    """Another version may choose others. A source that is added later has those of this version."""
+    plan = {"weights": {"web": 1, "code": 1}}
+    with load(data, plan) as loader:
+        usual, state = steps(loader, 8), loader.state_at(0)
+    sources = re.sub(r"\[\d+, \d+\]", "[2, 6]", state["fingerprint"]["sources"])
+    assert sources != state["fingerprint"]["sources"]
+    state["fingerprint"]["sources"] = sources
+    with load(data, plan) as loader:
+        loader.load_state_dict(state)
+        whole = steps(loader, 8)
+        assert whole != usual
+        state = loader.state_at(5)
+        assert state["fingerprint"]["sources"] == sources
+    with load(data, plan) as loader:
+        loader.load_state_dict(state)
+        assert steps(loader, 3) == whole[5:]
+    with load(data, {"weights": {"web": 1, "code": 1, "chat": 1}}, amend=True) as loader:
+        loader.load_state_dict(state)
+        assert {source_of(ids) for step in steps(loader, 3) for ids in step} == {"web", "code", "chat"}
+        kept, added = loader.state_dict()["fingerprint"]["sources"].rsplit("; ", 1)
+        assert (kept, "[2, 6]" in added) == (sources, False)
 
 
 def test_the_state_of_fifty_amendments_is_below_ten_kilobytes(data: dict[str, Path]) -> None:

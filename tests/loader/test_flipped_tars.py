@@ -54,7 +54,7 @@ def bits_of(shards: ShardSet, starts: bool) -> list[bytes]:
     try:
         chunk = samples.read(reader, np.arange(shards.num_samples)[:, None], 0)(0, 1)
         ids = chunk.ids if isinstance(chunk.ids, np.ndarray) else chunk.ids[:, 0]
-        starts_read = b"" if chunk.starts is None else chunk.starts.tobytes()
+        starts_read = b"" if chunk.starts is None else chunk.starts.flat.tobytes()
         return [chunk.lengths.tobytes(), ids.tobytes(), starts_read]
     finally:
         reader.close()

@@ -124,8 +124,8 @@ def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_on
     [
         ({"padding": "max_length"}, "needs max_length"),
         ({"long_documents": "split"}, "needs max_length"),
-        ({"padding": "left"}, "padding is 'left', expected longest or max_length"),
-        ({"max_length": 4, "long_documents": "drop"}, "expected split or truncate or error"),
+        ({"padding": "left"}, "padding is 'left', expected 'longest' or 'max_length'"),
+        ({"max_length": 4, "long_documents": "drop"}, "expected 'split' or 'truncate' or 'error'"),
         ({"group_by_length": 3}, "groups of 3 samples of like length do not divide the global batch of 8"),
         (
             {"group_by_length": 50, "batch_size": 4},

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,38 @@ def test_a_state_from_any_step_resumes_on_any_world_and_number_of_workers(forms:
                 parts.append([shown(batch) for batch, _ in zip(rest, range(20), strict=False)])
         joined = [[ids for part in step_parts for ids in part] for step_parts in zip(*parts, strict=True)]
         assert joined[: 2 * steps - step] == whole[step : step + 20]
+
+
+@pytest.mark.parametrize("name", ["documents", "packed", "split"])  # rows packed at load begin elsewhere
+def test_a_run_keeps_the_blocks_that_it_began_with(forms: Any, name: str) -> None:
+    """Another version may choose others. Also where the global batch is amended."""
+    with load(forms[name], global_batch_size=1, batch_size=1, shuffle=False) as loader:
+        samples = [shown(batch)[0] for batch in loader]
+    with load(forms[name]) as loader:
+        state = json.loads(json.dumps(loader.state_at(0)))
+        order = replace(loader.order, block_samples=2, window_samples=6)
+        assert order != loader.order
+    state["fingerprint"] |= order.sizes
+    expected = [[samples[number] for number in order.step_samples(0, step)] for step in range(12)]
+    with load(forms[name]) as loader:
+        loader.load_state_dict(state)
+        assert [shown(batch) for _, batch in zip(range(5), loader, strict=False)] == expected[:5]
+        state = loader.state_dict()
+    with load(forms[name], amend=True, global_batch_size=2 * GLOBAL_BATCH, batch_size=GLOBAL_BATCH) as loader:
+        loader.load_state_dict(state)
+        found = [each for _, batch in zip(range(6), loader, strict=False) for each in shown(batch)]
+        assert sorted(found) == sorted(each for step in expected[5:11] for each in step)
+
+
+@pytest.mark.parametrize("blocks", [{"block_samples": 0}, {"window_samples": -3}, {"block_samples": "4"}, {}])
+def test_blocks_that_are_none_are_refused(forms: Any, blocks: dict[str, Any]) -> None:
+    with load(forms["documents"]) as loader:
+        state = loader.state_at(0)
+        state["fingerprint"] |= blocks
+        if not blocks:
+            del state["fingerprint"]["block_samples"]
+        with pytest.raises(OtherRun, match=r"block_samples|window_samples"):
+            loader.load_state_dict(state)
 
 
 @pytest.mark.processes

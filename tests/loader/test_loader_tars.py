@@ -220,7 +220,7 @@ def member_ends(path: Path) -> list[int]:
 def test_a_tar_cut_anywhere_is_refused_even_at_a_members_end(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [[number] * 300 for number in range(4)])
     whole = path.read_bytes()
-    assert len(scan_tar(path).offset) == 4
+    assert len(scan_tar(path).rows) == 4
     ends = member_ends(path)
     assert len(ends) == 4
     cuts = {0, 100, 512, *ends, *(end - 1 for end in ends), *(end - 700 for end in ends), ends[-1] + 512}
@@ -230,7 +230,7 @@ def test_a_tar_cut_anywhere_is_refused_even_at_a_members_end(tmp_path: Path) -> 
         with pytest.raises(BrokenShard, match="cut short"):
             scan_tar(cut)
     cut.write_bytes(whole[: ends[-1] + 1024])  # the two end blocks, without the padding behind them
-    assert len(scan_tar(cut).offset) == 4
+    assert len(scan_tar(cut).rows) == 4
 
 
 def test_webdataset_itself_takes_a_tar_cut_at_a_members_end_for_whole(tmp_path: Path) -> None:
@@ -279,8 +279,8 @@ def test_long_and_korean_names_folders_and_links_are_read_in_every_tar_format(
         tar.addfile(link)
     found = scan_tar(tmp_path / "a.tar")
     raw = (tmp_path / "a.tar").read_bytes()
-    assert len(found.offset) == 3
-    assert [raw[at : at + n] for at, n in zip(found.offset, found.num_bytes, strict=True)] == [b"[1]"] * 3
+    assert len(found.rows) == 3
+    assert [raw[at : at + n] for at, n in found.rows[["offset", "num_bytes"]].tolist()] == [b"[1]"] * 3
 
 
 def test_a_sample_without_token_ids_is_refused_with_the_fields_it_has(tmp_path: Path) -> None:
@@ -344,9 +344,11 @@ def test_ids_that_are_none_are_refused_with_sample_and_shard(
     with webdataset.TarWriter(str(tmp_path / "a.tar"), encoder=False) as writer:
         for number, data in enumerate((b"[1]", raw, b"[3]")):
             writer.write({"__key__": f"d{number}", "token_ids.json": data})
-    with pytest.raises(BrokenShard, match=r"sample 1 of .*a\.tar") as error:
-        batches(tmp_path / "a.tar", model)
-    assert message in str(error.value)
+    options: dict[str, Any]
+    for options in ({}, {"split": "train", "validation_fraction": 1e-3}):
+        with pytest.raises(BrokenShard, match=r"sample 1 of .*a\.tar") as error:
+            batches(tmp_path / "a.tar", model, **options)
+        assert message in str(error.value)
 
 
 def test_a_huge_last_id_is_refused_where_lengths_are_counted_beforehand(tmp_path: Path, model: str) -> None:
@@ -433,7 +435,7 @@ PACKED_FAULTS = {
 
 @pytest.mark.parametrize("fault", PACKED_FAULTS)
 def test_packed_members_that_are_not_as_ours_are_refused(tmp_path: Path, fault: str) -> None:
-    assert scan_tar(packed_tar(tmp_path / "whole.tar")).num_tokens.tolist() == [4, 3]
+    assert scan_tar(packed_tar(tmp_path / "whole.tar")).rows["num_tokens"].tolist() == [4, 3]
     with pytest.raises(BrokenShard, match=r"a\.tar: .*'rows'"):
         scan_tar(packed_tar(tmp_path / "a.tar", **PACKED_FAULTS[fault]))
 
@@ -511,7 +513,7 @@ def test_scanning_reads_a_tar_of_small_members_once_in_large_pieces(
     path = write_tar(tmp_path / "a.tar", [[1]] * 3000)
     sizes, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda *args: sizes.append(count := real(*args)) or count)
-    assert len(scan_tar(path).offset) == 3000
+    assert len(scan_tar(path).rows) == 3000
     assert path.stat().st_size > 4 << 20
     assert sum(sizes) <= 1.1 * path.stat().st_size
     assert max(sizes) == 1 << 20

@@ -226,19 +226,26 @@ def test_blocks_are_as_large_as_memory_allows_unless_slots_would_get_too_few_of_
     kib = {"num_samples": 10**7, "num_bytes": 1024 * 10**7}
     assert choose_windows(**kib, global_batch_size=8) == (512, 16 * 512)
     assert choose_windows(**kib, global_batch_size=64) == (128, 16 * 128)
-    assert choose_windows(**kib, global_batch_size=512) == (128, 4 * 128)
+    assert choose_windows(**kib, global_batch_size=256) == (128, 4 * 128)
+    assert choose_windows(**kib, global_batch_size=512) == (256, 4 * 256)
+    many = {"num_samples": 10**9, "num_bytes": 1024 * 10**9}
+    assert choose_windows(**many, global_batch_size=2048) == (1024, 4 * 1024)
+    assert choose_windows(**many, global_batch_size=32_768) == (1024, 4 * 1024)
     assert choose_windows(num_samples=16 * 64 * 3, num_bytes=10**6, global_batch_size=64) == (3, 48)
     assert choose_windows(num_samples=10, num_bytes=10**9, global_batch_size=10) == (1, 16)
     assert choose_windows(**kib, global_batch_size=64, group=32) == (512, 8192)
 
 
-@pytest.mark.parametrize("global_batch", [1, 8, 32, 64, 100, 256, 1024])
-def test_windows_take_at_most_64_mib_of_a_rank_at_world_8(global_batch: int) -> None:
+@pytest.mark.parametrize("global_batch", [1, 8, 32, 64, 100, 256, 1024, 4096, 32_768])
+def test_windows_take_128_mib_of_all_ranks_and_from_256_samples_on_up_to_4_mib_of_each(
+    global_batch: int,
+) -> None:
     sample_bytes = 8192
     _, window = choose_windows(
-        num_samples=10**7, num_bytes=sample_bytes * 10**7, global_batch_size=global_batch
+        num_samples=10**9, num_bytes=sample_bytes * 10**9, global_batch_size=global_batch
     )
-    assert -(-global_batch // 8) * window * sample_bytes <= 64 << 20
+    stated = 128 << 20 if global_batch <= 256 else global_batch * min(global_batch * 2048, 4 << 20)
+    assert stated // 2 <= global_batch * window * sample_bytes <= stated or global_batch == 1
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))

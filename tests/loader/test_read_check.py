@@ -212,7 +212,7 @@ def test_a_bit_of_the_crc32s_themselves_is_refused_and_no_tar_is_blamed(copied: 
 def test_crc32s_of_another_shard_are_refused(copied: Path) -> None:
     folder = copied / "json" / "crcs"
     shutil.copy(folder / "shard-00001.crc", folder / "shard-00000.crc")
-    with pytest.raises(BrokenShard, match=r"is of shard 1, .*expected shard 0 .*verify .* --crcs"):
+    with pytest.raises(BrokenShard, match=r"written for shard_id 1, expected 0.*verify .* --crcs"):
         epoch(load(copied / "json", read_check="crc"))
 
 
@@ -237,7 +237,7 @@ def test_what_cannot_be_checked_is_refused(made: Path, prep: Prep, tmp_path: Pat
     shutil.copy(made / "json" / "shard-00000.tar", tmp_path / "a.tar")
     with pytest.raises(UsageError, match=r"a\.tar is a tar of others, of which there are no crc32s"):
         load(tmp_path / "a.tar", model_id=prep.model_dir, read_check="crc")
-    with pytest.raises(UsageError, match="read_check is 'sha256', expected none or crc"):
+    with pytest.raises(UsageError, match="read_check is 'sha256', expected 'none' or 'crc'"):
         load(made / "json", read_check="sha256")
 
 

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ from preprocess.formats import chat as chat_rendering
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BadInput, OtherTokenizer, ReadWriteError, Refused, UsageError
 from shardprep.format.shards import ShardSamples
+from shardprep.own_packages import HOME
 from tests import chat_sets
 from tests.chat_sets import PLAIN, TAGGED, chat_model, conversations, write_chats
 from tests.conftest import forge_shard
@@ -41,6 +44,22 @@ def models(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         name: chat_model(prep.model_dir, folder / name, text)
         for name, text in {"tagged": TAGGED, "plain": PLAIN}.items()
     }
+
+
+def test_what_renders_is_of_the_copy_of_the_project_that_asks(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    for package in ("preprocess", "shardprep"):
+        shutil.copytree(HOME / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "preprocess/formats/chat.py").open("a") as file:
+        file.write("\n_of_template = _tokenizer_facts\n\n\ndef _tokenizer_facts(folder):\n")
+        file.write("    return _of_template(folder) | {'by': __file__}\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from preprocess.formats.chat import _asked; "
+        f"print(_asked({{'folder': {str(models['tagged'])!r}}})['by'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
+    assert done.stdout.strip() == str(tmp_path / "preprocess/formats/chat.py"), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -402,7 +421,7 @@ def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
 ) -> None:
     out = tmp_path / "out"
     prep.plan(raw, out, **OPTIONS, model_id=str(models["tagged"]))
-    child = chat_rendering._process()._child
+    child = chat_rendering._child()
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     with pytest.raises(ReadWriteError, match="ended with -9"):

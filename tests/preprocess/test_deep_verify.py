@@ -392,7 +392,7 @@ def test_an_engine_of_another_version_that_gives_other_ids_is_refused(
 
         return dataclasses.replace(engine, encode=shifted)
 
-    monkeypatch.setattr("preprocess.make.engines.tokenizers_engine", other)
+    monkeypatch.setattr("preprocess.make.worker.tokenizers_engine", other)
     ended = prep.command("verify", folders["json"], "--deep", 1)
     assert ended.code == 78
     assert "encodes the plan's probe to other ids than at planning" in ended.text

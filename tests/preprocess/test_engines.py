@@ -25,12 +25,11 @@ from preprocess.make.engines import (
     gate_texts,
     gigatoken_engine,
     ids_sha256,
-    load_engine,
     probe_texts,
     tokenizers_engine,
 )
+from preprocess.make.worker import load_engine
 from preprocess.options import EngineName
-from preprocess.plan import tokenizer as planned_tokenizer
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from tests.word_tokenizers import save_word_tokenizer
@@ -135,15 +134,7 @@ def test_tokenizers_of_version_1_give_the_same_ids(prep: Any) -> None:
 
 def load(plan: Plan, path: Path, wanted: EngineName, warnings: list[str], **changes: Any) -> Engine:
     plan = dataclasses.replace(plan, **changes)
-    return load_engine(
-        path,
-        wanted=wanted,
-        allow_special_tokens=False,
-        probe=plan.probe,
-        probe_sha256=plan.probe_sha256,
-        fast_is_equal=plan.allows_gigatoken,
-        warn=warnings.append,
-    )
+    return load_engine(plan, path.parents[1], wanted, warnings.append)
 
 
 @pytest.fixture
@@ -314,7 +305,7 @@ def test_planning_tries_all_code_points_that_gigatoken_gets_and_keeps_the_verdic
     texts = gate_texts((prep.model_dir / "tokenizer.json").read_bytes())
     missing = {*range(0xD800), *range(0xE000, 0xF0000)} - set(map(ord, "".join(texts)))
     assert len(engines.texts_with_new_code_points([*map(chr, missing)])) == len(missing)
-    monkeypatch.setattr(planned_tokenizer, "gate_texts", lambda _: pytest.fail("the verdict was kept"))
+    monkeypatch.setattr(engines, "gate_texts", lambda _: pytest.fail("the verdict was kept"))
     prep.plan(sample_dir, tmp_path / "again")
 
 

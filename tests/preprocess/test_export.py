@@ -136,14 +136,14 @@ def test_a_stopped_export_goes_on_with_the_shards_that_are_missing(
         if len(written) == 1:
             raise ReadWriteError("the disk is full")
         original(self, shard)
-        written.append(shard.shard_id)
+        written.append(shard.samples.shard_id)
 
     with monkeypatch.context() as patch:
         patch.setattr(kind, "write", write)
         ended = prep.command("export", folders["json"], "--to", to, "--output_dir", tmp_path / "part")
         assert (ended.code, written) == (74, [0])
     monkeypatch.setattr(
-        kind, "write", lambda self, shard: written.append(shard.shard_id) or original(self, shard)
+        kind, "write", lambda self, shard: written.append(shard.samples.shard_id) or original(self, shard)
     )
     export(prep, folders["json"], to, tmp_path / "part")
     assert written == [0, 1, 2]

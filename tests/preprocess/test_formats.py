@@ -33,6 +33,7 @@ from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index, read_manifest
 from tests.checkout import ROOT
+from tests.children import run_child
 from tests.input_writers import bgzip, seekable_zstd
 from tests.random_inputs import FORMATS, WIDE, compare
 
@@ -144,6 +145,18 @@ def test_shards_of_all_formats_have_equal_bytes_for_other_engines_batches_cpus_a
     for shard_id in range(plan.num_shards):
         worker.run_shard(worker.plan.shard(shard_id), lambda _: None)
     assert prep.contents(tmp_path) == prep.contents(every_format / "data")
+
+
+@pytest.mark.processes
+def test_a_new_process_plans_parquet_and_arrow_files_that_lie_side_by_side(
+    prep: Prep, tmp_path: Path, raw: Path
+) -> None:
+    """Threads that import two parts of pyarrow at once find half of it, which reads as a missing library."""
+    for name in ("a.parquet", "b.arrow", "c.parquet", "d.arrow"):
+        write_table(raw / name, {"text": TEXTS})
+    command = [sys.executable, "-m", "preprocess", "plan", "--input_dir", str(raw), "--num_shards", "2"]
+    command += ["--output_dir", str(tmp_path / "data"), "--model_id", str(prep.model_dir)]
+    run_child(command, env={**prep.environ(), "PYTHONPATH": str(ROOT)})
 
 
 def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_others_go_on(

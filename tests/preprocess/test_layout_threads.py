@@ -17,7 +17,6 @@ from preprocess.make.members import DocumentMembers
 from preprocess.make.worker import Worker, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import need_plan
-from preprocess.resources import most_batches_within
 from shardprep.errors import BadInput, ReadWriteError
 
 if TYPE_CHECKING:
@@ -127,5 +126,6 @@ def test_an_error_of_any_thread_ends_the_shard_and_leaves_nothing(
 
 
 def test_with_little_memory_one_batch_is_laid_out_at_a_time() -> None:
-    assert [most_batches_within(memory_gb) for memory_gb in (0.1, 0.4, 0.6, 1.0)] == [1, 1, 3, 7]
-    assert most_batches_within(None) > 1_000
+    given = (0.1, 0.4, 0.6, 1.0)
+    assert [WorkerSettings(memory_gb=memory_gb).most_batches for memory_gb in given] == [1, 1, 3, 7]
+    assert WorkerSettings().most_batches > 1_000

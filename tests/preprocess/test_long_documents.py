@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import resources
+from preprocess import options as options_of_workers
 from preprocess.formats import long_documents
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
@@ -54,7 +54,7 @@ def write_long_lines(path: Path) -> None:
 def make_with(prep: Any, folder: Path, patch: pytest.MonkeyPatch, long_bytes: int, block_bytes: int) -> None:
     patch.setattr(long_documents, "LONG_BYTES", long_bytes)
     patch.setattr(long_documents, "_READ_BYTES", block_bytes)
-    patch.setattr(resources, "BATCH_BYTES", block_bytes)
+    patch.setattr(options_of_workers, "BATCH_BYTES", block_bytes)
     prep.make(folder)
 
 
@@ -122,7 +122,7 @@ def test_pieces_encode_to_the_ids_of_the_whole(
 ) -> None:
     whole = "".join(pieces)
     for engine in [*llama3_engines, *small_engines]:
-        found = [int(i) for ids in engine.encode_long(iter(pieces), can_be_cut=True) for i in ids]
+        found = engine.encode_long(iter(pieces), can_be_cut=True).tolist()
         assert found == engine.encode([whole]).ids.tolist()
 
 
@@ -240,8 +240,8 @@ def test_only_tokenizers_whose_ids_do_not_depend_on_more_are_cut(prep_model: Pat
 
 def test_a_tokenizer_that_cannot_be_cut_gets_the_document_whole(prep_model: Path) -> None:
     engine = tokenizers_engine(prep_model / "tokenizer.json", allow_special_tokens=False)
-    pieces = list(engine.encode_long(iter(["one tw", "o 3"]), can_be_cut=False))
-    assert [ids.tolist() for ids in pieces] == [engine.encode(["one two 3"]).ids.tolist()]
+    ids = engine.encode_long(iter(["one tw", "o 3"]), can_be_cut=False)
+    assert ids.tolist() == engine.encode(["one two 3"]).ids.tolist()
 
 
 def test_the_plan_says_whether_its_tokenizer_can_be_cut(planned_dir: Path) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.make import task_plan
-from preprocess.make.task_plan import plan_of_task
+from preprocess.make import task as making
+from preprocess.make.task import plan_of_task
 from preprocess.plan import planning
 from shardprep.errors import NotFound
 
@@ -56,7 +56,7 @@ class Clock:
 def test_ten_tasks_without_a_plan_that_start_together_make_one(
     given: dict[str, Any], num_planned: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_plan, "_LEAST_WAIT_S", 600.0)  # however slow this machine is
+    monkeypatch.setattr(making, "_LEAST_WAIT_S", 600.0)  # however slow this machine is
     begin = threading.Barrier(NUM_TASKS)
 
     def task(_: int) -> str:
@@ -78,7 +78,7 @@ def test_a_task_waits_for_anothers_plan_no_longer_than_its_own_would_take_and_no
     claim = given["output_dir"] / CLAIM
     claim.write_text("")  # of a task that was killed, or will fail
     clock = Clock()
-    monkeypatch.setattr(task_plan, "time", clock)
+    monkeypatch.setattr(making, "time", clock)
     if fails:
         monkeypatch.setattr(clock, "sleep", lambda seconds: Clock.sleep(clock, seconds) or claim.unlink())
     plan_of_task(given)

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 
-from preprocess.make.task_log import engine_line, means_line, part_line
+from preprocess.make.task import engine_line, means_line, part_line
 from preprocess.make.worker import Work, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import need_plan

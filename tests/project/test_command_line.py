@@ -18,7 +18,7 @@ import lustre.__main__
 import preprocess.__main__
 import slurm.__main__
 from preprocess.__main__ import num_processes, parse_ids
-from preprocess.make.task_plan import array_note
+from preprocess.make.task import array_note
 from preprocess.options import PrepConfig
 from shardprep import command_line
 from shardprep.command_line import Command, Program, given_of, needs, parse_size

@@ -15,7 +15,8 @@ from loader import tokenizer as loader_tokenizer
 from preprocess.look.doctor import input_finding, output_findings
 from preprocess.look.export import EXPORTERS
 from preprocess.look.train_tokenizer import _refuse_existing
-from preprocess.make.engines import load_engine, tokenizers_engine
+from preprocess.make.engines import tokenizers_engine
+from preprocess.make.worker import load_engine
 from preprocess.plan.plan_file import need_plan
 from preprocess.plan.tokenizer import read_files, resolve_tokenizer
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
@@ -46,21 +47,12 @@ def stale(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_worker_that_cannot_look_at_the_tokenizer_says_so(
-    tmp_path: Path, stale: Callable[..., None]
+    data_dir: Path, stale: Callable[..., None]
 ) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text("{}")
-    stale("stat", path.name)
+    plan = need_plan(data_dir)
+    stale("stat", "tokenizer.json")
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
-        load_engine(
-            path,
-            wanted="tokenizers",
-            allow_special_tokens=False,
-            probe=[],
-            probe_sha256="",
-            fast_is_equal=False,
-            warn=pytest.fail,
-        )
+        load_engine(plan, data_dir, "tokenizers", pytest.fail)
 
 
 def test_planning_names_the_tokenizer_file_that_it_cannot_read(

@@ -33,11 +33,12 @@ from shardprep.console import num_cells
 from shardprep.format.manifest import ShardCounts, merge_manifests, osts_json, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
 from shardprep.format.shard_making import read_making
-from slurm.report.words import INPUT_REASONS, KOREAN, LANGUAGES, REASONS, Language, Words
+from slurm.report.words import KOREAN, LANGUAGES, REASONS, Language, Words
 from slurm.request import JobRequest
 from slurm.submissions import append_event, publish_submission
 from tests.checkout import ROOT
 from tests.conftest import seal
+from tests.random_folders import TRUE_REASONS
 from tests.slurm.fake_slurm import FakeSlurm, ended, submission, write_record
 
 if TYPE_CHECKING:
@@ -569,7 +570,7 @@ def test_names_that_are_no_input_are_counted_by_reason_and_named(
 
 def test_each_text_of_the_report_has_a_translation_that_takes_the_same_values() -> None:
     template = (ROOT / "slurm" / "report" / "sections.j2").read_text(encoding="utf-8")
-    texts = {*re.findall(r'\bw\("([^"]+)"', template), *REASONS.values(), *INPUT_REASONS, "and {number} more"}
+    texts = {*re.findall(r'\bw\("([^"]+)"', template), *REASONS.values(), *TRUE_REASONS, "and {number} more"}
     assert texts == set(KOREAN), "each is used, and each is there"
 
     def fields(text: str) -> set[str | None]:

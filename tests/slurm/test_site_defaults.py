@@ -54,6 +54,8 @@ def test_the_nearer_file_wins_key_by_key_and_a_profile_over_all_files(places: di
     assert (values["mem_gb"], sources["mem_gb"]) == (8.5, f"profile big of {user}")
     write(places, "data", "[slurm]\nprofile = 'big'\n")
     assert find_defaults(places["data"], None)[0]["mem_gb"] == 8.5, "a file may choose the profile"
+    write(places, "site", "[slurm]\nprofile = 'small'\n[slurm.profiles.small]\nmem_gb = 2\n")
+    assert find_defaults(places["data"], None)[0]["mem_gb"] == 8.5, "the nearer file chooses"
 
 
 @pytest.mark.parametrize(

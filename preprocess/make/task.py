@@ -1,25 +1,34 @@
-"""Which plan a ``--shard_id N`` works by: the one in its folder, or the one it makes and publishes."""
+"""What ``--shard_id N`` does: find the plan, or make one, make the shard, and say in the log what it does.
+
+It works by the plan in its folder. Without one it makes 'one file, one shard' and publishes that.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from preprocess.formats.inputs import InputFile, OpenInput, sample_sha256
-from preprocess.options import PLAN_FIELDS, PrepConfig, option_differences
+from preprocess.formats.inputs import ByteRange, InputFile, OpenInput, sample_sha256
+from preprocess.make.worker import Work, Worker, done_manifest, load_worker
+from preprocess.options import PLAN_FIELDS, PrepConfig, WorkerSettings, environment_number, option_differences
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
-from shardprep.console import counted, quoted, say, shards_text
+from preprocess.resources import bind_to_task_cpus, memory_limit_gb, memory_note
+from shardprep.command_line import given_of
+from shardprep.console import Progress, counted, quoted, say, shards_text, short_bytes, short_number
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.files import size_of_file
-from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges
+from shardprep.format.input_formats import input_kind
+from shardprep.format.manifest import Manifest
+from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges, quarantine_path
 
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
 _LEAST_WAIT_S = 3.0
@@ -27,21 +36,54 @@ _STAMPED_PER_S = 2000
 _LOOK_EVERY_S = 0.2
 _NUM_STAT_THREADS = 16  # a stat is a round trip on a network file system
 _CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
+_NUM_NAMED = 3  # inputs that are named, of a shard or of those that differ
 
 
-def shard_of_task(
-    given: dict[str, Any], shard_id: int, *, is_planned: bool = False
-) -> tuple[Plan, PlannedShard]:
-    """What ``--shard_id`` makes, of which plan; with a note where its job array leaves shards out.
+def make_shard(args: argparse.Namespace) -> int:
+    """Make the shard that ``--shard_id`` names; returns the exit code."""
+    from lustre import layout_line
 
-    Raises NotFound for a shard that the plan has not, and what ``plan_of_task`` raises.
-    """
-    plan = plan_of_task(given, is_planned=is_planned).at(given.get("input_dir"))
-    if note := array_note(os.environ, plan.num_shards, given["output_dir"]):
+    given = {"output_dir": PrepConfig().output_dir, **given_of(args, PrepConfig)}
+    folder, shard_id = given["output_dir"], args.shard_id
+    num_cpus = bind_to_task_cpus(offset=shard_id)  # planning, too, may load what starts threads
+    if args.check_inputs:
+        check_inputs(need_plan(folder), given.get("input_dir", PrepConfig().input_dir))
+    plan = plan_of_task(given, is_planned=args.planned).at(given.get("input_dir"))
+    if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
     if shard_id < 0:
         raise NotFound(f"--shard_id is {shard_id}, the first shard is 0")
-    return plan, plan.shard(shard_id)
+    shard = plan.shard(shard_id)
+    if done_manifest(plan, folder, shard_id):
+        say(f"shard {shard_id:05d} is done already")
+        return 0
+    settings = worker_settings(args)
+    if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
+        say(f"note: {note}")
+    say(part_line(plan, shard))
+    say(means_line(settings, num_cpus))
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
+    say(engine_line(worker))
+    if line := layout_line(folder):
+        say(line)
+    with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
+        manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
+    counts = manifest.counts
+    say(speed_line(manifest))
+    say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
+    if num_bad := sum(counts.quarantined.values()):
+        say(f"{num_bad} documents were left out: {quarantine_path(folder, shard_id)}")
+    return 0
+
+
+def worker_settings(args: argparse.Namespace) -> WorkerSettings:
+    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    settings: dict[str, Any] = {
+        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
+        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
+        "memory_gb": memory_limit_gb(os.environ),
+    }
+    return WorkerSettings(**settings | given_of(args, WorkerSettings))
 
 
 def plan_of_task(given: dict[str, Any], *, is_planned: bool = False) -> Plan:
@@ -51,8 +93,7 @@ def plan_of_task(given: dict[str, Any], *, is_planned: bool = False) -> Plan:
     that find none, one plans and the others wait a little; who does not see the plan in time plans, too: the
     first to publish wins, the others compare.
     """
-    config = PrepConfig(**given) if "output_dir" not in given else None
-    output_dir: Path = config.output_dir if config else given["output_dir"]
+    output_dir: Path = given["output_dir"]
     plan = need_plan(output_dir) if is_planned else read_plan(output_dir)
     if plan is None:
         # Shard N is the N-th of the .txt files, README.txt and the like included.
@@ -67,14 +108,13 @@ def plan_of_task(given: dict[str, Any], *, is_planned: bool = False) -> Plan:
 
 def _plan_once(config: PrepConfig) -> Plan:
     """The plan that another task is making, if it comes soon, else one's own."""
-    folder = config.output_dir
-    with _claimed(folder) as is_ours:
+    from preprocess.plan.planning import Sharding, make_plan
+
+    with _claimed(config.output_dir) as is_ours:
         if not is_ours and (plan := _awaited_plan(config)):
             return plan
-        if (plan := read_plan(folder)) is not None:  # it came between the first look and the claim
+        if (plan := read_plan(config.output_dir)) is not None:  # it came between the first look and the claim
             return plan
-        from preprocess.plan.planning import Sharding, make_plan
-
         return make_plan(config, Sharding(), say=say)[0]
 
 
@@ -87,7 +127,7 @@ def _claimed(folder: Path) -> Iterator[bool]:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             is_new_folder = True
-        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        claim.touch(exist_ok=False)
         is_ours = True
     try:
         yield is_ours
@@ -168,10 +208,8 @@ def _other_names(plan: Plan, input_dir: Path) -> list[str]:
     found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
     # An older shardprep took names that are left out today.
     found |= planned.intersection(itertools.chain.from_iterable(listing.left_out.values()))
-    return [
-        *(f"{name} was added" for name in sorted(found - planned)),
-        *(f"{name} is missing" for name in sorted(planned - found)),
-    ]
+    added, missing = sorted(found - planned), sorted(planned - found)
+    return [f"{name} was added" for name in added] + [f"{name} is missing" for name in missing]
 
 
 def _change_of(input_dir: Path, planned: InputFile) -> str | None:
@@ -193,9 +231,10 @@ def _change_of(input_dir: Path, planned: InputFile) -> str | None:
 def _refuse_other_inputs(plan: Plan, input_dir: Path, differing: list[str]) -> None:
     if not differing:
         return
-    found = "; ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
+    more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
     raise Refused(
-        f"{input_dir} does not hold the {counted(len(plan.inputs), 'planned input file')}: {found}. "
+        f"{input_dir} does not hold the {counted(len(plan.inputs), 'planned input file')}: "
+        f"{'; '.join(differing[:_NUM_NAMED])}{more}. "
         "A plan is never changed: bring the planned files back, or put new files into a folder of their own, "
         "with an --output_dir of its own, and give the loader a list of folders"
     )
@@ -219,4 +258,85 @@ def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str
     return (
         f"this job array covers {num_shards - len(left)} of the plan's {num_shards} shards; it leaves out "
         f"{shards_text(id_ranges(left))}; to make them: shardprep submit {quoted(folder)}"
+    )
+
+
+def part_line(plan: Plan, shard: PlannedShard) -> str:
+    """Which part of the input a shard is made of: the files, and from where to where in them."""
+    name = f"shard {shard.shard_id:05d} of {plan.num_shards}"
+    if not shard.ranges:
+        return f"{name}: no input"
+    parts = []
+    for part in shard.ranges:
+        item = plan.inputs[part.input_number]
+        is_whole = (part.start, part.end) == (0, item.num_bytes)
+        parts.append(item.path if is_whole else f"{item.path} {_stretch(item.path, part)}")
+    if len(parts) > _NUM_NAMED:
+        parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
+    return f"{name}: {short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(parts)}"
+
+
+def _stretch(path: str, part: ByteRange) -> str:
+    """From where to where a part of a file goes, so that nobody takes it for the places of documents.
+
+    These are rows or bytes of the decompressed text in some formats (``input_formats``).
+    """
+    where, kind = f"{part.start} to {part.end}", input_kind(path)
+    if kind.unit == "row":
+        return f"{kind.format.cut_at or 'rows'} in bytes {where}"
+    if kind.is_in_bytes:
+        return f"bytes {where}"
+    return f"compressed bytes {where} (from about byte {part.text_start} of the text)"
+
+
+def engine_line(worker: Worker) -> str:
+    """Which engine encodes, and why it is this one."""
+    if worker.engine.name == "gigatoken":
+        why = "its ids equal those of tokenizers, seen on the plan's probe just now"
+    elif worker.settings.engine == "tokenizers":
+        why = "as --engine asks; gigatoken would be many times faster"
+    elif not worker.plan.allows_gigatoken:
+        why = (
+            "planning did not see gigatoken give the same ids: a little text, or an unknown kind of tokenizer"
+        )
+    else:
+        why = "gigatoken cannot be used here"
+    return f"engine: {worker.engine.name} {worker.engine.version}: {why}"
+
+
+def means_line(settings: WorkerSettings, num_cpus: int, *, num_processes: int = 1) -> str:
+    """CPUs, sizes of batches and the memory limit of a process."""
+    each = "" if num_processes == 1 else f"{num_processes} processes, each with "
+    sizes = f"batches of {settings.batch_bytes >> 10} KiB of text"
+    if settings.batch_size is not None:
+        sizes += f", at most {settings.batch_size} documents encoded at once"
+    if settings.writer_batch_size is not None:
+        sizes += f", at most {settings.writer_batch_size} documents laid out at once"
+    memory = "no memory limit" if settings.memory_gb is None else f"memory limit {settings.memory_gb:.2f} GiB"
+    return f"{each}{counted(num_cpus, 'CPU')}, {sizes}, {memory}"
+
+
+def speed_line(manifest: Manifest) -> str:
+    """How fast a shard was made, at what price, and what was written."""
+    run = manifest.run
+    return (
+        f"made in {run['wall_s']:.1f} s: {_speeds(run['wall_s'], Work.of(manifest))}; "
+        f"{run['cpu_s']:.1f} s of CPU, "
+        f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"
+    )
+
+
+def total_line(works: Sequence[Work], wall_s: float) -> str:
+    """What several shards made side by side hold, and how fast they were made together."""
+    total = Work(*(sum(column) for column in zip(Work(0, 0, 0), *works, strict=True)))
+    made = f"{counted(total.num_documents, 'document')}, {counted(total.num_tokens, 'token')}"
+    return f"{made} in {wall_s:.1f} s: {_speeds(wall_s, total)}"
+
+
+def _speeds(wall_s: float, work: Work) -> str:
+    """``12.3 MB/s, 4.56 k documents/s, 1.2 M tokens/s``."""
+    num_bytes, num_documents, num_tokens = (number / max(wall_s, 1e-3) for number in work)
+    return (
+        f"{short_bytes(num_bytes)}/s, {short_number(num_documents)} documents/s, "
+        f"{short_number(num_tokens)} tokens/s"
     )

@@ -46,17 +46,15 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("untimed")
-_started: list[str] = []  # processes that the test that runs now has started; of --quick alone
+_started: list[str] = []  # processes that the test that runs now has started
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests that start no process and take no time")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Under --quick, see each process that is started."""
-    if not config.getoption("--quick"):
-        return
+def pytest_configure() -> None:
+    """See each process that is started."""
     events = {"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
 
     def note(name: str, args: tuple[Any, ...]) -> None:
@@ -94,9 +92,9 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown(item: pytest.Item) -> None:
     """A test of the quick layer that starts a process is of another layer."""
-    if _started:
+    if _started and not any(map(item.get_closest_marker, LAYERS_OVER_QUICK)):
         pytest.fail(f"it started a process; mark it with @pytest.mark.processes: {_started[0]}")
 
 

@@ -157,6 +157,7 @@ def test_withdrawn_documents_are_padding_where_they_stand(data: Path, case: str)
         assert not WITHDRAWN & set(found.tolist())
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", ["padded", "joined with boundaries", "packed", "chat"])
 def test_batches_are_equal_on_every_world_with_workers_and_resumed(data: Path, case: str) -> None:
     form, options = CASES[case]
@@ -224,6 +225,7 @@ def test_a_batch_without_any_label_is_told_once(data: Path, caplog: pytest.LogCa
     assert caplog.text.count("a batch has no label left") == 1
 
 
+@pytest.mark.processes
 def test_a_collate_fn_gets_labels_and_other_ids(data: Path) -> None:
     def collate(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return samples

@@ -23,6 +23,8 @@ from tests.killed_calls import killed_at
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes  # rewrite has workers
+
 WITHDRAWN = {"b/1", "b/2", "b/29", "d/0", "d/17"}
 FORMS: dict[str, dict[str, Any]] = {
     "json": {},
@@ -141,7 +143,6 @@ def test_what_cannot_be_rewritten_is_refused(prep: Prep, made: Path, tmp_path: P
     assert (ended.code, "bring the folder back" in ended.text) == (65, True)
 
 
-@pytest.mark.processes
 def test_a_kill_at_any_call_leaves_nothing_half_done(prep: Prep, made: Path, tmp_path: Path) -> None:
     """At every fifth call, and after every third kill the command goes on to the end."""
     data, new, whole = made / "concat", tmp_path / "new", tmp_path / "whole"

@@ -1,12 +1,13 @@
-"""What a second process brings to `python -m preprocess run`, and what part of the CPU time encodes.
+"""What a second core brings: to `python -m preprocess run`, and to one task.
 
     python benchmarks/run_speed.py [--quick] [--repeats 3]
 
 Each run makes 8 shards of one corpus in a folder planned before. `--num_proc 1` has one core and
 `--num_proc 2` two; they take turns, for others' load on the machine is in wall time. Times are the
 manifests': from the beginning of the first shard to the end of the last, and the shards' CPU seconds;
-start-up, a line of its own, is what the command took on top. The encoding's share is the CPU time of the
-engine alone on the same documents, in the worker's own batches, over that of the shards.
+start-up, a line of its own, is what the command took on top. A task makes one shard of the whole corpus,
+on one core and on two, and as two tasks with a core each; its times are those of the whole process, and its
+start is a task of ten documents.
 """
 
 from __future__ import annotations
@@ -15,38 +16,24 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmark_text import Corpus, lay_out
+from benchmark_text import BenchmarkText, Corpus, lay_out
 from contenders import plan
 from measured_run import machine_line, run_pinned
 
 RECORDS = {"documents": [], "packed": ["--record", "packed", "--seq_len", "2048"]}
 NUM_SHARDS = 8
-_ENCODE = """
-import sys, time
-from pathlib import Path
-from preprocess.formats.documents import read_documents
-from preprocess.plan.plan_file import need_plan
-from preprocess.make.worker import load_worker
-from preprocess.options import WorkerSettings
-folder = Path(sys.argv[1])
-plan, settings = need_plan(folder), WorkerSettings()
-worker = load_worker(plan, folder, settings, num_cpus=1, warn=print)
-cpu_s = 0.0
-for shard_id in range(plan.num_shards):
-    ranges = plan.ranges(shard_id)
-    for batch in read_documents(ranges, worker.reading):
-        began = time.process_time()
-        worker.engine.encode(batch.texts)
-        cpu_s += time.process_time() - began
-print(cpu_s)
-"""
+TASK_ENVIRON = {
+    name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "DATASET_"))
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,32 +77,62 @@ def make(dataset: Dataset, num_proc: int, scratch: Path) -> Made:
     return Made(wall_s=wall_s, cpu_s=cpu_s, start_s=usage.wall_s - wall_s)
 
 
-def encode_cpu_s(dataset: Dataset, scratch: Path) -> float:
-    """CPU seconds of the engine on the same documents."""
-    log = scratch / "log"
-    run_pinned([sys.executable, "-c", _ENCODE, dataset.folder], cwd=scratch, log=log)
-    return float(log.read_text().splitlines()[-1])
+def task_wall_s(folder: Path, *cores: str) -> float:
+    """Wall seconds of a task for each of ``cores``, side by side; each has a data set of its own."""
+    command, processes, began = [sys.executable, "-m", "preprocess", "--shard_id", "0"], [], time.monotonic()
+    for number, allowed in enumerate(cores):
+        data = folder / str(number)
+        for path in data.glob("shard-*"):
+            path.unlink()
+        started = ["taskset", "-c", allowed, *command, "--output_dir", str(data)]
+        processes.append(subprocess.Popen(started, stderr=subprocess.DEVNULL, env=TASK_ENVIRON))
+    if any(process.wait() for process in processes):
+        raise SystemExit(f"a task of {folder} failed")
+    return time.monotonic() - began
+
+
+def task_table(text: BenchmarkText, scratch: Path, num_repeats: int) -> str:
+    """Wall seconds of one task by its cores, and of two tasks."""
+    first, second = map(str, sorted(os.sched_getaffinity(0))[:2])
+    cases = {
+        "start": (first,),
+        "one core": (first,),
+        "two cores": (f"{first},{second}",),
+        "two tasks": (first, second),
+    }
+    lines = [f"| one task, wall s | {' | '.join(cases)} |", "|---" * (1 + len(cases)) + "|"]
+    for record, options in RECORDS.items():
+        for corpus in text.corpora[:2]:
+            folder, start = (scratch / part / f"{record}_{corpus.folder.name}" for part in ("task", "start"))
+            for data, raw in (
+                (folder / "0", corpus.folder),
+                (folder / "1", corpus.folder),
+                (start / "0", text.ten_documents),
+            ):
+                plan(raw, data, text.tokenizer, [*options, "--num_shards", "1"])
+            walls: dict[str, list[float]] = defaultdict(list)
+            for _ in range(num_repeats):
+                for case, cores in cases.items():
+                    walls[case].append(task_wall_s(start if case == "start" else folder, *cores))
+            lines.append(f"| {record}, {corpus.label} | {' | '.join(map(median, walls.values()))} |")
+    return "\n".join(lines)
 
 
 def median(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def table(
-    datasets: list[Dataset], runs: dict[tuple[str, int], list[Made]], encode: dict[str, list[float]]
-) -> str:
-    """Wall and CPU seconds with one process and two, how many times faster two are, the encoding's share."""
+def table(datasets: list[Dataset], runs: dict[tuple[str, int], list[Made]]) -> str:
+    """Wall and CPU seconds with one process and two, and how many times faster two are."""
     lines = [
-        "| `run` of 8 shards | MB | 1: wall s | 2: wall s | faster | 1: CPU s | 2: CPU s | encoding, % |",
-        "|---" * 8 + "|",
+        "| `run` of 8 shards | MB | 1: wall s | 2: wall s | faster | 1: CPU s | 2: CPU s |",
+        "|---" * 7 + "|",
     ]
     for dataset in datasets:
         one, two = (runs[dataset.label, num_proc] for num_proc in (1, 2))
         cells = [median([made.wall_s for made in of]) for of in (one, two)]
         cells.append(median([a.wall_s / b.wall_s for a, b in zip(one, two, strict=True)]) + "x")
         cells += [median([made.cpu_s for made in of]) for of in (one, two)]
-        shares = [100 * cpu_s / made.cpu_s for cpu_s, made in zip(encode[dataset.label], one, strict=True)]
-        cells.append(f"{statistics.median(shares):.0f} ({min(shares):.0f}-{max(shares):.0f})")
         lines.append(f"| {dataset.label} | {dataset.num_bytes / 1e6:.0f} | {' | '.join(cells)} |")
     for num_proc in (1, 2):
         starts = [made.start_s for dataset in datasets for made in runs[dataset.label, num_proc]]
@@ -132,17 +149,16 @@ def main() -> int:
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("one core is allowed here; two are needed to compare")
     runs: dict[tuple[str, int], list[Made]] = defaultdict(list)
-    encode: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="shardprep-bench-") as name:
         scratch = Path(name)
         text = lay_out(scratch, 10_000_000 if args.quick else 20_000_000)
         datasets = plan_datasets(text.corpora[:2], text.tokenizer, scratch)
         for _ in range(num_repeats):
             for dataset in datasets:
-                encode[dataset.label].append(encode_cpu_s(dataset, scratch))
                 for num_proc in (1, 2):
                     runs[dataset.label, num_proc].append(make(dataset, num_proc, scratch))
-    print(table(datasets, runs, encode))
+        tasks = task_table(text, scratch, num_repeats)
+    print(f"{table(datasets, runs)}\n\n{tasks}")
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     print(f"\n{machine_line()}, load {load}; {text.caption}. Median of {num_repeats} (least-most).")
     return 0

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import os
 import resource
 import threading
 import unicodedata
@@ -241,24 +240,25 @@ class FastTokenizer:
         self._load()
 
     def _load(self) -> None:
-        from gigatoken.gigatoken_rs import PadTruncate, load_hf_json
+        from gigatoken.gigatoken_rs import load_hf_json
 
         self._backend: Any = None  # what is remembered goes before new memory is taken
-        self._backend, self._no_padding = load_hf_json(self._json), PadTruncate(0)
+        self._backend = load_hf_json(self._json)
         self._resident, self._num_bytes = _resident_bytes(), 0
 
     def _ids(self, text: bytes) -> Ids:
+        from gigatoken.gigatoken_rs import BytesSource, PadTruncate
+
         with self._lock:
             self._num_bytes += len(text)
             if self._num_bytes > self._LEAST_TEXT and (
                 _resident_bytes() - self._resident > self._MOST_REMEMBERED
             ):
                 self._load()
-            if len(os.sched_getaffinity(0)) == 1:  # encode() has no second memory, and takes no second caller
-                alone: Ids = self._backend.encode(text)
-                return alone
             backend = self._backend
-        rows, _ = backend.encode_batch_padded([text], self._no_padding, parallel=False)
+        # encode() would hold the interpreter's lock, and for a list of texts awkward is imported, 0.1 s. In
+        # parallel several callers are served at once.
+        rows, _ = backend.encode_batch_padded(BytesSource(text), PadTruncate(0), parallel=True)
         row: Ids = rows[0]
         return row
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from loader import get_llama3_dataloader
+
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
@@ -87,6 +89,22 @@ def test_planning_gives_the_pinned_plan(prep: Prep, tmp_path: Path, name: str) -
     options = {**DATA_SETS[name], "model_id": str(GOLDEN / "tokenizer"), "max_bad_fraction": 0.5}
     prep.plan(raw_of(name), tmp_path / "data", num_shards=NUM_SHARDS, **options)
     assert plan_facts(tmp_path / "data" / "plan.json") == plan_facts(GOLDEN / name / "plan.json")
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_a_data_set_of_before_is_verified_and_loaded(prep: Prep, tmp_path: Path, name: str) -> None:
+    """As it lies there, written by commit 522a712 or one before it."""
+    data = tmp_path / "data"
+    shutil.copytree(GOLDEN / name, data)
+    shutil.copytree(GOLDEN / "tokenizer", data / "tokenizer")
+    assert prep.command("verify", data).code == 0
+    deep = prep.command("verify", data, "--deep", "--input_dir", raw_of(name))
+    assert (deep.code, "a second reader finds the same" in deep.text) == (0, True), deep.text
+    num_tokens = sum(
+        json.loads(path.read_bytes())["counts"]["num_tokens"] for path in data.glob("shard-*.json")
+    )
+    with get_llama3_dataloader(data, batch_size=1, num_workers=0, pin_memory=False) as loader:
+        assert sum(int(batch["attention_mask"].sum()) for batch in loader) == num_tokens
 
 
 def test_nothing_is_missing_from_the_pinned_files() -> None:

@@ -26,6 +26,7 @@ from preprocess.look.addresses import (
     num_train_samples,
     samples_at,
 )
+from preprocess.look.left_out import left_out_at
 from preprocess.make.engines import Ids, Numbers, load_tokenizer
 from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
@@ -136,24 +137,28 @@ class Choice:
         return ((shard_id, number) for _, shard_id, number in best)
 
 
-def asked_documents(folder: Path, plan: Plan, args: argparse.Namespace) -> dict[tuple[int, int], set[int]]:
-    """The samples at some addresses, and of each the documents that are asked for; none: all.
-
-    Raises NotFound, UsageError.
-    """
+def asked_documents(
+    folder: Path, plan: Plan, args: argparse.Namespace
+) -> tuple[dict[tuple[int, int], set[int]], list[str]]:
+    """The samples at some addresses, and of each the documents that are asked for (none: all); and lines on
+    documents that were left out. Raises NotFound, UsageError."""
     flags = ("shard", "input", "source", "grep", "longest", "random")
-    if given := [name for name in flags if getattr(args, name)]:
+    if args.addresses and (given := [name for name in flags if getattr(args, name)]):
         raise UsageError(f"an address says which sample to show; leave out --{given[0]}")
     wanted: dict[tuple[int, int], set[int]] = {}
+    left_out: list[str] = []
     for address in args.addresses:
         found = find_address(folder, plan, address)
         if isinstance(found, InInput):
+            if lines := left_out_at(folder, plan, found):
+                left_out += lines
+                continue
             wanted |= {place: set() for place in samples_at(folder, plan, found)}
             continue
         documents = wanted.setdefault((found.shard_id, found.sample), set())
         if found.document is not None:
             documents.add(found.document)
-    return wanted
+    return wanted, left_out
 
 
 def sample_lines(
@@ -264,8 +269,9 @@ def peek(args: argparse.Namespace) -> int:
         pattern = re.compile(args.grep or "")
     except re.error as error:
         raise UsageError(f"--grep {args.grep!r} is no regular expression: {error}") from None
-    asked = asked_documents(folder, plan, args) if args.addresses else {}
-    places = iter(asked) if asked else Choice(folder, plan, args).places()
+    asked, left_out = asked_documents(folder, plan, args)
+    print_lines(*left_out)
+    places = iter(asked) if args.addresses else Choice(folder, plan, args).places()
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
         with ShardSamples(folder, plan.spec, shard_id) as samples:
@@ -281,9 +287,9 @@ def peek(args: argparse.Namespace) -> int:
                 is_held = number >= num_train
                 print_lines(*sample_lines(plan, samples, number, documents, args.chars, is_held, only))
                 num_shown += 1
-                if (num_shown == args.num and not asked) or not output_is_read():
+                if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0
-    if not num_shown:
+    if not num_shown and not args.addresses:
         raise NotFound(f"{folder} has no sample that was asked for; take fewer flags")
     return 0
 

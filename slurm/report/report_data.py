@@ -19,7 +19,7 @@ import re
 import shlex
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,15 +29,15 @@ import numpy as np
 
 import shardprep
 from preprocess.done_shards import Finding, MadeShards, read_findings
+from preprocess.look.left_out import EXCERPT_CHARS, excerpt_of, quarantined
 from preprocess.look.peek import Decoder, Excerpt, excerpts
 from preprocess.options import PrepConfig, flags_of
 from preprocess.plan.document_ends import document_ends
 from preprocess.plan.plan_file import Plan, is_one_file_a_shard, need_plan
-from shardprep.console import Progress, print_lines, printable, say
+from shardprep.console import Progress, print_lines, say
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
-from shardprep.files import ReadFile, names_in, publish_bytes, read_beginning, size_of_file
+from shardprep.files import names_in, publish_bytes, size_of_file
 from shardprep.format.checked_json import Fields
-from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, manifest_ids, read_index, read_osts
 from shardprep.format.names import (
     INDEX_NAME,
@@ -46,7 +46,6 @@ from shardprep.format.names import (
     ids_of_ranges,
     idx_path,
     manifest_path,
-    quarantine_path,
     shard_name,
     tar_path,
 )
@@ -71,8 +70,6 @@ _MAPPINGS = ("quarantined", "sources", "texts", "validation", "versions")
 _NO_TEXT: Mapping[str, Any] = {"num_bytes": 0, "num_chars": 0, "lengths": {}}
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
-_MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
-_EXCERPT_BYTES, _EXCERPT_CHARS, _DETAIL_CHARS = 480, 160, 300
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 
@@ -399,7 +396,7 @@ def _kept(
                 numbers = [number for number in numbers if plan.source_of(number) == name]
             with contextlib.suppress(ShardprepError):
                 found[name] = excerpts(
-                    folder, plan, shard_id, numbers, decoder, num=num_examples, chars=_EXCERPT_CHARS
+                    folder, plan, shard_id, numbers, decoder, num=num_examples, chars=EXCERPT_CHARS
                 )
     return found
 
@@ -465,59 +462,21 @@ def _left_out(folder: Path, plan: Plan, sums: ManifestSums, num_examples: int) -
     sizes: Counter[str] = Counter()
     examples: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for shard_id in sums.with_left_out[::step]:
-        for reason, entry in _quarantined(folder, shard_id):
+        for reason, entry in quarantined(folder, shard_id):
             numbers[reason] += 1
             sizes[reason] += entry["num_bytes"] or 0
             if len(examples[reason]) < num_examples:
                 examples[reason].append(entry)
-    paths = {item.path for item in plan.inputs}
     return [
         {
             "reason": reason,
             "num_documents": number,
             "num_bytes": round(sizes[reason] * number / numbers[reason]) if sizes[reason] else None,
             "num_bytes_is_estimate": numbers[reason] != number,
-            "examples": [{**entry, "text": _excerpt(plan, entry, paths)} for entry in examples[reason]],
+            "examples": [{**entry, "text": excerpt_of(plan, entry)} for entry in examples[reason]],
         }
         for reason, number in sorted(sums.totals["quarantined"].items(), key=lambda item: (-item[1], item[0]))
     ]
-
-
-def _quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(reason, place and size) of each whole line of a quarantine file; none where it cannot be read."""
-    try:
-        lines = read_beginning(quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES).split(b"\n")
-    except ShardprepError:
-        return
-    for line in lines:
-        try:
-            match json.loads(line):
-                case {
-                    "source": str(path),
-                    "source_offset": int(offset),
-                    "num_bytes": int(num_bytes),
-                    "reason": str(reason),
-                    "detail": str(detail),
-                } if 0 <= offset < 2**63 and 0 <= num_bytes < 2**63:
-                    unit = input_kind(path).unit
-                    size = None if unit == "row" else num_bytes  # that of a row is not known
-                    place = {"input": path, "offset": offset, "unit": unit}
-                    yield reason, {**place, "num_bytes": size, "detail": detail[:_DETAIL_CHARS]}
-        except (ValueError, RecursionError):
-            continue
-
-
-def _excerpt(plan: Plan, entry: Mapping[str, Any], paths: Container[str]) -> str:
-    """The beginning of a document's text, if its input is there; nothing of tables and compressed files."""
-    if entry["input"] not in paths or entry["unit"] == "row" or input_kind(entry["input"]).compression:
-        return ""
-    try:
-        with ReadFile(plan.input_dir / entry["input"]) as file:
-            raw = file.read_beginning(entry["offset"], min(entry["num_bytes"], _EXCERPT_BYTES))
-    except (ShardprepError, OSError):
-        return ""
-    text = printable(raw.decode(plan.options.encoding, "replace").strip())
-    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

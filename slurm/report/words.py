@@ -37,6 +37,7 @@ KOREAN = {
     "input": "입력",
     "on disk": "디스크 사용량",
     "How documents begin": "문서의 첫 부분",
+    "shardprep peek {folder} ADDRESS finds each of them.": "각 문서를 찾으려면: shardprep peek {folder} 주소",
     "Decoded; shardprep peek {folder} ADDRESS shows more.": "디코딩한 것입니다. 더 보려면: shardprep peek {folder} 주소",
     "text": "텍스트",
     "values": "값",

@@ -178,7 +178,11 @@ def test_a_row_of_a_table_that_is_left_out_has_no_bytes(
     (found,) = data_of(capsys, out)["left_out"]
     assert (found["num_bytes"], found["examples"][0]["num_bytes"]) == (None, None)
     text = report(capsys, out)
-    assert "a.parquet, row 9\n" in text
+    assert "a.parquet:9 (row 9)\n" in text
+    assert (
+        "a.parquet:9 was left out of shard 00000 as null_field: "
+        in prep.command("peek", out, "a.parquet:9").text
+    )
     assert "1 B" not in text
 
 
@@ -194,7 +198,13 @@ def test_what_was_left_out_is_shown_where_it_can_be_read_at_its_place(
     prep.make(out)
     (example,) = data_of(capsys, out)["left_out"][0]["examples"]
     assert example["text"] == ("" if suffix == ".jsonl.gz" else '{"text": null, "id": 40}')
-    assert f"a{suffix}, byte {example['offset']}" in report(capsys, out)
+    address = example["address"]
+    assert f"{address} (byte {example['offset']}" in report(capsys, out)
+    peeked = prep.command("peek", out, address, f"a{suffix}:0")
+    assert (
+        f"{address} was left out of shard 00000 as null_field, {example['num_bytes']} bytes: " in peeked.text
+    )
+    assert ("text 0" in peeked.text, example["text"] in peeked.text) == (True, True)
     path.unlink()
     os.mkfifo(path)
     (example,) = data_of(capsys, out)["left_out"][0]["examples"]

@@ -180,20 +180,22 @@ def _address(place: InShard) -> str:
 def _document_in_input(folder: Path, plan: Plan, place: InInput) -> tuple[int, int]:
     """Shard and number of the document at a place of an input, which is read again."""
     nearest: tuple[int, int, int] | None = None  # offset, shard, number
-    for shard_id in made_shards(folder, plan, None):
-        if place.input_number not in plan.shard(shard_id).input_numbers:
-            continue
-        num_read = 0
-        for item in _items(folder, plan, check_shard(folder, shard_id, plan.plan_id)):
-            if isinstance(item, DocumentBatch):
-                input_number, offsets = item.input_number, item.input_offsets
-            else:
-                input_number, offsets = item.place.input_number, np.array([item.place.start])
-            before = np.flatnonzero(offsets <= place.offset)
-            if input_number == place.input_number and len(before):
-                last = int(before[-1])
-                nearest = max(nearest or (-1, 0, 0), (int(offsets[last]), shard_id, num_read + last))
-            num_read += len(offsets)
+    shards = [plan.shard(shard_id) for shard_id in made_shards(folder, plan, None)]
+    shards = [shard for shard in shards if place.input_number in shard.input_numbers]
+    with Progress("looking for a document", sum(shard.num_bytes for shard in shards)) as progress:
+        for shard_id in (shard.shard_id for shard in shards):
+            num_read = 0
+            for item in _items(folder, plan, check_shard(folder, shard_id, plan.plan_id)):
+                if isinstance(item, DocumentBatch):
+                    input_number, offsets = item.input_number, item.input_offsets
+                else:
+                    input_number, offsets = item.place.input_number, np.array([item.place.start])
+                before = np.flatnonzero(offsets <= place.offset)
+                if input_number == place.input_number and len(before):
+                    last = int(before[-1])
+                    nearest = max(nearest or (-1, 0, 0), (int(offsets[last]), shard_id, num_read + last))
+                num_read += len(offsets)
+                progress.add(item.num_bytes)
     if nearest is None:
         raise no_document_at(plan, place)
     return nearest[1:]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import orjson
 
 from preprocess.plan.plan_file import Plan
-from shardprep.console import quoted
+from shardprep.console import Progress, quoted
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import errors_named, open_regular
 from shardprep.format.idx import read_idx, samples_holding
@@ -61,10 +61,13 @@ def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
 def _place_of_id(folder: Path, plan: Plan, wanted: str) -> InInput:
     if not plan.options.id_field:
         raise UsageError(f"{folder} keeps no ids of its documents: its plan has no --id_field")
-    for shard_id in made_shards(folder, plan, None):
-        for place, kept in ids_kept(folder, shard_id):
-            if kept == wanted:
-                return place
+    shard_ids = made_shards(folder, plan, None)
+    with Progress("looking for an id", len(shard_ids), unit="shards") as progress:
+        for shard_id in shard_ids:
+            for place, kept in ids_kept(folder, shard_id):
+                if kept == wanted:
+                    return place
+            progress.add(1)
     raise NotFound(f"no document of a finished shard has the id {wanted}")
 
 

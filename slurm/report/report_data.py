@@ -51,6 +51,7 @@ from shardprep.format.names import (
 )
 from shardprep.format.shard_making import ShardMaking, longest_of, read_making, texts_of
 from shardprep.format.withdrawals import withdrawn_counts
+from slurm.report.near_duplicates import near_duplicates
 from slurm.report.words import Words
 from slurm.resource_use import longest_task_s
 from slurm.state import DatasetState, cause_of, find_state
@@ -215,6 +216,7 @@ def report_data(
         "data": data,
         "sources": _sources(sources, texts, _kept(folder, plan, made, num_examples)),
         "lengths": _histogram(totals["length_histogram"], texts),
+        "duplicates": _duplicates(folder, plan, made, num_examples),
         "left_out": _left_out(folder, plan, sums, num_examples),
         "shard_sizes": _shard_sizes(sums) if made else {},
         "work": work_over_time(made, status["slow_shards"]) if made else {},
@@ -399,6 +401,17 @@ def _kept(
                     folder, plan, shard_id, numbers, decoder, num=num_examples, chars=EXCERPT_CHARS
                 )
     return found
+
+
+def _duplicates(
+    folder: Path, plan: Plan, made: Sequence[ShardMaking], num_examples: int
+) -> dict[str, Any] | None:
+    """Documents that are alike in the first shard that has any; None where it cannot be, or is not to be, read."""
+    for each in made if num_examples else ():
+        if any(counts.num_documents for counts in each.sources.values()):
+            with contextlib.suppress(ShardprepError):
+                return near_duplicates(folder, plan.spec, each.shard_id, num_examples)
+    return None
 
 
 def _text_numbers(text: Mapping[str, Any] | None, num_tokens: int) -> dict[str, Any]:

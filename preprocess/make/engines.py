@@ -51,7 +51,8 @@ class TokenBatch:
         """Documents given one by one."""
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(item) for item in ids], out=offsets[1:])
-        return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+        one_or_none = ids[0] if ids else np.empty(0, np.uint32)
+        return TokenBatch(ids=np.concatenate(ids) if len(ids) > 1 else one_or_none, offsets=offsets)
 
     @staticmethod
     def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -142,9 +143,12 @@ class Engine:
         """
         before, after = self.added_ids() if can_be_cut else ([], [])
         encode = self.encode_bare if can_be_cut else self.encode
-        parts = [encode([piece]).ids for piece in encodable_pieces(pieces, can_be_cut=can_be_cut)]
+        ids = bytearray(np.array(before, np.uint32).tobytes())  # it may be most of the memory: one copy
+        for piece in encodable_pieces(pieces, can_be_cut=can_be_cut):
+            ids += encode([piece]).ids.tobytes()
         end = [] if end_id is None else [end_id]
-        return np.concatenate([np.array(before, np.uint32), *parts, np.array([*after, *end], np.uint32)])
+        ids += np.array([*after, *end], np.uint32).tobytes()
+        return np.frombuffer(ids, np.uint32)
 
 
 def load_tokenizer(tokenizer_json: Path) -> Any:

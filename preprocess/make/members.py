@@ -149,7 +149,7 @@ class DocumentMembers:
     ) -> Iterator[Piece]:
         """Lay out a document whose text, of so many bytes, is read once more. ``digest``: one or none."""
         place, none, tokens = document.place, np.empty(0, IDX_DOCUMENT), TokenBatch.of([ids])
-        num_bytes = int(self._id_bytes(tokens)[0])
+        num_bytes = self._json.length(ids) if self._json else int(self._id_bytes(tokens)[0])
         self._check_sizes(place.input_number, num_bytes, num_text_bytes)
         for data in self._long_pieces(document, num_text_bytes, tokens, num_bytes):
             self._tar_bytes += len(data)
@@ -172,7 +172,8 @@ class DocumentMembers:
         yield document_headers(self._shard_id, line, self._field, np.array([num_bytes])).tobytes()
         if not self._json:
             yield npy_header(self._spec.dtype, (len(tokens.ids),))
-            yield tokens.ids.astype(self._spec.dtype).tobytes()
+            for begin in range(0, len(tokens.ids), _BLOCK_TOKENS):
+                yield tokens.ids[begin : begin + _BLOCK_TOKENS].astype(self._spec.dtype).tobytes()
             return
         yield b"["
         for begin in range(0, len(tokens.ids), _BLOCK_TOKENS):
@@ -296,6 +297,11 @@ class JsonIds:
         np.cumsum(self._widths[batch.ids], out=ends[1:])
         # "[" takes the place of the first ", ", and "]" the byte that this saves.
         return np.maximum(np.diff(ends[batch.offsets]), 2)
+
+    def length(self, ids: Ids) -> int:
+        """The same of one document, which may be long: looking up takes 16 bytes for each id."""
+        blocks = (ids[begin : begin + _BLOCK_TOKENS] for begin in range(0, len(ids), _BLOCK_TOKENS))
+        return max(2, sum(int(self._widths[block].sum()) for block in blocks))
 
     def separated(self, ids: Ids) -> bytearray:
         """All ids, each with ``, `` before it."""

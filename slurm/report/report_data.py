@@ -406,7 +406,7 @@ def _kept(
 def _duplicates(
     folder: Path, plan: Plan, made: Sequence[ShardMaking], num_examples: int
 ) -> dict[str, Any] | None:
-    """Documents that are alike in the first shard that has any; None where it cannot be, or is not to be, read."""
+    """Documents that are alike in the first shard that has any; None where it cannot be read."""
     for each in made if num_examples else ():
         if any(counts.num_documents for counts in each.sources.values()):
             with contextlib.suppress(ShardprepError):

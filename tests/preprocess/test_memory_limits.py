@@ -101,6 +101,32 @@ def test_a_cgroup_of_300_mb_is_enough_for_each_form_and_engine(
     assert "shard 00000 is done" in said
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"token_format": "npy"}, {"record": "packed", "seq_len": 2048}],
+    ids=["json", "npy", "rows"],
+)
+def test_a_line_of_100_mb_is_made_in_a_cgroup_of_400(
+    prep: Prep, shared_dir: Path, corpora_dir: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Its ids are held, 4 bytes for each; of its text and its JSON a piece."""
+    text = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
+    (tmp_path / "raw").mkdir()
+    with (tmp_path / "raw" / "a.txt").open("wb") as file:
+        for _ in range(25):
+            file.write(text)
+    prep.plan(
+        tmp_path / "raw",
+        tmp_path / "data",
+        num_shards=1,
+        model_id=str(shared_dir / "tokenizers" / "llama3"),
+        **options,
+    )
+    with cgroup(400 << 20) as processes:
+        code, said = made(tmp_path / "data", "gigatoken", f"echo $$ > {processes}")
+    assert code == 0, said
+
+
 @pytest.mark.parametrize(("form", "engine"), CASES)
 @pytest.mark.parametrize("limit_mb", [300, 512, 1012, 1013])
 def test_under_ulimit_a_task_makes_its_shard_or_refuses_before_it_loads_anything(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 import tarfile
@@ -21,6 +22,7 @@ from tokenizers import Tokenizer
 
 from loader import SourceLosses, TokenLoader, get_llama3_dataloader, source_ids
 from loader.context_parallel import split_for_context_parallel
+from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -29,11 +31,20 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 ROW = 128
+LEAST_PLACES = 10_000 if os.environ.get("ORIGINS") == "all" else 1  # of each form, in whole epochs
 
 
 @pytest.fixture(scope="module")
-def sets(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def sets(
+    prep: Prep, sample_dir: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("sets")
+    if LEAST_PLACES > 1:
+        sample_dir = root / "raw"
+        sample_dir.mkdir()
+        for path in request.getfixturevalue("corpora_dir").iterdir():
+            lines = path.read_text().split("\n")[:8_000]
+            (sample_dir / path.name).write_text("\n".join(line[:300] for line in lines))
     forms: dict[str, dict[str, Any]] = {
         "documents": {"append_eos": True},
         "concat": {"record": "packed", "seq_len": ROW},
@@ -120,17 +131,29 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 def test_each_document_of_a_batch_is_the_one_that_lies_where_its_origin_says(
     sets: dict[str, Path], name: str, options: dict[str, Any]
 ) -> None:
+    """And where ``where`` says that the batch's step saw it."""
     seen: dict[tuple[int, ...], int] = defaultdict(int)
+    num_batches = num_places = 0
     with load(sets[name], **options) as loader:
         first = loader.tokenizer.bos_token_id
-        num_batches = 0
-        for batch in loader:
-            num_batches += 1
-            for origin, part in pieces_of(batch):
-                whole = whole_of(origin, loader, first)
-                assert str(part)[1:-1] in str(whole)[1:-1], (origin, part[:9], whole[:9])
-                assert part or name == "documents", "a document has tokens"
-                seen[tuple(origin)] += len(part)
+        where: SeenDocuments | None = None
+        if not options.keys() & {"tokens_per_batch", "seq_len_schedule"}:
+            where = SeenDocuments(loader)
+        while num_places < LEAST_PLACES:
+            for batch in loader:
+                said = where.of_step(num_batches) if where else []
+                samples = {each.row: {(part.tar, part.number) for part in each.parts} for each in said}
+                num_batches += 1
+                for (origin, part), row in zip(
+                    pieces_of(batch), batch["origins"][:, 0].tolist(), strict=True
+                ):
+                    whole = whole_of(origin, loader, first)
+                    assert str(part)[1:-1] in str(whole)[1:-1], (origin, part[:9], whole[:9])
+                    assert part or name == "documents", "a document has tokens"
+                    found = loader.origin(*origin)
+                    assert where is None or (found.tar, found.sample) in samples[row]
+                    seen[tuple(origin)] += len(part)
+                    num_places += 1
     assert num_batches > 3
     whole_documents = name == "documents" and options.get("long_documents") == "split"
     if whole_documents:  # all pieces of a document have its origin

@@ -72,7 +72,8 @@ from pathlib import Path
 place = Path(sys.argv[2])
 signal.signal(signal.SIGTERM, lambda *_: (place / "temporary").unlink() or sys.exit(75))
 (place / "temporary").touch()
-time.sleep(600)
+while True:
+    time.sleep(0.1)  # a signal just before a sleep does not end it
 """
 
 

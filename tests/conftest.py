@@ -91,7 +91,7 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Generator[None, 
     return result
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)  # before a cluster is ended, which is no test's own
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """A test of the quick layer that starts a process is of another layer."""
     if _started and not any(map(item.get_closest_marker, LAYERS_OVER_QUICK)):

@@ -27,13 +27,19 @@ def useful_share(folder: Path, options: Mapping[str, Any]) -> float:
         return 1 - loader.metrics.padding_share
 
 
-def source_variances(global_batch_size: int, spans: tuple[int, ...]) -> dict[int, float]:
+def source_variances(
+    global_batch_size: int,
+    spans: tuple[int, ...],
+    source_samples: int = SOURCE_SAMPLES,
+    blocks: tuple[int, int] | None = None,
+) -> dict[int, float]:
     """Shards sorted by NUM_SOURCES: by span of steps, the variance of a source's share over a permutation's.
 
     By the order alone, no data are read; a span's shares are those of all consecutive spans of an epoch.
+    ``blocks``: samples of a block and of a window, where they are not the loader's choice.
     """
-    num_samples = NUM_SOURCES * SOURCE_SAMPLES
-    block, window = choose_windows(
+    num_samples = NUM_SOURCES * source_samples
+    block, window = blocks or choose_windows(
         num_samples=num_samples, num_bytes=SAMPLE_BYTES * num_samples, global_batch_size=global_batch_size
     )
     order = Order(
@@ -45,7 +51,7 @@ def source_variances(global_batch_size: int, spans: tuple[int, ...]) -> dict[int
     )
     slots = range(global_batch_size)
     samples = np.concatenate([order.samples_of(0, slots, *each) for each in order.windows(0)], axis=1)
-    sources = samples.T[: order.steps_per_epoch // max(spans) * max(spans)] // SOURCE_SAMPLES
+    sources = samples.T[: order.steps_per_epoch // max(spans) * max(spans)] // source_samples
     counts = np.stack([(sources == source).sum(1) for source in range(NUM_SOURCES)])
     found = {}
     for span in spans:

@@ -1,6 +1,7 @@
 """What ranks ask of a parallel file system per step: reads, their bytes, opens, calls of the metadata server.
 
     python benchmarks/reads.py [--worlds 1 8 64 512 4096] [--batch_size 8] [--num_workers 4]
+    python benchmarks/reads.py --mixing
 
 Counted by arithmetic from the loader's own sampling order, so the numbers depend on no machine. A few
 workers are followed through some windows as ``ShardReader`` reads them: the latest 128 shards stay open,
@@ -12,6 +13,7 @@ their opens, and names of folders stay in the client's cache.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -19,11 +21,13 @@ from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
+from loader_shares import NUM_SOURCES, SAMPLE_BYTES, source_variances
 
 from loader.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from shardprep.format.idx import CHUNK_CRC, CHUNK_RECORDS, HEADER_BYTES, idx_dtype
 
+SPANS = (1, 16, 64, 256)  # batches over which shares are counted
 NUM_FOLLOWED = 4  # workers
 NUM_WINDOWS = 40  # of each; the first one is the start of the job, and is left out
 
@@ -157,12 +161,31 @@ def row(shards: Shards, world: int, batch_size: int, num_workers: int) -> dict[s
     }
 
 
+def mixing_table() -> str:
+    """How much one source's share of some batches varies, as a part of it."""
+    small = 128 << 10
+    lines = [f"| rows of a batch, blocks | {' | '.join(f'{span} batches' for span in SPANS)} |"]
+    lines.append("|---" * (1 + len(SPANS)) + "|")
+    for size, block_bytes in ((256, None), (2048, small), (2048, None)):
+        block = small // SAMPLE_BYTES
+        blocks = None if block_bytes is None else (block, 4 * block)
+        found = source_variances(size, SPANS, source_samples=2_000_000, blocks=blocks)
+        shares = [math.sqrt(found[span] * (NUM_SOURCES - 1) / (span * size)) for span in SPANS]
+        name = "the loader's choice" if blocks is None else "128 KiB, 4 of a window"
+        lines.append(f"| {size}, {name} | {' | '.join(f'{share:.1%}' for share in shares)} |")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 8, 64, 512, 4096])
     parser.add_argument("--batch_size", type=int, default=8, help="samples per rank and step")
     parser.add_argument("--num_workers", type=int, default=4, help="of a rank")
+    parser.add_argument("--mixing", action="store_true", help="instead how evenly sources are mixed (4 GB)")
     args = parser.parse_args()
+    if args.mixing:
+        print(mixing_table())
+        return 0
     for shards in DATA_SETS:
         rows = [row(shards, world, args.batch_size, args.num_workers) for world in args.worlds]
         print(f"\n{shards.describe()}; per rank and step, where nothing else is said:\n")

@@ -26,9 +26,9 @@ from preprocess.look.addresses import (
     InShard,
     find_address,
     ids_kept,
-    made_shards,
     no_document_at,
     samples_at,
+    shards_of_input,
 )
 from preprocess.make.engines import Numbers, TokenBatch
 from preprocess.make.members import Piece, RowMembers
@@ -180,8 +180,7 @@ def _address(place: InShard) -> str:
 def _document_in_input(folder: Path, plan: Plan, place: InInput) -> tuple[int, int]:
     """Shard and number of the document at a place of an input, which is read again."""
     nearest: tuple[int, int, int] | None = None  # offset, shard, number
-    shards = [plan.shard(shard_id) for shard_id in made_shards(folder, plan, None)]
-    shards = [shard for shard in shards if place.input_number in shard.input_numbers]
+    shards = shards_of_input(folder, plan, place.input_number)
     with Progress("looking for a document", sum(shard.num_bytes for shard in shards)) as progress:
         for shard_id in (shard.shard_id for shard in shards):
             num_read = 0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import orjson
 
-from preprocess.plan.plan_file import Plan
+from preprocess.plan.plan_file import Plan, PlannedShard
 from shardprep.console import Progress, quoted
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import errors_named, open_regular
@@ -86,14 +86,20 @@ def ids_kept(folder: Path, shard_id: int) -> Iterator[tuple[InInput, str]]:
 def samples_at(folder: Path, plan: Plan, place: InInput) -> list[tuple[int, int]]:
     """The samples that hold the document at a place of an input: shard and number. Raises NotFound."""
     found: list[tuple[int, int]] = []
-    for shard_id in made_shards(folder, plan, None):
-        if place.input_number in plan.shard(shard_id).input_numbers:
-            records = read_idx(folder, plan.spec, shard_id)
-            holding = samples_holding(records, place, num_train_samples(folder, shard_id, len(records)))
-            found = [(shard_id, number) for number in holding] or found
+    for shard in shards_of_input(folder, plan, place.input_number):
+        shard_id = shard.shard_id
+        records = read_idx(folder, plan.spec, shard_id)
+        holding = samples_holding(records, place, num_train_samples(folder, shard_id, len(records)))
+        found = [(shard_id, number) for number in holding] or found
     if not found:
         raise no_document_at(plan, place)
     return found
+
+
+def shards_of_input(folder: Path, plan: Plan, input_number: int) -> list[PlannedShard]:
+    """The finished shards that have a part of an input."""
+    shards = map(plan.shard, made_shards(folder, plan, None))
+    return [shard for shard in shards if input_number in shard.input_numbers]
 
 
 def no_document_at(plan: Plan, place: InInput) -> NotFound:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from preprocess.look.addresses import InInput, made_shards
+from preprocess.look.addresses import InInput, shards_of_input
 from preprocess.plan.plan_file import Plan
 from shardprep.console import printable
 from shardprep.errors import ShardprepError
@@ -22,13 +22,11 @@ _EXCERPT_BYTES, _DETAIL_CHARS = 480, 300
 
 def left_out_at(folder: Path, plan: Plan, place: InInput) -> list[str]:
     """What is known of a document that was left out, in lines; none where none begins at this place."""
-    for shard_id in made_shards(folder, plan, None):
-        if place.input_number not in plan.shard(shard_id).input_numbers:
-            continue
-        for reason, entry in quarantined(folder, shard_id):
+    for shard in shards_of_input(folder, plan, place.input_number):
+        for reason, entry in quarantined(folder, shard.shard_id):
             if (entry["input"], entry["offset"]) == (plan.inputs[place.input_number].path, place.offset):
                 size = "" if entry["num_bytes"] is None else f", {entry['num_bytes']} bytes"
-                why = f"left out of shard {shard_id:05d} as {reason}{size}: {entry['detail']}"
+                why = f"left out of shard {shard.shard_id:05d} as {reason}{size}: {entry['detail']}"
                 text = excerpt_of(plan, entry)
                 return [f"{entry['address']} was {why}", *([f"  {text}"] if text else []), ""]
     return []

@@ -51,8 +51,12 @@ class TokenBatch:
         """Documents given one by one."""
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(item) for item in ids], out=offsets[1:])
-        one_or_none = ids[0] if ids else np.empty(0, np.uint32)
-        return TokenBatch(ids=np.concatenate(ids) if len(ids) > 1 else one_or_none, offsets=offsets)
+        return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
+
+    @staticmethod
+    def of_one(ids: Ids) -> TokenBatch:
+        """One document, which may be long: it is not copied."""
+        return TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
 
     @staticmethod
     def joined(batches: Sequence[TokenBatch]) -> TokenBatch:

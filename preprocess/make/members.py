@@ -148,10 +148,10 @@ class DocumentMembers:
         self, document: LongDocument, num_text_bytes: int, ids: Ids, digest: Digests
     ) -> Iterator[Piece]:
         """Lay out a document whose text, of so many bytes, is read once more. ``digest``: one or none."""
-        place, none, tokens = document.place, np.empty(0, IDX_DOCUMENT), TokenBatch.of([ids])
-        num_bytes = self._json.length(ids) if self._json else int(self._id_bytes(tokens)[0])
+        place, none = document.place, np.empty(0, IDX_DOCUMENT)
+        num_bytes = self._json.length(ids) if self._json else int(self._id_bytes(TokenBatch.of_one(ids))[0])
         self._check_sizes(place.input_number, num_bytes, num_text_bytes)
-        for data in self._long_pieces(document, num_text_bytes, tokens, num_bytes):
+        for data in self._long_pieces(document, num_text_bytes, ids, num_bytes):
             self._tar_bytes += len(data)
             yield Piece(data, none)
         begin = self._tar_bytes - num_bytes + self._npy_header_bytes
@@ -161,7 +161,7 @@ class DocumentMembers:
         yield from self._sides(Piece(bytes(-num_bytes % BLOCK_BYTES), records, digest))
 
     def _long_pieces(
-        self, document: LongDocument, num_text_bytes: int, tokens: TokenBatch, num_bytes: int
+        self, document: LongDocument, num_text_bytes: int, ids: Ids, num_bytes: int
     ) -> Iterator[bytes]:
         """The members of a long document, some at a time, all but the zeros at the end."""
         line = np.array([document.place.line])
@@ -171,13 +171,13 @@ class DocumentMembers:
             yield bytes(-num_text_bytes % BLOCK_BYTES)
         yield document_headers(self._shard_id, line, self._field, np.array([num_bytes])).tobytes()
         if not self._json:
-            yield npy_header(self._spec.dtype, (len(tokens.ids),))
-            for begin in range(0, len(tokens.ids), _BLOCK_TOKENS):
-                yield tokens.ids[begin : begin + _BLOCK_TOKENS].astype(self._spec.dtype).tobytes()
+            yield npy_header(self._spec.dtype, (len(ids),))
+            for begin in range(0, len(ids), _BLOCK_TOKENS):
+                yield ids[begin : begin + _BLOCK_TOKENS].astype(self._spec.dtype).tobytes()
             return
         yield b"["
-        for begin in range(0, len(tokens.ids), _BLOCK_TOKENS):
-            written = self._json.separated(tokens.ids[begin : begin + _BLOCK_TOKENS])
+        for begin in range(0, len(ids), _BLOCK_TOKENS):
+            written = self._json.separated(ids[begin : begin + _BLOCK_TOKENS])
             yield bytes(written if begin else written[2:])
         yield b"]"
 
@@ -384,7 +384,7 @@ class RowMembers:
     def long_document(self, document: LongDocument, _: int, ids: Ids, digest: Digests) -> Iterator[Piece]:
         """Lay out its ids; rows hold no text."""
         place = document.place
-        return self._packed(TokenBatch.of([ids]), _starts(1, place.input_number, place.start, digest))
+        return self._packed(TokenBatch.of_one(ids), _starts(1, place.input_number, place.start, digest))
 
     def rest(self) -> Iterator[Piece]:
         for side, packer in enumerate(self._packers):

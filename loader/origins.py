@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
@@ -20,9 +23,10 @@ from loader.chunks import IGNORED
 from loader.find_shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, UsageError
 from shardprep.files import NOT_THERE
-from shardprep.format.dataset_spec import read_input_names
+from shardprep.format.dataset_spec import DatasetSpec, read_input_names
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
+from shardprep.format.kept_fields import KeptFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +37,10 @@ class Origin:
     tar: Path
     sample: int  # its number in the tar, from 0
     document: int  # its number in a packed row, from 0; 0 for a document that is a sample
-    place: str  # file and byte of the input; of a packed row, of the document of its first token; "": unknown
+    # File and byte of the input; of packed rows without --keep_fields, of the row's first token; "": unknown.
+    place: str
     address: str  # for ``shardprep peek DATA``, as "3:17:2"; "" in tars of other tools
+    fields: dict[str, Any]  # of ``plan --keep_fields``; {}: none are kept, or it was packed by the loader
 
 
 def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: int) -> Origin:
@@ -45,17 +51,43 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
             "samples are numbered in each from 0; pass columns 2 to 5 of origins"
         )
     data, row = shards.locate(shard)
-    place = address = ""
+    place, address, fields = "", "", dict[str, Any]()
     if isinstance(data, DatasetShards):
         shard_id = int(data.shard_ids[row])
         address = f"{shard_id}:{sample}:{document}" if data.row_tokens else f"{shard_id}:{sample}"
         with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan
-            record = read_idx(data.folder, data.spec, shard_id)[sample]
-            place = place_text(
-                read_input_names(data.folder)[int(record["source"])], int(record["source_offset"])
-            )
-    tar = data.path_of(row)
-    return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
+            number, offset = _places(data.folder, data.spec, shard_id)[sample].tolist()
+            if kept := _kept_fields(data.folder, data.spec, shard_id):
+                if (found := kept.of(sample, document)) is None:
+                    raise UsageError(f"{address}: that sample has no document {document}")
+                number, offset, fields = found
+            place = place_text(_input_names(data.folder)[number], offset)
+    return Origin(
+        source=name,
+        tar=data.path_of(row),
+        sample=sample,
+        document=document,
+        place=place,
+        address=address,
+        fields=fields,
+    )
+
+
+# A loop may ask for each document of each batch.
+_input_names = lru_cache(maxsize=16)(read_input_names)
+
+
+@lru_cache(maxsize=16)
+def _places(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
+    return read_idx(folder, spec, shard_id)[["source", "source_offset"]].copy()
+
+
+@lru_cache(maxsize=16)
+def _kept_fields(folder: Path, spec: DatasetSpec, shard_id: int) -> KeptFields | None:
+    try:
+        return KeptFields(folder, spec, shard_id)
+    except NOT_THERE:
+        return None
 
 
 class SourceLosses:

@@ -43,7 +43,7 @@ from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import Manifest, check_shard
-from shardprep.format.names import TEXT_FIELD, digests_path, tar_path
+from shardprep.format.names import TEXT_FIELD, digests_path, ids_path, remake_command, tar_path
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import publish_withdrawal, read_withdrawals, withdrawal_path
 
@@ -216,12 +216,24 @@ def _asked_keys(args: argparse.Namespace, plan: Plan) -> Iterator[Key]:
 
 def _keys_of_shard(args: argparse.Namespace, plan: Plan, manifest: Manifest) -> Iterable[Key]:
     """What each document of a shard, in order, may be asked for by."""
-    folder, shard_id = args.data_dir, manifest.shard_id
+    folder: Path = args.data_dir
     if args.source is not None:
         return _sources_of(folder, plan, manifest, args.source)
     if args.ids is not None:
-        return (kept for _, kept in ids_kept(folder, shard_id))
+        return [kept for _, kept in _ids_of_all(folder, manifest)]
     return document_digests(folder, plan, manifest)
+
+
+def _ids_of_all(folder: Path, manifest: Manifest) -> list[tuple[InInput, str]]:
+    """Place and id of each document of a shard, if each has one. Raises Refused, and what reading raises."""
+    shard_id, num_documents = manifest.shard_id, manifest.counts.num_documents
+    found = list(ids_kept(folder, shard_id))
+    if len(found) != num_documents:  # earlier versions wrote no line for those of .txt
+        raise Refused(
+            f"{ids_path(folder, shard_id)} has {counted(len(found), 'line')}, expected one for each of "
+            f"{num_documents} documents; run: {remake_command(shard_id, folder)}, then this again"
+        )
+    return found
 
 
 def _sources_of(folder: Path, plan: Plan, manifest: Manifest, name: str) -> Iterable[str]:
@@ -235,7 +247,7 @@ def _sources_of(folder: Path, plan: Plan, manifest: Manifest, name: str) -> Iter
         items = _items(folder, plan, manifest)
         return itertools.chain.from_iterable(_named_sources(plan, item) for item in items)
     if options.id_field:
-        return (plan.source_of(place.input_number) for place, _ in ids_kept(folder, manifest.shard_id))
+        return [plan.source_of(place.input_number) for place, _ in _ids_of_all(folder, manifest)]
     records = read_idx(folder, plan.spec, manifest.shard_id)
     return map(plan.source_of, records["source"][_in_order_of_input(records)].tolist())
 

@@ -21,7 +21,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -47,6 +47,7 @@ class PlainRecord:
     reason: str = ""  # why it is left out as bad
     id: str | None = None  # of --id_field; None: lines of text have none
     named: str = ""  # the source that the record names
+    kept: dict[str, Any] = field(default_factory=dict)  # of --keep_fields
     is_filtered: bool = False  # left out by --min_chars or --max_chars
     line: int = 0  # in the shard, from 0
     source: int = 0  # position of the input file in the plan
@@ -58,7 +59,7 @@ class _BadError(Exception):
     """A record gives no text; the argument is the reason."""
 
 
-_Read = tuple[str, "str | None", str]  # text, id, source
+_Read = tuple[str, "str | None", str, dict[str, Any]]  # text, id, source, fields to keep
 _Records = Iterator[tuple[int, Callable[[], _Read]]]  # where each begins; reading it may raise _BadError
 
 
@@ -75,8 +76,8 @@ def plain_records(plan: Plan, shard_id: int) -> Iterator[PlainRecord]:
         text_stop = plan.text_starts[shard_id + 1] if is_cut and plan.text_starts is not None else None
         for offset, read in _READERS[_suffix(part.path.name)](part, text_stop, plan.options):
             try:
-                text, name, source = read()
-                record = PlainRecord(offset, text, id=name, named=source)
+                text, name, source, kept = read()
+                record = PlainRecord(offset, text, id=name, named=source, kept=kept)
             except UnicodeDecodeError:
                 record = PlainRecord(offset, reason="undecodable")
             except _BadError as bad:
@@ -184,7 +185,7 @@ def _in_text(part: ByteRange, text_stop: int | None, options: PlanOptions) -> _R
 def _text_of(line: bytes, codec: str, blanks: str | None, *, is_held: bool) -> _Read:
     if is_held and len(line) > _MOST_HELD_BYTES:
         raise _BadError("too_long")
-    return line.decode(codec).replace("\r\n", "\n").replace("\r", "\n").strip(blanks), None, ""
+    return line.decode(codec).replace("\r\n", "\n").replace("\r", "\n").strip(blanks), None, "", {}
 
 
 def _codec_of(data: bytes, encoding: str) -> tuple[str, int]:
@@ -217,7 +218,7 @@ def _object_of(line: bytes, fields: _Fields, *, is_first: bool) -> _Read:
         raise _BadError("too_long")
     data = line.removeprefix(codecs.BOM_UTF8) if is_first else line
     if not data.strip(b" \t\r\n"):
-        return "", None, ""
+        return "", None, "", {}
     return fields.read(functools.partial(_value_at, _parsed(data)))
 
 
@@ -406,7 +407,7 @@ _READERS: dict[str, Callable[[ByteRange, int | None, PlanOptions], _Records]] = 
 
 
 class _Fields:
-    """The fields of the text, the id and the source."""
+    """The fields of the text, the id and the source, and those to keep."""
 
     def __init__(self, options: PlanOptions) -> None:
         self._literals, names = ["", ""], [options.messages_field or options.text_field]
@@ -424,7 +425,9 @@ class _Fields:
         self._id, self._source = (
             name.split(".") if name else [] for name in (options.id_field, options.source_field)
         )
-        paths = [path for path in (*self._text, self._id, self._source) if path]
+        self._kept = [name.strip() for name in options.keep_fields.split(",") if name]
+        kept = [name.split(".") for name in self._kept]
+        paths = [path for path in (*self._text, self._id, self._source, *kept) if path]
         self.columns = [name for path in paths for name in (path[0], ".".join(path))]
 
     def read(self, value_of: Callable[..., Any]) -> _Read:
@@ -439,7 +442,9 @@ class _Fields:
         most_bytes = _MOST_CHAT_BYTES if self._is_chat else _MOST_HELD_BYTES
         if len(text) > most_bytes or len(text.encode()) > _MOST_HELD_BYTES:
             raise _BadError("too_long")
-        return "" if text.isspace() else text, _name(self._id, value_of), _name(self._source, value_of)
+        kept = {name: _value(value_of(name.split("."), is_text=False)) for name in self._kept}
+        text = "" if text.isspace() else text
+        return text, _name(self._id, value_of), _name(self._source, value_of), kept
 
     def _text_of(self, value: Any) -> str:
         if isinstance(value, UnicodeDecodeError):
@@ -472,3 +477,15 @@ def _name(path: Sequence[str], value_of: Callable[..., Any]) -> str:
         return json.dumps(value, ensure_ascii=False, default=_last)
     except (TypeError, ValueError):
         return str(value)
+
+
+def _value(value: Any) -> Any:
+    """A field to keep, as JSON gives it back: a time is a string, and what JSON has not is null."""
+    if value is _MISSING or isinstance(value, UnicodeDecodeError):
+        return None
+    text = json.dumps(value, default=lambda it: _last(it) if isinstance(it, _Twice) else _time_or_text(it))
+    return json.loads(text, parse_constant=lambda _: None)
+
+
+def _time_or_text(value: Any) -> str:
+    return str(value.isoformat() if hasattr(value, "isoformat") else value)

@@ -150,9 +150,10 @@ def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
         raise _Wrong(f"the manifest of {name} describes another data set than plan.json", Refused)
     if found != planned_bytes:
         raise _Wrong(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
-    if (manifest.digests is not None) != plan.options.digests:
-        has = "no" if plan.options.digests else "some"
-        raise _Wrong(f"the manifest of {name} has {has} digests, other than the plan")
+    for what in ("ids", "digests", "fields"):
+        if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
+            has = "some" if is_there else "no"
+            raise _Wrong(f"the manifest of {name} has {has} {what}, other than the plan")
 
 
 def _check_bytes(folder: Path, plan: Plan, manifest: Manifest, *, crcs: bool) -> None:

@@ -18,7 +18,7 @@ import pyarrow.compute as compute
 from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of
 from preprocess.formats.inputs import OpenInput, Place, unreadable
 from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import FieldPath, MessageFields, TextFields, UnusableText, name_of
+from preprocess.formats.text_fields import FieldPath, MessageFields, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 
 _MOST_ROWS = 8192
@@ -205,17 +205,12 @@ def row_documents(
             texts: Sequence[str | UnusableText] = of_text[0]
             if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
                 texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
-            ids, sources = (
-                list(map(name_of, values[path])) if path else None
-                for path in (fields.id_path, fields.source_path)
-            )
             block = RecordBlock(
                 texts=texts,
                 starts=np.arange(num, dtype=np.int64) + none.start,
                 sizes=np.ones(num, np.int64),
                 num_bytes=num_bytes,
-                ids=ids,
-                sources=sources,
+                told=fields.told(values),
             )
             yield from batches_of(block, none)
             none = dataclasses.replace(none, start=none.start + num, line=none.line + num)

@@ -19,7 +19,7 @@ from preprocess.formats import long_documents
 from preprocess.formats.chat import ChatTemplate
 from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TextFields, UnusableText
+from preprocess.formats.text_fields import TOLD_NOTHING, TextFields, Told, UnusableText
 from preprocess.options import Doc, PlanOptions
 from shardprep.format.digests import canonical_conversation, digests_of
 
@@ -49,6 +49,7 @@ class DocumentBatch:
     bad: list[BadDocument] = field(default_factory=list)
     ids: list[str] | None = None  # of --id_field, one per document
     sources: list[str] | None = None  # of --source_field, one per document; None: the file's
+    kept: list[str] | None = None  # of --keep_fields, one per document: an object of JSON
     spans: list[list[tuple[int, int]]] | None = None  # of conversations: the characters by the assistant
     conversations: list[str] | None = None  # the messages in JSON that the texts are rendered from
     keeps_space: bool = False  # white space beyond ASCII is not yet stripped
@@ -58,7 +59,7 @@ class DocumentBatch:
         """The same with some of its documents alone; the counts stay."""
         picked = numbers.tolist()
         kept: dict[str, Any] = {"lines": self.lines[numbers], "input_offsets": self.input_offsets[numbers]}
-        for name in ("texts", "ids", "sources", "spans", "conversations"):
+        for name in ("texts", *Told._fields, "spans", "conversations"):
             if (values := getattr(self, name)) is not None:
                 kept[name] = [values[number] for number in picked]
         return dataclasses.replace(self, **kept)
@@ -201,8 +202,7 @@ class RecordBlock:
     starts: npt.NDArray[np.int64]  # int64[n]: byte or row of each in the file
     sizes: npt.NDArray[np.int64]  # int64[n]: bytes of each
     num_bytes: int  # of the file, that the block accounts for
-    ids: Sequence[str] | None = None  # of --id_field, one per record
-    sources: Sequence[str] | None = None  # of --source_field
+    told: Told = TOLD_NOTHING  # what the records tell beside their texts
     is_text: bool = False  # they are lines of text: stripped, and none is too long
 
 
@@ -243,8 +243,7 @@ def _long_document(block: RecordBlock, number: int, place: Place) -> DocumentBat
     return LongDocument(
         place=place,
         held=text,
-        id=block.ids[number] if block.ids is not None else "",
-        source=block.sources[number] if block.sources is not None else "",
+        told=Told(*(None if names is None else [names[number]] for names in block.told)),
     )
 
 
@@ -257,14 +256,13 @@ def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int, *, is_
         kept = [number for number, text in strings if text and (block.is_text or not text.isspace())]
         numbers = np.array(kept, np.int64)
         texts = [block.texts[number] for number in kept]
-    ids, sources = (
-        None if names is None else [names[number] for number in numbers.tolist()]
-        for names in (block.ids, block.sources)
-    )
+    picked = numbers.tolist()
+    told = Told(*(None if names is None else [names[number] for number in picked] for names in block.told))
     bad = []
     if not is_good:
+        sources = block.told.sources
         bad = [
-            _place(block, number, place).left_out(why, block.sources[number] if block.sources else "")
+            _place(block, number, place).left_out(why, sources[number] if sources else "")
             for number, why in enumerate(block.texts[part], part.start)
             if isinstance(why, UnusableText)
         ]
@@ -277,9 +275,8 @@ def _batch(block: RecordBlock, part: slice, place: Place, num_bytes: int, *, is_
         num_lines=part.stop - part.start,
         num_bytes=num_bytes,
         bad=bad,
-        ids=ids,
-        sources=sources,
         keeps_space=place.keeps_space,
+        **told._asdict(),
     )
 
 

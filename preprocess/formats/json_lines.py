@@ -30,7 +30,6 @@ from preprocess.formats.text_fields import (
     MessageFields,
     TextFields,
     UnusableText,
-    name_of,
     value_at,
 )
 from shardprep.errors import BadInput
@@ -84,37 +83,34 @@ def _records(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], pl
     records: list[Any]
     if _names_each_once(block, len(lines), fields):
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            if name is not None and not (fields.id_path or fields.source_path):
+            if name is not None and not fields.other_paths:
                 # No object lives on: thousands of them at once would start the garbage collector.
                 found = [loads(line)[name] for line in lines]
                 if {str}.issuperset(map(type, found)):
-                    return found, None, None
+                    return Records(found)
             else:
                 records = list(map(loads, lines))
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
-                names = [_values(records, path) for path in (fields.id_path, fields.source_path)]
-                if {str}.issuperset(map(type, texts)) and all(map(_are_exact, names)):
-                    return texts, _names(names[0]), _names(names[1])
+                others = _others(records, fields)
+                if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
+                    return Records(texts, fields.told(others))
     records, texts = [], []
     for line in lines:
         record, text = _record_of(line, fields)
         records.append(record)
         texts.append(text)
-    return texts, _names(_values(records, fields.id_path)), _names(_values(records, fields.source_path))
+    return Records(texts, fields.told(_others(records, fields)))
 
 
-def _values(records: list[Any], path: FieldPath) -> list[Any] | None:
-    return [value_at(record, path) for record in records] if path else None
+def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
+    """The values of ``other_paths``."""
+    return {path: [value_at(record, path) for record in records] for path in fields.other_paths}
 
 
-def _names(values: list[Any] | None) -> list[str] | None:
-    return None if values is None else list(map(name_of, values))
-
-
-def _are_exact(values: Sequence[Any] | None) -> bool:
+def _are_exact(values: Sequence[Any]) -> bool:
     """Whether orjson's values are the file's: of an integer beyond 64 bits it makes a float."""
-    kinds = set(map(type, values or ()))
-    if float in kinds and any(abs(value) >= 2**63 for value in values or () if type(value) is float):
+    kinds = set(map(type, values))
+    if float in kinds and any(abs(value) >= 2**63 for value in values if type(value) is float):
         return False
     return kinds.isdisjoint((list, dict))
 
@@ -163,8 +159,8 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         record = orjson.loads(line)
     except ValueError:
         return None, why_not_json(line)
-    names = [value_at(record, path) for path in (fields.id_path, fields.source_path) if path]
-    if _names_each_once(line, 1, fields) and _are_exact(names):
+    others = [value_at(record, path) for path in fields.other_paths]
+    if _names_each_once(line, 1, fields) and _are_exact(others):
         return record, fields.text(record)
     try:
         record = json.loads(line, object_pairs_hook=_Object)

@@ -26,7 +26,7 @@ from preprocess.formats.format import (
 )
 from preprocess.formats.inputs import OpenInput, Place
 from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import UnusableText
+from preprocess.formats.text_fields import TOLD_NOTHING, Told, UnusableText
 
 
 class TextPiece(NamedTuple):
@@ -135,8 +135,11 @@ class LineBlock(NamedTuple):
     num_bytes: int  # of the file that were read for it
 
 
-Records = tuple[Sequence["str | UnusableText"], "Sequence[str] | None", "Sequence[str] | None"]
-"""Of each line the text, or why it has none; the ids; the sources."""
+class Records(NamedTuple):
+    """Of each line the text, or why it has none, and what else they tell."""
+
+    texts: Sequence[str | UnusableText]
+    told: Told = TOLD_NOTHING
 
 
 def line_documents(
@@ -176,14 +179,13 @@ def line_documents(
         ):
             data, own = block.data[begin:end], starts[first : first + most] - begin
             where = dataclasses.replace(place, start=block.start + int(begin), num_bytes=0)
-            texts, ids, sources = records_of(data, own, where)
+            found = records_of(data, own, where)
             records = RecordBlock(
-                texts=texts,
+                texts=found.texts,
                 starts=own + where.start,
                 sizes=np.diff(own, append=len(data)),
                 num_bytes=num_bytes,
-                ids=ids,
-                sources=sources,
+                told=found.told,
                 is_text=is_text,
             )
             yield from batches_of(records, where)

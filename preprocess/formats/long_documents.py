@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from preprocess.formats.inputs import BadDocument, Place
-from preprocess.formats.text_fields import UnusableText
+from preprocess.formats.text_fields import TOLD_NOTHING, Told, UnusableText
 from shardprep.errors import Refused
 
 LONG_BYTES = 4 << 20  # a document of more is never held whole, where its file can be read in pieces again
@@ -48,13 +48,17 @@ class LongDocument:
     place: Place
     num_lines: int = 1
     held: str | None = None  # its text, as it is to be encoded
-    id: str = ""  # of --id_field
-    source: str = ""  # of --source_field; "": the file's
+    told: Told = TOLD_NOTHING  # what its record tells beside the text
     _checksums: dict[str, int] = field(default_factory=dict)  # of the first pass over its bytes
 
     @property
     def num_bytes(self) -> int:
         return self.place.num_bytes
+
+    @property
+    def source(self) -> str:
+        """The source that its record names, "" for the file's."""
+        return self.told.sources[0] if self.told.sources else ""
 
     def text_bytes(self, *, can_be_cut: bool, digest: hashlib._Hash | None = None) -> int | BadDocument:
         """The first pass: bytes of its text as UTF-8, or why it is left out. Raises as ``text`` does.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import operator
 import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shardprep.errors import UsageError
 
@@ -28,18 +29,42 @@ class UnusableText:
 _MISSING = object()
 
 
+class Told(NamedTuple):
+    """What records tell beside their texts: of each its id, its source, and the fields to keep as JSON."""
+
+    ids: list[str] | None = None
+    sources: list[str] | None = None
+    kept: list[str] | None = None
+
+
+TOLD_NOTHING = Told()
+
+
 class TextFields:
-    """Takes the text, the id and the source out of records. Field names have dots for nesting.
+    """Takes the text, and what else is wanted, out of records. Field names have dots for nesting.
 
     ``text_template`` stands in place of ``text_field`` where it is given: ``{input}\\n\\n{output}``. Raises
     UsageError where it is none.
     """
 
     def __init__(
-        self, text_field: str = "text", text_template: str = "", id_field: str = "", source_field: str = ""
+        self,
+        text_field: str = "text",
+        text_template: str = "",
+        *,
+        id_field: str = "",
+        source_field: str = "",
+        keep_fields: str = "",
     ) -> None:
         self.id_path = _path(id_field, "--id_field")
         self.source_path = _path(source_field, "--source_field")
+        names = list(map(str.strip, keep_fields.split(","))) if keep_fields else []
+        if not all(names) or len({*names}) < len(names):
+            raise UsageError(
+                f"--keep_fields {keep_fields!r} has an empty name or one twice; such as url,license"
+            )
+        self.kept_paths = [_path(name, "--keep_fields") for name in names]
+        self._kept_keys = [f"{json.dumps(name, ensure_ascii=False)}:" for name in names]
         self._literals: list[str] = []  # one before each field, and one behind the last
         self.text_paths: list[FieldPath] = []
         if text_template:
@@ -58,14 +83,31 @@ class TextFields:
         other.text_paths = [places.get(path, path) for path in self.text_paths]
         other.id_path = places.get(self.id_path, self.id_path)
         other.source_path = places.get(self.source_path, self.source_path)
+        other.kept_paths = [places.get(path, path) for path in self.kept_paths]
         return other
+
+    @property
+    def other_paths(self) -> list[FieldPath]:
+        """All fields but those of the text that have to be read, each once."""
+        return list(
+            dict.fromkeys(path for path in (self.id_path, self.source_path, *self.kept_paths) if path)
+        )
 
     @property
     def paths(self) -> list[FieldPath]:
         """All fields that have to be read, each once."""
-        return list(
-            dict.fromkeys(path for path in (*self.text_paths, self.id_path, self.source_path) if path)
+        return list(dict.fromkeys((*self.text_paths, *self.other_paths)))
+
+    def told(self, values: Mapping[FieldPath, Sequence[Any]]) -> Told:
+        """What records tell beside their texts, given the values of each of ``other_paths``."""
+        ids, sources = (
+            list(map(name_of, values[path])) if path else None for path in (self.id_path, self.source_path)
         )
+        if not self.kept_paths:
+            return Told(ids, sources)
+        rows = zip(*(map(_kept_value, values[path]) for path in self.kept_paths), strict=True)
+        kept = ["{%s}" % ",".join(map(operator.add, self._kept_keys, row)) for row in rows]  # noqa: UP031
+        return Told(ids, sources, kept)
 
     def text(self, record: Any) -> str | UnusableText:
         if not isinstance(record, dict):
@@ -112,8 +154,8 @@ class TextFields:
 class MessageFields(TextFields):
     """The same of conversations: the text is their list of messages as JSON, to be rendered later."""
 
-    def __init__(self, messages_field: str, id_field: str = "", source_field: str = "") -> None:
-        super().__init__("text", "", id_field, source_field)
+    def __init__(self, messages_field: str, **others: str) -> None:
+        super().__init__("text", **others)
         self.text_paths = [_path(messages_field, "--messages_field")]
         self.plain_name = None
 
@@ -142,6 +184,22 @@ def _json_of(value: Any) -> str:
     if "null" in text:  # which orjson writes for NaN, too
         json.dumps(value, allow_nan=False, default=str)
     return text
+
+
+def _kept_value(value: Any) -> str:
+    """A value of --keep_fields as JSON; null for none, and for bytes that are no text. A time is a string."""
+    import orjson
+
+    if value is _MISSING or isinstance(value, UnusableText):
+        return "null"
+    try:
+        return orjson.dumps(value, default=_text_of).decode()
+    except TypeError:  # an integer of more than 64 bits
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_text_of)
+
+
+def _text_of(value: Any) -> str:
+    return str(value.isoformat() if hasattr(value, "isoformat") else value)
 
 
 def _path(name: str, flag: str) -> FieldPath:

@@ -104,10 +104,10 @@ def _texts_of(block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Reco
         text = block.decode(place.codec)
     except UnicodeDecodeError:
         bounds = itertools.pairwise([*starts.tolist(), len(block)])
-        return [_text_of(block[begin:end], place, begin) for begin, end in bounds], None, None
+        return Records([_text_of(block[begin:end], place, begin) for begin, end in bounds])
     texts = _with_one_end(text).split("\n")[: len(starts)]  # behind the last line end there is no line
     blanks = _blanks(place)
-    return [text.strip(blanks) for text in texts], None, None
+    return Records([text.strip(blanks) for text in texts])
 
 
 def _text_of(data: bytes, place: Place, begin: int = 0) -> str | UnusableText:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
+from shardprep.format.kept_fields import KeptFields
 from shardprep.format.manifest import read_manifest
 from shardprep.format.names import TOKENIZER_DIR, shard_name
 from shardprep.format.shards import ShardSamples
@@ -169,6 +171,7 @@ def sample_lines(
     chars: int,
     is_held: bool,
     only: set[int],
+    kept: KeptFields | None,
 ) -> Iterator[str]:
     """A sample for people, ``is_held``: one for validation; ``only``: these of its documents (none: all).
 
@@ -191,6 +194,8 @@ def sample_lines(
         if plan.spec.has_rows:
             is_rest = begins_inside and position == 0
             yield "  --- the rest of a document" if is_rest else "  --- a document begins"
+        if kept is not None and (found := kept.of(number, position)) is not None:
+            yield f"  {json.dumps(found.fields, ensure_ascii=False)}"
         yield from (f"  {line}" for line in cut.split("\n"))
     yield ""
 
@@ -276,6 +281,7 @@ def peek(args: argparse.Namespace) -> int:
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
         with ShardSamples(folder, plan.spec, shard_id) as samples:
             num_train = num_train_samples(folder, shard_id, len(samples.records))
+            kept = KeptFields(folder, plan.spec, shard_id) if plan.options.keep_fields else None
             for _, number in of_shard:
                 documents = _documents(samples, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
@@ -285,7 +291,7 @@ def peek(args: argparse.Namespace) -> int:
                     address = f"{shard_id}:{number}:{max(only)}"
                     raise NotFound(f"{address}: that sample has documents 0 to {len(documents) - 1}")
                 is_held = number >= num_train
-                print_lines(*sample_lines(plan, samples, number, documents, args.chars, is_held, only))
+                print_lines(*sample_lines(plan, samples, number, documents, args.chars, is_held, only, kept))
                 num_shown += 1
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0

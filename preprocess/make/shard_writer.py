@@ -22,6 +22,7 @@ import orjson
 from preprocess.formats.format import DocumentBatch, SourceTexts
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.text_fields import Told
 from preprocess.make.engines import Ids, Numbers, TokenBatch
 from preprocess.make.members import Digests, Members, Piece, Prepared
 from shardprep.errors import BadInput, CannotWrite
@@ -39,11 +40,11 @@ from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import Manifest, ShardCounts, ValidationCounts
 from shardprep.format.names import (
     DIGESTS_DIR,
+    FIELDS_DIR,
     IDS_DIR,
     QUARANTINE_DIR,
     TAR_END,
-    digests_path,
-    ids_path,
+    VOUCHED_PATHS,
     idx_path,
     manifest_path,
     quarantine_path,
@@ -115,7 +116,7 @@ def _unlink(marks: list[Path], owner: int) -> None:
 
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
     """Remove what attempts at some shards left, by one look at the folder."""
-    subfolders = [QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR]
+    subfolders = [QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, FIELDS_DIR]
     remove_temporaries(folder, *map(shard_name, shard_ids), older_than_s=older_than_s, subfolders=subfolders)
 
 
@@ -136,8 +137,7 @@ class ShardWriter:
         members: Members,
         *,
         input_paths: Mapping[int, str],
-        keeps_ids: bool = False,
-        keeps_digests: bool = False,
+        side_files: Sequence[str] = (),
     ) -> None:
         self._folder = folder
         self._spec = spec
@@ -164,14 +164,18 @@ class ShardWriter:
         try:
             self._idx = PublishedFile(idx_path(folder, shard_id))
             self._files.append(self._idx)
-            self._ids = self._subfolder_file(ids_path(folder, shard_id)) if keeps_ids else None
-            self._digests = self._subfolder_file(digests_path(folder, shard_id)) if keeps_digests else None
+            self._ids, self._digests, self._fields = (
+                self._subfolder_file(VOUCHED_PATHS[name](folder, shard_id)) if name in side_files else None
+                for name in ("ids", "digests", "fields")
+            )
         except CannotWrite:
             self.__exit__(None, None, None)
             raise
         self._idx.write(idx_header(spec, shard_id))
         self._crcs = ChunkCrcs(idx_dtype(spec.kind))
         self._validation: list[Piece] = []  # whose records and digests come behind all others
+        # Fields of documents that no sample is known of yet, by their places.
+        self._kept: dict[tuple[int, int], str] = {}
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -218,8 +222,8 @@ class ShardWriter:
         self._count_documents(num_tokens)
         self.bad += documents.bad
         self._count_sources(documents, texts, num_tokens)
-        if documents.ids is not None:
-            self._keep_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
+        told = Told(documents.ids, documents.sources, documents.kept)
+        self._keep(documents.input_number, documents.input_offsets.tolist(), told)
         self._write(prepared())
 
     def append_long(
@@ -240,7 +244,7 @@ class ShardWriter:
         )
         if num_text_bytes:
             self._texts[name].add(num_text_bytes, num_chars, num_tokens)
-            self._keep_ids(place.input_number, [place.start], [document.id])
+            self._keep(place.input_number, [place.start], document.told)
             self._write(self._members.long_document(document, num_text_bytes, ids, digest))
 
     def leave_out(self, document: LongDocument, bad: BadDocument) -> None:
@@ -286,10 +290,15 @@ class ShardWriter:
             )
         return name
 
-    def _keep_ids(self, input_number: int, offsets: list[int], ids: list[str]) -> None:
+    def _keep(self, input_number: int, offsets: list[int], told: Told) -> None:
+        """Write the ids of documents, and hold their fields until their samples are written."""
+        places = [(input_number, offset) for offset in offsets]
         if self._ids is not None:
-            rows = [orjson.dumps([input_number, *row]) for row in zip(offsets, ids, strict=True)]
+            ids = told.ids or [""] * len(places)  # lines of text have none
+            rows = [orjson.dumps([*place, name]) for place, name in zip(places, ids, strict=True)]
             self._ids.write(b"\n".join([*rows, b""]))
+        if self._fields is not None:
+            self._kept.update(zip(places, told.kept or ["{}"] * len(places), strict=True))
 
     def _count_documents(self, num_tokens: Numbers) -> None:
         """Count documents, given the tokens of each."""
@@ -299,13 +308,20 @@ class ShardWriter:
     def _write(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             self._tar.write(piece.data)
+            if self._fields is not None:
+                piece = piece._replace(kept=self._kept_lines(piece))
             if piece.is_validation:
                 self._validation.append(piece._replace(data=b""))
             else:
                 self._note(piece)
 
+    def _kept_lines(self, piece: Piece) -> bytes:
+        begun = piece.records if piece.begun is None else piece.begun
+        places = zip(begun["source"].tolist(), begun["source_offset"].tolist(), strict=True)
+        return b"".join(f"[{place[0]},{place[1]},{self._kept.pop(place)}]\n".encode() for place in places)
+
     def _note(self, piece: Piece) -> None:
-        """Write what idx and digests say of a piece's samples."""
+        """Write what is said of a piece's samples beside the tar."""
         if len(piece.records):
             raw = piece.records.tobytes()
             self._idx.write(raw)
@@ -313,6 +329,8 @@ class ShardWriter:
             self._counts["num_samples"] += len(piece.records)
         if self._digests is not None and len(piece.digests):
             self._digests.write(piece.digests.tobytes())
+        if self._fields is not None:
+            self._fields.write(piece.kept)
 
     def commit(self, run: dict[str, Any]) -> Manifest:
         """Publish the shard; its manifest, with ``run`` in it, comes last."""
@@ -323,6 +341,7 @@ class ShardWriter:
         self._idx.write(self._crcs.table())
         files = {"tar": self._tar, "idx": self._idx}
         others = {"quarantine": self.quarantine(), "ids": self._ids, "digests": self._digests}
+        others["fields"] = self._fields
         files |= {name: file for name, file in others.items() if file is not None}
         stamps: dict[str, Any] = dict.fromkeys(others) | {name: file.sync() for name, file in files.items()}
         # For reports. They stand in ``run``, so that every shardprep reads what any of them wrote.

@@ -134,8 +134,7 @@ class Worker:
                 shard.shard_id,
                 members,
                 input_paths={number: self.plan.inputs[number].path for number in shard.input_numbers},
-                keeps_ids=bool(options.id_field),
-                keeps_digests=options.digests,
+                side_files=options.side_files(),
             ) as writer,
         ):
             behind: deque[tuple[int, Future[_Append]]] = deque()  # bytes of input, and what appends them

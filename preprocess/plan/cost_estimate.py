@@ -83,9 +83,8 @@ def _beginning(document: LongDocument) -> DocumentBatch:
         texts=[text],
         lines=np.array([place.line]),
         input_offsets=np.array([place.start]),
-        ids=[document.id],
-        sources=[document.source],
         num_lines=1,
+        **document.told._asdict(),
     )
 
 
@@ -132,7 +131,9 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         folder = stack.enter_context(scratch_folder())
         members = members_of(plan.spec, 0, plan.options)
         writer = stack.enter_context(
-            ShardWriter(folder, plan.spec, 0, members, input_paths=input_paths, keeps_digests=keeps_digests)
+            ShardWriter(
+                folder, plan.spec, 0, members, input_paths=input_paths, side_files=plan.options.side_files()
+            )
         )
         num_bytes = 0
         read_s = encode_s = layout_s = write_s = 0.0  # of CPU
@@ -152,7 +153,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
     cpu_s = read_s + encode_s + layout_s + write_s
     locked_s = read_s + _LOCKED_LAYOUT * layout_s
     scale = sum(shard_bytes) / max(1, num_bytes)
-    files = filter(None, [manifest.tar, manifest.idx, manifest.digests])
+    files = filter(None, [manifest.tar, manifest.idx, manifest.digests, manifest.ids, manifest.fields])
     num_documents = writer.num_documents * scale
     taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
     return CostEstimate(

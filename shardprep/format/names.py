@@ -37,6 +37,7 @@ CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as 
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
 DIGESTS_DIR = "digests"
+FIELDS_DIR = "fields"
 CRCS_DIR = "crcs"
 WITHDRAWN_DIR = "withdrawn"
 LEFT_OUT_DIR = "left_out"  # of a data set that rewrite made: the lists of the one that it was made from
@@ -62,11 +63,17 @@ manifest_path = _path_of("{}.json")
 quarantine_path = _path_of(f"{QUARANTINE_DIR}/{{}}.jsonl")
 ids_path = _path_of(f"{IDS_DIR}/{{}}.jsonl")
 digests_path = _path_of(f"{DIGESTS_DIR}/{{}}.digests")
+fields_path = _path_of(f"{FIELDS_DIR}/{{}}.jsonl")
 crcs_path = _path_of(f"{CRCS_DIR}/{{}}.crc")
 # Of the files that a manifest vouches for, by their names there.
 VOUCHED_PATHS = {
-    "tar": tar_path, "idx": idx_path, "quarantine": quarantine_path, "ids": ids_path, "digests": digests_path
-}  # fmt: skip
+    "tar": tar_path,
+    "idx": idx_path,
+    "quarantine": quarantine_path,
+    "ids": ids_path,
+    "digests": digests_path,
+    "fields": fields_path,
+}
 
 
 def source_of_path(path: str) -> str:

@@ -314,3 +314,33 @@ def test_a_kill_at_any_call_leaves_a_whole_list_or_none(
     assert number > 10
     assert found == {0, 2}
     assert sum(map(len, withdrawn(data).values())) == 2
+
+
+@pytest.mark.parametrize("form", ["npy", "concat", "digests"])
+def test_lines_of_text_beside_records_with_ids_do_not_shift_them(
+    prep: Prep, tmp_path: Path, form: str
+) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("".join(f"a line of text {number}\n" for number in range(20)))
+    records = [json.dumps({"id": f"id{number}", "text": f"record {number}"}) for number in range(20)]
+    (tmp_path / "raw" / "b.jsonl").write_text("\n".join(records))
+    (tmp_path / "raw" / "c.txt").write_text("a last line of text\n")
+    prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=1, id_field="id", **FORMS[form])
+    prep.make(tmp_path / "data")
+    (tmp_path / "ids").write_text("id7\n")
+    assert prep.command("withdraw", tmp_path / "data", "--ids", tmp_path / "ids").code == 0
+    assert withdrawn(tmp_path / "data") == {0: [27]}
+    assert prep.command("verify", tmp_path / "data", "--deep").code == 0
+    # As versions before wrote it.
+    path, manifest = tmp_path / "data" / "ids" / "shard-00000.jsonl", tmp_path / "data" / "shard-00000.json"
+    old = b"".join(line for line in path.read_bytes().splitlines(keepends=True) if b'"id' in line)
+    assert old.count(b"\n") == 20
+    path.write_bytes(old)
+    content = json.loads(manifest.read_bytes())
+    content["ids"] = {"num_bytes": len(old), "sha256": hashlib.sha256(old).hexdigest()}
+    manifest.write_text(json.dumps(content))
+    seal(manifest)
+    (tmp_path / "ids").write_text("id8\n")
+    ended = prep.command("withdraw", tmp_path / "data", "--ids", tmp_path / "ids")
+    assert (ended.code, "has 20 lines, expected one for each of 41 documents" in ended.text) == (78, True)
+    assert prep.command("verify", tmp_path / "data", "--deep").code == 0

@@ -296,9 +296,10 @@ def step_origins(chunks: list[Chunk], step: int, part: slice) -> Int64s:
     for chunk, first, end in _parts_of(chunks, part):
         assert chunk.origins is not None
         found.append(chunk.origins.of(step, first, end).reshape(-1, len(ORIGIN)).astype(np.int64))
-        found[-1][:, 0] += row - first
+        if row != first:
+            found[-1][:, 0] += row - first
         row += end - first
-    return np.concatenate(found)
+    return found[0] if len(found) == 1 else np.concatenate(found)
 
 
 def step_edges(chunks: list[Chunk], step: int, part: slice) -> Edges:

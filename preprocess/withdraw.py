@@ -30,6 +30,7 @@ from preprocess.look.addresses import (
     samples_at,
     shards_of_input,
 )
+from preprocess.look.left_out import left_out_at
 from preprocess.make.engines import Numbers, TokenBatch
 from preprocess.make.members import Piece, RowMembers
 from preprocess.make.packing import START, RowGroup
@@ -42,6 +43,7 @@ from shardprep.files import NOT_THERE, errors_named, open_regular, read_regular
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.idx import read_idx
+from shardprep.format.input_formats import place_text
 from shardprep.format.manifest import Manifest, check_shard
 from shardprep.format.names import TEXT_FIELD, digests_path, ids_path, remake_command, tar_path
 from shardprep.format.shards import ShardSamples
@@ -134,12 +136,19 @@ def _documents_at(folder: Path, plan: Plan, addresses: Sequence[str]) -> dict[in
         place = find_address(folder, plan, address)
         if isinstance(place, InShard):
             asked.setdefault(place.shard_id, []).append(place)
-        elif plan.spec.has_rows:
-            shard_id, number = _document_in_input(folder, plan, place)
+            continue
+        if lines := left_out_at(folder, plan, place):
+            raise NotFound(f"{lines[0]}; no training sees it, so there is nothing to withdraw")
+        if plan.spec.has_rows:
+            begin, shard_id, number = _document_in_input(folder, plan, place)
             found.setdefault(shard_id, set()).add(number)
         else:
-            for shard_id, sample in samples_at(folder, plan, place)[-1:]:
-                asked.setdefault(shard_id, []).append(InShard(shard_id, sample, None))
+            shard_id, sample = samples_at(folder, plan, place)[-1]
+            asked.setdefault(shard_id, []).append(InShard(shard_id, sample, None))
+            begin = int(read_idx(folder, plan.spec, shard_id)["source_offset"][sample])
+        if begin != place.offset:
+            nearest = place_text(plan.inputs[place.input_number].path, begin)
+            say(f"no document begins at {address}: the last one before is taken, at {nearest}")
     for shard_id, places in asked.items():
         check_shard(folder, shard_id, plan.plan_id)
         numbers = _in_rows(folder, plan, places) if plan.spec.has_rows else _of_samples(folder, plan, places)
@@ -177,8 +186,8 @@ def _address(place: InShard) -> str:
     return ":".join(str(part) for part in place if part is not None)
 
 
-def _document_in_input(folder: Path, plan: Plan, place: InInput) -> tuple[int, int]:
-    """Shard and number of the document at a place of an input, which is read again."""
+def _document_in_input(folder: Path, plan: Plan, place: InInput) -> tuple[int, int, int]:
+    """Where the document at a place of an input begins, its shard and number; the input is read again."""
     nearest: tuple[int, int, int] | None = None  # offset, shard, number
     shards = shards_of_input(folder, plan, place.input_number)
     with Progress("looking for a document", sum(shard.num_bytes for shard in shards)) as progress:
@@ -197,7 +206,7 @@ def _document_in_input(folder: Path, plan: Plan, place: InInput) -> tuple[int, i
                 progress.add(item.num_bytes)
     if nearest is None:
         raise no_document_at(plan, place)
-    return nearest[1:]
+    return nearest
 
 
 def _asked_keys(args: argparse.Namespace, plan: Plan) -> Iterator[Key]:

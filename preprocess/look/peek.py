@@ -105,7 +105,11 @@ class Choice:
         if self._label not in read_manifest(self._folder, shard_id).counts.sources:
             return np.empty(0, np.int64)
         labeled = plain_records(self._plan, shard_id)  # a shard keeps no label of a document: read it again
-        places = {(one.source, one.offset) for one in labeled if one.named == self._label}
+        places = {
+            (one.source, one.offset)
+            for one in labeled
+            if (one.named or self._plan.source_of(one.source)) == self._label
+        }
         found = zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)
         return np.array([number for number, place in enumerate(found) if place in places], np.int64)
 

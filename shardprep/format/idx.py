@@ -313,8 +313,9 @@ def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_t
         raise UsageError(
             "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
         )
-    nearest = max((item for item in places if item <= place), default=(-1, 0))
-    if nearest[0] != place[0]:
+    nearest = max((item for item in places if item <= place), default=None)
+    # A row that begins in another input may hold all that a small one has.
+    if nearest is None or (not is_in_rows and nearest[0] != place[0]):
         return []
     rows = [number for number, item in enumerate(places) if item == nearest]
     if is_in_rows and rows[0] and places[rows[0]] == nearest:

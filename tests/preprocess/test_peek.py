@@ -249,3 +249,34 @@ def test_documents_are_read_back_one_by_one_and_as_a_stream(
     lines = (sample_dir / plan.inputs[0].path).read_text().splitlines()
     texts = [line.strip() for line in lines if line.strip()]
     assert rows[: len(texts)] == [tokenizer.encode(text).ids for text in texts][: len(rows)]
+
+
+@pytest.mark.parametrize("pack", [{}, {"validation_fraction": 0.4}], ids=["all", "held"])
+def test_a_document_of_a_small_input_is_in_a_row_that_begins_in_another(
+    prep: Prep, tmp_path: Path, pack: dict[str, Any]
+) -> None:
+    (tmp_path / "raw").mkdir()
+    for number in range(9):
+        text = f"the kettle {number}{number}{number} sings\nthe second line {number}{number}{number}\n"
+        (tmp_path / "raw" / f"{number}.txt").write_text(text)
+    data = tmp_path / "data"
+    prep.plan(tmp_path / "raw", data, num_shards=1, record="packed", seq_len=4096, **pack)
+    prep.make(data)
+    for number in range(9):
+        for place, words in ((0, "kettle"), (len(f"the kettle {number * 111:03} sings\n"), "second line")):
+            ended = prep.command("peek", data, f"{number}.txt:{place}", "--chars", 0)
+            assert (ended.code, f"{words} {number}{number}{number}" in ended.text) == (0, True), ended.text
+
+
+def test_lines_of_text_have_the_source_of_their_file_where_records_name_theirs(
+    prep: Prep, tmp_path: Path
+) -> None:
+    (tmp_path / "raw" / "web").mkdir(parents=True)
+    (tmp_path / "raw" / "web" / "a.txt").write_text("the kettle sings\n")
+    (tmp_path / "raw" / "web" / "b.jsonl").write_text('{"text": "the pan", "label": "news"}\n')
+    data = tmp_path / "data"
+    prep.plan(tmp_path / "raw", data, num_shards=1, recursive=True, source_field="label")
+    prep.make(data)
+    for source, words, other in (("web", "kettle", "pan"), ("news", "pan", "kettle")):
+        ended = prep.command("peek", data, "--source", source)
+        assert (ended.code, words in ended.text, other in ended.text) == (0, True, False), ended.text

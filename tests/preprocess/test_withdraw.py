@@ -47,7 +47,7 @@ def made(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(45):
             text = f"{source} {min(number, 43)} " + "sings, kettle " * (min(number, 43) % 9)
             lines += [json.dumps({"id": f"{source}/{number}", "text": text, "label": f"label{number % 4}"})]
-            lines += ["", "no JSON"][: number % 3 == 0 and source == "web"] * (number % 7 == 0)
+            lines += ["", "no JSON"] * (number % 21 == 0 and source == "web")
         (root / "raw" / source / "all.jsonl").write_text("\n".join(lines) + "\n")
     common: dict[str, Any] = {"recursive": True, "id_field": "id", "max_bad_fraction": 0.5}
     forms = {name: {**common, **options} for name, options in FORMS.items()}
@@ -172,8 +172,10 @@ def test_documents_are_found_at_their_addresses(
     names = [f"{asked[address]} " for address in chosen] + ["web 21 ", "books 33 "]
     ended = prep.command("withdraw", data, "--at", *chosen, f"web/all.jsonl:{place}", "id:books/33")
     assert ended.code == 0, ended.text
+    assert f"no document begins at web/all.jsonl:{place}: the last one before is taken, at web/" in ended.text
     assert withdrawn(data) == numbers_of(texts, lambda text: f"{text} ".startswith(tuple(names)))
     for address, words in (
+        (f"web/all.jsonl:{raw.index(b'no JSON')}", "was left out of shard"),
         ("0:99999", "has samples 0 to"),
         ("0:0:999", "documents 0 to" if "record" in FORMS[form] else "is one document, 0"),
         ("nothing", "is no address"),

@@ -39,6 +39,7 @@ from shardprep.format.kept_fields import KeptFields
 from shardprep.format.manifest import read_manifest
 from shardprep.format.names import TOKENIZER_DIR, shard_name
 from shardprep.format.shards import ShardSamples
+from shardprep.format.withdrawals import read_withdrawals
 
 _SHARE = 64  # samples of a shard that --random --grep looks at before the next shard's turn
 
@@ -167,17 +168,36 @@ def asked_documents(
     return wanted, left_out
 
 
+class Beside(NamedTuple):
+    """What is known of a shard's samples beside their ids."""
+
+    num_train: int  # those behind are for validation
+    withdrawn: Numbers  # as Withdrawals.marks_of has it
+    kept: KeptFields | None
+
+    @staticmethod
+    def of_shard(folder: Path, plan: Plan, shard_id: int, num_samples: int) -> Beside:
+        withdrawn = read_withdrawals(folder, plan.plan_id).marks_of(shard_id, plan.spec.seq_len)
+        kept = KeptFields(folder, plan.spec, shard_id) if plan.options.keep_fields else None
+        return Beside(num_train_samples(folder, shard_id, num_samples), withdrawn, kept)
+
+
+def is_withdrawn(marks: Numbers, sample: int, place: int) -> bool:
+    """Whether a token of a shard is; ``marks``: as Withdrawals.marks_of has them."""
+    number, begin, end = marks.T
+    return bool(((number == sample) & (begin <= place) & (place < end)).any())
+
+
 def sample_lines(
     plan: Plan,
     samples: ShardSamples,
     number: int,
     documents: list[str],
     chars: int,
-    is_held: bool,
+    beside: Beside,
     only: set[int],
-    kept: KeptFields | None,
 ) -> Iterator[str]:
-    """A sample for people, ``is_held``: one for validation; ``only``: these of its documents (none: all).
+    """A sample for people; ``only``: these of its documents (none: all).
 
     Of each document ``chars`` characters at most; 0: all.
     """
@@ -189,16 +209,20 @@ def sample_lines(
     came = "begins in the document at" if begins_inside else "from"
     place = place_text(plan.inputs[int(record["source"])].path, int(record["source_offset"]))
     name = f"{shard_name(samples.shard_id)} {what} {number}"
-    side = ", for validation" if is_held else ""
+    side = ", for validation" if number >= beside.num_train else ""
+    begins = [0] * begins_inside + samples.starts(number).tolist()
     yield f"{name}: {num_tokens} tokens{trained}{side}, {came} {place}"
     for position, text in enumerate(documents):
         if only and position not in only:
             continue
         cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
+        withdrawn = ", withdrawn" if is_withdrawn(beside.withdrawn, number, begins[position]) else ""
         if plan.spec.has_rows:
             is_rest = begins_inside and position == 0
-            yield "  --- the rest of a document" if is_rest else "  --- a document begins"
-        if kept is not None and (found := kept.of(number, position)) is not None:
+            yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}{withdrawn}"
+        elif withdrawn:
+            yield f"  ---{withdrawn.removeprefix(',')}"
+        if beside.kept is not None and (found := beside.kept.of(number, position)) is not None:
             yield f"  {json.dumps(found.fields, ensure_ascii=False)}"
         yield from (f"  {line}" for line in cut.split("\n"))
     yield ""
@@ -221,8 +245,9 @@ def excerpts(
     num: int,
     chars: int,
 ) -> list[Excerpt]:
-    """The first documents of some inputs in a shard. Raises what reading a shard raises."""
+    """The first documents of some inputs in a shard that are not withdrawn. Raises what reading raises."""
     found: list[Excerpt] = []
+    withdrawn = read_withdrawals(folder, plan.plan_id).marks_of(shard_id, plan.spec.seq_len)
     with ShardSamples(folder, plan.spec, shard_id) as samples:
         is_wanted = np.append(np.isin(samples.records["source"], input_numbers), False)
         for number in np.flatnonzero(is_wanted).tolist():
@@ -236,6 +261,8 @@ def excerpts(
                     continue
                 begin, end = [*starts, len(ids)][:2]
                 address, ids = f"{address}:{int(begin > 0)}", ids[:end]
+            if is_withdrawn(withdrawn, number, begin):
+                continue
             ids = ids[begin : begin + chars]
             text = " ".join(decoder.text(ids, np.ones(len(ids), np.bool_)).split())
             found.append(Excerpt(address, text if len(text) <= chars else f"{text[:chars]}..."))
@@ -284,8 +311,7 @@ def peek(args: argparse.Namespace) -> int:
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
         with ShardSamples(folder, plan.spec, shard_id) as samples:
-            num_train = num_train_samples(folder, shard_id, len(samples.records))
-            kept = KeptFields(folder, plan.spec, shard_id) if plan.options.keep_fields else None
+            beside = Beside.of_shard(folder, plan, shard_id, len(samples.records))
             for _, number in of_shard:
                 documents = _documents(samples, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
@@ -294,8 +320,7 @@ def peek(args: argparse.Namespace) -> int:
                 if max(only, default=0) >= len(documents):
                     address = f"{shard_id}:{number}:{max(only)}"
                     raise NotFound(f"{address}: that sample has documents 0 to {len(documents) - 1}")
-                is_held = number >= num_train
-                print_lines(*sample_lines(plan, samples, number, documents, args.chars, is_held, only, kept))
+                print_lines(*sample_lines(plan, samples, number, documents, args.chars, beside, only))
                 num_shown += 1
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0

@@ -255,6 +255,9 @@ def test_what_is_withdrawn_is_loaded_no_more_and_nothing_else_is(
         (tmp_path / "asked").write_text("\n".join(hashes))
     assert prep.command("withdraw", data, way, *given).code == 0
     kept = {*range(len(documents))} - asked
+    for word in mixed.some_words():
+        shown = prep.command("peek", data, mixed.loaded.origins[word].address).text
+        assert (word in asked) == bool(re.search(r"^  ---.* withdrawn$", shown, re.MULTILINE))
     assert Loaded(data).steps.keys() == kept
     if way == "--at" and kept:
         assert prep.command("rewrite", data, "--output_dir", tmp_path / "new").code == 0

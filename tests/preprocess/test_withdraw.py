@@ -263,13 +263,21 @@ def test_status_and_report_count_what_is_withdrawn(
 
     none, text = said("status")
     assert (none["num_lists"], none["error"], "withdrawn" in text) == (0, "", False)
+    page = data / "report.html"
+
+    def examples() -> list[bool]:
+        assert PROGRAM.run(["report", str(data), "--output", str(page)]) == 0
+        text = page.read_text(encoding="utf-8")
+        return [f"{name} sings, kettle" in text for name in ("books 1", "books 2", "web 1")]
+
+    assert examples() == [True] * 3
     assert prep.command("withdraw", data, "--source", "books").code == 0
     found, text = said("status")
     assert (found["num_documents"], found["num_lists"], found["error"]) == (45, 1, "")
     assert "withdrawn: 45 documents by 1 list, the newest of 2" in text
     assert said("report")[0] == found
-    assert PROGRAM.run(["report", str(data), "--output", str(data / "report.html")]) == 0
-    assert "masked by loaders" in (data / "report.html").read_text(encoding="utf-8")
+    assert examples() == [False, False, True]
+    assert "masked by loaders" in page.read_text(encoding="utf-8")
     withdrawal_path(data, 1).write_text("{}")
     found, text = said("status")
     assert "is not a shardprep-withdrawal" in found["error"]

@@ -12,8 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
@@ -56,7 +54,8 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
         shard_id = int(data.shard_ids[row])
         address = f"{shard_id}:{sample}:{document}" if data.row_tokens else f"{shard_id}:{sample}"
         with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan
-            number, offset = _places(data.folder, data.spec, shard_id)[sample].tolist()
+            record = _records(data.folder, data.spec, shard_id)[sample]
+            number, offset = int(record["source"]), int(record["source_offset"])
             if kept := _kept_fields(data.folder, data.spec, shard_id):
                 if (found := kept.of(sample, document)) is None:
                     raise UsageError(f"{address}: that sample has no document {document}")
@@ -74,12 +73,8 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
 
 
 # A loop may ask for each document of each batch.
-_input_names = lru_cache(maxsize=16)(read_input_names)
-
-
-@lru_cache(maxsize=16)
-def _places(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
-    return read_idx(folder, spec, shard_id)[["source", "source_offset"]].copy()
+_input_names = lru_cache(maxsize=4)(read_input_names)
+_records = lru_cache(maxsize=16)(read_idx)
 
 
 @lru_cache(maxsize=16)

@@ -61,6 +61,8 @@ def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
 def _place_of_id(folder: Path, plan: Plan, wanted: str) -> InInput:
     if not plan.options.id_field:
         raise UsageError(f"{folder} keeps no ids of its documents: its plan has no --id_field")
+    if not wanted:
+        raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
     shard_ids = made_shards(folder, plan, None)
     with Progress("looking for an id", len(shard_ids), unit="shards") as progress:
         for shard_id in shard_ids:

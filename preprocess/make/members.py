@@ -57,9 +57,7 @@ class Piece(NamedTuple):
     records: Records
     digests: Digests = _NO_DIGESTS  # of the documents that begin in the samples, if any are kept
     is_validation: bool = False
-    begun: Records | None = (
-        None  # of rows, START of the documents that begin in them; else each sample is one
-    )
+    begun: Records | None = None  # of rows, START of the documents that begin in them
     kept: bytes = b""  # lines of --keep_fields of these documents
 
 

@@ -11,6 +11,7 @@ import json
 import random
 import shutil
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,6 +176,34 @@ def test_each_document_of_a_batch_has_the_fields_of_its_record(
         assert len(seen) >= NUM_DOCUMENTS - (9 if options else 0)
     else:
         assert 30 < len(seen) < (120 if options.get("split") == "validation" else 220)
+
+
+@pytest.mark.processes
+def test_conversations_have_theirs(prep: Prep, sets: Path, tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "template").write_text(
+        "{% for turn in messages %}{% if turn.role == 'assistant' %}{% generation %}{{ turn.content }} "
+        "{% endgeneration %}{% else %}{{ turn.content }} {% endif %}{% endfor %}"
+    )
+    records = []
+    for number in range(60):
+        turns = [(role, " ".join([f"w{number}"] * (1 + number % 30))) for role in ("user", "assistant")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        records.append({"messages": messages if number % 9 else [], "number": number})
+    (tmp_path / "raw" / "a.jsonl").write_text("\n".join(map(json.dumps, records[:30])))
+    pyarrow.parquet.write_table(pa.Table.from_pylist(records[30:]), tmp_path / "raw" / "b.parquet")
+    options: dict[str, Any] = {"record": "chat", "seq_len": 32, "chat_template_file": tmp_path / "template"}
+    options |= {"keep_fields": "number", "max_bad_fraction": 0.5}
+    prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=2, model_id=str(sets / "tokenizer"), **options)
+    prep.make(tmp_path / "data", engine="tokenizers")
+    assert prep.command("verify", tmp_path / "data", "--deep", 2).code == 0
+    seen = set()
+    for line in chain(*((tmp_path / "data" / "fields" / f"shard-0000{n}.jsonl").open() for n in range(2))):
+        number, offset, kept = json.loads(line)
+        seen.add(kept["number"])
+        assert number == kept["number"] // 30
+        assert number == 0 or offset == kept["number"] - 30
+    assert seen == {number for number in range(60) if number % 9}
 
 
 @pytest.mark.parametrize("form", FORMS)

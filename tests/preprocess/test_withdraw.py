@@ -182,6 +182,7 @@ def test_documents_are_found_at_their_addresses(
         ("9:0", "expected ids of 0 to 2"),
         ("missing.jsonl:0", "is no input of the plan"),
         ("id:books/333", "has the id books/333"),
+        ("id:", "names no id"),
     ):
         ended = prep.command("withdraw", data, "--at", address)
         assert ended.code in {2, 66}, address

@@ -79,11 +79,13 @@ def make_plan(args: argparse.Namespace) -> int:
     sizes = plan.shard_bytes()
     size = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
-    warnings = [cost.bad_note, planning.small_shards_note(plan, sharding)]
+    warnings = [*cost.notes, planning.small_shards_note(plan, sharding)]
     if cost.longest_shard_s > planning.LONG_SHARD_S:
         more = round(plan.num_shards * cost.longest_shard_s / planning.LONG_SHARD_S) + 1
         minutes = cost.longest_shard_s / 60
-        warnings.insert(1, f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
+        warnings.insert(
+            len(cost.notes), f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?"
+        )
     if empty := sizes.count(0):
         warnings.append(f"{counted(empty, 'shard')} without any input; fewer would do")
     shards, cores = counted(plan.num_shards, "shard"), counted(cost.num_useful_cores, "core")

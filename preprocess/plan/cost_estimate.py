@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import shutil
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from preprocess.formats.text_fields import TextFields, UnusableText
 from preprocess.make.engines import Engine, tokenizers_engine
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import bad_words, members_of
+from preprocess.options import PlanOptions
 from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from preprocess.resources import BATCH_BYTES
@@ -52,7 +54,7 @@ class CostEstimate:
     core_hours: float
     longest_shard_s: float  # on one core
     num_useful_cores: int  # of a task: more of them would wait for its slowest serial stage
-    bad_note: str | None = None  # what is to be said of many documents of the sample that are left out
+    notes: tuple[str, ...] = ()  # what in the sample is not as the options expect it
 
 
 def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
@@ -135,7 +137,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
                 folder, plan.spec, 0, members, input_paths=input_paths, side_files=plan.options.side_files()
             )
         )
-        num_bytes = 0
+        num_bytes, fields = 0, _OtherFields(plan.options)
         read_s = encode_s = layout_s = write_s = 0.0  # of CPU
         at = time.process_time()
         for batch in _sample(plan, _SAMPLE_BYTES):
@@ -147,6 +149,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
             writer.append(batch, tokens, batch.source_texts(), prepared)
             at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
+            fields.look_at(batch)
         manifest = writer.commit({})
     _check_fields(plan, writer)
     shard_bytes = plan.shard_bytes()
@@ -157,7 +160,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
     num_documents = writer.num_documents * scale
     taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
     return CostEstimate(
-        bad_note=_bad_note(plan, writer),
+        notes=(*_bad_note(plan, writer), *fields.note()),
         num_tokens=round(writer.num_tokens * scale * taken),
         output_bytes=round(sum(file.num_bytes for file in files) * scale * taken),
         core_hours=(cpu_s * scale * taken + _STARTUP_S * plan.num_shards) / 3600,
@@ -217,14 +220,40 @@ def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
     return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.encodes_control_tokens))
 
 
-def _bad_note(plan: Plan, writer: ShardWriter) -> str | None:
+class _OtherFields:
+    """Which fields beside the text some record of the sample has: a misspelt one is empty in all shards."""
+
+    def __init__(self, options: PlanOptions) -> None:
+        kept = [name.strip() for name in options.keep_fields.split(",")]
+        flags = [("--id_field", options.id_field), ("--source_field", options.source_field)]
+        self._flags = {
+            name: flag for flag, name in [*(("--keep_fields", name) for name in kept), *flags] if name
+        }
+        self._options, self._has_records, self._seen = options, False, set[str]()
+
+    def look_at(self, batch: DocumentBatch) -> None:
+        self._has_records |= not (batch.ids is batch.sources is batch.kept is None) and bool(batch.texts)
+        if any(batch.ids or ()):
+            self._seen.add(self._options.id_field)
+        if any(batch.sources or ()):
+            self._seen.add(self._options.source_field)
+        if {*self._flags} - self._seen:
+            for kept in batch.kept or ():
+                self._seen.update(name for name, value in json.loads(kept).items() if value is not None)
+
+    def note(self) -> list[str]:
+        unseen = [f"{flag} {name}" for name, flag in self._flags.items() if name not in self._seen]
+        if not unseen or not self._has_records:
+            return []
+        return [f"no record of a sample has a value for {', '.join(unseen)}; is it spelt so?"]
+
+
+def _bad_note(plan: Plan, writer: ShardWriter) -> list[str]:
     if writer.bad_fraction <= plan.max_bad_fraction:
-        return None
-    return (
-        f"{writer.bad_fraction:.0%} of the documents in a sample "
-        f"{bad_words(plan.options, writer.bad_reasons)}; a shard with more than "
-        f"{plan.max_bad_fraction:.0%} fails"
-    )
+        return []
+    what = bad_words(plan.options, writer.bad_reasons)
+    limit = f"a shard with more than {plan.max_bad_fraction:.0%} fails"
+    return [f"{writer.bad_fraction:.0%} of the documents in a sample {what}; {limit}"]
 
 
 def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:

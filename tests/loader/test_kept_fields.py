@@ -285,3 +285,22 @@ def test_lines_of_text_alone_have_no_fields_to_keep(prep: Prep, sets: Path, tmp_
     (tmp_path / "raw" / "a.txt").write_text("w1 w2\n")
     with pytest.raises(UsageError, match="is text"):
         plan_of(prep, tmp_path / "raw", tmp_path / "data", sets / "tokenizer")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_field_that_no_record_has_is_told_by_plan(
+    prep: Prep, sets: Path, tmp_path: Path, suffix: str
+) -> None:
+    (tmp_path / "raw").mkdir()
+    records = [{"text": f"w{number}", "id": f"i{number}", "url": "u" * (number % 2)} for number in range(9)]
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(records), tmp_path / "raw" / "a.parquet")
+    else:
+        (tmp_path / "raw" / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    given = ["plan", "--input_dir", tmp_path / "raw", "--model_id", sets / "tokenizer", "--dry_run"]
+    given += ["--output_dir", tmp_path / "data"]
+    ended = prep.command(*given, "--id_field", "idd", "--source_field", "src", "--keep_fields", "url,licence")
+    assert ended.code == 0, ended.text
+    said = "no record of a sample has a value for --keep_fields licence, --id_field idd, --source_field src;"
+    assert said in " ".join(ended.text.split())
+    assert "no record" not in prep.command(*given, "--id_field", "id", "--keep_fields", "url,id").text

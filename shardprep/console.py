@@ -111,12 +111,12 @@ def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
 
 def short_number(value: float) -> str:
     """``12345678`` -> ``12.3 M``: three digits and a decimal prefix; ``512`` stays as it is."""
-    return _scaled(value).rstrip()
+    return " ".join(filter(None, _scaled(value)))
 
 
 def short_bytes(value: float) -> str:
     """``12345678`` -> ``12.3 MB``, ``512`` -> ``512 B``."""
-    return f"{_scaled(value)}B"
+    return "{} {}B".format(*_scaled(value))
 
 
 def short_time(seconds: float) -> str:
@@ -143,12 +143,13 @@ def shards_text(ids: str) -> str:
     return f"shard{'' if ids.isdecimal() else 's'} {ids}"
 
 
-def _scaled(value: float) -> str:
+def _scaled(value: float) -> tuple[str, str]:
+    """Three digits of a number, and its decimal prefix."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
-            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f} {prefix}"
-    return f"{value:.0f} " if value == int(value) else f"{value:.3g} "
+            return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}", prefix
+    return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
 
 
 def num_cells(text: str) -> int:

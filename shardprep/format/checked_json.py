@@ -333,7 +333,10 @@ def is_digest(value: object, num_digits: int) -> bool:
 
 def is_text(value: object) -> bool:
     """Whether a value is a str that can be written: it holds no half of a surrogate pair."""
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and value.encode() is not None
+        value.encode()
     except UnicodeEncodeError:
         return False
+    return True

@@ -164,7 +164,15 @@ class PaddedBatches:
         labels[:, 1:][is_gone[:, :-1]] = IGNORED
         attention_mask[~attention_mask.any(axis=1), 0] = 1
         if (labels == IGNORED).all():
-            _warn_of_no_labels()
+            self._warned_of_no_labels  # noqa: B018  said once for a loader
+
+    @cached_property
+    def _warned_of_no_labels(self) -> bool:
+        logger.warning(
+            "a batch has no label left, as its documents are withdrawn: a loss that is a mean over labels is "
+            "NaN there; divide the sum of the loss by at least 1, or raise batch_size"
+        )
+        return True
 
     def mask_rows(
         self,
@@ -192,15 +200,6 @@ class PaddedBatches:
         if has_withdrawn:
             self._take_out(rows == WITHDRAWN, ids, attention_mask, labels)
         return _batch_of(ids, attention_mask, labels)
-
-
-@lru_cache(maxsize=1)
-def _warn_of_no_labels() -> None:
-    """Once in a process."""
-    logger.warning(
-        "a batch has no label left, as its documents are withdrawn: a loss that is a mean over labels is NaN "
-        "there; divide the sum of the loss by at least 1, or raise batch_size"
-    )
 
 
 def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:

@@ -35,6 +35,8 @@ from loader.__main__ import main as loader_main
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
+pytestmark = pytest.mark.processes  # rewrite starts some
+
 NUM_WORDS = 160
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {},
@@ -233,7 +235,6 @@ def test_a_document_that_was_left_out_is_told_and_cannot_be_withdrawn(mixed: Mix
             assert mixed.prep.command("withdraw", mixed.data, "--at", at).code == 66
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("way", ["--ids", "--sha256", "--source", "--at"])
 def test_what_is_withdrawn_is_loaded_no_more_and_nothing_else_is(
     mixed: Mixed, tmp_path: Path, way: str

@@ -47,8 +47,11 @@ def write_documents(raw: Path) -> list[str]:
     return [*lines, "short", "short"]
 
 
-def jaccard(first: list[int], second: list[int]) -> float:
-    one, two = ({tuple(ids[at : at + 5]) for at in range(len(ids) - 4)} for ids in (first, second))
+def runs_of(ids: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(ids[at : at + 5]) for at in range(len(ids) - 4)}
+
+
+def jaccard(one: set[tuple[int, ...]], two: set[tuple[int, ...]]) -> float:
     return len(one & two) / len(one | two) if one | two else 0.0
 
 
@@ -58,7 +61,7 @@ def test_equal_and_nearly_equal_documents_are_those_that_share_their_runs(prep: 
     prep.make(tmp_path / "data")
     found = near_duplicates(tmp_path / "data", need_plan(tmp_path / "data").spec, 0, 1000)
     tokenizer = Tokenizer.from_file(str(tmp_path / "data/tokenizer/tokenizer.json"))
-    ids = [tokenizer.encode(line).ids for line in lines]
+    runs = [runs_of(tokenizer.encode(line).ids) for line in lines]
     assert (found["num_documents"], found["num_copies"]) == (len(lines), 21)
     pairs = {
         (each["kind"], *(int(each[name].split(":")[1]) for name in ("address", "like")))
@@ -67,8 +70,8 @@ def test_equal_and_nearly_equal_documents_are_those_that_share_their_runs(prep: 
     for kind, number, other in pairs:
         assert other < number
         assert (lines[number] == lines[other]) == (kind == "copy")
-        assert kind == "copy" or jaccard(ids[number], ids[other]) > 0.5
-    is_near = [any(jaccard(of, before) > 0.9 for before in ids[:number]) for number, of in enumerate(ids)]
+        assert kind == "copy" or jaccard(runs[number], runs[other]) > 0.5
+    is_near = [any(jaccard(of, before) > 0.9 for before in runs[:number]) for number, of in enumerate(runs)]
     wanted = {
         number for number in range(len(lines)) if is_near[number] and lines[number] not in lines[:number]
     }

@@ -58,10 +58,10 @@ class TextFields:
     ) -> None:
         self.id_path = _path(id_field, "--id_field")
         self.source_path = _path(source_field, "--source_field")
-        names = list(map(str.strip, keep_fields.split(","))) if keep_fields else []
+        self.kept_names = names = list(map(str.strip, keep_fields.split(","))) if keep_fields else []
         if not all(names) or len({*names}) < len(names):
             raise UsageError(
-                f"--keep_fields {keep_fields!r} has an empty name or one twice; such as url,license"
+                f"--keep_fields {keep_fields!r} has an empty name or one twice, expected such as url,license"
             )
         self.kept_paths = [_path(name, "--keep_fields") for name in names]
         self._kept_keys = [f"{json.dumps(name, ensure_ascii=False)}:" for name in names]

@@ -150,6 +150,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
             at, write_s = _add_cpu(at, write_s)
             num_bytes += batch.num_bytes
             fields.look_at(batch)
+            at = time.process_time()
         manifest = writer.commit({})
     _check_fields(plan, writer)
     shard_bytes = plan.shard_bytes()
@@ -224,28 +225,32 @@ class _OtherFields:
     """Which fields beside the text some record of the sample has: a misspelt one is empty in all shards."""
 
     def __init__(self, options: PlanOptions) -> None:
-        kept = [name.strip() for name in options.keep_fields.split(",")]
-        flags = [("--id_field", options.id_field), ("--source_field", options.source_field)]
-        self._flags = {
-            name: flag for flag, name in [*(("--keep_fields", name) for name in kept), *flags] if name
+        self._options = options
+        self._wanted = {
+            "--keep_fields": options.text_fields().kept_names,
+            "--id_field": [options.id_field],
+            "--source_field": [options.source_field],
         }
-        self._options, self._has_records, self._seen = options, False, set[str]()
+        self._has_records, self._seen = False, {""}
 
     def look_at(self, batch: DocumentBatch) -> None:
-        self._has_records |= not (batch.ids is batch.sources is batch.kept is None) and bool(batch.texts)
+        if not batch.texts or batch.ids is batch.sources is batch.kept is None:
+            return
+        self._has_records = True
         if any(batch.ids or ()):
             self._seen.add(self._options.id_field)
         if any(batch.sources or ()):
             self._seen.add(self._options.source_field)
-        if {*self._flags} - self._seen:
+        if not self._seen.issuperset(self._wanted["--keep_fields"]):
             for kept in batch.kept or ():
                 self._seen.update(name for name, value in json.loads(kept).items() if value is not None)
 
     def note(self) -> list[str]:
-        unseen = [f"{flag} {name}" for name, flag in self._flags.items() if name not in self._seen]
+        wanted = [(flag, name) for flag, names in self._wanted.items() for name in names]
+        unseen = [f"{flag} {name}" for flag, name in wanted if name not in self._seen]
         if not unseen or not self._has_records:
             return []
-        return [f"no record of a sample has a value for {', '.join(unseen)}; is it spelt so?"]
+        return [f"no record of a sample has a value for {', '.join(unseen)}; check the spelling"]
 
 
 def _bad_note(plan: Plan, writer: ShardWriter) -> list[str]:

@@ -28,7 +28,7 @@ class KeptDocument(NamedTuple):
 
 
 class KeptFields:
-    """The lines of one shard; 8 bytes of memory for each. Raises FileNotFoundError where none are kept."""
+    """The lines of one shard; each takes 8 bytes of memory. Raises FileNotFoundError if there is no file."""
 
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int) -> None:
         self._path = fields_path(folder, shard_id)
@@ -44,7 +44,7 @@ class KeptFields:
             )
 
     def of(self, sample: int, document: int = 0) -> KeptDocument | None:
-        """What is kept of a sample's document, counted as addresses do; None where it has no such one."""
+        """Return the line of a sample's document, numbered as in addresses; None if there is none."""
         first, end = self._firsts[sample : sample + 2].tolist()
         place = tuple(self._places[sample].tolist())
         with errors_named(self._path), ReadFile(self._path) as file:

@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/test_versions
 
-.PHONY: help install demo test test_quick test_lowest test_newest torture lint bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
+.PHONY: help install demo test test_packages test_quick test_lowest test_newest torture lint bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -44,8 +44,11 @@ $(STAMP): pyproject.toml
 demo: install ## text to a decoded batch on this machine, in ./demo_data
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
 
-test: install ## all tests; as root on Debian or Ubuntu they install and start a real Slurm
+test: install test_packages ## all tests; as root on Debian or Ubuntu they install and start a real Slurm
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(PYTEST_ARGS)
+
+test_packages: ## install Slurm and what else tests need, as root on Debian or Ubuntu; says what is missing elsewhere
+	@tests/install_packages.sh || [ $$? = 69 ]
 
 test_quick: install ## tests that start no process and take little time (1 minute), to run while editing
 	$(BIN)/python -m pytest --quick --numprocesses 2 --dist loadscope $(PYTEST_ARGS)
@@ -67,9 +70,7 @@ lint: install ## ruff, mypy --strict, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@if ! command -v shellcheck >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq shellcheck; } >/dev/null 2>&1 || true; \
-	fi
+	@tests/install_packages.sh shellcheck || [ $$? = 69 ]
 	@if command -v shellcheck >/dev/null; then \
 		echo shellcheck $(SCRIPTS) && shellcheck $(SCRIPTS); \
 	else \

@@ -18,7 +18,8 @@
 #   ACCOUNTING=1    slurmdbd and MariaDB too, for sacct       (0)
 #   CGROUP=1        cgroups track and limit the jobs          (0)
 #   EXTRA_CONF      more lines for slurm.conf, e.g. "MaxArraySize=5"
-# Exit code 69: Slurm is not here and cannot be installed, or not with accounts; the one line on stderr says why.
+# Exit code 69: Slurm is not here and this machine can install nothing, or its slurmdbd and MariaDB do not fit each
+# other; the one line on stderr says why.
 set -euo pipefail
 
 dir=${CLUSTER_DIR:-${TMPDIR:-/tmp}/shardprep-slurm}
@@ -47,19 +48,6 @@ pid_of() {
   local pid
   pid=$(cat "$dir/pid/$1" 2>/dev/null) && [[ -n $pid ]] || return 1
   grep -qsF -- "$dir" "/proc/$pid/cmdline" "/proc/$pid/environ" && echo "$pid"
-}
-
-install_packages() {
-  local commands=(munged slurmctld slurmd sbatch) packages=(slurm-wlm munge) missing=() name
-  [[ $accounting = 1 ]] && commands+=(slurmdbd mariadbd) packages+=(slurmdbd mariadb-server)
-  for name in "${commands[@]}"; do command -v "$name" >/dev/null || missing+=("$name"); done
-  ((${#missing[@]})) || return 0
-  command -v apt-get >/dev/null || die 69 "no ${missing[*]} here, and no apt-get to install ${packages[*]}"
-  say "installing ${packages[*]}"
-  # A package's own services must not start: this script starts what it needs.
-  { apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
-      apt-get install -y -qq --no-install-recommends "${packages[@]}"; } >"$dir/log/apt.log" 2>&1 ||
-    die 69 "apt-get could not install ${packages[*]}: $(tail -n 1 "$dir/log/apt.log")"
 }
 
 # lock_ports FIRST: keep other clusters of this machine away from a block; a process holds the lock until `down`.
@@ -213,8 +201,9 @@ up() {
   mkdir -p "$dir"/{pid,log,state,db}
   chmod 755 "$dir"
   : >"$marker"
-  install_packages
-  local first_port node
+  local first_port node packages=(slurm)
+  [[ $accounting != 1 ]] || packages+=(accounts)
+  "${BASH_SOURCE%/*}/install_packages.sh" "${packages[@]}" || exit
   first_port=$(choose_ports)
   write_slurm_conf "$first_port"
   start_munged

@@ -88,24 +88,13 @@ def _status_flags(parser: argparse.ArgumentParser) -> None:
 
 def _report_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "What a data set holds, how it was made and how to make it again: as text, with --output as a page "
-        "for a browser, which needs no network. Reads every manifest once, and no shard."
+        "What a data set holds, how it was made and how to make it again, as a page for a browser, which needs "
+        "no network. Reads every manifest once, and no shard."
     )
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="write this file: a page, unless --text, --card or --json is given (default: print)",
-    )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--text", action="store_true", help="plain text (the default without --output)")
-    form.add_argument(
-        "--card",
-        action="store_true",
-        help="Markdown with the head of a hub's dataset card, for DATA/README.md",
-    )
-    form.add_argument("--json", action="store_true", help="print JSON for programs, see docs/report_json.md")
-    parser.add_argument("--lang", choices=("en", "ko"), default="en", help="language of page and text")
+    text = "write this file (default: report.html in the current folder; with --json: print)"
+    parser.add_argument("--output", type=Path, help=text)
+    parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/report_json.md")
     parser.add_argument(
         "--num_examples",
         type=int,

@@ -1,4 +1,4 @@
-"""``report``: everything that it says, as plain data: what ``--json`` prints, and page and text show.
+"""``report``: everything that it says, as plain data: what ``--json`` prints, and the page shows.
 
 docs/report_json.md describes it. Each manifest is read once, and no shard: 10,000 take about 5 s of CPU. Only
 ``_attempts`` reads records of submissions, logs, or Slurm.
@@ -51,8 +51,6 @@ from shardprep.format.names import (
 )
 from shardprep.format.shard_making import ShardMaking, longest_of, read_making, texts_of
 from shardprep.format.withdrawals import withdrawn_counts
-from slurm.report.near_duplicates import near_duplicates
-from slurm.report.words import Words
 from slurm.resource_use import longest_task_s
 from slurm.state import DatasetState, cause_of, find_state
 from slurm.status import report as status_of
@@ -89,15 +87,16 @@ def report(args: argparse.Namespace) -> int:
     if args.json:
         lines = [json.dumps(data)]
     else:
-        from slurm.report.rendering import card_lines, page_lines, text_lines  # jinja2: JSON needs none
+        from slurm.report.rendering import page_lines  # jinja2: JSON needs none
 
-        draw = card_lines if args.card else text_lines if args.text or args.output is None else page_lines
-        lines = draw(data, Words(args.lang))
-    if args.output is None:
+        lines = page_lines(data)
+    output = args.output
+    if output is None and args.json:
         print_lines(*lines)
         return 0
-    publish_bytes(args.output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
-    say(f"wrote {args.output}")
+    output = output or Path("report.html")
+    publish_bytes(output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
+    say(f"wrote {output}")
     return 0
 
 
@@ -216,7 +215,6 @@ def report_data(
         "data": data,
         "sources": _sources(sources, texts, _kept(folder, plan, made, num_examples)),
         "lengths": _histogram(totals["length_histogram"], texts),
-        "duplicates": _duplicates(folder, plan, made, num_examples),
         "left_out": _left_out(folder, plan, sums, num_examples),
         "shard_sizes": _shard_sizes(sums) if made else {},
         "work": work_over_time(made, status["slow_shards"]) if made else {},
@@ -401,17 +399,6 @@ def _kept(
                     folder, plan, shard_id, numbers, decoder, num=num_examples, chars=EXCERPT_CHARS
                 )
     return found
-
-
-def _duplicates(
-    folder: Path, plan: Plan, made: Sequence[ShardMaking], num_examples: int
-) -> dict[str, Any] | None:
-    """Documents that are alike in the first shard that has any; None where it cannot be read."""
-    for each in made if num_examples else ():
-        if any(counts.num_documents for counts in each.sources.values()):
-            with contextlib.suppress(ShardprepError):
-                return near_duplicates(folder, plan.spec, each.shard_id, num_examples)
-    return None
 
 
 def _text_numbers(text: Mapping[str, Any] | None, num_tokens: int) -> dict[str, Any]:

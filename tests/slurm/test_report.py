@@ -1,4 +1,4 @@
-"""``shardprep report``: what it says of a data set as a page, as text and as JSON, and what it never says."""
+"""``shardprep report``: what it says of a data set as a page and as JSON, and what it never says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import random
 import re
 import shlex
 import statistics
-import string
 from collections import Counter
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -23,22 +22,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from huggingface_hub import DatasetCard
-from markdown_it import MarkdownIt
 from transformers import PreTrainedTokenizerFast
 
 from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
-from shardprep.console import num_cells
 from shardprep.format.manifest import ShardCounts, merge_manifests, osts_json, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
 from shardprep.format.shard_making import read_making
-from slurm.report.words import KOREAN, LANGUAGES, REASONS, Language, Words
 from slurm.request import JobRequest
 from slurm.submissions import append_event, publish_submission
 from tests.checkout import ROOT
 from tests.conftest import seal
-from tests.random_folders import TRUE_REASONS
 from tests.slurm.fake_slurm import FakeSlurm, ended, submission, write_record
 
 if TYPE_CHECKING:
@@ -86,22 +80,28 @@ def own_folder(folder: Path, tmp_path: Path) -> Path:
     return tmp_path / "own"
 
 
-def report(capsys: pytest.CaptureFixture[str], *args: object, code: int = 0) -> str:
+def said(capsys: pytest.CaptureFixture[str], *args: object, code: int = 0) -> str:
+    """What ``report`` prints."""
     capsys.readouterr()
     assert main(["report", *map(str, args)]) == code
-    said = capsys.readouterr()
-    return said.out if code == 0 else said.err
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
 
 
 def data_of(capsys: pytest.CaptureFixture[str], *args: object) -> dict[str, Any]:
-    found = json.loads(report(capsys, *args, "--json"))
+    found = json.loads(said(capsys, *args, "--json"))
     assert isinstance(found, dict)
     return found
 
 
 def page_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *args: object) -> str:
-    report(capsys, *args, "--output", tmp_path / "page.html")
+    said(capsys, *args, "--output", tmp_path / "page.html")
     return (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def text_of(capsys: pytest.CaptureFixture[str], tmp_path: Path, *args: object) -> str:
+    """The text of the page."""
+    return Page(page_of(capsys, tmp_path, *args)).text
 
 
 def noted_opens(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -177,8 +177,8 @@ def test_a_row_of_a_table_that_is_left_out_has_no_bytes(
     prep.make(out)
     (found,) = data_of(capsys, out)["left_out"]
     assert (found["num_bytes"], found["examples"][0]["num_bytes"]) == (None, None)
-    text = report(capsys, out)
-    assert "a.parquet:9 (row 9)\n" in text
+    text = text_of(capsys, tmp_path, out)
+    assert "a.parquet:9 (row 9)" in text
     assert (
         "a.parquet:9 was left out of shard 00000 as null_field: "
         in prep.command("peek", out, "a.parquet:9").text
@@ -199,7 +199,7 @@ def test_what_was_left_out_is_shown_where_it_can_be_read_at_its_place(
     (example,) = data_of(capsys, out)["left_out"][0]["examples"]
     assert example["text"] == ("" if suffix == ".jsonl.gz" else '{"text": null, "id": 40}')
     address = example["address"]
-    assert f"{address} (byte {example['offset']}" in report(capsys, out)
+    assert f"{address} (byte {example['offset']}" in text_of(capsys, tmp_path, out)
     peeked = prep.command("peek", out, address, f"a{suffix}:0")
     assert (
         f"{address} was left out of shard 00000 as null_field, {example['num_bytes']} bytes: " in peeked.text
@@ -212,7 +212,7 @@ def test_what_was_left_out_is_shown_where_it_can_be_read_at_its_place(
 
 
 def test_bytes_left_out_are_estimated_where_not_all_files_are_read(
-    own_folder: Path, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards = [n for n in range(4) if read_manifest(own_folder, n).counts.quarantined]
     whole = data_of(capsys, own_folder)["left_out"][0]
@@ -227,7 +227,7 @@ def test_bytes_left_out_are_estimated_where_not_all_files_are_read(
     path.unlink()
     (found,) = data_of(capsys, own_folder)["left_out"]
     assert found["num_bytes"] is None
-    assert "not known" in report(capsys, own_folder)
+    assert "not known" in text_of(capsys, tmp_path, own_folder)
 
 
 def test_markup_in_names_and_documents_stays_text(
@@ -268,7 +268,7 @@ def test_the_page_loads_nothing(folder: Path, tmp_path: Path, capsys: pytest.Cap
 def test_neither_secrets_nor_control_characters_come_through(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    forms = [report(capsys, folder), report(capsys, folder, "--json"), page_of(capsys, tmp_path, folder)]
+    forms = [said(capsys, folder, "--json"), page_of(capsys, tmp_path, folder)]
     for form in forms:
         assert "***@host" in form, "the document is shown"
         assert "hunter2" not in form
@@ -276,26 +276,23 @@ def test_neither_secrets_nor_control_characters_come_through(
         assert "\x1b" not in form
 
 
-@pytest.mark.parametrize("lang", LANGUAGES)
 def test_an_unfinished_data_set_says_so_and_counts_what_is_done(
-    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: Language
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest_path(own_folder, 2).unlink()
     found = data_of(capsys, own_folder)["data"]
     assert (found["num_done"], found["missing"]) == (3, "2")
     assert found["num_tokens"] == sum(read_manifest(own_folder, n).counts.num_tokens for n in (0, 1, 3))
-    words = Words(lang)(UNFINISHED, done=3, total=4, missing="2")
-    assert words in report(capsys, own_folder, "--lang", lang)
-    assert words in Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
+    words = UNFINISHED.format(done=3, total=4, missing="2")
+    assert words in Page(page_of(capsys, tmp_path, own_folder)).text
 
 
 def index_of(folder: Path) -> bytes:
     return merge_manifests(read_manifest(folder, shard_id) for shard_id in range(4)).to_json()
 
 
-@pytest.mark.parametrize("lang", LANGUAGES)
 def test_where_only_manifests_are_missing_the_index_tells_the_sums(
-    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: Language
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = data_of(capsys, own_folder)
     (own_folder / "index.json").write_bytes(index_of(own_folder))
@@ -310,16 +307,13 @@ def test_where_only_manifests_are_missing_the_index_tells_the_sums(
         assert {one[name] for name in before.keys() - counted - {"examples"}} == {None}, (
             "which only manifests have"
         )
-    page = Page(page_of(capsys, tmp_path, own_folder, "--lang", lang)).text
-    words = Words(lang)
-    assert (
-        words("Only the manifests (shard-*.json) of these shards are missing: {shards}", shards="0-3") in page
-    )
-    assert words("No document was left out as bad.") not in page, "which is not known"
-    assert words(UNFINISHED, done=0, total=4, missing="0-3") not in page
+    page = Page(page_of(capsys, tmp_path, own_folder)).text
+    assert "Only the manifests (shard-*.json) of these shards are missing: 0-3" in page
+    assert "No document was left out as bad." not in page, "which is not known"
+    assert UNFINISHED.format(done=0, total=4, missing="0-3") not in page
     (own_folder / "shard-00002.tar").unlink()
-    text = report(capsys, own_folder, "--lang", lang)
-    assert words(UNFINISHED, done=0, total=4, missing="0-3") in text, "a shard is missing, too"
+    text = text_of(capsys, tmp_path, own_folder)
+    assert UNFINISHED.format(done=0, total=4, missing="0-3") in text, "a shard is missing, too"
     assert "(shard-*.json)" in text
     assert "0-1, 3" in text
 
@@ -341,12 +335,11 @@ def test_a_data_set_without_a_shard_has_a_report_in_every_form(
     planned_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert data_of(capsys, planned_dir)["data"]["missing"] == "0-4"
-    assert "0 / 5" in report(capsys, planned_dir)
-    assert "0 / 5" in Page(page_of(capsys, tmp_path, planned_dir, "--lang", "ko")).text
+    assert "0 / 5" in text_of(capsys, tmp_path, planned_dir)
 
 
 def test_broken_manifests_and_those_of_another_plan_are_named_and_not_counted(
-    own_folder: Path, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest_path(own_folder, 0).unlink()
     manifest_path(own_folder, 0).write_text('{"run": 1}')
@@ -360,7 +353,7 @@ def test_broken_manifests_and_those_of_another_plan_are_named_and_not_counted(
     manifest_path(own_folder, 3).write_text(text, encoding="utf-8")
     found = data_of(capsys, own_folder)["data"]
     assert (found["done"], found["not_read"], found["other_plan"]) == ("2", "0,3", "1")
-    assert "cannot be read, and which no number counts: 0, 3." in report(capsys, own_folder)
+    assert "cannot be read, and which no number counts: 0, 3." in text_of(capsys, tmp_path, own_folder)
 
 
 def test_each_manifest_is_read_once_and_no_shard(
@@ -433,7 +426,7 @@ def large(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
 def test_a_page_of_many_shards_is_small_and_one_of_twice_as_many_no_larger(
     large: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pages = [page_of(capsys, tmp_path, large(number), "--lang", "ko") for number in (500, 1000)]
+    pages = [page_of(capsys, tmp_path, large(number)) for number in (500, 1000)]
     assert all(sum(Page(page).elements.values()) < 2200 for page in pages)
     assert len(pages[0]) < 150_000
     assert len(pages[1]) < 1.1 * len(pages[0])
@@ -533,10 +526,10 @@ def test_each_submission_is_told_with_what_its_tasks_used_where_they_failed_and_
     assert found["slurm_away"]
     assert data["use"]["newest_submission"]["longest_task_s"] == 90
     assert data["use"]["core_hours"]["failed"] == pytest.approx(10 / 3600, abs=1e-4)
-    for form in (report(capsys, own_folder), page_of(capsys, tmp_path, own_folder)):
-        assert "OUT_OF_MEMORY" in form
-        assert "SECRET" not in form
-        assert "hf_secret" not in form
+    page = page_of(capsys, tmp_path, own_folder)
+    assert "OUT_OF_MEMORY" in page
+    assert "SECRET" not in page
+    assert "hf_secret" not in page
 
 
 def test_slurm_is_not_asked_where_nothing_was_submitted(
@@ -573,22 +566,9 @@ def test_names_that_are_no_input_are_counted_by_reason_and_named(
         "hidden": 1,
     }
     assert sorted(found["unknown suffix"]["names"]) == [f"{number}.log" for number in range(7)]
-    text = report(capsys, out, "--text")
+    text = text_of(capsys, tmp_path, out)
     assert "LICENSE.txt" in text
     assert "and 2 more" in text
-
-
-def test_each_text_of_the_report_has_a_translation_that_takes_the_same_values() -> None:
-    template = (ROOT / "slurm" / "report" / "sections.j2").read_text(encoding="utf-8")
-    texts = {*re.findall(r'\bw\("([^"]+)"', template), *REASONS.values(), *TRUE_REASONS, "and {number} more"}
-    assert texts == set(KOREAN), "each is used, and each is there"
-
-    def fields(text: str) -> set[str | None]:
-        return {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
-
-    for english, korean in KOREAN.items():
-        assert fields(english) == fields(korean), english
-        assert re.search("[가-힣]", korean.replace("{", "").replace("}", "")) or "{shard}" in korean, english
 
 
 @pytest.mark.parametrize(
@@ -616,31 +596,8 @@ def test_examples_of_a_source_are_beginnings_of_its_documents_and_stand_where_th
             assert text in " ".join(shown.split())
 
 
-@pytest.mark.parametrize("lang", LANGUAGES)
-def test_the_card_has_a_head_that_the_hub_reads_and_its_text_stays_text(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], lang: Language
-) -> None:
-    report(capsys, folder, "--card", "--lang", lang, "--output", tmp_path / "README.md")
-    card = DatasetCard.load(tmp_path / "README.md")
-    head = card.data.to_dict()
-    assert head["pretty_name"] == folder.name
-    assert head["size_categories"] == ["n<1K"]
-    assert head["configs"] == [{"config_name": "default", "data_files": "shard-*.tar"}]
-    assert "webdataset" in head["tags"]
-    page = Page(MarkdownIt("commonmark").enable("table").render(card.text))
-    assert page.elements["script"] == page.elements["i"] == page.elements["b"] == page.elements["img"] == 0
-    shown = " ".join(page.text.split())
-    for text in (*NAMES, f"# {folder.name}"[2:], Words(lang)("Length of documents"), "caf"):
-        assert text in shown, text
-    for source in data_of(capsys, folder)["sources"]:
-        row = next(
-            line for line in card.text.split("\n") if line.startswith("|") and source["name"][:2] in line
-        )
-        assert f"{source['bytes_per_token']:.2f}" in row
-
-
 @pytest.mark.parametrize("record", ["documents", "packed"])
-def test_a_recount_of_the_texts_gives_the_numbers_of_the_card(
+def test_a_recount_of_the_texts_gives_the_numbers_of_the_report(
     prep: Prep, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str
 ) -> None:
     """Equal documents in four formats give equal numbers: those that transformers and plain Python give."""
@@ -698,16 +655,6 @@ def test_a_recount_of_the_texts_gives_the_numbers_of_the_card(
             assert (each["num_documents"], each["num_tokens"]) == (len(there), sum(there))
 
 
-def test_a_page_of_one_language_has_no_titles_of_the_other(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    korean = page_of(capsys, tmp_path, folder, "--lang", "ko")
-    assert '<html lang="ko">' in korean
-    titles = re.findall(r"<h2>(.*?)</h2>|<dt>(.*?)</dt>|<th class=\".*?\">(.*?)</th>", korean)
-    latin = {name for found in titles for name in found if name.isascii() and name}
-    assert latin <= {"tar", "OST", "shardprep", "python", "p50", "p90", "p99"}
-
-
 def test_every_field_of_json_is_documented_and_every_documented_field_is_there(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -722,21 +669,16 @@ def test_every_field_of_json_is_documented_and_every_documented_field_is_there(
 def test_wrong_places_and_numbers_are_errors_with_their_codes(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert "plan.json" in report(capsys, tmp_path, code=66)
-    assert "cannot be written" in report(capsys, folder, "--output", tmp_path / "none" / "x.html", code=73)
-    assert "--num_examples" in report(capsys, folder, "--num_examples", -1, code=2)
+    assert "plan.json" in said(capsys, tmp_path, code=66)
+    assert "cannot be written" in said(capsys, folder, "--output", tmp_path / "none" / "x.html", code=73)
+    assert "--num_examples" in said(capsys, folder, "--num_examples", -1, code=2)
 
 
-def test_a_report_writes_nothing_into_the_data_set(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = sorted(folder.rglob("*"))
-    report(capsys, folder)
-    assert sorted(folder.rglob("*")) == before
-
-
-def test_columns_of_the_text_stand_below_one_another_with_korean_names(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+def test_a_report_writes_a_page_into_the_current_folder_and_nothing_into_the_data_set(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = report(capsys, folder).splitlines()
-    start = lines.index("Sources") + 2
-    widths = {num_cells(line) for line in lines[start : start + 4]}
-    assert len(widths) == 1, lines[start : start + 4]
+    before = sorted(folder.rglob("*"))
+    monkeypatch.chdir(tmp_path)
+    said(capsys, folder)
+    assert (tmp_path / "report.html").is_file()
+    assert sorted(folder.rglob("*")) == before

@@ -61,14 +61,12 @@ from shardprep.format.manifest import (
     merge_manifests,
     read_index,
     read_manifest,
-    read_osts,
 )
 from shardprep.format.names import (
     CRCS_DIR,
     INDEX_NAME,
     LEAST_FRACTION,
     MOST_FRACTION,
-    OSTS_NAME,
     PLAN_NAME,
     crcs_command,
     crcs_path,
@@ -157,7 +155,6 @@ class DatasetShards:
     tar_bytes: Int64s
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
     num_validation: Int64s | None = None  # samples, where the plan has a fraction for it
-    osts: Int64s | None = None  # each begins on, where it is known; outside the fingerprint
     withdrawn: Withdrawals = Withdrawals(lists=())  # likewise  # noqa: RUF009  frozen
 
     def path_of(self, row: int) -> Path:
@@ -362,12 +359,6 @@ class ShardSet:
             wanted = places[shard == number] - self.first_record[number]
             found.append(samples[np.isin(self.rows_of(number, samples), wanted)])
         return np.concatenate(found)
-
-    @cached_property
-    def osts(self) -> Int64s | None:
-        """The storage target (OST) that each shard begins on, -1 where it is not known; None if none is."""
-        osts = self._column("osts")
-        return osts if (osts >= 0).any() else None
 
     @property
     def tar_bytes(self) -> int:
@@ -971,7 +962,6 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
     else:
         index = merge_manifests(read_manifest(folder, shard_id) for shard_id in shard_ids)
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
-    osts = known_osts(folder, index.spec.num_shards)
     return DatasetShards(
         folder=folder,
         spec=index.spec,
@@ -981,21 +971,8 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
         num_validation=index.column(VALIDATION_COLUMN)[rows] if index.spec.validation_fraction else None,
-        osts=None if osts is None else osts[ids],
         withdrawn=read_withdrawals(folder, index.spec.plan_id),
     )
-
-
-def known_osts(folder: Path, num_shards: int) -> Int64s | None:
-    """The OST of each shard: int64[num_shards]; None without an osts.json, or with a broken one.
-
-    Only the order of opening follows from it, so what is wrong with it is logged and no error.
-    """
-    try:
-        return read_osts(folder, num_shards)
-    except ShardprepError as error:
-        logger.warning("%s is left aside (%s); `shardprep verify` writes it anew", folder / OSTS_NAME, error)
-        return None
 
 
 def _check_sources(datasets: list[DatasetShards]) -> None:

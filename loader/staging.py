@@ -371,7 +371,7 @@ def choose_shards(
     if limit_bytes is not None:
         sums = np.cumsum([shard.num_bytes for shard in every])
         kept = kept[: np.searchsorted(sums, limit_bytes, side="right")]
-    kept = opening_order(kept, reader_index, None if shards.osts is None else shards.osts[kept])
+    kept = opening_order(kept, reader_index)
     return every, [every[number] for number in kept.tolist()]
 
 

@@ -4,9 +4,9 @@ The one rule: ``lfs setstripe`` is run on existing directories only. From Lustre
 ``llite.*.enable_setstripe_gid`` is set (LU-17628), it can empty a file and exit 0.
 """
 
-from lustre.apply import StripeRequest, layout_line, stripe_line
+from lustre.apply import layout_line, stripe_line
+from lustre.layout import StripeRequest
 from lustre.lfs import file_system_of, why_not_usable
-from lustre.show import read_balance
 from lustre.space import Need, space_lines
 from shardprep.errors import LustreError
 
@@ -16,7 +16,6 @@ __all__ = [
     "StripeRequest",
     "file_system_of",
     "layout_line",
-    "read_balance",
     "space_lines",
     "stripe_line",
     "why_not_usable",

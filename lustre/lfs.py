@@ -146,9 +146,9 @@ class LfsResult(NamedTuple):
 def time_limit_s(command: str) -> float:
     """Return the seconds that a call of ``lfs command`` may take.
 
-    An OST that hangs makes df wait; nobody needs its answer that much. Restoring waits for the coordinator.
+    An OST that hangs makes df wait; nobody needs its answer that much.
     """
-    return {"df": 10.0, "hsm_restore": 600.0}.get(command, TIMEOUT_S)
+    return 10.0 if command == "df" else TIMEOUT_S
 
 
 def run_lfs(command: str, *arguments: Path | str) -> LfsResult:

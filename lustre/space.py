@@ -1,4 +1,4 @@
-"""The storage targets (OSTs, MDTs) of a file system, quotas, and whether a data set will fit.
+"""The storage targets (OSTs, MDTs) of a file system, the user's quota, and whether a data set will fit.
 
 An OST that is down makes ``lfs df`` exit with its error although it names all others: these are read anyway.
 What lfs does not tell is said to be unknown; nothing about space ever fails a command.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lustre.layout import Layout, read_layout
 from lustre.lfs import LfsSilentError, existing_part, lustre_mount, run_lfs, why_not_usable
 from shardprep.console import counted, short_bytes, short_number
 from shardprep.errors import LustreError
@@ -30,7 +28,6 @@ _DF_LINE = re.compile(
 _DF_TROUBLE = re.compile(r"^\S*?(OST|MDT)([0-9a-f]{4})(?:_UUID)?\s*: (\S.*)$", re.MULTILINE)
 _OST_LINE = re.compile(r"^(\d+): \S+_UUID\s*(\w*)", re.MULTILINE)
 _MEMBER = re.compile(r"^\S+-OST([0-9a-f]{4})_UUID", re.MULTILINE)
-_PROJECT = re.compile(r"^\s*(\d+)\s")  # `lfs project -d`: `   12 P /mnt/folder`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,15 +125,13 @@ def parse_df(blocks: str, inodes: str = "") -> Targets:
     return Targets(osts=found["OST"], mdts=found["MDT"], silent=silent)
 
 
-def read_targets(path: Path, pool: str = "") -> Targets:
-    """Ask for the targets of the Lustre of ``path``, or for its MDTs and the OSTs of a pool.
+def read_targets(path: Path) -> Targets:
+    """Ask for the targets of the Lustre of ``path``.
 
     Two calls; none more after one that gave no answer. Raises LustreError where the first names no target.
     """
-    mount = lustre_mount(path)
-    place = Path(mount.mount_point)
-    options = ["-p", f"{mount.fs_name}.{pool}"] if pool else []
-    blocks = run_lfs("df", *options, place)
+    place = Path(lustre_mount(path).mount_point)
+    blocks = run_lfs("df", place)
     targets = parse_df(blocks.stdout)
     if not (targets.osts or targets.mdts or targets.silent):
         raise LustreError(f"`lfs {blocks.shown}` {blocks.failure}; look at `lfs check servers`")
@@ -144,7 +139,7 @@ def read_targets(path: Path, pool: str = "") -> Targets:
     if blocks.exit_code and not targets.silent:
         notes.append(f"not every OST may be named here: `lfs {blocks.shown}` {blocks.failure}")
     try:
-        targets = parse_df(blocks.stdout, run_lfs("df", "-i", *options, place).stdout)
+        targets = parse_df(blocks.stdout, run_lfs("df", "-i", place).stdout)
     except LustreError as error:
         notes.append(f"free inodes are unknown: {error}")
     targets.notes = notes
@@ -230,7 +225,6 @@ class Room:
     name: str
     free_bytes: int | None = None
     free_files: int | None = None
-    need_bytes: int | None = None  # None: all that will be written
     note: str = ""  # what else is to be known: how sure the figures are, when a limit will bite
     unknown: str = ""  # why nothing is told
 
@@ -243,13 +237,10 @@ class Room:
         return f"{self.name}: {' and '.join(left)} left{note}" if left else f"{self.name}: no limit{note}"
 
     def lacks(self, need: Need) -> list[str]:
-        """What does not fit, for a person."""
-        need_bytes, part = need.num_bytes, ""
-        if self.need_bytes is not None:
-            need_bytes, part = self.need_bytes, f", and {short_bytes(self.need_bytes)} will lie there"
+        """Return what does not fit, for a person."""
         found = []
-        if self.free_bytes is not None and self.free_bytes < need_bytes:
-            found.append(f"{self.name}: {short_bytes(self.free_bytes)} left{part}")
+        if self.free_bytes is not None and self.free_bytes < need.num_bytes:
+            found.append(f"{self.name}: {short_bytes(self.free_bytes)} left")
         if self.free_files is not None and self.free_files < 3 * need.num_shards:
             found.append(f"{self.name}: {_files_text(self.free_files)} left")
         return found
@@ -267,7 +258,7 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     try:
         if why_not_usable(folder):
             return []
-        rooms = _read_rooms(existing_part(folder), need)
+        rooms = _read_rooms(existing_part(folder))
     except (LustreError, OSError) as error:
         return [f"note: whether it will fit is unknown: {error}"]
     lines = [f"it needs {need.text()}; {'; '.join(room.text() for room in rooms)}"]
@@ -275,57 +266,34 @@ def space_lines(folder: Path, need: Need) -> list[str]:
     return [*lines, *(f"warning: it will not fit: {words}, and it needs {need.text()}" for words in lacking)]
 
 
-def _read_rooms(folder: Path, need: Need) -> list[Room]:
-    """Return what targets and quotas leave for an existing folder; at most 8 calls of lfs without pools.
-
-    Each pool in which new files get stripes has a room of its own, for its part of the bytes.
-    """
+def _read_rooms(folder: Path) -> list[Room]:
+    """Return what targets and the user's quota leave for an existing folder, by three calls of lfs."""
     rooms: list[Room] = []
-    pools = {"": need.num_bytes}
     try:
-        try:
-            pools = _bytes_by_pool(read_layout(folder), need)
-        except LfsSilentError:
-            raise
-        except LustreError as error:
-            rooms.append(Room(name="the pool of new files", unknown=str(error)))
-        for number, (pool, num_bytes) in enumerate(pools.items()):
-            targets = read_targets(folder, pool)
-            rooms.append(_osts_room(targets, pool, None if num_bytes == need.num_bytes else num_bytes))
-            rooms += [] if number else [_inodes_room(targets)]
+        targets = read_targets(folder)
     except LustreError as error:
         rooms.append(Room(name="free space", unknown=str(error)))
         if isinstance(error, LfsSilentError):
             return [*rooms, Room(name="quota", unknown="not asked for after that")]
-    for option, name in (("-u", "your quota"), ("-g", "the group's quota"), ("-p", "the project's quota")):
-        rooms += _quota_rooms(folder, option, name)
-        for pool in filter(None, pools):
-            found = _quota_rooms(folder, option, f"{name} in pool {pool}", "--pool", pool)
-            rooms += [
-                room for room in found if room.unknown or (room.free_bytes, room.free_files) != (None, None)
-            ]
+    else:
+        osts = [ost for ost in targets.osts if ost.takes_files]
+        silent = f"{counted(len(targets.silent), 'target')} did not answer" if targets.silent else ""
+        free_bytes = sum(ost.free_bytes for ost in osts)
+        rooms.append(Room(name=counted(len(osts), "OST"), free_bytes=free_bytes, note=silent))
+        rooms.append(_inodes_room(targets))
+    if os.getuid() == 0:  # no quota binds root
+        return rooms
+    try:
+        place = Path(lustre_mount(folder).mount_point)
+        result = run_lfs("quota", "-u", str(os.getuid()), place)
+        if result.exit_code in {0, 5}:  # 5: some figures are inaccurate, and stand in brackets
+            rooms.append(parse_quota(result.stdout))
+        else:
+            why = "" if "not enabled" in result.stderr else result.failure
+            rooms.append(Room(name="your quota", unknown=why))
+    except (LustreError, OSError, ValueError) as error:
+        rooms.append(Room(name="your quota", unknown=str(error)))
     return rooms
-
-
-def _bytes_by_pool(layout: Layout, need: Need) -> dict[str, int]:
-    """What will lie in each pool, all shards being alike; the one pool, or none, has everything."""
-    if not layout.has_tiers:
-        return {layout.pool: need.num_bytes}
-    held: Counter[str] = Counter()
-    for part, num_bytes in layout.of_file(need.num_bytes // max(1, need.num_shards)):
-        if not part.is_on_mdt:
-            held[part.pool] += num_bytes * need.num_shards
-    return dict(held) or {"": 0}
-
-
-def _osts_room(targets: Targets, pool: str, need_bytes: int | None) -> Room:
-    osts = [ost for ost in targets.osts if ost.takes_files]
-    return Room(
-        name=counted(len(osts), "OST") + (f" of pool {pool}" if pool else ""),
-        free_bytes=sum(ost.free_bytes for ost in osts),
-        need_bytes=need_bytes,
-        note=f"{counted(len(targets.silent), 'target')} did not answer" if targets.silent else "",
-    )
 
 
 def _inodes_room(targets: Targets) -> Room:
@@ -337,32 +305,7 @@ def _inodes_room(targets: Targets) -> Room:
     return Room(name=name, free_files=min(free))
 
 
-def _quota_rooms(folder: Path, option: str, name: str, *pool: str) -> list[Room]:
-    """Nothing for root and project 0, whom no quota binds."""
-    try:
-        number = _quota_id(folder, option)
-        if number == 0:
-            return []
-        result = run_lfs("quota", option, str(number), *pool, Path(lustre_mount(folder).mount_point))
-        if result.exit_code in {0, 5}:  # 5: some figures are inaccurate, and stand in brackets
-            return [parse_quota(result.stdout, name)]
-        return [Room(name=name, unknown="" if "not enabled" in result.stderr else result.failure)]
-    except (LustreError, OSError, ValueError) as error:
-        return [Room(name=name, unknown=str(error))]
-
-
-def _quota_id(folder: Path, option: str) -> int:
-    """Whose quota: files belong to the folder's group where it is set so (setgid), else to the user's."""
-    if option == "-u":
-        return os.getuid()
-    if option == "-g":
-        status = folder.stat()
-        return status.st_gid if status.st_mode & 0o2000 else os.getgid()
-    match = _PROJECT.match(run_lfs("project", "-d", folder).checked("ask the site"))
-    return int(match[1]) if match else 0
-
-
-def parse_quota(output: str, name: str = "your quota") -> Room:
+def parse_quota(output: str) -> Room:
     """Read what ``lfs quota`` leaves. Raises ValueError for anything else.
 
     Below the heads stand: file system, KiB used (``*`` if too many), soft and hard limit, grace, and the same
@@ -378,11 +321,11 @@ def parse_quota(output: str, name: str = "your quota") -> Room:
     files, file_note = _left(*fields[4:])
     notes = [block_note, file_note, "inaccurate: a server did not answer" if "[" in line else ""]
     note = "; ".join(dict.fromkeys(filter(None, notes)))
-    return Room(name=name, free_bytes=None if kib is None else kib << 10, free_files=files, note=note)
+    return Room(name="your quota", free_bytes=None if kib is None else kib << 10, free_files=files, note=note)
 
 
 def _left(used: str, soft: str, hard: str, grace: str) -> tuple[int | None, str]:
-    """What the hard limit leaves, or the soft one where there is no other; and what is to be known.
+    """Return what the hard limit leaves, or the soft one where there is no other, and a note.
 
     Where the time of grace is over (``expired``, in 2.15 ``none``) every write fails.
     """

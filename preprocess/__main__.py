@@ -61,7 +61,7 @@ def make_shard(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost."""
     resources.check_address_space()
-    from lustre import Need, StripeRequest, space_lines
+    from lustre import Need, space_lines
     from preprocess.plan import planning
 
     given = given_of(args, PrepConfig)
@@ -74,8 +74,7 @@ def make_plan(args: argparse.Namespace) -> int:
             )
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = planning.Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
-    stripe = StripeRequest(stripe=args.stripe, size=args.stripe_size, pool=args.stripe_pool)
-    plan, cost = planning.make_plan(config, sharding, stripe=stripe, dry_run=args.dry_run, say=say)
+    plan, cost = planning.make_plan(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
     sizes = plan.shard_bytes()
     size = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     need = Need(num_bytes=cost.output_bytes, num_shards=plan.num_shards)
@@ -161,7 +160,7 @@ def rewrite(args: argparse.Namespace) -> int:
 def verify(args: argparse.Namespace) -> int:
     """``verify DATA``: prove the shards whole and write index.json."""
     from preprocess.attempts import read_attempts, remove_finished
-    from preprocess.check.verify import publish_osts, verify_dataset
+    from preprocess.check.verify import verify_dataset
     from preprocess.done_shards import remove_findings
     from preprocess.plan.plan_file import need_plan
     from shardprep.format.shard_making import source_lines
@@ -187,8 +186,6 @@ def verify(args: argparse.Namespace) -> int:
     )
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     print_lines(*source_lines(counts, all_in=INDEX_NAME))
-    for line in publish_osts(folder, [int(size) for size in index.column("tar_bytes")]):
-        say(line)
     remove_findings(folder)
     remove_finished(read_attempts(folder, plan.plan_id).own, [True] * plan.num_shards)
     return _verify_deep(args, plan) if args.deep is not None else 0
@@ -287,14 +284,10 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     shards.add_argument("--dry_run", action="store_true", help="print what would be planned, write nothing")
     add = parser.add_argument_group("Lustre layout of a new output folder").add_argument
     text = (
-        "auto: change nothing, print it. none: do not look at it. N: this many stripes. 1G:1,-1:8: stripes "
-        "by the size of a file (default: auto)"
+        "auto: change nothing, print it. none: do not look at it. N[,SIZE][,POOL]: one stripe up to 64 MiB "
+        "of a file, N from there on, such as 8,4M. Or options of lfs setstripe: '-c 8' (default: auto)"
     )
     add("--stripe", metavar="LAYOUT", default="auto", help=text)
-    text = "size of a stripe, such as 4M; for N or a layout (default: Lustre's)"
-    add("--stripe_size", metavar="SIZE", help=text)
-    text = "pool of OSTs; for N or a layout (default: the folder's)"
-    add("--stripe_pool", metavar="POOL", help=text)
     add_flags_of(parser, PrepConfig, groups=GROUPS)
 
 

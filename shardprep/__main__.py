@@ -37,7 +37,7 @@ COMMANDS = {
     "logs": "slurm",
     "stage": "loader",
     "where": "loader",
-    "lustre": "lustre",  # with commands of its own: show, apply, restore
+    "lustre": "lustre",  # with commands of its own: show, apply
 }
 
 

@@ -88,8 +88,8 @@ def _status_flags(parser: argparse.ArgumentParser) -> None:
 
 def _report_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "What a data set holds, how it was made and how to make it again, as a page for a browser, which needs "
-        "no network. Reads every manifest once, and no shard."
+        "What a data set holds, how it was made and how to make it again: a page for a browser, without "
+        "scripts or network. Reads every manifest once, and no shard."
     )
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
     text = "write this file (default: report.html in the current folder; with --json: print)"

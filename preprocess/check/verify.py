@@ -1,16 +1,15 @@
-"""``verify``: prove a data set whole and write index.json; on Lustre osts.json; with ``--crcs`` crcs/.
+"""``verify``: prove a data set whole and write index.json; with ``--crcs`` crcs/.
 
 The fast tier compares manifests, sizes and coverage. The full one reads every byte back, once: hashes, places
 and every token id. ``--crcs`` takes the crc32 of each sample's bytes in the same read, for the loader's
 ``read_check="crc"``, at 0.5 to 2 s of CPU per gigabyte (one core; the rest takes 4 to 20, the most for JSON).
-osts.json is a hint: readers take an order of opening from it that spreads them over the servers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-import lustre
 from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import BrokenShard, ReadWriteError, Refused, ShardprepError
@@ -43,11 +41,9 @@ from shardprep.format.manifest import (
     check_hashes,
     check_shard,
     merge_manifests,
-    osts_json,
 )
 from shardprep.format.names import (
     INDEX_NAME,
-    OSTS_NAME,
     TAR_END,
     crcs_path,
     remake_command,
@@ -294,20 +290,3 @@ def _read_forward(tar: HashedFile, records: Records, seq_len: int, crcs: Records
         yield raw
         is_end = raw.is_last and raw.rows.stop < len(records)
         tar.forget(int(first_needed[raw.rows.stop]) if is_end else raw.begin)
-
-
-def publish_osts(folder: Path, tar_bytes: Sequence[int]) -> list[str]:
-    """Ask lfs where the tars lie and publish osts.json; off Lustre nothing is done.
-
-    Returns lines to print: the layouts that the tars (of these sizes) really have, and how evenly they lie on
-    the OSTs. Never fails, as nothing depends on the file; a line says why there is none, or an old one stays.
-    """
-    names = [tar_path(folder, number).name for number in range(len(tar_bytes))]
-    try:
-        balance = lustre.read_balance(folder, dict(zip(names, tar_bytes, strict=True)))
-        if balance is None:
-            return []
-        publish_bytes(folder / OSTS_NAME, osts_json(balance.first_osts))
-        return balance.lines()
-    except (lustre.LustreError, ShardprepError, OSError) as error:
-        return [f"note: {OSTS_NAME} is not written, shards are opened in an order without OSTs: {error}"]

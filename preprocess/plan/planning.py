@@ -56,7 +56,7 @@ from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, remove_temporaries
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
-from shardprep.format.names import INDEX_NAME, MAX_SHARDS, OSTS_NAME, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 
 _NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
 _MOST_AT_ONCE = 64  # files or boundaries per turn of a thread
@@ -392,7 +392,6 @@ def _places_inside(
 LONG_SHARD_S = 600.0  # on one core; the plan command warns of longer shards
 _MANY_SHARDS = 1000  # more, each smaller than half of _SHARD_BYTES, and the plan command speaks of it
 _SHARD_BYTES = 256 << 20  # of input: minutes of one core
-_NO_STRIPES = lustre.StripeRequest(stripe="none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,17 +417,18 @@ def make_plan(
     config: PrepConfig,
     sharding: Sharding,
     *,
-    stripe: lustre.StripeRequest = _NO_STRIPES,
+    stripe: str = "none",
     dry_run: bool = False,
     say: Callable[[str], None],
 ) -> tuple[Plan, CostEstimate]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
-    ``stripe`` is the Lustre layout of a folder without a plan yet. Where the folder has a plan already, the
-    new one is compared with it and never written.
+    ``stripe`` is what ``plan --stripe`` takes: the Lustre layout of a folder without a plan yet. Where the
+    folder has a plan already, the new one is compared with it and never written.
     Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
-    stripe.layout()  # an impossible one is told first
+    if stripe not in {"auto", "none"}:
+        lustre.StripeRequest.parse(stripe)  # an impossible one is told first
     _check_apart(config)
     listing = find_inputs(
         config.input_dir, recursive=config.recursive, follow_links=config.follow_links, also=config.also
@@ -496,20 +496,20 @@ def _prepare_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
-    stems = (PLAN_NAME, INDEX_NAME, OSTS_NAME, TOKENIZER_DIR)
+    stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)
     remove_temporaries(folder, *stems, older_than_s=STALE_AFTER_S)
 
 
 def _set_layout(
     folder: Path,
-    stripe: lustre.StripeRequest,
+    stripe: str,
     say: Callable[[str], None],
     *,
     is_planned: bool,
     dry_run: bool,
 ) -> None:
     """Do what ``stripe`` asks for, and say it; where nothing was asked of a planned folder, say nothing."""
-    if stripe.stripe == "none" or (is_planned and stripe.layout() is None):
+    if stripe == "none" or (is_planned and stripe == "auto"):
         return
     try:
         say(lustre.stripe_line(folder, stripe, is_planned=is_planned, dry_run=dry_run))

@@ -1,8 +1,7 @@
-"""The manifest of a shard, index.json that merges all manifests, and osts.json.
+"""The manifest of a shard, and index.json, which merges all manifests.
 
 shard-N.json says what one shard holds and of which data set it is; a shard with a right one is done. A reader
-of index.json opens one file, not 10^5. osts.json says on which Lustre storage target (OST) each tar begins: a
-hint for the order in which readers open them, no part of the data set.
+of index.json opens one file, not 10^5.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import dataclasses
 import gc
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +31,6 @@ from shardprep.format.names import (
     INDEX_NAME,
     MAX_MANIFEST_BYTES,
     MAX_SHARDS,
-    OSTS_NAME,
     PLAN_NAME,
     VOUCHED_PATHS,
     id_ranges,
@@ -359,30 +357,3 @@ def _merge_folder(folder: Path) -> DatasetIndex:
             f"run: shardprep run {quoted(folder)} (or one: {rerun_command(missing[0], folder)})"
         )
     return merge_manifests(read_manifest(folder, shard_id) for shard_id in present)
-
-
-MAX_OSTS_BYTES = 4 << 20  # of 99,999 shards: 0.5 MB
-
-
-def osts_json(osts: Sequence[int]) -> bytes:
-    """The bytes of osts.json; -1 stands for an OST that is not known."""
-    data = with_content_hash("shardprep-osts", {"osts": list(osts)})
-    return (json.dumps(data, separators=(",", ":")) + "\n").encode()
-
-
-def read_osts(folder: Path, num_shards: int) -> npt.NDArray[np.int64] | None:
-    """The OST of each shard: int64[num_shards]; None where there is no osts.json.
-
-    Raises BrokenShard, UnknownVersion, ReadWriteError.
-    """
-    try:
-        fields = read_checked(folder / OSTS_NAME, "shardprep-osts", max_bytes=MAX_OSTS_BYTES)
-    except NOT_THERE:
-        return None
-    found = fields.list_of(
-        "osts", lambda ost: type(ost) is int and -1 <= ost < 1 << 31, "the number of an OST, or -1"
-    )
-    fields.end()
-    if len(found) != num_shards:
-        raise fields.wrong("osts", f"{len(found)} entries", f"those of {num_shards} shards")
-    return np.array(found, np.int64)

@@ -31,7 +31,6 @@ TokenFormat = Literal["json", "npy"]
 
 PLAN_NAME = "plan.json"
 INDEX_NAME = "index.json"
-OSTS_NAME = "osts.json"
 TOKENIZER_DIR = "tokenizer"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"

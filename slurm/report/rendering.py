@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from shardprep.console import printable, short_bytes, short_number, short_time
 
-_LIMITS = {"MAX_ROWS": 20, "MAX_OSTS": 8, "MAX_NODES": 5, "MAX_NAMES": 5}  # that are shown
+_LIMITS = {"MAX_ROWS": 20, "MAX_NODES": 5, "MAX_NAMES": 5}  # that are shown
 _MAX_IDS = 150  # characters of a list of shards
 _MAX_LABELS = 7  # of a histogram
 REASONS = {  # why a document was left out, as its quarantine file says -> as people read it

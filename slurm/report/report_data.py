@@ -38,7 +38,7 @@ from shardprep.console import Progress, print_lines, say
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import names_in, publish_bytes, size_of_file
 from shardprep.format.checked_json import Fields
-from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, manifest_ids, read_index, read_osts
+from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, manifest_ids, read_index
 from shardprep.format.names import (
     INDEX_NAME,
     TOKENIZER_DIR,
@@ -186,7 +186,7 @@ def _add(totals: dict[str, Any], numbers: Mapping[str, Any]) -> None:
 def report_data(
     folder: Path, plan: Plan, sums: ManifestSums, wrong: Mapping[int, Finding], *, num_examples: int
 ) -> dict[str, Any]:
-    """The whole report. Reads index.json, osts.json, quarantine files, and what ``_attempts`` reads."""
+    """The whole report. Reads index.json, quarantine files, and what ``_attempts`` reads."""
     totals, made = sums.totals, sums.made
     index: DatasetIndex | None = None
     with contextlib.suppress(ShardprepError):
@@ -219,7 +219,6 @@ def report_data(
         "shard_sizes": _shard_sizes(sums) if made else {},
         "work": work_over_time(made, status["slow_shards"]) if made else {},
         "use": _use(made, status) if made else {},
-        "osts": _osts(folder, plan, sums),
         "attempts": {**_attempts(state, status, made), "num_restarted_shards": totals["num_restarted"]},
         "again": _again(plan, sums),
     }
@@ -589,23 +588,6 @@ def _use(made: Sequence[ShardMaking], status: Mapping[str, Any]) -> dict[str, An
         "max_rss_bytes": max(each.max_rss_bytes for each in made),
         "num_cpus": spread([each.num_cpus for each in made]),
     }
-
-
-def _osts(folder: Path, plan: Plan, sums: ManifestSums) -> list[dict[str, Any]] | None:
-    """Shards and bytes by the OST on which each tar begins; None where osts.json does not say."""
-    try:
-        osts = read_osts(folder, plan.num_shards)
-    except ShardprepError:
-        return None
-    if osts is None or (osts < 0).all():
-        return None
-    found: dict[int, list[int]] = defaultdict(list)
-    for each, num_bytes in zip(sums.made, sums.tar_bytes, strict=True):
-        found[int(osts[each.shard_id])].append(num_bytes)
-    return [
-        {"ost": ost if ost >= 0 else None, "num_shards": len(sizes), "num_bytes": sum(sizes)}
-        for ost, sizes in sorted(found.items())
-    ]
 
 
 def _again(plan: Plan, sums: ManifestSums) -> dict[str, Any]:

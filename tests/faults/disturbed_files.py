@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardprep.format.manifest import osts_json
 from tests.faults.judging import undisturbed, verdict
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet, Stage, make_external_tar
@@ -23,16 +22,10 @@ class DisturbedFile:
     stage: Stage
     commands: tuple[str, ...]
     is_json: bool = False
-    is_hint: bool = False  # nothing depends on it: whatever it holds, the command must end well
     free_text: str = ""  # JSON path of a name outside of all hashes: another text there is another name
     headers_only: bool = False  # of a tar: the bytes of its members cannot be checked without a manifest
     sizes_alone: bool = False  # is all that the commands look at: another shard's may have the same
     prepare: Callable[[Path], None] = lambda data: None
-
-
-def write_osts(data: Path) -> None:
-    """As verify writes it on Lustre."""
-    (data / "osts.json").write_bytes(osts_json([3, 1]))
 
 
 def keep_tars_only(data: Path) -> None:
@@ -91,9 +84,6 @@ FILES = (
         prepare=put_external_tars,
     ),
     DisturbedFile(name="quarantine/shard-00001.jsonl", stage="verified", commands=("verify",)),
-    DisturbedFile(
-        name="osts.json", stage="verified", commands=("load",), is_json=True, is_hint=True, prepare=write_osts
-    ),
     DisturbedFile(name="jobs/0000.json", stage="made", commands=("status",), is_json=True),
 )
 
@@ -124,8 +114,6 @@ def disturb(
             rewritten = name.startswith("verify") and file.name == "index.json"
             rewritten |= name == "verify --crcs" and file.name.startswith("crcs/")
             kind, what = verdict(data_set, name, ended, expected, None if rewritten else f"data/{file.name}")
-            if file.is_hint and kind == "refused":
-                kind, what = "wrong", f"a hint is refused: {what[:100]}"
             yield Outcome(
                 campaign=campaign,
                 form=data_set.form,

@@ -28,7 +28,7 @@ from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index, read_manifest, read_osts
+from shardprep.format.manifest import read_index, read_manifest
 from slurm.submissions import read_submissions
 from tests.faults.bad_json import with_its_hash
 from tests.faults.json_spans import spans
@@ -54,7 +54,6 @@ def targets(place: Path) -> Iterator[tuple[str, st.SearchStrategy[Any], Check]]:
         "index.json": lambda: read_index(data),
         "shard-00000.json": lambda: replace(read_manifest(data, 0), run={}),
         "shard-00000.idx": lambda: _read_idx(data, plan.spec),
-        "osts.json": lambda: read_osts(data, plan.num_shards),
         "jobs/0000.json": lambda: read_submissions(data),
     }
     for name, read in readers.items():
@@ -142,7 +141,7 @@ def _read_idx(data: Path, spec: DatasetSpec) -> list[Any]:
 
 
 def _file_check(path: Path, read: Callable[[], Any]) -> Check:
-    """What is read of an altered file is what was written, or it is refused. A hint may be left aside."""
+    """What is read of an altered file is what was written, or it is refused."""
     original = path.read_bytes()
     expected = _comparable(read())
 
@@ -154,8 +153,6 @@ def _file_check(path: Path, read: Callable[[], Any]) -> Check:
             path.write_bytes(original)
         if found == expected:
             return True
-        if path.name == "osts.json" and found == _comparable(None):
-            return False
         raise WrongError(f"{path.name} is read as another one")
 
     return check

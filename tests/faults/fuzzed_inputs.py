@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from shardprep.errors import ShardprepError
-from tests.faults.disturbed_files import write_osts
 from tests.faults.forked_case import described, run_forked
 from tests.faults.fuzz_targets import Check, WrongError, targets
 from tests.faults.outcomes import Kind, Outcome
@@ -34,7 +33,6 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
     """An outcome for each input; those of a target that fails end with the first failure."""
     for data_set in data_sets:
         data_set.reset("verified")
-        write_osts(data_set.place / "data")
         for name, strategy, check in targets(data_set.place):
             number = num_faults * _INPUTS_PER_FAULT
             work = tried(name, strategy, check, number)

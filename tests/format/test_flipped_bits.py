@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from loader.find_shards import known_osts
 from preprocess.plan.plan_file import need_plan, plan_json
 from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import ShardprepError
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import osts_json, read_index, read_manifest, read_osts
+from shardprep.format.manifest import read_index, read_manifest
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -143,16 +142,6 @@ def test_a_manifest_whose_run_has_no_hash_is_read_as_it_was_written(
     read = read_manifest(folder, 1)
     assert dataclasses.replace(read, run={**read.run, "texts": manifest.run["texts"]}) == manifest
     assert prep.command("verify", folder).code == 0
-
-
-def test_a_bit_of_osts_json_is_a_warning_alone(folders: dict[str, Path], caplog: Any) -> None:
-    folder = folders["json"]
-    path = folder / "osts.json"
-    path.write_bytes(osts_json([3, 17]))
-    refused_or_equal(path, lambda: np.array(read_osts(folder, 2)).tolist())
-    path.write_text('{"format": "shardprep-osts", "version": 2, "osts": [1e999, {}]}')
-    assert known_osts(folder, 2) is None
-    assert "is left aside" in caplog.text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,7 +23,6 @@ from loader.find_shards import find_shards
 from loader.reading import ShardReader
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
 from shardprep.format.idx import CHUNK_RECORDS
-from shardprep.format.manifest import osts_json
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -316,39 +315,6 @@ def test_the_ranks_begin_with_different_shards(made: Path, options: dict[str, An
     orders = first_orders(made / "json", **options)
     assert [order[0] for order in orders] == [0, 1, 2, 3]
     assert all(sorted(set(order)) == [0, 1, 2, 3] for order in orders)
-
-
-def test_with_known_osts_shards_are_opened_on_one_after_the_other(copied: Path) -> None:
-    (copied / "osts.json").write_bytes(osts_json([7, 7, 2, 2]))
-    assert first_orders(copied) == [[2, 0, 3, 1], [3, 1, 2, 0], [0, 2, 1, 3], [1, 3, 0, 2]]
-
-
-@pytest.mark.slow
-def test_osts_change_no_batch_and_a_broken_file_of_them_is_left_aside(
-    copied: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    whole = epoch(load(copied))
-    (copied / "osts.json").write_bytes(osts_json([3, 1, 1, 0]))
-    assert find_shards(copied).osts is not None
-    assert epoch(load(copied)) == whole
-    assert "osts.json" not in caplog.text
-    for content in (b"", b"[1]", osts_json([1, 2, 3]), osts_json([1, 2, 3, 2**70]), b'{"format": "other"}'):
-        (copied / "osts.json").write_bytes(content)
-        assert find_shards(copied).osts is None
-    assert caplog.text.count("osts.json is left aside") == 5
-    assert epoch(load(copied)) == whole
-
-
-def test_osts_follow_the_shards_that_are_named_and_do_not_enter_the_fingerprint(
-    copied: Path, made: Path
-) -> None:
-    fingerprint = find_shards(copied).fingerprint
-    (copied / "osts.json").write_bytes(osts_json([3, 1, 4, 0]))
-    assert find_shards(copied).fingerprint == fingerprint
-    both = find_shards([f"{copied}/shard-0000[13].tar", made / "npy"])
-    assert both.osts is not None
-    assert sorted(both.osts.tolist()) == [-1, -1, -1, -1, 0, 1]
-    assert find_shards(made / "npy").osts is None
 
 
 def test_a_tar_of_ours_that_became_a_fifo_is_refused_and_not_waited_for(copied: Path) -> None:

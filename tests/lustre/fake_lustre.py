@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-import lustre
 import lustre.lfs
-from lustre import StripeRequest, stripe_line
+from lustre import stripe_line
 from lustre.__main__ import main
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 both_dialects = pytest.mark.parametrize("on_lustre", ["2.15", "2.17"], indirect=True)
 
 
@@ -73,12 +72,7 @@ class FakeLustre:
 
 def apply_stripe(folder: Path, stripe: str) -> str:
     """``plan --stripe`` for a folder."""
-    return stripe_line(folder, StripeRequest(stripe=stripe))
-
-
-def first_osts(folder: Path, names: Sequence[str]) -> list[int] | None:
-    balance = lustre.read_balance(folder, dict.fromkeys(names, 0))
-    return None if balance is None else list(balance.first_osts)
+    return stripe_line(folder, stripe)
 
 
 def install_fake_lfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def calls(on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     monkeypatch.setattr(lustre.lfs, "subprocess", Subprocess)
     monkeypatch.setattr(os, "getuid", lambda: 1000)  # no quota binds root
-    on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 0]}, project=3)
+    on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 0]})
     return calls
 
 
@@ -175,21 +175,22 @@ def test_no_command_fails_because_of_lfs(
                 assert len(calls.seen) > broken, "the call that was to be broken was made"
         done.update(seen)
     asked = {name: [words[0] for words in seen] for name, seen in num_calls.items()}
-    assert {"getstripe", "df", "quota", "project"} <= set(asked["plan"]) & set(
-        asked["submit"] + ["getstripe"]
-    )
+    assert {"df", "quota"} <= set(asked["plan"]) & set(asked["submit"])
     assert asked["shard"] == ["getstripe"]
-    assert asked["verify --fast"] == ["getstripe", "osts"]
-    assert [name for name, words in asked.items() if not words] == ["status", "load", "stage"]
+    assert {name for name, words in asked.items() if not words} >= {
+        "verify --fast",
+        "status",
+        "load",
+        "stage",
+    }
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["show", "O", "--num_shards", "3", "--num_readers", "9"],
-        ["apply", "O/empty", "-c", "2"],
-        ["apply", "O/empty", "-c", "2", "--pool", "disk", "--dry_run"],
-        ["restore", "O"],
+        ["show", "O"],
+        ["apply", "O/empty", "--stripe", "2"],
+        ["apply", "O/empty", "--stripe", "2,disk", "--dry_run"],
     ],
 )
 def test_the_commands_for_lustre_itself_end_with_73_at_worst(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import subprocess
 from typing import Any
 
@@ -50,13 +49,6 @@ STATES: dict[str, dict[str, Any]] = {
 NOT_SPOKEN = {"with inactive ones", "bad size"}  # an option of df that nobody here uses; a long usage text
 
 
-def words_of(case: dict[str, Any], root: str) -> list[str]:
-    words = [word.replace(MOUNT, root) for word in case["argv"]]
-    if match := re.fullmatch(r"\.\.\. (\d+) files in all", words[-1]):
-        return [*words[:2], *(f"{root}/f{number:02d}" for number in range(int(match[1])))]
-    return words
-
-
 @both_dialects
 def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre) -> None:
     file = SHARED / "lfs_recorded" / f"lfs-{ {'2.15': '2_15_8', '2.17': '2_17_57'}[on_lustre.dialect] }.json"
@@ -66,20 +58,16 @@ def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre)
     root = on_lustre.folder.parent
     for name in ("orion", "i3", "d"):
         (root / name).mkdir()
-    files = [root / f"f{number:02d}" for number in range(53)]
-    for each in files:
-        each.touch()
-    usual = {
-        "osts": [OST] * 8,
-        "released": [str(each) for each in files],
-        "inaccurate": False,
-        "inodes": 1000000,
-    }
+    usual: dict[str, Any] = {"osts": [OST] * 8, "inaccurate": False, "inodes": 1000000}
     usual |= {"mdt": {key: OST[key] for key in ("used", "available", "flags")}}
     usual |= {"pools": {"flash": [0, 1], "disk": [2, 3, 4, 5, 6, 7], "empty": []}}
     different = []
     for case in json.loads(file.read_text(encoding="utf-8"))["cases"]:
-        if case["case"] in NOT_SPOKEN:
+        words = [word.replace(MOUNT, str(root)) for word in case["argv"]]
+        # The toolkit does not ask for these any more: pools' room, quotas of others, files in an archive.
+        others = {"df": {"-p"}, "quota": {"-g", "-p", "--pool"}}.get(words[1], set())
+        is_asked = words[1] not in {"hsm_state", "hsm_restore", "project"} and not others & set(words)
+        if case["case"] in NOT_SPOKEN or not is_asked:
             continue
         state = {**usual, **STATES.get(case["case"], {})}
         if on_lustre.dialect == "2.15" and "quota" in state:
@@ -89,7 +77,7 @@ def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre)
         on_lustre.fault({"not on Lustre": "not-lustre"}.get(case["case"], ""))
         if "EPERM" in case["case"]:
             on_lustre.fault("quota-refused")
-        done = subprocess.run(words_of(case, str(root)), check=False, capture_output=True, text=True)
+        done = subprocess.run(words, check=False, capture_output=True, text=True)
         said = [text.replace(str(root), MOUNT) for text in (done.stdout, done.stderr)]
         if (done.returncode, *said) != (case["exit"], case["stdout"], case["stderr"]):
             different.append((case, done.returncode, said))

@@ -2,68 +2,100 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import lustre.lfs
-import lustre.restore
-import lustre.show
 from loader.__main__ import main as loader_main
-from loader.find_shards import find_shards
-from lustre import LustreError, StripeRequest
+from lustre import LustreError, Need, space_lines
 from lustre.__main__ import main
-from lustre.apply import set_directory_layout
-from lustre.layout import Component, Layout, read_layout
-from shardprep.errors import UsageError
+from slurm.__main__ import main as slurm_main
 from tests.checkout import ROOT
 from tests.lustre.fake_lustre import (
-    GIB,
     MIB,
     FakeLustre,
     apply_stripe,
     both_dialects,
-    first_osts,
     install_fake_lfs,
 )
+from tests.slurm.fake_slurm import FakeSlurm
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
 pytestmark = pytest.mark.processes
 
-PFL: list[dict[str, object]] = [
-    {"end": 256 * MIB, "count": 1, "size": 4 * MIB, "pattern": "raid0"},
-    {"end": None, "count": -1, "size": 4 * MIB, "pattern": "raid0"},
-]
-FSX: list[dict[str, object]] = [
-    {"end": end, "count": count, "size": MIB, "pattern": "raid0"}
-    for end, count in ((100 * MIB, 1), (10 * GIB, 8), (100 * GIB, 16), (None, 32))
-]
-EIGHT = Layout(components=(Component(stripe_count=8, stripe_size_bytes=0),), is_composite=False)
+RAID: dict[str, Any] = {"end": None, "count": 1, "size": 4 * MIB, "pattern": "raid0"}
+PFL = [{**RAID, "end": 256 * MIB}, {**RAID, "count": -1}]
+EIGHT = "-E 67108864 -c 1 -S 4194304 -E -1 -c 8 -S 4194304"
+DOM = "-E 64K -L mdt -E -1 -c 2 -S 4M"
+OST = {"used": 25 << 20, "available": 75 << 20, "flags": "", "state": "ACTIVE"}
+
+
+def set_by_hand(on_lustre: FakeLustre, options: str) -> None:
+    """Somebody's own ``lfs setstripe`` of the folder."""
+    subprocess.run(["lfs", "setstripe", *options.split(), str(on_lustre.folder)], check=True)
+    on_lustre.give(calls=[])
+
+
+# --- a layout is asked for, set and read back
 
 
 @both_dialects
-def test_a_number_sets_the_default_of_a_fresh_folder_and_reads_it_back(on_lustre: FakeLustre) -> None:
-    line = apply_stripe(on_lustre.folder, "8")
-    assert "now gives new files progressive (PFL): 1 stripe of 4 MiB up to 64 MiB, 8 stripes" in line
-    assert [part.stripe_count for part in read_layout(on_lustre.folder).components] == [1, 8]
-    assert not read_layout(on_lustre.folder).is_inherited
-
-
-def test_lfs_is_called_with_an_absolute_path_in_the_c_locale(
-    on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stripe", "options", "gives"),
+    [
+        ("1", "-c 1", "plain: 1 stripe of"),
+        ("8", EIGHT, "progressive (PFL): 1 stripe of 4 MiB up to 64 MiB, 8 stripes of 4 MiB from there on"),
+        ("-1", EIGHT.replace("-c 8", "-c -1"), "a stripe on every OST of 4 MiB from there on"),
+        ("8,1M", EIGHT.replace("4194304", "1048576"), "8 stripes of 1 MiB from there on"),
+        ("1,64K,disk", "-c 1 -S 65536 -p disk", "plain: 1 stripe of 64 KiB in pool disk"),
+        ("1,flash", "-c 1 -p flash", "in pool flash"),
+        ("-c 8", "-c 8", "plain: 8 stripes of"),
+        ("-c8 -S 4M -p disk", "-c8 -S 4M -p disk", "plain: 6 stripes of 4 MiB in pool disk"),
+        (
+            "-E 64K -L mdt -E -1 -c 2 -S 4M",
+            "-E 64K -L mdt -E -1 -c 2 -S 4M",
+            "server up to 64 KiB, 2 stripes",
+        ),
+    ],
+)
+def test_a_layout_is_set_as_asked_on_a_fresh_folder_and_read_back(
+    on_lustre: FakeLustre, stripe: str, options: str, gives: str
 ) -> None:
-    monkeypatch.chdir(on_lustre.folder.parent)
-    monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")
-    apply_stripe(Path("O"), "1")
-    assert ["setstripe", "-c", "1", str(on_lustre.folder), "LC_ALL=C"] in on_lustre.calls()
-    assert {call[-1] for call in on_lustre.calls()} == {"LC_ALL=C"}
+    on_lustre.monkeypatch.setenv("LC_ALL", "ko_KR.UTF-8")
+    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)
+    assert code == 0, text
+    assert gives in text
+    assert on_lustre.setstripe_calls() == [options]
+    asked = [call for call in on_lustre.calls() if call[0] in {"setstripe", "getstripe"}]
+    assert {call[-1] for call in asked} == {"LC_ALL=C"}
+    assert {call[-2] for call in asked} == {str(on_lustre.folder)}, "lfs gets absolute paths"
+
+
+@pytest.mark.parametrize(
+    "stripe",
+    # lfs reads 1000 as KiB, b as blocks of 512, an empty size as the default and 0 as the default number. It
+    # takes a layout without an end, past which writes fail. -d clears a layout; a path would be changed.
+    [
+        *("0", "-2", "2001", "8x", "", "1e3", " 8", "٨", "Auto"),
+        *("8,1000", "8,131072b", "8,", "8,4G", "8,96K"),
+        *("8,128M", "8,4M,a_pool_of_16_char", "8,fakefs.flash", "8,inherit", "8,4M,flash,x", "1G:1,-1:8"),
+        *("-d", "-E 1G -c 1", "-c", "-c 8 /tmp", "--yaml=x", "-c 8 'x", "-f file", "--copy /tmp"),
+    ],
+)
+def test_what_lfs_refuses_or_takes_amiss_is_refused_before_it_runs(
+    on_lustre: FakeLustre, stripe: str
+) -> None:
+    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)
+    assert (code, on_lustre.calls()) == (2, []), text
 
 
 def test_an_inherited_layout_of_the_same_count_is_still_made_the_folders_own(on_lustre: FakeLustre) -> None:
@@ -71,227 +103,292 @@ def test_an_inherited_layout_of_the_same_count_is_still_made_the_folders_own(on_
     assert len(on_lustre.setstripe_calls()) == 1
 
 
+def test_a_layout_that_is_there_already_is_not_set_again(on_lustre: FakeLustre) -> None:
+    for _ in range(2):
+        assert on_lustre.command("apply", on_lustre.folder, "--stripe", "100")[0] == 0
+        (on_lustre.folder / "shard-00000.tar").touch()
+    assert len(on_lustre.setstripe_calls()) == 1
+
+
 @both_dialects
-def test_auto_changes_nothing_and_tells_what_new_files_get(on_lustre: FakeLustre) -> None:
-    on_lustre.give_layout(on_lustre.folder.parent, PFL)
-    line = apply_stripe(on_lustre.folder, "auto")
-    assert line == (
-        "stripe auto: left as it is; new files get progressive (PFL): "
-        "1 stripe of 4 MiB up to 256 MiB, a stripe on every OST of 4 MiB from there on; "
-        "the site chose this progressive layout"
-    )
+def test_a_dry_run_tells_the_command_and_sets_nothing(on_lustre: FakeLustre) -> None:
+    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", "20", "--dry-run")
+    assert code == 0
+    assert f"would run: lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/" in text
+    assert "more than the 8 OSTs here" in text
+    (on_lustre.folder / "a").touch()
+    assert on_lustre.command("apply", on_lustre.folder, "--stripe", "8", "--dry_run")[0] == 73
     assert on_lustre.setstripe_calls() == []
 
 
-@pytest.mark.parametrize("fault", ["gibberish", "hang", "not-lustre"])
-def test_auto_never_fails(on_lustre: FakeLustre, fault: str) -> None:
-    on_lustre.fault(fault)
-    assert "cannot be told" in apply_stripe(on_lustre.folder, "auto")
+@pytest.mark.parametrize(
+    ("held", "named"),
+    [
+        ("-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk", ["metadata", "flash", "disk"]),
+        ("-E 64K -L mdt -E -1 -c 1 -S 1M", ["metadata"]),
+        ("-N2 -c 2", ["2 mirrors"]),
+    ],
+)
+def test_tiers_and_mirrors_are_dropped_by_a_layout_as_typed_alone(
+    on_lustre: FakeLustre, held: str, named: list[str]
+) -> None:
+    set_by_hand(on_lustre, held)
+    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", "4")
+    assert (code, on_lustre.setstripe_calls()) == (73, []), text
+    assert all(name in text for name in named), text
+    typed = re.findall(r"--stripe '(-c 8)'", text)
+    assert on_lustre.command("apply", on_lustre.folder, "--stripe", *typed)[0] == 0
 
 
-def test_none_does_not_even_ask(on_lustre: FakeLustre) -> None:
-    assert "left as it is" in apply_stripe(on_lustre.folder, "none")
-    assert on_lustre.calls() == []
-
-
-@pytest.mark.parametrize("stripe", ["0", "-2", "2001", "8x", "", "1e3", " 8", "٨", "Auto"])
-def test_an_impossible_count_is_refused_before_lfs_runs(on_lustre: FakeLustre, stripe: str) -> None:
-    with pytest.raises(UsageError, match="auto, none, a layout such as 1G:1,-1:8, a number") as caught:
-        apply_stripe(on_lustre.folder, stripe)
-    assert caught.value.exit_code == 2
-    assert on_lustre.calls() == []
-
-
-def test_the_largest_and_smallest_counts_are_taken() -> None:
-    layouts = [StripeRequest(stripe=stripe).layout() for stripe in ("-1", "1", "2000", "auto", "none")]
-    assert [layout and layout.components[-1].stripe_count for layout in layouts] == [-1, 1, 2000, None, None]
+def test_mirrors_are_shown_as_mirrors(on_lustre: FakeLustre) -> None:
+    set_by_hand(on_lustre, "-N2 -c 2")
+    _, text = on_lustre.command("show", on_lustre.folder)
+    assert "new files get 2 mirrors: 2 stripes of 4 MiB; 2 stripes of 4 MiB (its own default)" in text
 
 
 @both_dialects
-def test_a_count_above_the_osts_is_reported_as_clamped(on_lustre: FakeLustre) -> None:
-    assert "asked for 100, which is more than the 8 OSTs here" in apply_stripe(on_lustre.folder, "100")
+@pytest.mark.parametrize(
+    ("stripe", "options"), [("1", "-c 1 -p flash"), ("1,none", "-c 1"), ("1,disk", "-c 1 -p disk")]
+)
+def test_the_pool_of_a_folder_stays_unless_another_or_none_is_named(
+    on_lustre: FakeLustre, stripe: str, options: str
+) -> None:
+    set_by_hand(on_lustre, "-c 2 -p flash")
+    assert on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)[0] == 0
+    assert on_lustre.setstripe_calls() == [options]
+
+
+@both_dialects
+@pytest.mark.parametrize("pool", ["nope", "empty"])
+def test_a_pool_that_is_not_there_or_has_no_ost_is_refused(on_lustre: FakeLustre, pool: str) -> None:
+    on_lustre.give(pools={"flash": [0], "empty": []})
+    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", f"2,{pool}")
+    assert (code, on_lustre.setstripe_calls()) == (73, [])
+    assert pool in text
 
 
 @pytest.mark.parametrize("fault", ["", "empties-files"])
-def test_a_file_is_refused_and_keeps_its_bytes(on_lustre: FakeLustre, fault: str) -> None:
+def test_a_file_or_nothing_is_refused_and_a_file_keeps_its_bytes(on_lustre: FakeLustre, fault: str) -> None:
     on_lustre.fault(fault)
     file = on_lustre.folder / "shard-00000.tar"
     file.write_bytes(b"precious")
-    for path in (file, on_lustre.folder / "absent"):
-        with pytest.raises(LustreError, match="expected an existing, empty directory"):
-            set_directory_layout(path, EIGHT)
+    for path in (file, on_lustre.folder / "absent", on_lustre.folder):
+        assert on_lustre.command("apply", path, "--stripe", "8")[0] == 73
+        assert on_lustre.command("apply", path, "--stripe", "-c 8", "--dry_run")[0] == 73
     assert file.read_bytes() == b"precious"
     assert on_lustre.setstripe_calls() == []
 
 
+def test_a_folder_with_files_gets_a_layout_for_new_files_on_request(on_lustre: FakeLustre) -> None:
+    (on_lustre.folder / "jobs").mkdir()
+    (on_lustre.folder / "logs").mkdir()
+    on_lustre.give(may_hold=[str(on_lustre.folder)])
+    assert on_lustre.command("apply", on_lustre.folder, "--stripe", "1")[0] == 0
+    (on_lustre.folder / "file").write_bytes(b"precious")
+    words = ["apply", on_lustre.folder, "--stripe", "2"]
+    assert on_lustre.command(*words)[0] == 73
+    code, text = on_lustre.command(*words, "--existing_files_keep_theirs")
+    assert (code, "keep their layouts" in text) == (0, True)
+    assert (on_lustre.folder / "file").read_bytes() == b"precious"
+
+
 @both_dialects
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "code_of_plain", "words"),
     [
-        ("not-owner", "exit code 1: .*Operation not permitted.*owner"),
-        ("no-space", "exit code 28: .*No space left on device"),
-        ("not-lustre", "exit code 25: .*Inappropriate ioctl"),
-        ("gibberish", "printed 'Please see .*expected stripe_count"),
+        ("no-space", 28, ["No space left on device", "8 OSTs, 25% full", "OST 2 is out of space"]),
+        ("no-quota", 122, ["Disk quota exceeded", "lfs quota -u"]),
+        ("inactive-ost", 121, ["inactive OST among your specified 1 OST(s)"]),
+        ("not-owner", 1, ["Operation not permitted", "the owner of"]),
+        ("read-only", 30, ["mounted read-only"]),
+        ("eacces", 13, ["Permission denied"]),
     ],
 )
-def test_what_lfs_refuses_is_told_in_its_own_words(on_lustre: FakeLustre, fault: str, words: str) -> None:
+def test_what_the_server_refuses_is_told_with_what_to_do(
+    on_lustre: FakeLustre, fault: str, code_of_plain: int, words: list[str]
+) -> None:
+    full = {"used": 268435456, "available": 805306368, "flags": "S", "state": "ACTIVE"}
+    on_lustre.give(osts=[{**full, "flags": "S" if number == 2 else ""} for number in range(8)])
     on_lustre.fault(fault)
-    with pytest.raises(LustreError, match=words):
-        apply_stripe(on_lustre.folder, "1")
-
-
-@pytest.mark.parametrize("stripe", ["auto", "none", "8"])
-def test_off_lustre_nothing_is_done_and_the_reason_told(tmp_path: Path, stripe: str) -> None:
-    (tmp_path / "holds something").touch()
-    line = apply_stripe(tmp_path, stripe)
-    assert "left as it is" in line or "not on Lustre" in line
+    for stripe, exit_code in (("1", code_of_plain), ("8", 1)):
+        code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)
+        assert (code, f"exit code {exit_code}: " in text) == (73, True), text
+        assert all(word in text for word in words), text
+    assert on_lustre.folder.is_dir(), "lfs 2.16 and later remove an empty folder after EACCES"
 
 
 @both_dialects
-def test_show_tells_plain_and_progressive_layouts(
-    on_lustre: FakeLustre, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("fault", "stripe", "difference"),
+    [
+        ("wrapper-size", "1,4M", "1 stripe of 64 KiB, expected plain: 1 stripe of 4 MiB"),
+        ("wrapper-no-pool", "1,flash", "expected plain: 1 stripe in pool flash"),
+        ("wrapper-count-1", "8", "1 stripe of 4 MiB from there on, expected"),
+        ("wrapper-drops-last", "8", "expected progressive (PFL): 1"),
+        ("wrapper-plain", "8", "get plain: 1 stripe of 4 MiB, expected progressive (PFL)"),
+        ("wrapper-ignores", "8", "MiB, expected progressive (PFL)"),
+        ("wrapper-start", "1", "starting on OST 3, expected plain: 1 stripe"),
+    ],
+)
+def test_a_wrapper_that_rewrites_options_is_noticed_in_any_component(
+    on_lustre: FakeLustre, fault: str, stripe: str, difference: str
 ) -> None:
-    assert main(["show", str(on_lustre.folder)]) == 0
-    assert "lustre at" in (plain := capsys.readouterr().out)
-    assert "new files get plain: 1 stripe of" in plain
-    assert "(inherited" in plain
-    on_lustre.give_layout(on_lustre.folder, PFL)
-    assert main(["show", str(on_lustre.folder)]) == 0
-    assert "new files get progressive (PFL): 1 stripe of 4 MiB up to 256 MiB" in capsys.readouterr().out
-    assert main(["show", str(on_lustre.folder / "not" / "yet")]) == 66
-    assert f"will copy: shardprep lustre show '{on_lustre.folder}'\n" in capsys.readouterr().err
+    on_lustre.fault(fault)
+    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)
+    assert (code, difference in text) == (73, True), text
+
+
+def test_a_cap_on_all_osts_and_a_pool_that_a_wrapper_adds_are_accepted_and_the_pool_is_told(
+    on_lustre: FakeLustre,
+) -> None:
+    on_lustre.give(count_cap=4)
+    on_lustre.fault("wrapper-pool")
+    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", "-1")
+    assert (code, "pool disk was added" in text) == (0, True), text
+
+
+# --- what is shown
+
+
+@both_dialects
+@pytest.mark.parametrize(
+    ("layout", "of", "shown"),
+    [
+        (None, "", r"new files get plain: 1 stripe of . MiB \(inherited"),
+        (
+            PFL,
+            "root",
+            r"up to 256 MiB, a stripe on every OST of 4 MiB .* \(the file system's default",
+        ),
+        (PFL, "folder", r"progressive \(PFL\): 1 stripe of 4 MiB up to 256 MiB, .* \(its own default"),
+        ([{**RAID, "start": 3}], "folder", r"warning: every new file lies starting on OST 3"),
+        (
+            [{**RAID, "count": 4, "pattern": "raid0,overstriped"}],
+            "folder",
+            r"overstriped",
+        ),
+    ],
+)
+def test_show_tells_what_new_files_get_and_whose_choice_it_is(
+    on_lustre: FakeLustre, layout: list[dict[str, Any]] | None, of: str, shown: str
+) -> None:
+    if layout:
+        on_lustre.give_layout(on_lustre.folder.parent if of == "root" else on_lustre.folder, layout)
+    code, text = on_lustre.command("show", on_lustre.folder)
+    assert code == 0
+    assert "lustre at" in text
+    assert re.search(shown, text), text
     assert on_lustre.setstripe_calls() == []
 
 
+def test_the_command_that_ends_a_start_works_in_a_folder_with_shards(on_lustre: FakeLustre) -> None:
+    on_lustre.give_layout(on_lustre.folder, [{**RAID, "start": 3}])
+    on_lustre.give(may_hold=[str(on_lustre.folder)])
+    (on_lustre.folder / "shard-00000.tar").touch()
+    (command,) = re.findall(r"shardprep lustre (apply .*)", on_lustre.command("show", on_lustre.folder)[1])
+    words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", command)]
+    assert on_lustre.command(*words)[0] == 0
+    assert "starting on" not in on_lustre.command("show", on_lustre.folder)[1]
+
+
 @both_dialects
-def test_show_tells_the_layout_of_a_file(on_lustre: FakeLustre, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_tells_the_layout_of_a_file_and_of_what_is_not_there_yet(on_lustre: FakeLustre) -> None:
     file = on_lustre.folder / "stripe_count: 77"
     file.write_bytes(b"")
-    on_lustre.give_layout(on_lustre.folder, [{**PFL[0], "end": None}])
-    assert main(["show", str(file)]) == 0
-    assert "this file has plain: 1 stripe of 4 MiB" in capsys.readouterr().out
     on_lustre.give_layout(file, PFL)
-    assert main(["show", str(file)]) == 0
-    assert "this file has progressive (PFL)" in capsys.readouterr().out
-
-
-def test_show_ends_with_73_where_lfs_fails(on_lustre: FakeLustre, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "this file has progressive (PFL)" in on_lustre.command("show", file)[1]
+    code, text = on_lustre.command("show", on_lustre.folder / "not" / "yet")
+    assert (code, f"shardprep lustre show '{on_lustre.folder}'\n" in text) == (66, True)
     on_lustre.fault("gibberish")
-    assert main(["show", str(on_lustre.folder)]) == 73
-    assert capsys.readouterr().err.startswith("error: lfs getstripe printed")
-
-
-# --- apply
+    assert on_lustre.command("show", file)[0] == 73
 
 
 @both_dialects
-def test_apply_sets_a_plain_layout_with_sizes_in_plain_bytes(on_lustre: FakeLustre) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, "-c", "8", "-S", "4M", "--pool", "disk")
-    assert code == 0
-    assert "now gives new files plain: 6 stripes of 4 MiB in pool disk" in text
-    assert on_lustre.setstripe_calls() == ["-c 8 -S 4194304 -p disk"]
-    assert "asked for 8, which is more than the 6 OSTs in pool disk" in text
-
-
-@both_dialects
-def test_apply_sets_a_progressive_layout_and_reads_every_component_back(on_lustre: FakeLustre) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, "--pfl", "1G:1,10G:4:8M,-1:8")
-    assert code == 0, text
-    assert on_lustre.setstripe_calls() == [
-        "-E 1073741824 -c 1 -S 4194304 -E 10737418240 -c 4 -S 8388608 -E -1 -c 8 -S 4194304"
-    ]
-    found = [
-        (part.start_bytes, part.end_bytes, part.stripe_count, part.stripe_size_bytes)
-        for part in read_layout(on_lustre.folder).components
-    ]
-    assert found == [
-        (0, GIB, 1, 4 * MIB),
-        (GIB, 10 * GIB, 4, 8 * MIB),
-        (10 * GIB, None, 8, 4 * MIB),
-    ]
-
-
-@both_dialects
-def test_dom_is_set_by_name_alone_without_a_count_or_size_of_its_own(on_lustre: FakeLustre) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, "--dom", "64K", "-c", "2")
-    assert code == 0, text
-    assert on_lustre.setstripe_calls() == ["-E 65536 -L mdt -E -1 -c 2 -S 4194304"]
-    assert "on the metadata server up to 64 KiB, 2 stripes of 4 MiB from there on" in text
-
-
-def test_a_dry_run_tells_the_command_and_sets_nothing(on_lustre: FakeLustre) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, "--pfl=1G:1,-1:20", "--dry-run")
-    assert code == 0
-    assert "would run: lfs setstripe -E 1073741824 -c 1 -S 4194304 -E -1 -c 20 -S 4194304 '/" in text
-    assert "asked for 20, which is more than the 8 OSTs here" in text
-    assert on_lustre.setstripe_calls() == []
-
-
-def test_a_dry_run_refuses_what_the_run_would_refuse(on_lustre: FakeLustre) -> None:
-    (on_lustre.folder / "a").touch()
-    assert on_lustre.command("apply", on_lustre.folder, "-c", "8", "--dry_run")[0] == 73
-    assert on_lustre.command("apply", on_lustre.folder, "--pool", "nope", "--dry_run")[0] == 73
-
-
-def test_a_layout_that_is_there_already_is_not_set_again(on_lustre: FakeLustre) -> None:
-    for _ in range(2):
-        code, text = on_lustre.command("apply", on_lustre.folder, "--pfl", "1G:1,-1:100")
-        assert code == 0
-        (on_lustre.folder / "shard-00000.tar").touch()
-    assert "has it already" in text
-    assert len(on_lustre.setstripe_calls()) == 1
-
-
-@both_dialects
-def test_without_a_layout_named_apply_takes_the_tables_and_says_why(on_lustre: FakeLustre) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, "--shard_bytes", "2G", "--num_shards", "8")
-    assert code == 0
-    assert "for 8 shards of 2 GiB: plain: 4 stripes of 4 MiB" in text
-    assert "source: wiki.lustre.org" in text
-    assert on_lustre.setstripe_calls() == ["-c 4 -S 4194304"]
-
-
-@both_dialects
-@pytest.mark.parametrize(
-    ("layout", "place", "reason"),
-    [
-        (PFL, "parent", "the site chose this progressive layout"),
-        (FSX, "parent", "the default of FSx"),
-        (
-            [{"end": None, "count": 4, "size": MIB, "pattern": "raid0"}],
-            "parent",
-            "the site chose this default",
-        ),
-        ([{"end": None, "count": 1, "size": MIB, "pattern": "raid0"}], "folder", "a default of its own"),
-    ],
-)
-def test_a_layout_that_somebody_chose_is_left_alone_unless_another_is_named(
-    on_lustre: FakeLustre, layout: list[dict[str, object]], place: str, reason: str
+def test_show_tells_how_shards_lie_and_warns_where_one_ost_has_far_more_than_its_share(
+    on_lustre: FakeLustre,
 ) -> None:
-    on_lustre.give_layout(on_lustre.folder.parent if place == "parent" else on_lustre.folder, layout)
-    code, text = on_lustre.command("apply", on_lustre.folder, "--shard_bytes", "2G")
-    assert code == 0
-    assert "left as it is" in text
-    assert reason in text
-    assert on_lustre.setstripe_calls() == []
-    assert on_lustre.command("apply", on_lustre.folder, "-c", "2")[0] == 0
-    assert len(on_lustre.setstripe_calls()) == 1
+    shards = [on_lustre.folder / f"shard-{number:05d}.tar" for number in range(20)]
+    for number, path in enumerate(shards):
+        path.touch()
+        on_lustre.give_layout(path, [RAID])
+        path.with_suffix(".idx").touch()
+        on_lustre.give(first_ost={**on_lustre.state().get("first_ost", {}), str(path): number % 8})
+    on_lustre.give(layouts={str(path): [RAID] for path in shards}, no_layout=[str(shards[19])])
+    text = on_lustre.command("show", on_lustre.folder)[1]
+    assert "19 of 20 shards have plain: 1 stripe of 4 MiB\n" in text
+    assert "1 of 20 shards have no layout" in text
+    assert "they lie on 8 of 8 OSTs; OST 0 has the most: 3 shards" in text
+    assert "warning" not in text
+    on_lustre.give(first_ost=dict.fromkeys(map(str, shards), 5))
+    assert "warning: OST 5 has far more than its share" in on_lustre.command("show", on_lustre.folder)[1]
+    shown = json.loads(on_lustre.command("show", on_lustre.folder, "--json")[1])
+    assert shown["shards"]["osts"] == [{"ost": 5, "num_shards": 19}]
+    assert shown["shards"]["is_lopsided"]
+    assert json.loads(on_lustre.command("show", shards[0], "--json")[1])["why_not"]
 
 
-# --- the failure table of the facts: what lfs does, and what is done about it
+@both_dialects
+def test_show_warns_of_targets_that_are_full_closed_or_inactive(on_lustre: FakeLustre) -> None:
+    osts = [dict(OST) for _ in range(8)]
+    osts[0]["flags"], osts[1]["flags"], osts[2]["flags"] = "S", "N", "D"
+    osts[3]["available"], osts[4]["state"], osts[5]["error"] = 1 << 20, "INACTIVE", errno.ESHUTDOWN
+    osts[6]["inodes"] = 0
+    on_lustre.give(osts=osts, mdt={**OST, "flags": "S"})
+    text = on_lustre.command("show", on_lustre.folder)[1]
+    for line in (
+        "OST 0 is out of space",
+        "OST 1 is closed to new files",
+        "OST 2 is degraded",
+        "OST 3 is 96% full",
+        "OST 4 is inactive",
+        "OST 5 does not answer",
+        "OST 6 is out of inodes",
+        "MDT 0 is out of space",
+    ):
+        assert f"warning: {line}" in text
+
+
+@pytest.mark.parametrize("fault", ["df-fails", "osts-fail", "hang-df", "hang-osts"])
+def test_show_and_apply_go_on_where_only_a_note_depends_on_lfs(on_lustre: FakeLustre, fault: str) -> None:
+    on_lustre.fault(fault)
+    code, text = on_lustre.command("show", on_lustre.folder)
+    assert (code, "new files get plain" in text, "unknown" in text) == (0, True, True), text
+    assert on_lustre.command("apply", on_lustre.folder, "--stripe", "8")[0] == 0
+
+
+@pytest.mark.parametrize("words", [["show"], ["apply", "--stripe", "8"]])
+def test_a_server_that_is_down_ends_every_command_in_time(on_lustre: FakeLustre, words: list[str]) -> None:
+    on_lustre.fault("hang")
+    code, text = on_lustre.command(words[0], on_lustre.folder, *words[1:])
+    assert (code, "gave no answer" in text) == (73, True)
+
+
+def test_a_folder_behind_a_link_is_asked_for_by_its_own_name(on_lustre: FakeLustre) -> None:
+    link = on_lustre.folder.parent.parent / "link"
+    link.symlink_to(on_lustre.folder)
+    assert on_lustre.command("apply", link, "--stripe", "1")[0] == 0
+    assert {call[-2] for call in on_lustre.calls() if call[0] == "setstripe"} == {str(on_lustre.folder)}
+
+
+def test_the_longest_and_last_mount_point_wins() -> None:
+    table = "a / ext4 rw\nb /data lustre rw\nc /data/x nfs rw\nd /data/x lustre rw\ne /da tmpfs rw\nbroken\n"
+    wanted = {"/": "a", "/data": "b", "/data/x/y": "d", "/database": "a", "/data/xy": "b"}
+    for path, source in wanted.items():
+        mount = lustre.lfs.mount_of(path, table)
+        assert mount is not None
+        assert mount.source == source, path
+    assert lustre.lfs.mount_of("/anything", "") is None
+
+
+# --- off Lustre, and without lfs
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["show", "{}"],
-        ["show", "{}", "--shard_bytes", "2G", "--num_shards", "500", "--num_readers", "256"],
-        ["show", "{}/file"],
-        ["apply", "{}"],
-        ["apply", "{}", "-c", "8"],
-        ["apply", "{}/file", "-c", "8"],
-        ["apply", "{}/absent", "--pfl", "1G:1,-1:8"],
-        ["apply", "{}", "--dom", "64K", "-c", "1", "--dry_run"],
+        ["show", "O"],
+        ["show", "O/x"],
+        *(["apply", f"O{of}", "--stripe", "8"] for of in ("", "/x", "/no")),
     ],
 )
 def test_off_lustre_every_command_says_so_and_touches_nothing(
@@ -300,298 +397,151 @@ def test_off_lustre_every_command_says_so_and_touches_nothing(
     folder = tmp_path / "O"
     folder.mkdir()
     install_fake_lfs(tmp_path, monkeypatch)
-    (folder / "file").write_bytes(b"precious")
-    assert main([word.format(folder) for word in words]) == 0
+    (folder / "x").write_bytes(b"precious")
+    assert main([f"{tmp_path}/{word}" if word.startswith("O") else word for word in words]) == 0
     assert "not on Lustre" in capsys.readouterr().out
-    assert (folder / "file").read_bytes() == b"precious"
-    assert not (folder / "absent").exists()
+    assert "not on Lustre" in apply_stripe(folder, "8")
+    assert (folder / "x").read_bytes() == b"precious"
+    assert not (folder / "no").exists()
     assert not (tmp_path / "lfs.state").exists(), "lfs was asked"
 
 
-@pytest.mark.parametrize("words", [["show"], ["apply", "-c", "8"]])
+@pytest.mark.parametrize("words", [["show"], ["apply", "--stripe", "8"]])
 def test_without_lfs_every_command_says_so_and_succeeds(on_lustre: FakeLustre, words: list[str]) -> None:
     on_lustre.monkeypatch.setenv("PATH", "/nonexistent")
     code, text = on_lustre.command(words[0], on_lustre.folder, *words[1:])
     assert (code, on_lustre.calls()) == (0, [])
     assert "there is no lfs on PATH" in text
-    assert apply_stripe(on_lustre.folder, "8").endswith("is on Lustre, but there is no lfs on PATH")
+    assert "there is no lfs on PATH" in apply_stripe(on_lustre.folder, "8")
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["-S", "1000"], "multiple of 64 KiB"),  # lfs: 1000 KiB
-        (["-S", "131072b"], "a number of bytes"),  # lfs: 64 MiB
-        (["-S", ""], "a number of bytes"),  # lfs: the default
-        (["-S", "4G"], "less than 4 GiB"),
-        (["-S", "1x"], "a number of bytes"),
-        (["-S", "96K"], "multiple of 64 KiB"),
-        (["-c", "0"], "from 1 to 2000"),
-        (["-c", "2001"], "from 1 to 2000"),
-        (["-c", "eight"], "from 1 to 2000"),
-        (["--pfl", "3M:1:2M,-1:8"], "multiple of its stripe size"),
-        (["--pfl", "100K:1,-1:8"], "multiple of 64 KiB"),
-        (["--pfl", "10G:1,1G:4,-1:8"], "expected more than 10 GiB"),
-        (["--pfl", "1G:1,1G:4,-1:8"], "expected more than 1 GiB"),
-        (["--pfl", "1G:1,10G:4"], "expected -1, the end of the file"),
-        (["--pfl=-1:1,10G:4,-1:8"], "expected it last"),
-        (["--pfl", "1G,-1:8"], "END:COUNT"),
-        (["--pfl", "1G:0,-1:8"], "from 1 to 2000"),
-        (["--pfl", ""], "END:COUNT"),
-        (["--pfl", "1G:1,-1:8", "-c", "4"], "exclude each other"),
-        (["--pool", "a_pool_of_16_char"], "1 to 15 letters"),
-        (["--pool", "fakefs.flash"], "without the file system's"),
-        (["--pool", ""], "1 to 15 letters"),
-        (["--dom", "2G", "-c", "4"], "more than 1 GiB"),
-        (["--dom", "64K"], "name the rest"),
-        (["--dom", "1G", "--pfl", "1G:1,-1:8"], "expected more than 1 GiB"),
-        (["--num_shards", "0"], "expected 1 or more"),
-        (["--shard_bytes", "two"], "--shard_bytes is 'two'"),
-        (["-i", "99"], "unrecognized arguments"),  # a bad OST index would leave a stray file behind
-        (["-o", "1,3-5"], "unrecognized arguments"),
-    ],
-)
-def test_what_lfs_refuses_or_takes_amiss_is_refused_before_it_runs(
-    on_lustre: FakeLustre, options: list[str], expected: str
-) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, *options)
-    assert (code, on_lustre.calls()) == (2, [])
-    assert expected in text
-
-
-@both_dialects
-@pytest.mark.parametrize("options", [["-c", "2"], ["--pfl", "1G:1,-1:2"]])
-def test_a_missing_pool_is_refused_with_those_there_are(on_lustre: FakeLustre, options: list[str]) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder, *options, "--pool", "nope")
-    assert code == 73
-    assert "has no pool 'nope', expected one of: disk, flash" in text
-    assert on_lustre.setstripe_calls() == []
-
-
-def test_a_folder_that_is_not_there_is_to_be_created_first(on_lustre: FakeLustre) -> None:
-    code, text = on_lustre.command("apply", on_lustre.folder / "a" / "b", "-c", "8")
-    assert code == 73
-    assert "is not there, expected an existing, empty directory; create it: mkdir -p " in text
-    assert on_lustre.setstripe_calls() == []
-    assert not (on_lustre.folder / "a").exists()
-
-
-@pytest.mark.parametrize("options", [["-c", "2"], ["--pfl", "1G:1,-1:2"]])
-@pytest.mark.parametrize(
-    ("fault", "errno", "words"),
-    [
-        ("no-space", 28, ["No space left on device", "8 OSTs, 25% full", "OST 2 is out of space"]),
-        ("no-quota", 122, ["Disk quota exceeded", "lfs quota -u"]),
-        ("inactive-ost", 121, ["inactive OST among your specified 1 OST(s)"]),
-        ("not-owner", 1, ["Operation not permitted", "the owner of"]),
-    ],
-)
-def test_what_the_server_refuses_is_told_with_what_to_do(
-    on_lustre: FakeLustre, options: list[str], fault: str, errno: int, words: list[str]
-) -> None:
-    full = {"used": 268435456, "available": 805306368, "flags": "S", "state": "ACTIVE"}
-    on_lustre.give(osts=[{**full, "flags": "S" if number == 2 else ""} for number in range(8)])
-    on_lustre.fault(fault)
-    code, text = on_lustre.command("apply", on_lustre.folder, *options)
-    assert code == 73
-    assert f"exit code {1 if '--pfl' in options else errno}: " in text
-    for word in words:
-        assert word in text
+# --- plan --stripe
 
 
 @both_dialects
 @pytest.mark.parametrize(
-    ("fault", "options", "difference"),
+    ("layout", "of", "reason"),
     [
-        ("wrapper-size", ["-c", "2", "-S", "4M"], "2 stripes of 64 KiB, expected plain: 2 stripes of 4 MiB"),
-        ("wrapper-no-pool", ["-c", "2", "--pool", "flash"], "MiB, expected plain: 2 stripes in pool flash"),
-        (
-            "wrapper-count-1",
-            ["--pfl", "1G:1,-1:8"],
-            "MiB up to 1 GiB, 1 stripe of 4 MiB from there on, expected",
-        ),
-        ("wrapper-drops-last", ["--pfl", "1G:1,10G:4,-1:8"], "up to 10 GiB, expected progressive (PFL): 1"),
-        ("wrapper-plain", ["--pfl", "1G:1,-1:8"], "get plain: 1 stripe of 4 MiB, expected progressive (PFL)"),
-        ("wrapper-ignores", ["-c", "4"], "MiB, expected plain: 4 stripes"),
+        (PFL, "root", "the site chose this layout"),
+        (PFL, "folder", "somebody chose this layout"),
+        ([{**RAID, "count": 4}], "root", "the site chose this default"),
+        ([RAID], "folder", "this folder has a default of its own"),
     ],
 )
-def test_a_wrapper_that_rewrites_options_is_noticed_in_any_component(
-    on_lustre: FakeLustre, fault: str, options: list[str], difference: str
+def test_auto_changes_nothing_and_tells_what_new_files_get_and_who_chose_it(
+    on_lustre: FakeLustre, layout: list[dict[str, Any]], of: str, reason: str
 ) -> None:
-    on_lustre.fault(fault)
-    code, text = on_lustre.command("apply", on_lustre.folder, *options)
-    assert code == 73
-    assert "exited 0, but new files get" in text
-    assert difference in text
-
-
-@pytest.mark.parametrize("words", [["show"], ["apply", "-c", "8"]])
-def test_a_server_that_is_down_ends_every_command_in_time(on_lustre: FakeLustre, words: list[str]) -> None:
-    on_lustre.fault("hang")
-    code, text = on_lustre.command(words[0], on_lustre.folder, *words[1:])
-    assert code == 73
-    assert "gave no answer in 0.1 s" in text
-
-
-# --- show
-
-
-def test_show_warns_of_targets_that_are_full_closed_or_inactive(on_lustre: FakeLustre) -> None:
-    ost = {"used": 25 << 20, "available": 75 << 20, "flags": "", "state": "ACTIVE"}
-    on_lustre.give(
-        osts=[
-            ost,
-            {**ost, "used": 95 << 20, "available": 5 << 20},
-            {**ost, "used": 100 << 20, "available": 0},
-            {**ost, "flags": "S"},
-            {**ost, "flags": "R"},
-            {**ost, "state": "INACTIVE"},
-        ]
-    )
-    code, text = on_lustre.command("show", on_lustre.folder)
-    assert code == 0
-    assert "5 OSTs, 54% full: from 25% (OST 0) to 100% (OST 2)" in text
-    warnings = [line.removeprefix("warning: ")[:22] for line in text.splitlines() if "warning" in line]
-    assert warnings == [
-        "OST 1 is 95% full",
-        "OST 2 is out of space:",
-        "OST 3 is out of space:",
-        "OST 4 is read-only (lf",
-        "OST 5 is inactive: fil",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("df-fails", "how full OSTs and MDTs are is unknown"),
-        ("hang-hsm_state", "which files are released"),
-    ],
-)
-def test_show_tells_the_layout_even_where_the_rest_fails(
-    on_lustre: FakeLustre, fault: str, told: str
-) -> None:
-    (on_lustre.folder / "a").touch()
-    on_lustre.fault(fault)
-    code, text = on_lustre.command("show", on_lustre.folder)
-    assert code == 0
-    assert "new files get plain" in text
-    assert told in text
-
-
-def test_show_warns_of_released_files_and_how_to_bring_them_back(on_lustre: FakeLustre) -> None:
-    names = ["a.txt", "b: (0x0000000d) released.txt", "c.txt"]
-    for name in names:
-        (on_lustre.folder / name).touch()
-    assert "files looked at" not in on_lustre.command("show", on_lustre.folder)[1]
-    on_lustre.give(released=[str(on_lustre.folder / name) for name in ("a.txt", "c.txt")])
-    text = on_lustre.command("show", on_lustre.folder)[1]
-    assert "warning: 2 of 3 files looked at are released" in text
-    assert f"shardprep lustre restore '{on_lustre.folder}' --wait" in text
-    assert "1 of 1 file looked at" in on_lustre.command("show", on_lustre.folder / "a.txt")[1]
-
-
-@both_dialects
-def test_show_chooses_for_the_sizes_and_says_why_and_whose_advice_it_is(on_lustre: FakeLustre) -> None:
-    sizes = ["--shard_bytes", "2G", "--num_shards", "500", "--num_readers", "256"]
-    code, text = on_lustre.command("show", on_lustre.folder, *sizes)
-    assert code == 0
-    assert "for 500 shards of 2 GiB: plain: 1 stripe of 4 MiB\n  why: at least 4 shards an OST" in text
-    assert "source: docs.nersc.gov" in text
-    assert "256 readers have 256 of 500 shards open at once: 8 of 8 OSTs at work, about 32 readers" in text
-    has_it = on_lustre.dialect == "2.17"  # whose stripes are of 4 MiB by default
-    command = f"in a fresh, empty folder: shardprep lustre apply '{on_lustre.folder}' --count 1 --size 4M"
-    assert ("new files get that already" if has_it else command) in text
-    on_lustre.give_layout(on_lustre.folder.parent, FSX)
-    text = on_lustre.command("show", on_lustre.folder, *sizes)[1]
-    assert "but this is the default of FSx for Lustre, which is right for shards: left alone" in text
+    on_lustre.give_layout(on_lustre.folder.parent if of == "root" else on_lustre.folder, layout)
+    line = apply_stripe(on_lustre.folder, "auto")
+    assert line.startswith("stripe auto: left as it is; new files get ")
+    assert line.endswith(reason)
     assert on_lustre.setstripe_calls() == []
 
 
-def test_the_command_that_show_prints_sets_what_it_chose(on_lustre: FakeLustre) -> None:
-    text = on_lustre.command("show", on_lustre.folder, "--num_shards", "3")[1]
-    command = next(line.partition("shardprep lustre ")[2] for line in text.splitlines() if " apply " in line)
-    assert on_lustre.command(*shlex.split(command))[0] == 0
-    assert "new files get that already" in on_lustre.command("show", on_lustre.folder, "--num_shards", "3")[1]
-    assert len(read_layout(on_lustre.folder).components) == 3
+@pytest.mark.parametrize("fault", ["gibberish", "hang", "not-lustre"])
+def test_auto_never_fails_and_none_does_not_even_ask(on_lustre: FakeLustre, fault: str) -> None:
+    on_lustre.fault(fault)
+    assert "cannot be told" in apply_stripe(on_lustre.folder, "auto")
+    num_calls = len(on_lustre.calls())
+    assert "left as it is" in apply_stripe(on_lustre.folder, "none")
+    assert len(on_lustre.calls()) == num_calls
 
 
-# --- where the shards of a data set begin
+def test_a_task_says_before_its_first_write_which_layout_its_files_get(
+    on_lustre: FakeLustre, prep: Prep, sample_dir: Path
+) -> None:
+    on_lustre.give_layout(on_lustre.folder, [{**RAID, "start": 3}])
+    prep.plan(sample_dir, on_lustre.folder, num_shards=1)
+    ended = prep.command("--shard_id", 0, "--output_dir", on_lustre.folder)
+    assert "new files get plain: 1 stripe of 4 MiB, starting on OST 3" in ended.text
+    assert "warning: every new file lies starting on OST 3" in ended.text
+
+
+# --- room
 
 
 @pytest.fixture
-def shards_on_lustre(on_lustre: FakeLustre, prep: Prep, sample_dir: Path) -> Path:
-    """Five shards, on OSTs 3, 1, 3, 0 and 7."""
-    prep.plan(sample_dir, on_lustre.folder, num_shards=5)
-    prep.make(on_lustre.folder)
-    paths = [str(on_lustre.folder / f"shard-{number:05d}.tar") for number in range(5)]
-    on_lustre.give(first_ost=dict(zip(paths, [3, 1, 3, 0, 7], strict=True)))
-    return on_lustre.folder
+def as_user(on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No quota binds root, so nobody asks for root's."""
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+
+
+NEED = Need(num_bytes=10**12, num_shards=1000)
 
 
 @both_dialects
-@pytest.mark.parametrize("layout", ["plain", "pfl", "dom"])
-def test_verify_writes_on_which_ost_each_tar_begins_and_the_loader_reads_it(
-    on_lustre: FakeLustre, shards_on_lustre: Path, prep: Prep, layout: str
-) -> None:
-    dom: list[dict[str, object]] = [{"end": MIB, "count": 0, "size": MIB, "pattern": "mdt"}, *PFL[1:]]
-    if layout != "plain":
-        on_lustre.give_layout(shards_on_lustre, PFL if layout == "pfl" else dom)
-    ended = prep.command("verify", shards_on_lustre)
-    assert (ended.code, "note" in ended.text) == (0, False)
-    data = json.loads((shards_on_lustre / "osts.json").read_text())
-    assert (data["format"], data["osts"]) == ("shardprep-osts", [3, 1, 3, 0, 7])
-    osts = find_shards(shards_on_lustre).osts
-    assert osts is not None
-    assert osts.tolist() == [3, 1, 3, 0, 7]
-    assert prep.temporaries(shards_on_lustre) == []
+@pytest.mark.usefixtures("as_user")
+def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
+    on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 1 << 40]})
+    (line,) = space_lines(on_lustre.folder, NEED)
+    assert line == (
+        "it needs about 1.00 TB in 3,000 files; 8 OSTs: 6.60 TB left; inodes of MDTs and OSTs: 1.00 M files "
+        "left; your quota: 1.13 PB and 1.10 T files left"
+    )
 
 
-def test_lfs_is_asked_for_many_files_in_one_call_in_the_order_of_the_shards(
-    on_lustre: FakeLustre, shards_on_lustre: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [f"shard-{number:05d}.tar" for number in range(5)]
-    monkeypatch.setattr(lustre.show, "FILES_PER_CALL", 2)
-    assert first_osts(shards_on_lustre, names[::-1]) == [7, 0, 3, 1, 3]
-    calls = [call for call in on_lustre.calls() if call[0] == "getstripe"]
-    assert [len(call) - 2 for call in calls] == [2, 2, 1]
-    assert calls[0] == ["getstripe", *(str(shards_on_lustre / name) for name in names[:2:-1]), "LC_ALL=C"]
-
-
+@pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("state", "warning"),
     [
-        ("hang-getstripe", "gave no answer in 0.1 s"),
-        ("gibberish", "printed 'Please see .*expected the layouts of "),
-        ("not-lustre", "Inappropriate ioctl"),
+        ({"quota": {"-u": [5, 0, 1005, 7, 0, 0]}}, "your quota: 1.02 MB left"),
+        ({"quota": {"-u": [5, 1005, 0, 7, 0, 0]}}, "your quota: 1.02 MB left"),
+        ({"quota": {"-u": [2000, 0, 1000, 7, 0, 0]}}, "your quota: 0 B left"),
+        ({"quota": {"-u": [5, 0, 0, 7, 10, 9]}}, "your quota: 2 files left"),
+        ({"quota": {"-u": [9, 0, 1000, 7, 0, 0]}, "inaccurate": True}, "your quota: 1.01 MB left"),
+        ({"osts": [OST, {**OST, "available": 1}]}, "2 OSTs: 80.5 GB left"),
+        ({"osts": [OST, {**OST, "flags": "S", "available": 1 << 40}]}, "1 OST: 80.5 GB left"),
+        ({"inodes": 2999}, "inodes of MDTs and OSTs: 2,999 files left"),
+        ({"mdt": {**OST, "flags": "S"}}, "inodes of MDTs and OSTs: 0 files left"),
+        ({"osts": [{**OST, "available": 1 << 40, "inodes": 7}]}, "inodes of MDTs and OSTs: 7 files left"),
+        # over the soft limit, and its grace is over: every write fails, whatever the hard limit leaves
+        ({"quota": {"-u": [9, 5, 1 << 40, 7, 0, 0, "expired", "-"]}}, "your quota: 0 B left"),
+        ({"quota": {"-u": [9, 5, 1 << 40, 7, 0, 0, "none", "-"]}}, "your quota: 0 B left"),
     ],
 )
-def test_verify_goes_on_where_lfs_fails_and_says_so_in_a_line(
-    on_lustre: FakeLustre,
-    shards_on_lustre: Path,
-    prep: Prep,
-    fault: str,
-    words: str,
+def test_each_limit_that_is_too_small_is_a_warning(
+    on_lustre: FakeLustre, state: dict[str, object], warning: str
 ) -> None:
+    on_lustre.give(**state)
+    lines = [line for line in space_lines(on_lustre.folder, NEED) if line.startswith("warning")]
+    assert lines == [f"warning: it will not fit: {warning}, and it needs {NEED.text()}"]
+
+
+@both_dialects
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("quota-refused", "your quota: unknown (failed with exit code 1: Permission denied.)"),
+        ("df-fails", "free space: unknown"),
+        ("hang", "quota: unknown (not asked for after that)"),
+        ("", "8 OSTs: 6.60 TB left"),
+    ],
+)
+def test_what_is_not_told_is_unknown_and_no_warning(on_lustre: FakeLustre, fault: str, told: str) -> None:
     on_lustre.fault(fault)
-    ended = prep.command("verify", shards_on_lustre)
-    assert ended.code == 0
-    assert re.search(rf"^note: osts\.json is not written, .*{words}.*$", ended.text, re.MULTILINE), ended.text
-    assert not (shards_on_lustre / "osts.json").exists()
-    assert (shards_on_lustre / "index.json").exists()
+    (line,) = space_lines(on_lustre.folder, NEED)
+    assert told in line
+    soft = {"-u": [9, 5, 1 << 40, 7, 0, 0, "3d1h1m1s", "-"]}
+    on_lustre.give(quota=soft)
+    if not fault:
+        assert "over the soft limit: writes fail in 3d1h1m1s" in space_lines(on_lustre.folder, NEED)[0]
 
 
-def test_one_file_that_is_gone_fails_the_whole_question(on_lustre: FakeLustre) -> None:
-    (on_lustre.folder / "a").touch()
-    (on_lustre.folder / "c").touch()
-    with pytest.raises(LustreError, match=r"3 files of .* exit code 2: .*/b: No such file"):
-        first_osts(on_lustre.folder, ["a", "b", "c"])
-
-
-def test_off_lustre_no_osts_are_looked_for(on_lustre: FakeLustre, tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    assert first_osts(tmp_path, ["a"]) is None
-    assert on_lustre.calls() == []
+@pytest.mark.usefixtures("as_user")
+def test_plan_and_submit_warn_of_what_is_missing_and_go_on(
+    on_lustre: FakeLustre, prep: Prep, sample_dir: Path, fake_slurm: FakeSlurm
+) -> None:
+    on_lustre.give(quota={"-u": [5, 0, 6, 7, 0, 9]})
+    options = ["--input_dir", sample_dir, "--model_id", prep.model_dir, "--num_shards", "5"]
+    ended = prep.command("plan", *options, "--output_dir", on_lustre.folder)
+    assert (ended.code, "warning: it will not fit: your quota: 2 files left" in ended.text) == (0, True)
+    prep.make(on_lustre.folder, 0, 1)
+    assert slurm_main(["submit", str(on_lustre.folder), "--mem_gb", "1"]) == 0
+    text = "".join(on_lustre.capsys.readouterr())
+    assert "B in 9 files" in text, "three shards are missing"
+    assert "warning: it will not fit: your quota: 1.02 kB left" in text
+    assert fake_slurm.sent(), "the job was sent all the same"
 
 
 # --- no file is ever harmed
@@ -609,23 +559,6 @@ def test_the_trap_sees_a_setstripe_on_a_file_and_on_a_folder_with_files(on_lustr
     on_lustre.give(violations=[])
 
 
-def test_no_lustre_command_harms_a_file_or_changes_a_folder_with_files(on_lustre: FakeLustre) -> None:
-    on_lustre.fault("empties-files")
-    file, link = on_lustre.folder / "shard-00000.tar", on_lustre.folder.parent / "link"
-    file.write_bytes(b"precious")
-    link.symlink_to(file)
-    sizes = ["--shard_bytes", "2G", "--num_shards", "500"]
-    layouts = [[], sizes, ["-c", "4"], ["-S", "8M"], ["-p", "flash"], ["--pfl", "1G:1,-1:4"]]
-    layouts.append(["--dom", "64K", "-c", "1"])
-    for path in (on_lustre.folder, file, link):
-        assert on_lustre.command("show", path, *sizes)[0] == 0
-        for layout in layouts:
-            assert on_lustre.command("apply", path, *layout)[0] == 73
-            assert on_lustre.command("apply", path, *layout, "--dry_run")[0] == 73
-    assert file.read_bytes() == b"precious"
-    assert on_lustre.setstripe_calls() == []
-
-
 def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     on_lustre: FakeLustre, prep: Prep, sample_dir: Path
 ) -> None:
@@ -637,6 +570,7 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     (full / "precious").write_bytes(b"precious")
     plan = ["plan", "--input_dir", sample_dir, "--model_id", prep.model_dir, "--num_shards", "2", "--stripe"]
     assert prep.command(*plan, "4", "--output_dir", full).code == 73
+    assert prep.command(*plan, "8x", "--output_dir", out).code == 2
     assert prep.command(*plan, "auto", "--output_dir", full).code == 0
     for _ in range(2):
         assert prep.command(*plan, "4", "--output_dir", out).code == 0
@@ -645,26 +579,25 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     assert prep.command("verify", out).code == 0
     assert prep.command("doctor", *plan[1:-1], "--output_dir", out).code == 0
     assert loader_main([str(out)]) == 0
-    on_lustre.give(released=[str(path) for path in out.glob("shard-*")])
-    for words in (["show"], ["restore", "--wait"], ["apply"], ["apply", "--dry_run"]):
-        on_lustre.monkeypatch.setattr(lustre.restore, "_POLL_S", 0.0)
-        assert on_lustre.command(words[0], out, *words[1:])[0] == 0
-    assert on_lustre.state()["released"] == []
-    assert {"df", "getstripe", "hsm_restore", "hsm_state", "osts"} <= {call[0] for call in on_lustre.calls()}
-    assert on_lustre.setstripe_calls() == ["-E 67108864 -c 1 -S 4194304 -E -1 -c 4 -S 4194304"]
+    assert on_lustre.command("show", out)[0] == 0
+    assert on_lustre.setstripe_calls() == [EIGHT.replace("-c 8", "-c 4")]
     assert (full / "precious").read_bytes() == b"precious"
 
 
 def test_setstripe_is_named_in_lustre_alone_and_run_in_one_place() -> None:
     """The one place refuses all but an existing, empty directory; no second one can go around it."""
     folders = ("preprocess", "loader", "slurm", "lustre", "examples", "benchmarks")
-    sources = [
-        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".sh"}
-    ]
-    naming = {path.relative_to(ROOT) for path in sources if "setstripe" in path.read_text(encoding="utf-8")}
-    assert Path("lustre/apply.py") in naming
-    assert {path.parts[0] for path in naming} == {"lustre"}
-    runs = {path: path.read_text().count('run_lfs("setstripe"') for path in (ROOT / "lustre").glob("*.py")}
-    assert {path.name: number for path, number in runs.items() if number} == {"apply.py": 1}
-    other = [path.name for path in runs if re.search(r"subprocess|os\.system", path.read_text())]
-    assert other == ["lfs.py"]
+    runs: dict[str, int] = {}
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.*")):
+        if path.suffix in {".py", ".sh"}:
+            text = path.read_text(encoding="utf-8")
+            assert "run_lfs" not in text or path.parent.name == "lustre"
+            runs[path.name] = text.count('run_lfs("setstripe"')
+    assert {name: number for name, number in runs.items() if number} == {"apply.py": 1}
+
+
+def test_errors_are_lustre_errors_where_lfs_cannot_be_started(on_lustre: FakeLustre) -> None:
+    program = on_lustre.folder.parent.parent / "bin" / "lfs"
+    program.write_bytes(b"\x7fELF for another machine")
+    with pytest.raises(LustreError):
+        apply_stripe(on_lustre.folder, "8")

@@ -208,7 +208,7 @@ def test_every_command_works_with_a_plan_in_parts(
         ended = prep.command(*words)
         assert ended.code == 0, ended.text
     assert "0.txt" in prep.command("peek", folder, "--input", "0000.txt").text
-    for words in (["status", folder], ["report", folder]):
+    for words in (["status", folder], ["report", folder, "--json"]):
         assert slurm([str(word) for word in words]) == 0, capsys.readouterr()
     assert "4200" in capsys.readouterr().out.replace(",", "")
     assert read_input_names(folder) == [f"{number:04d}.txt" for number in range(4_200)]

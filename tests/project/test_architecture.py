@@ -127,7 +127,7 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
         for path, names in others("preprocess").items()
         if {n.split(".")[0] for n in names} - {"shardprep"}
     }
-    commands = {"preprocess/__main__.py", "preprocess/plan/planning.py", "preprocess/check/verify.py"}
+    commands = {"preprocess/__main__.py", "preprocess/plan/planning.py"}
     assert users == {*commands, "preprocess/make/task.py", "preprocess/look/doctor.py"}
     for names in others("preprocess").values():
         assert {name.split(".")[0] for name in names} <= {"shardprep", "lustre"}

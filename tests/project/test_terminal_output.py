@@ -124,7 +124,7 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "clean": (0, ["clean", "COPY"]),
     "train_tokenizer": (0, ["train_tokenizer", "--input_dir", "RAW", "--output_dir", "NEW", "--recursive",
                             "--vocab_size", 280]),
-    "report": (0, ["report", "DATA"]),
+    "report": (0, ["report", "DATA", "--json"]),
     "report into a file": (0, ["report", "DATA", "--output", "NEW"]),
     "status": (0, ["status", "DATA"]),
     "submit": (2, ["submit", "COPY", "--dry_run"]),

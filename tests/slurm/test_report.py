@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
-from shardprep.format.manifest import ShardCounts, merge_manifests, osts_json, read_manifest
+from shardprep.format.manifest import ShardCounts, merge_manifests, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
 from shardprep.format.shard_making import read_making
 from slurm.request import JobRequest
@@ -537,18 +537,6 @@ def test_slurm_is_not_asked_where_nothing_was_submitted(
 ) -> None:
     assert data_of(capsys, folder)["attempts"]["submissions"] == []
     assert [fake.calls(name) for name in ("squeue", "sacct", "scontrol")] == [[], [], []]
-
-
-def test_bytes_of_osts_are_those_of_their_tars_and_a_broken_file_of_them_is_left_out(
-    own_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (own_folder / "osts.json").write_bytes(osts_json([5, -1, 5, 2]))
-    tars = [read_manifest(own_folder, n).tar.num_bytes for n in range(4)]
-    found = {each["ost"]: each["num_bytes"] for each in data_of(capsys, own_folder)["osts"]}
-    assert found == {5: tars[0] + tars[2], None: tars[1], 2: tars[3]}
-    assert "OST" in report(capsys, own_folder)
-    (own_folder / "osts.json").write_text("{}")
-    assert data_of(capsys, own_folder)["osts"] is None
 
 
 def test_names_that_are_no_input_are_counted_by_reason_and_named(

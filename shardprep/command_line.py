@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 from shardprep.console import guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
+from shardprep.removed import COMMANDS, FLAGS
 from shardprep.signals import raise_on_stop_signals
 
 
@@ -95,16 +96,21 @@ class Program:
         if words and not words[0].startswith("-") and words[0] not in self.commands:
             raise UsageError(unknown_command(words[0], listed))
         parser, called = self._parser(words[:1], name or self.name)
+        if words and words[0] in called:
+            known = called[words[0]]._option_string_actions  # noqa: SLF001 - argparse has no other list
+            for flag in (word.partition("=")[0] for word in words):
+                if flag in FLAGS and flag not in known:
+                    called[words[0]].error(f"the flag {flag} was removed: {FLAGS[flag]}")
         args, unknown = parser.parse_known_args(words)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown]
             hints = [self.hints[flag] for flag in flags if flag in self.hints]
-            every = called[args.command]._option_string_actions  # noqa: SLF001 - argparse has no other list
-            known = [flag for flag in every if flag.startswith("--")]
-            near = [flag for flag in known if len(flags[0]) > 2 and flag.startswith(flags[0])][:3]
-            near = near or difflib.get_close_matches(flags[0], known, 1)
+            every = called[args.command]._option_string_actions  # noqa: SLF001 - as above
+            flags_known = [flag for flag in every if flag.startswith("--")]
+            near = [flag for flag in flags_known if len(flags[0]) > 2 and flag.startswith(flags[0])][:3]
+            near = near or difflib.get_close_matches(flags[0], flags_known, 1)
             hints = hints or ([f"did you mean {' or '.join(near)}?"] if near else [])
-            folders = [flag for flag in known if flag in ("--input_dir", "--output_dir")]
+            folders = [flag for flag in flags_known if flag in ("--input_dir", "--output_dir")]
             if folders and not unknown[0].startswith("-"):
                 hints = [f"{args.command} takes folders by their flags: {', '.join(folders)}"]
             called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
@@ -228,6 +234,8 @@ def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:
     """What to say of a word that is no command: the one that was perhaps meant, and all that are."""
+    if word in COMMANDS:
+        return f"the command {word} was removed: {COMMANDS[word]}"
     close = difflib.get_close_matches(word, commands, 1)
     meant = f"did you mean {close[0]}? " if close else ""
     if os.path.isdir(word):  # noqa: PTH112 - Path.is_dir() would raise

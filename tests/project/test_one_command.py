@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shardprep import removed
 from shardprep.__main__ import COMMANDS, main
 from tests import command_reference
 from tests.children import run_child
@@ -142,3 +143,20 @@ def test_each_flag_with_a_value_says_its_default() -> None:
                 is_shown = action.option_strings and action.help not in (None, argparse.SUPPRESS)
                 if is_shown and action.nargs != 0 and not action.required:
                     assert "default" in action.help, f"{command} {word} {action.option_strings[-1]}"
+
+
+def test_who_uses_a_removed_flag_or_command_is_told_what_to_do_instead(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And no flag that is told to be gone is there."""
+    helps = "".join(text for _, text in command_reference.helps())
+    for flag, instead in removed.FLAGS.items():
+        with pytest.raises(SystemExit) as ending:
+            main(["report", "DATA", f"{flag}=x"])
+        assert ending.value.code == 2
+        assert instead in capsys.readouterr().err
+    assert not re.findall(rf"^  (?:-. \S+, )?({'|'.join(removed.FLAGS)})\b", helps, re.MULTILINE)
+    for command, instead in removed.COMMANDS.items():
+        assert main([command]) == 2
+        assert instead in capsys.readouterr().err
+        assert command not in COMMANDS

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import ensure_prepared
-from loader.prepare import Claim, Claims, place_of
-from shardprep.errors import ReadWriteError, Refused, UsageError
+from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.manifest import read_index
 from tests.checkout import ROOT
 from tests.children import is_living
@@ -35,10 +32,10 @@ RANK = """
 import sys
 from loader import ensure_prepared
 from shardprep.errors import ShardprepError
-raw, data, model, rank, heartbeat_s = sys.argv[1:]
+raw, data, model, rank = sys.argv[1:]
 try:
     print("ready", ensure_prepared(data, input_dir=raw, model_id=model, num_shards=5, num_proc=1,
-                                   heartbeat_s=float(heartbeat_s), rank=int(rank), world_size=8))
+                                   rank=int(rank), world_size=8))
 except ShardprepError as error:
     print(type(error).__name__, error)
 """
@@ -53,11 +50,11 @@ class Job:
         self._environ = {**environ, "SLURM_JOB_ID": launch, "PYTHONPATH": str(ROOT)}
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *ranks: int, heartbeat_s: float = 60, hold: Hold | None = None) -> Job:
+    def start(self, *ranks: int, hold: Hold | None = None) -> Job:
         environ = {**self._environ, **(hold.environ() if hold else {})}
         environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ["PYTHONPATH"]])
         for rank in ranks:
-            command = [sys.executable, "-c", RANK, *self._words, str(rank), str(heartbeat_s)]
+            command = [sys.executable, "-c", RANK, *self._words, str(rank)]
             self.processes.append(
                 subprocess.Popen(
                     command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -85,14 +82,6 @@ def start(prep: Prep, sample_dir: Path, tmp_path: Path) -> Iterator[Any]:
         process.communicate()
 
 
-def leave_claim(tmp_path: Path, number: int = 1, **given: Any) -> None:
-    folder = tmp_path / ".data.preparing"
-    folder.mkdir(exist_ok=True)
-    content = {"launch": "", "place": "", "num_beats": 0, "exit_code": None, "error": None, **given}
-    (folder / "new").write_text(json.dumps(content))
-    (folder / "new").rename(folder / f"{number:05d}.json")
-
-
 def num_shards(folder: Path) -> int:
     return len(read_index(folder).columns)
 
@@ -101,18 +90,7 @@ def test_one_rank_prepares_and_all_go_on_when_it_is_verified(start: Any, tmp_pat
     job = start().start(1, 2, 0)
     assert job.ends() == [f"ready {tmp_path / 'data'}"] * 3
     assert num_shards(tmp_path / "data") == 5
-    [left] = (tmp_path / ".data.preparing").iterdir()
-    assert left.suffix != ".json", "a verdict, which a later start removes, and no claim"
-
-
-def test_two_jobs_at_once_prepare_once(start: Any, data_dir: Path) -> None:
-    jobs = [start(launch="1").start(0), start(launch="2").start(0)]
-    num_made = 0
-    for process in (job.processes[0] for job in jobs):
-        out, err = process.communicate(timeout=HANG_S)
-        assert out.strip() == f"ready {data_dir}"
-        num_made += err.count("shards made by")
-    assert num_made == 1, "its line stands in one log"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".data.prepared.json", "data"]
 
 
 def test_the_others_end_with_the_error_of_rank_0(start: Any, tmp_path: Path) -> None:
@@ -121,27 +99,6 @@ def test_the_others_end_with_the_error_of_rank_0(start: Any, tmp_path: Path) -> 
     assert ends[0].startswith("NotFound shardprep plan ended with exit code 66")
     assert str(tmp_path / "nothing") in ends[0]
     assert ends[1].startswith(f"NotFound rank 0 could not prepare {tmp_path / 'data'}: shardprep plan ended")
-
-
-def test_when_rank_0_is_killed_the_others_end_and_the_next_start_goes_on(start: Any, data_dir: Path) -> None:
-    hold = Hold(data_dir.parent, "write", r"/\.shard-\d+\.tar\.")
-    job = start().start(0, 1, heartbeat_s=2, hold=hold)
-    hold.wait(1, job.processes[0])
-    job.processes[0].kill()
-    [_, end] = job.ends()
-    assert end.startswith("ReadWriteError the process that prepared")
-    assert not (data_dir / "index.json").exists()
-    assert start().start(0).ends() == [f"ready {data_dir}"]
-    assert num_shards(data_dir) == 5
-
-
-def test_a_frozen_rank_0_ends_the_others(start: Any, data_dir: Path) -> None:
-    hold = Hold(data_dir.parent, "write", r"/\.shard-\d+\.tar\.")
-    job = start().start(0, 1, heartbeat_s=2, hold=hold)
-    hold.wait(1, job.processes[0])
-    job.processes[0].send_signal(signal.SIGSTOP)
-    end = job.processes[1].communicate(timeout=HANG_S)[0]
-    assert end.startswith("ReadWriteError the process that prepared")
 
 
 Call = Callable[..., str]
@@ -155,71 +112,12 @@ def prepared(prep: Prep, sample_dir: Path, data_dir: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
     def call(rank: int, **given: Any) -> str:
-        options = {"num_shards": 5, "num_proc": 1, "heartbeat_s": 0.2, **given}
+        options = {"num_shards": 5, "num_proc": 1, **given}
         return ensure_prepared(
             data_dir, input_dir=sample_dir, model_id=str(prep.model_dir), rank=rank, world_size=2, **options
         )
 
     return call
-
-
-def test_a_failure_of_an_earlier_job_is_not_ours(prepared: Call, data_dir: Path) -> None:
-    leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6", exit_code=65, error="long ago")
-    with pytest.raises(ReadWriteError, match=r"not prepared after 1 s \(limit_s\)"):
-        prepared(1, limit_s=1)
-
-
-def test_a_failure_without_a_launcher_counts_when_nobody_takes_over(
-    prepared: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("SLURM_JOB_ID")
-    for rank, words in ((0, "unrecognized"), (1, "rank 0 could not prepare .*unrecognized")):
-        with pytest.raises(UsageError, match=words):
-            prepared(rank, colour="red")
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"launch": 1}', '{"num_beats": "x"}', "[" * 10**5])
-def test_a_claim_that_nobody_can_read_is_one_that_never_changes(content: str, tmp_path: Path) -> None:
-    (tmp_path / "00004.json").write_text(content)
-    (tmp_path / "else.json").write_text("{}")
-    claims = Claims(tmp_path, Claim(launch="", place=""))
-    assert (claims.newest.path.name, claims.newest.claim) == ("00004.json", None)
-    claims.look()
-    assert not claims.newest.is_changed
-
-
-def test_the_claim_of_a_dead_process_of_this_machine_is_taken_over_without_waiting(
-    prepared: Call, data_dir: Path
-) -> None:
-    ended = subprocess.Popen(["sleep", "300"])
-    place = place_of(ended.pid)
-    assert place
-    ended.kill()
-    ended.wait()
-    leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6", place=place)
-    assert prepared(0, heartbeat_s=10_000) == str(data_dir)
-
-
-def test_a_living_claim_is_waited_for(prepared: Call, data_dir: Path) -> None:
-    """By its changes alone: its owner is on another machine."""
-    is_over = threading.Event()
-
-    def beat() -> None:
-        num_beats = 0
-        while not is_over.wait(0.02):
-            num_beats += 1
-            leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6", num_beats=num_beats)
-
-    leave_claim(data_dir.parent, launch="SLURM_JOB_ID=6")
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        with pytest.raises(ReadWriteError, match=r"not prepared after 1 s \(limit_s\)"):
-            prepared(0, limit_s=1, heartbeat_s=60)
-    finally:
-        is_over.set()
-        thread.join()
-    assert not (data_dir / "index.json").exists()
 
 
 def test_other_options_are_refused_and_a_preprocess_py_of_the_users_own_is_not_run(
@@ -269,7 +167,7 @@ def verified(prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
     def call(rank: int, **given: Any) -> str:
-        options = {"num_shards": 2, "heartbeat_s": 0.2, "world_size": 2, **given}
+        options = {"num_shards": 2, "world_size": 2, **given}
         return ensure_prepared(
             tmp_path / "data", input_dir=raw, model_id=str(prep.model_dir), rank=rank, **options
         )
@@ -307,9 +205,6 @@ def test_a_rank_that_cannot_know_the_verdict_of_rank_0_compares_by_itself(
     if why == "no launcher":
         monkeypatch.delenv("SLURM_JOB_ID")
     assert verified(0) == verified(1)
-    for path in (tmp_path / ".data.preparing").glob("*.verdict"):
-        said = json.loads(path.read_text())
-        path.write_text(json.dumps({**said, "place": f"{said['place']}1"}))  # of a process that is gone
     add(tmp_path / "raw")
     with pytest.raises(Refused, match="new"):
         verified(1)
@@ -335,8 +230,40 @@ def test_a_rank_says_that_it_waits_at_once_and_again_after_a_while(
 
 
 def test_impossible_settings_are_named(prepared: Call) -> None:
-    with pytest.raises(UsageError, match="heartbeat_s is 0"):
-        prepared(0, heartbeat_s=0)
+    with pytest.raises(UsageError, match="limit_s is 0"):
+        prepared(0, limit_s=0)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"launch": 1}', '{"exit_code": "x"}', "[" * 10**5])
+def test_a_note_that_nobody_can_read_says_nothing(prepared: Call, data_dir: Path, content: str) -> None:
+    (data_dir.parent / ".data.prepared.json").write_text(content)
+    with pytest.raises(ReadWriteError, match="limit_s"):
+        prepared(1, limit_s=0.2)
+
+
+def test_a_failure_of_an_earlier_start_is_not_ours_and_one_that_stays_is(
+    prepared: Call, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = {"launch": "SLURM_JOB_ID=7", "asked": "", "exit_code": 65, "error": "long ago"}
+    path = data_dir.parent / ".data.prepared.json"
+    path.write_text(json.dumps({**note, "launch": "SLURM_JOB_ID=6"}))
+    with pytest.raises(ReadWriteError, match="limit_s"):
+        prepared(1, limit_s=0.2)
+    path.write_text(json.dumps(note))
+    monkeypatch.setattr("loader.prepare._OLD_FAILURE_S", 0.1)
+    with pytest.raises(BadInput, match="long ago"):
+        prepared(1, limit_s=60)
+
+
+def test_a_killed_rank_0_leaves_what_the_next_start_goes_on_with(start: Any, data_dir: Path) -> None:
+    hold = Hold(data_dir.parent, "write", r"/\.shard-\d+\.tar\.")
+    job = start().start(0, hold=hold)
+    hold.wait(1, job.processes[0])
+    job.processes[0].kill()
+    job.ends()
+    assert not (data_dir / "index.json").exists()
+    assert start().start(0).ends() == [f"ready {data_dir}"]
+    assert num_shards(data_dir) == 5
 
 
 def test_no_process_is_left_when_rank_0_is_killed(start: Any, data_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Raw text, a plan, shards and batches, driven from outside: by ``main()`` of the commands, and by ``loader``.
+"""Raw text, a plan, shards and batches, driven by ``main()`` of the commands and by ``loader`` alone.
 
     world = World(tmp_path).raw({"ko.txt": hostile_text(200), "en.jsonl": [{"text": "a"}, {"text": "b"}]})
     world.plan(num_shards=3).run().verify()                  # each fails with the command's own words
@@ -34,15 +34,17 @@ from loader import TokenLoader, get_llama3_dataloader
 from shardprep.__main__ import main
 
 BOS, EOS, PAD, START, END, TURN = (
-    "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+    "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
 )  # fmt: skip
 _MERGED = (
-    "the", " the", " and", " of", " to", "ing", " kettle", "er", "on", "th", "re", "st", "0", "12", "ed", " a",
+    "the", " the", " and", " of", " to", "ing", " kettle", "er", "on", "th", "re", "st", "0", "12", " a",
     "도서관", " 겨울은", " 바닷가", "니다", "하는", " 창가", "에서", "이", "가", "은", "는", "다", "🙂",
 )  # fmt: skip
 _WORDS = (
-    "the", "kettle", "sings", "and", "nobody's", "listening", "12345", "to", "a", "store", "of", "thing;", "Red",
-    "도서관", "겨울은", "바닷가", "마을의", "창가", "자리에서", "읽는다", "합니다", "🙂", "👩‍👩‍👧", "☕️", "é", "e\u0301",
+    "the", "kettle", "sings", "and", "nobody's", "listening", "12345", "to", "a", "store", "of", "Red",
+    "도서관", "겨울은", "바닷가", "마을의", "창가", "자리에서", "읽는다", "합니다", "🙂",
+    "👩\u200d👩\u200d👧", "☕️", "é", "e\u0301",
     "\u1112\u1161\u11ab\u1100\u1173\u11af",  # Hangul as NFD writes it
     "\x00", "\x1b[2J", "\x85", "\u2028", "\u200b", "\ufeff", "\t", "\u3000", '"\\', "</s>",
     EOS, BOS, "<|pad", TURN, "<|reserved_special_token_0|>", "한<|end_of_text|>글",
@@ -316,7 +318,7 @@ class Ranks:
         """Return the samples of the next global batch, in an order that no number of ranks changes."""
         batches = [self._batches_of_step(rank) for rank in range(len(self.loaders))]
         assert len({len(of_rank) for of_rank in batches}) == 1, (
-            "all ranks have equally many batches in a step"
+            "the ranks have different numbers of batches in a step"
         )
         samples: GlobalBatch = []
         for first in range(0, len(batches[0]), self._num_batches_of_tick):
@@ -374,8 +376,7 @@ def samples_of(batch: Mapping[str, Any]) -> GlobalBatch:
         if name in batch
     }
     samples: GlobalBatch = [
-        {name: row for name, row in zip(rows, of_sample, strict=True)}
-        for of_sample in zip(*rows.values(), strict=True)
+        dict(zip(rows, of_sample, strict=True)) for of_sample in zip(*rows.values(), strict=True)
     ]
     for sample in samples:
         if "attention_mask" in sample:

@@ -356,7 +356,9 @@ def parse_stripe_count(text: str, name: str, also: str = "") -> int:
     if not (count == ALL_OSTS or 1 <= count <= _MAX_STRIPE_COUNT):
         raise UsageError(
             f"{name} asks for {text!r} stripes, expected {also}a number of OSTs from 1 to "
-            f"{_MAX_STRIPE_COUNT}, or -1 for all of them"
+            f"{_MAX_STRIPE_COUNT}, or -1 for all of them",
+            found=f"{name} {text}",
+            expected=f"a number of OSTs from 1 to {_MAX_STRIPE_COUNT}",
         )
     return count
 

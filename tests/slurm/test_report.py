@@ -290,7 +290,7 @@ def test_an_unfinished_data_set_says_so_and_counts_what_is_done(
 
 
 def index_of(folder: Path) -> bytes:
-    return merge_manifests(read_manifest(folder, shard_id) for shard_id in range(4)).to_json()
+    return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in range(4))).to_json()
 
 
 @pytest.mark.parametrize("lang", LANGUAGES)

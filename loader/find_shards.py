@@ -870,7 +870,7 @@ def find_sources(
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(
             f"input_shards names the sources {list(sources)}, expected names with shards for each",
-            found=f"input_shards={sources!r}",
+            found=list(sources),
             expected="names with shards for each",
         )
     excluded = ExcludedShards(exclude_shards)
@@ -997,11 +997,12 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_shards = len(index.columns)
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         if beyond := ids[ids >= num_shards].tolist():
+            path = tar_path(folder, beyond[0])
             raise NotFound(
-                f"{folder / INDEX_NAME} lists {num_shards} shards, so shard {id_ranges(beyond)} is not "
-                "one of them; take it out of the folder or out of input_shards",
-                path=tar_path(folder, beyond[0]),
-                expected=f"one of {num_shards} shards",
+                f"{path} is none of the {num_shards} shards that {folder / INDEX_NAME} lists; take it out of "
+                "the folder or out of input_shards",
+                path=path,
+                expected=f"{num_shards} shards",
             )
     else:
         index = merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in shard_ids))

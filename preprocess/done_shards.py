@@ -64,7 +64,7 @@ def find_made_shards(folder: Path, plan: Plan) -> MadeShards:
     try:
         names = set(os.listdir(folder))  # noqa: PTH208 - names alone, a Path each would double the time
     except FileNotFoundError:
-        raise NotFound(f"{folder} is no data set: there is no such folder", path=folder) from None
+        raise NotFound(f"{folder} is no data set: there is no such folder") from None
     except OSError as error:
         raise ReadWriteError(
             f"{folder} cannot be listed ({error.strerror}), so what is done is not known; it must be a "

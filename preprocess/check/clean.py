@@ -66,9 +66,7 @@ def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callab
     """
     if not is_folder(folder):
         raise NotFound(
-            f"{folder} is no folder, expected that of a data set",
-            path=folder,
-            expected="that of a data set",
+            f"{folder} is no folder, expected that of a data set", path=folder, expected="that of a data set"
         )
     places = [folder, *(folder / name for name in _SUBFOLDERS)]
     paths = [place / name for place in places for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]

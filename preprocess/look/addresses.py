@@ -150,9 +150,8 @@ def made_shards(folder: Path, plan: Plan, asked: str | None, what: str = "--shar
         ) from None
     again = f"shardprep run {quoted(folder)}"
     if missing := [number for number in wanted if number not in made]:
-        raise NotFound(
-            f"shard {missing[0]:05d} is not made", path=manifest_path(folder, missing[0]), remedy=again
-        )
+        path = manifest_path(folder, missing[0])
+        raise NotFound(f"shard {missing[0]:05d} is not made: {path} is missing", path=path, remedy=again)
     if not wanted:
         raise NotFound(f"{folder} has no finished shard", path=folder, remedy=again)
     return wanted

@@ -76,7 +76,7 @@ def checked_fields(
             raise unknown_version(path, found)
         found, expected = data.pop(CONTENT_HASH, None), content_sha256(data)
     except RecursionError:
-        raise BrokenShard(f"{path} is nested too deep", path=path) from None
+        raise BrokenShard(f"{path} is nested too deep") from None
     except ValueError as error:
         raise BrokenShard(f"{path} is not JSON ({error})", path=path, expected="JSON") from None
     if found != expected:

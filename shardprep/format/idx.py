@@ -309,7 +309,7 @@ def open_crcs(folder: Path, spec: DatasetSpec, shard_id: int, tar_sha256: str) -
     try:
         return RecordFile(path, spec.kind, crcs_header(spec, shard_id, tar_sha256), remedy)
     except NOT_THERE:
-        raise MissingShard(f'{path} is missing, and read_check is "crc"', path=path, remedy=remedy) from None
+        raise MissingShard(f'{path} is missing, and read_check is "crc"', remedy=remedy) from None
 
 
 def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:

@@ -375,9 +375,7 @@ def _merge_folder(folder: Path) -> DatasetIndex:
                 path=folder,
                 remedy=f"shardprep run {quoted(folder)}",
             )
-        raise NotFound(
-            f"{folder} holds no data set: neither {INDEX_NAME} nor a shard's manifest", path=folder
-        )
+        raise NotFound(f"{folder} holds no data set: neither {INDEX_NAME} nor a shard's manifest")
     first = read_manifest(folder, present[0])
     if present[-1] >= first.spec.num_shards:
         path, last = manifest_path(folder, present[-1]), first.spec.num_shards - 1

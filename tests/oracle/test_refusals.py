@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import gzip
+import hashlib
 import json
 import os
 import pickle
@@ -41,6 +42,12 @@ NUM_SHARDS = 3
 LINES = [f"the kettle of store {number}" for number in range(120)]
 RECORDS = [{"body": line} for line in LINES[:20]]
 TALK = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "kettle"}]
+
+
+def argument_of(remedy: str) -> dict[str, Any]:
+    """``"amend=True"`` -> the argument."""
+    name, _, value = remedy.partition("=")
+    return {name: ast.literal_eval(value)} if remedy else {}
 
 
 def loader_of(data: Any, **arguments: Any) -> TokenLoader:
@@ -97,9 +104,7 @@ class Scene:
         """Make a loader; ``reads`` an epoch."""
 
         def use(remedy: str) -> None:
-            name, _, value = remedy.partition("=")
-            mended = {name: ast.literal_eval(value)} if remedy else {}
-            with loader_of(data, **arguments, **mended) as made:
+            with loader_of(data, **arguments, **argument_of(remedy)) as made:
                 for _ in made if reads else ():
                     pass
 
@@ -116,12 +121,14 @@ class Scene:
     def load_state(self, state: Any) -> None:
         loader_of(self["DATA"]).load_state_dict(state)
 
-    def resume(self, changes: Mapping[str, Any], data: str = "DATA", **arguments: Any) -> None:
+    def resume(self, changes: Mapping[str, Any], data: str = "DATA", **arguments: Any) -> Ended:
         """Load the state of a run of DATA, with some values of it or its fingerprint changed."""
+        self.repeat = lambda remedy: self.resume(changes, data, **arguments, **argument_of(remedy))
         state = loader_of(self["DATA"]).state_dict()
         state["fingerprint"] |= {name: changes[name] for name in changes.keys() & state["fingerprint"].keys()}
         state |= {name: changes[name] for name in changes.keys() & state.keys()}
         loader_of(self[data], **arguments).load_state_dict(state)
+        return Ended(code=0, out="", err="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +178,15 @@ def copy_shard(source: Path, shard_id: int, target: Path, new_id: int) -> None:
 def spoil_ids(folder: Path) -> None:
     tar = folder / "shard-00001.tar"
     tar.write_bytes(tar.read_bytes().replace(b"[", b"x", 1))
+
+
+def reseal(path: Path, old: str, new: str) -> None:
+    """Change the text of one of our JSON files, and give it the hash of what it holds then."""
+    data = json.loads(path.read_text().replace(old, new))
+    held = {name: data[name] for name in data.keys() - {"content_sha256", "run"}}
+    text = json.dumps(held, sort_keys=True, separators=(",", ":"))
+    data["content_sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    path.write_text(json.dumps(data))
 
 
 def without_index(change: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -267,6 +283,14 @@ def run_of(change: Callable[[Path], object]) -> Callable[[Scene], Ended]:
 
 
 TOKENIZER = "tokenizer/tokenizer.json"
+
+
+def cut_tar(scene: Scene, num_bytes: int) -> Path:
+    path = tar_of(scene, {"a.token_ids.json": b"[1]"})
+    cut(path, num_bytes)
+    return path
+
+
 PACKED = {"record": "packed", "seq_len": 8}
 REMAKE = "shardprep --shard_id 1 --output_dir $BROKEN"
 UNMAKE = f"rm $BROKEN/shard-00001.json && {REMAKE}"
@@ -275,6 +299,8 @@ MIX: dict[str, Any] = {"weights": {"a": 1, "b": 1}}
 PLAN_ROWS = [
     row("no raw folder", lambda s: s.plan(input_dir="$TMP/nowhere"), 66, path="$TMP/nowhere"),
     row("a raw folder that is a file", lambda s: s.plan(input_dir="$RAW/0.txt"), 66, path="$RAW/0.txt"),
+    row("a raw folder of too long a name", lambda s: s.plan(input_dir="$TMP/" + 300 * "x"), 66,
+        path="$TMP/" + 300 * "x", expected="a folder that you can read"),
     row("an empty raw folder", planned(".a", ""),
         66, path="$TMP/x", expected=".txt .jsonl .parquet"),
     row("a raw folder of other files", planned("a.md", "the"),
@@ -452,6 +478,13 @@ CHECK_ROWS = [
         lambda s: s.main("verify", s.breaks(lambda x: copy_shard(s["OTHER"], 1, x, 1))), 78,
         path="$BROKEN/shard-00001.json",
         remedy=UNMAKE, heals=True),
+    row("a manifest that is another file",
+        verified(lambda x: shutil.copy(x / "plan.json", x / "shard-00001.json")), 65,
+        path="$BROKEN/shard-00001.json", found="shardprep-plan", expected="shardprep-manifest",
+        remedy=REMAKE, heals=True),
+    row("a manifest of an impossible number",
+        verified(lambda x: reseal(x / "shard-00001.json", '"shard_id": 1', '"shard_id": -1')), 65,
+        path="$BROKEN/shard-00001.json", found="-1", expected="a whole number", remedy=REMAKE, heals=True),
     row("a manifest of a newer version",
         verified(lambda x: set_version(x / "shard-00001.json", 9)), 78,
         path="$BROKEN/shard-00001.json", found="9"),
@@ -469,6 +502,13 @@ CHECK_ROWS = [
         remedy="shardprep run $PLANNED"),
     row("a sample past the end", lambda s: s.main("peek", "$DATA", "0:999"), 66, found="0:999",
         expected="samples 0 to"),
+    row("a shard to look at that is not made", lambda s: s.main("peek", "$PLANNED", shard=1), 66,
+        path="$PLANNED/shard-00001.json", remedy="shardprep run $PLANNED"),
+    row("a shard to look at past the end", lambda s: s.main("peek", "$DATA", "9:0"), 2, found="9",
+        expected="ids of 0 to 2"),
+    row("a sample to look at without its idx",
+        lambda s: s.main("peek", s.breaks(lambda x: (x / "shard-00001.idx").unlink()), "1:0"), 66,
+        path="$BROKEN/shard-00001.idx", remedy=REMAKE, heals=True),
     row("an address that is none", lambda s: s.main("peek", "$DATA", "zzz"), 2, found="zzz",
         expected="SHARD:SAMPLE FILE:BYTE"),
     row("an address in a file of no plan", lambda s: s.main("peek", "$DATA", "no.txt:3"), 66, found="no.txt",
@@ -548,6 +588,15 @@ LOAD_ROWS = [
         MissingShard, path="$BROKEN/shard-00001.tar", remedy="shardprep run $BROKEN --shards 1"),
     row("a tar is cut to load", loaded(lambda x: cut(x / "shard-00001.tar", 5120)),
         BrokenShard, path="$BROKEN/shard-00001.tar", found="5120", remedy="shardprep run $BROKEN --shards 1"),
+    row("a tar is missing to read",
+        loaded(lambda x: (x / "shard-00001.tar").unlink(), reads=True, rank=1, world_size=2), MissingShard,
+        path="$BROKEN/shard-00001.tar", remedy=REMAKE, heals=True),
+    row("a tar is cut to read",
+        loaded(lambda x: cut(x / "shard-00001.tar", 5120), reads=True, rank=1, world_size=2), BrokenShard,
+        path="$BROKEN/shard-00001.tar", found="5120", remedy=REMAKE, heals=True),
+    row("a shard by its name that the index has not",
+        lambda s: s.load(s.breaks(lambda x: copy_shard(x, 1, x, 7)) / "shard-00007.tar"), NotFound,
+        path="$BROKEN/shard-00007.tar", expected="3 shards"),
     row("an idx that is damaged",
         loaded(lambda x: flip(x / "shard-00001.idx", 100), reads=True), BrokenShard,
         path="$BROKEN/shard-00001.idx", heals=True,
@@ -587,6 +636,10 @@ LOAD_ROWS = [
         UsageError, remedy="model_id="),
     row("a tar of others without ids", lambda s: s.load(tar_of(s, {"a.json": b"[1]"}), model_id=s["MODEL"]),
         BrokenShard, path="$TMP/others.tar", found="json", expected="token_ids.json or token_ids.npy"),
+    row("a tar of others that is cut", lambda s: s.load(cut_tar(s, 2048), model_id=s["MODEL"]), BrokenShard,
+        path="$TMP/others.tar", found="2048", expected="two zero blocks"),
+    row("a tar of others that is none", lambda s: s.load(write(s.tmp / "others.tar", "x" * 10240)),
+        BrokenShard, path="$TMP/others.tar"),
     row("an id that no tokenizer has",
         lambda s: s.load(tar_of(s, {"a.token_ids.json": b"[9999999]"}), model_id=s["MODEL"], batch_size=1,
                          reads=True), BrokenShard, path="$TMP/others.tar"),
@@ -655,6 +708,8 @@ LOAD_ROWS = [
         found="weights_in='bytes'", expected="'tokens' or 'samples'"),
     row("weights from no step", lambda s: s.load(s.mix(), weights_schedule=[(5, {"a": 1})]), UsageError,
         found="weights_schedule [5]", expected="whole numbers from 0 on"),
+    row("a mixture of nothing", lambda s: s.load({}, weights={}), UsageError, found="[]",
+        expected="names with shards for each"),
     row("sources of documents and rows", lambda s: s.load({"a": s["DATA"], "b": s["PACKED"]}, **MIX),
         UsageError, found="a 0, b 8", expected="one length"),
     row("one set in two sources", lambda s: s.load({"a": s["DATA"], "b": s["DATA"]}, **MIX), UsageError,
@@ -671,6 +726,8 @@ LOAD_ROWS = [
     row("a state of another data set", lambda s: s.resume({}, "OTHER"), OtherRun, found="data tokenizer"),
     row("a state of another seed", lambda s: s.resume({}, seed=5), OtherRun, found="seed 0",
         expected="seed 5"),
+    row("a state of other global batches", lambda s: s.resume({}, global_batch_size=8), OtherRun,
+        found="global_batch_size", remedy="amend=True", heals=True),
     row("a state of a smaller step", lambda s: s.resume({}, batch_size=8), OtherRun,
         found="global_batch_size=4", expected="multiple of batch_size 8"),
     row("a state past the end", lambda s: s.resume({"step": 10**9}), BrokenShard, found="1000000000",

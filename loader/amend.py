@@ -93,7 +93,9 @@ def go_on(
     if found and not amend:
         raise OtherRun(
             f"{'; '.join(found)}; pass amend=True to go on so from step {step} on, make the loader as it was "
-            "when the state was saved, or start without the state"
+            "when the state was saved, or start without the state",
+            found="; ".join(found),
+            remedy="amend=True",
         )
     if found:
         if position.num_micro:
@@ -225,7 +227,9 @@ def _laid_out(plan: Plan, own: SizeHistory, history: SizeHistory, layout: Mappin
     except UsageError as error:
         raise OtherRun(
             f"{_size_schedules(own, history)[0].difference(0)}; the order of the state has global "
-            f"batches of {size}, and any later size is a multiple of it, in equal batches: {error}"
+            f"batches of {size}, and any later size is a multiple of it, in equal batches: {error}",
+            found=error.found,
+            expected=error.expected,
         ) from None
     run = replace(
         plan.run,

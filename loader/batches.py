@@ -216,7 +216,11 @@ def check_padding(
     """Raises UsageError where a width is needed and not given, or batches could be too large."""
     check_choice("padding", padding, Literal["longest", "max_length"])
     if max_length is None and (padding == "max_length" or long_documents != "truncate"):
-        raise UsageError(f"padding={padding!r} with long_documents={long_documents!r} needs max_length")
+        raise UsageError(
+            f"padding={padding!r} with long_documents={long_documents!r} needs max_length",
+            found=f"padding={padding!r}",
+            expected="max_length",
+        )
     if max_padded_tokens is not None and batch_size * (max_length or 1) > max_padded_tokens:
         raise UsageError(
             f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
@@ -297,7 +301,9 @@ def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: 
     if targets == "shifted" and "transformers" in boundaries:
         raise UsageError(
             "transformers' models shift labels themselves, so targets='shifted' would shift them twice; "
-            "leave it out, or take other boundaries than 'transformers'"
+            "leave it out, or take other boundaries than 'transformers'",
+            found="targets='shifted'",
+            expected="other boundaries than 'transformers'",
         )
     if targets == "shifted" and has_collate_fn:
         raise UsageError("targets='shifted' is for the loader's own batches; leave out collate_fn or it")

@@ -44,7 +44,10 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     names: tuple[Any, ...] = (boundaries,) if is_one else tuple(boundaries)
     unknown = [name for name in names if name not in get_args(Boundary)]
     if unknown:
-        raise UsageError(f"boundaries has {unknown}, expected some of {', '.join(get_args(Boundary))}")
+        expected = f"some of {', '.join(get_args(Boundary))}"
+        raise UsageError(
+            f"boundaries has {unknown}, expected {expected}", found=f"boundaries={unknown}", expected=expected
+        )
     if set(names) == {"position_ids"}:
         logger.warning(
             "boundaries='position_ids' alone keeps no document apart where a transformers model gets the "

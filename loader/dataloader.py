@@ -554,7 +554,7 @@ def _check_types(given: Mapping[str, Any]) -> None:
             continue
         is_right, expected = _EXPECTED.get(name) or _EXPECTED.get(kind) or (None, "")
         if is_right is not None and not is_right(value):
-            raise UsageError(f"{name} is {value!r}, expected {expected}")
+            raise UsageError.of_value(name, value, expected)
         if is_right is None and kind == "int":
             whole_number(name, value, least=int(name not in _FROM_0))
 
@@ -572,7 +572,9 @@ def _worker_options(
     if prefetch_factor is not None and not asked:
         raise UsageError(
             f"prefetch_factor={prefetch_factor} says what workers read ahead, and num_workers is 0; "
-            "leave it out, or pass num_workers"
+            "leave it out, or pass num_workers",
+            found=f"prefetch_factor={prefetch_factor}",
+            remedy="num_workers",
         )
     if asked > num_slots:
         logger.warning(

@@ -113,7 +113,10 @@ def tar_members(path: Path, tar: TarBytes) -> Iterator[tuple[str, int, int]]:
         if len(block) < BLOCK_BYTES:
             raise BrokenShard(
                 f"{path} is cut short: it ends at byte {size} without the two zero blocks that close a "
-                "tar; write or copy it again"
+                "tar; write or copy it again",
+                path=path,
+                found=f"byte {size}",
+                expected="two zero blocks",
             )
         start = position
         if block[156] == ord("x") and _says_a_time_alone(block, tar[position : position + 2 * BLOCK_BYTES]):
@@ -190,7 +193,7 @@ def _unusual_member(
                 f"is no tar, or is damaged: at byte {position} stands no member's header of a right checksum "
                 f"and numbers ({error}); copy it again, or write it again"
             )
-        raise BrokenShard(f"{path} {why}") from None
+        raise BrokenShard(f"{path} {why}", path=path) from None
     _check_kind(path, member.type, member.offset)
     records, shared = member.pax_headers, archive.pax_headers
     has_size = _SIZE.fullmatch(records.get("size", "0"))
@@ -488,5 +491,8 @@ def _token_member(path: Path, key: str, fields: Fields) -> tuple[int, int, int]:
             return (*fields[field], encoding)
     raise BrokenShard(
         f"{path}: sample {key!r} has the fields {', '.join(sorted(fields))}, expected "
-        f"{' or '.join(TOKEN_FIELDS)}; what stands before a name's first dot is the sample's key"
+        f"{' or '.join(TOKEN_FIELDS)}; what stands before a name's first dot is the sample's key",
+        path=path,
+        found=", ".join(sorted(fields)),
+        expected=" or ".join(TOKEN_FIELDS),
     )

@@ -85,7 +85,7 @@ SplitName = Literal["train", "validation"]
 def check_choice(name: str, value: object, choices: Any) -> None:
     """Raises UsageError for a value of an argument that is none of a Literal's."""
     if value not in get_args(choices):
-        raise UsageError(f"{name} is {value!r}, expected {' or '.join(map(repr, get_args(choices)))}")
+        raise UsageError.of_value(name, value, " or ".join(map(repr, get_args(choices))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +285,13 @@ class ShardSet:
                 )
         planned, is_planned = self.num_planned, self.num_planned >= 0
         if split.name == "train" and not split.group and not is_planned.all():
+            path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
             raise UsageError(
                 'split="train" needs validation_fraction, what is left to split="validation", or a data set '
-                "that was planned with --validation_fraction"
+                f"that was planned with --validation_fraction{f', which {path} was not' if path else ''}",
+                path=path,
+                found='split="train"',
+                remedy="--validation_fraction",
             )
         rules = [f"by plan, {fraction:g} of the documents by their content" for fraction in fractions]
         counts = self.num_records
@@ -411,9 +415,13 @@ class ShardSet:
     def describe(self, sample: int) -> str:
         """``sample 17 of DATA/shard-00003.tar``, for messages."""
         shard = int(self.shard_of(np.array(sample)))
-        source, row = self.locate(shard)
         record = int(self.rows_of(shard, np.array([sample]))[0])
-        return f"sample {record} of {source.path_of(row)}"
+        return f"sample {record} of {self.path_of(sample)}"
+
+    def path_of(self, sample: int) -> Path:
+        """Return the tar that holds a sample."""
+        source, row = self.locate(int(self.shard_of(np.array(sample))))
+        return source.path_of(row)
 
 
 logger = logging.getLogger(__name__)
@@ -481,17 +489,22 @@ def find_misfits(source: DatasetShards) -> list[Misfit]:
 def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
     missing = [misfit for misfit in misfits if misfit.found_bytes < 0]
     named = [
-        f"{name} is missing" if found < 0 else f"{name} has {found} of {expected} bytes"
+        f"{source.folder / name} {'is missing' if found < 0 else f'has {found} of {expected} bytes'}"
         for name, _, found, expected in (missing or misfits)[:_NUM_NAMED]
     ]
     ids = id_ranges(misfit.shard_id for misfit in misfits)
     kind = MissingShard if missing else BrokenShard
+    first = (missing or misfits)[0]
+    remedy = f"shardprep run {quoted(source.folder)}{f' --shards {ids}' if len(ids) <= 200 else ''}"
     return kind(
         f"{source.folder}: of {len(source.shard_ids)} tars {len(missing)} are missing and "
         f"{len(misfits) - len(missing)} have not their manifest's size: "
         f"{'; '.join(named)}{'; ...' if len(misfits) > len(named) else ''}; "
-        f"copy them anew, or make them again: shardprep run {quoted(source.folder)}"
-        f"{f' --shards {ids}' if len(ids) <= 200 else ''}"
+        f"copy them anew, or make them again: {remedy}",
+        path=source.folder / first.name,
+        found=None if missing else first.found_bytes,
+        expected=None if missing else first.expected_bytes,
+        remedy=remedy,
     )
 
 
@@ -561,6 +574,7 @@ class ExcludedShards:
 
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
+NAMEABLE = "a folder, an index.json, tars or a pattern of tars"
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _URL = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:)")
 
@@ -575,7 +589,9 @@ def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
         named = list(input_shards)
     if wrong := [each for each in named if not isinstance(each, (str, os.PathLike))]:
         raise UsageError(
-            f"input_shards has {wrong[0]!r}, expected the path of a folder, an index.json or a tar"
+            f"input_shards has {wrong[0]!r}, expected the path of a folder, an index.json or a tar",
+            found=f"input_shards={wrong[0]!r}",
+            expected="the path of a folder, an index.json or a tar",
         )
     names_in: dict[str, frozenset[str] | None] = {}
     paths: list[str] = []
@@ -585,10 +601,14 @@ def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
         else:
             paths += _expand(name, names_in)
     if not paths:
-        raise UsageError("input_shards is empty; name a folder, an index.json, tars or a pattern of tars")
+        raise UsageError(f"input_shards is empty; name {NAMEABLE}", expected=NAMEABLE)
     if len(set(paths)) < len(paths):
         twice = next(path for path, count in Counter(paths).items() if count > 1)
-        raise UsageError(f"{twice} is named twice in input_shards; an epoch would see its samples twice")
+        raise UsageError(
+            f"{twice} is named twice in input_shards, so an epoch would see its samples twice; name it once",
+            path=twice,
+            expected="once",
+        )
     return paths
 
 
@@ -604,9 +624,7 @@ def _expand(name: str, names_in: dict[str, frozenset[str] | None]) -> list[str]:
         matches = sorted(map(str, Path("/").glob(path[1:]))) if glob.has_magic(pattern) else []
         if not matches:
             of = "" if pattern == name else f" (of {name})"
-            raise NotFound(
-                f"{path} does not exist{of}; name a folder, an index.json, tars or a pattern of tars"
-            )
+            raise NotFound(f"{path} does not exist{of}; name {NAMEABLE}", path=path, expected=NAMEABLE)
         found += matches
     return found
 
@@ -638,7 +656,13 @@ def expand_braces(pattern: str) -> list[str]:
     except ValueError:  # unbalanced: a single brace is part of a name
         return [pattern]
     if left := _BRACES.search(names[0]):
-        raise UsageError(f"{pattern!r} has the braces {left[0]!r}, expected {{00000..00009}} or {{a,b}}")
+        expected = "{00000..00009} or {a,b}"
+        raise UsageError(
+            f"{pattern!r} has the braces {left[0]!r}, expected {expected}",
+            path=pattern,
+            found=left[0],
+            expected=expected,
+        )
     return names
 
 
@@ -666,7 +690,9 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
     if cache_dir is None:
         raise UsageError(
             f"{shown_url(url)} is no local file; pass cache_dir=, a folder with room for the copies, as the "
-            "order and the resume need tars that can be read at random"
+            "order and the resume need tars that can be read at random",
+            path=shown_url(url),
+            remedy="cache_dir=",
         )
     wanted = Path(_absolute(os.fspath(cache_dir)))
 
@@ -834,7 +860,9 @@ def find_sources(
     """
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(
-            f"input_shards names the sources {list(sources)}, expected names with shards for each"
+            f"input_shards names the sources {list(sources)}, expected names with shards for each",
+            found=list(sources),
+            expected="names with shards for each",
         )
     excluded = ExcludedShards(exclude_shards)
     found = {}
@@ -876,8 +904,10 @@ class _Finder:
             self._found += self._in_folder(Path(path))
         else:
             raise UsageError(
-                f"{path} is neither a tar, a folder nor an {INDEX_NAME}; name tars as in "
-                f"{Path(folder) / 'shard-*.tar'}, and decompress .tar.gz files first"
+                f"{path} cannot be loaded, expected a tar, a folder or an {INDEX_NAME}; name tars as in "
+                f"{Path(folder) / 'shard-*.tar'}, and decompress .tar.gz files first",
+                path=path,
+                expected=f"a tar, a folder or an {INDEX_NAME}",
             )
 
     def sources(self) -> list[DatasetShards | ExternalTar]:
@@ -906,9 +936,12 @@ class _Finder:
                 )
         tars = [str(folder / name) for name in names if name.endswith(".tar")]
         if not tars:
+            remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
             raise NotFound(
                 f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar; if it holds raw text, "
-                f"run: shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
+                f"run: {remedy}",
+                path=folder,
+                remedy=remedy,
             )
         return self._external(tars)
 
@@ -955,12 +988,15 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_shards = len(index.columns)
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         if beyond := ids[ids >= num_shards].tolist():
+            path = tar_path(folder, beyond[0])
             raise NotFound(
-                f"{folder / INDEX_NAME} lists {num_shards} shards, so shard {id_ranges(beyond)} is not "
-                "one of them; take it out of the folder or out of input_shards"
+                f"{path} is none of the {num_shards} shards that {folder / INDEX_NAME} lists; take it out of "
+                "the folder or out of input_shards",
+                path=path,
+                expected=f"{num_shards} shards",
             )
     else:
-        index = merge_manifests(read_manifest(folder, shard_id) for shard_id in shard_ids)
+        index = merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in shard_ids))
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
     return DatasetShards(
         folder=folder,
@@ -984,7 +1020,9 @@ def _check_sources(datasets: list[DatasetShards]) -> None:
         if dataset.folder in folders:
             raise UsageError(
                 f"{dataset.folder} is named twice, as in two sources, or as a folder and by its shards; name "
-                "it once"
+                "it once",
+                path=dataset.folder,
+                expected="once",
             )
         folders.add(dataset.folder)
     if len(tokenizers) > 1:
@@ -992,4 +1030,10 @@ def _check_sources(datasets: list[DatasetShards]) -> None:
             f"{folder} was made with {spec.model_id} ({spec.fingerprint[:12]})"
             for folder, spec in tokenizers.values()
         )
-        raise OtherTokenizer(f"{found}; token ids of different tokenizers cannot be mixed: prepare one again")
+        (_, first), (folder, other), *_ = tokenizers.values()
+        raise OtherTokenizer(
+            f"{found}; token ids of different tokenizers cannot be mixed: prepare one again",
+            path=folder,
+            found=other.fingerprint[:12],
+            expected=first.fingerprint[:12],
+        )

@@ -283,7 +283,9 @@ def check_first_steps(name: str, firsts: Sequence[object]) -> None:
     # mypy does not see that all are int where they are compared.
     if not are_steps or list(firsts[:1]) != [0] or any(a >= b for a, b in pairwise(firsts)):  # type: ignore[operator]
         raise UsageError(
-            f"{name} has stages from the steps {list(firsts)}, expected whole numbers from 0 on, ascending"
+            f"{name} has stages from the steps {list(firsts)}, expected whole numbers from 0 on, ascending",
+            found=f"{name} {list(firsts)}",
+            expected="whole numbers from 0 on, ascending",
         )
 
 
@@ -297,7 +299,9 @@ def make_stages(
     each source's samples where weights are shares of tokens. Raises UsageError."""
     if (weights is None) == (weights_schedule is None):
         raise UsageError(
-            "input_shards names sources: pass either weights= or weights_schedule=, for each a weight"
+            "input_shards names sources: pass either weights= or weights_schedule=, for each a weight",
+            found="input_shards",
+            expected="either weights= or weights_schedule=",
         )
     given = [(0, weights)] if weights_schedule is None else list(weights_schedule)
     check_first_steps("weights_schedule", [first for first, _ in given])
@@ -317,7 +321,9 @@ def _shares(
     if set(given) - set(names) or not is_number or not sum(values) > 0:
         raise UsageError(
             f"weights must be a dict of non-negative numbers for {', '.join(names)}, not all zero "
-            f"(got {weights!r})"
+            f"(got {weights!r})",
+            found=f"weights={weights!r}",
+            expected=f"a dict of non-negative numbers for {', '.join(names)}, not all zero",
         )
     # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
     exact = [Fraction(str(value)) if isinstance(value, float) else Fraction(value) for value in values]
@@ -327,6 +333,8 @@ def _shares(
     too_small = [name for name, share in zip(names, shares, strict=True) if 0 < share < 1 / CYCLE_STEPS]
     if too_small:
         raise UsageError(
-            f"{too_small[0]} would be less than one of {CYCLE_STEPS} samples; give it more, or 0"
+            f"{too_small[0]} would be less than one of {CYCLE_STEPS} samples; give it more, or 0",
+            found=too_small[0],
+            expected=f"one of {CYCLE_STEPS} samples",
         )
     return shares

@@ -162,12 +162,16 @@ class Order(BatchOrder):
         if self.num_samples < self.global_batch_size and not self.keeps_tail:
             raise UsageError(
                 f"the data set has {self.num_samples:,} samples, but one batch for every rank takes "
-                f"{self.global_batch_size:,}; lower batch_size, use fewer ranks, or add data"
+                f"{self.global_batch_size:,}; lower batch_size, use fewer ranks, or add data",
+                found=f"{self.num_samples:,} samples",
+                expected=f"{self.global_batch_size:,}",
             )
         if self.global_batch_size % self.group:
             raise UsageError(
                 f"groups of {self.group} samples of like length do not divide the global batch of "
-                f"{self.global_batch_size}; pass a group_by_length that does"
+                f"{self.global_batch_size}; pass a group_by_length that divides it",
+                found=f"groups of {self.group}",
+                expected=f"the global batch of {self.global_batch_size}",
             )
         if self.group > 1 and not self.shuffle:
             raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")

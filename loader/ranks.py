@@ -30,7 +30,9 @@ class ProcessRank:
         if not 0 <= self.rank < self.world_size:
             raise UsageError(
                 f"rank {self.rank} of {self.world_size} (from {self.source}) is impossible; "
-                "expected 0 <= rank < world_size"
+                "expected 0 <= rank < world_size",
+                found=f"rank {self.rank} of {self.world_size}",
+                expected="0 <= rank < world_size",
             )
 
 
@@ -174,5 +176,9 @@ def _passed(
     else:
         source = "arguments"
     if rank is None or world_size is None:
-        raise UsageError(f"rank={rank} and world_size={world_size}; pass both or neither")
+        raise UsageError(
+            f"rank={rank} and world_size={world_size}; pass both or neither",
+            found=f"rank={rank} and world_size={world_size}",
+            expected="both or neither",
+        )
     return ProcessRank(rank=rank, world_size=world_size, source=source, is_passed=True)

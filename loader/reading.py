@@ -76,9 +76,16 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
         try:
             tar = opened.enter_context(ReadFile(path))
         except NOT_THERE:
-            raise MissingShard(f"{path} is missing; {remedy}") from None
+            command = remedy.partition("run: ")[2] or None
+            raise MissingShard(f"{path} is missing; {remedy}", path=path, remedy=command) from None
         if tar.num_bytes != expected:
-            raise BrokenShard(f"{path} has {tar.num_bytes} of {expected} bytes; {remedy}")
+            raise BrokenShard(
+                f"{path} has {tar.num_bytes} of {expected} bytes; {remedy}",
+                path=path,
+                found=tar.num_bytes,
+                expected=expected,
+                remedy=remedy.partition("run: ")[2] or None,
+            )
         if isinstance(source, ExternalTar):
             samples: TarSamples | RecordFile = source.samples
         else:

@@ -270,7 +270,10 @@ def _place_named(shards: ShardSet, data: SampleBytes) -> Iterator[None]:
     try:
         yield
     except CannotDecode as error:
-        raise BrokenShard(f"{shards.describe(int(data.sample[error.row]))} holds {error}") from None
+        raise BrokenShard(
+            f"{shards.describe(sample := int(data.sample[error.row]))} holds {error}",
+            path=shards.path_of(sample),
+        ) from None
 
 
 Window = Callable[[int, int], Chunk]  # decodes the steps from one up to another of the samples that were read
@@ -560,7 +563,9 @@ class JoinedRows(Samples):
             )
         if self.num_samples == 0:
             raise UsageError(
-                f"{self.offsets:,} tokens make no row of seq_len={self.seq_len}; lower it, or add data"
+                f"{self.offsets:,} tokens make no row of seq_len={self.seq_len}; lower it, or add data",
+                found=f"seq_len={self.seq_len}",
+                expected=f"{self.offsets:,} tokens",
             )
 
     @cached_property
@@ -867,7 +872,8 @@ class SampleRules:
         if self.seq_len is not None and (self.max_length is not None or self.group > 1):
             raise UsageError(
                 f"seq_len={self.seq_len} packs documents into full rows; max_length and group_by_length are "
-                "for padded documents: leave one side out"
+                "for padded documents: leave one side out",
+                found=f"seq_len={self.seq_len}",
             )
         if self.tokens_per_batch is not None and (self.seq_len is not None or self.group > 1):
             raise UsageError(
@@ -957,16 +963,24 @@ def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
             "the others: pass batch_size"
         )
     if rules.max_length is not None or rules.group > 1:
+        given = "group_by_length" if rules.max_length is None else f"max_length={rules.max_length}"
         raise UsageError(
-            f"max_length={rules.max_length} and group_by_length are for documents; these are {rows}: "
-            "prepare them with another --seq_len"
+            f"{given} is for documents; these are {rows}: leave it out, or prepare them with another "
+            "--seq_len",
+            found=given,
+            expected=rows,
+            remedy="--seq_len",
         )
     if rules.seq_len is not None and rules.seq_len != shards.row_tokens:
         raise UsageError(
             f"seq_len={rules.seq_len}, but these are {rows}; leave it out, or prepare them "
-            "with that --seq_len"
+            "with that --seq_len",
+            found=f"seq_len={rules.seq_len}",
+            expected=rows,
+            remedy="--seq_len",
         )
     if starts and not shards.row_tokens:
         raise UsageError(
-            "boundaries and origins are for rows of one length; load documents and packed rows apart"
+            "boundaries and origins are for rows of one length; load documents and packed rows apart",
+            expected="rows of one length",
         )

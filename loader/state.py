@@ -21,7 +21,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 from loader.mixture import check_first_steps, is_same_schedule
-from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UsageError
+from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 
 _HASH_DIGITS = 64
 _SOURCE_DATA = re.compile(r" [0-9a-f]{16}(?=; | added|$)")
@@ -31,7 +31,6 @@ _WHY = {
     "data": "these are other shards, or others are excluded, which amend=True masks in their place",
     "tokenizer": "another tokenizer",
     "seed": "the order is another one",
-    "law_version": "the sampling order changed; go on with the shardprep that saved it",
 }
 
 
@@ -117,7 +116,9 @@ def position_of(
         except (KeyError, TypeError):
             found = repr(state[name]) if name in state else "missing"
             raise BrokenShard(
-                f"the state is damaged: its {name} is {found}, expected a whole number"
+                f"the state is damaged: its {name} is {found}, expected a whole number",
+                found=f"{name} is {found}",
+                expected="a whole number",
             ) from None
     position = Position(*counts)
     if position.num_micro and state.get("layout") != dict(layout):
@@ -131,7 +132,9 @@ def position_of(
     if min(position) < 0 or position.step >= steps_per_epoch or most > MAX_EPOCH:
         raise BrokenShard(
             f"the state stands at {position}, expected a step below {steps_per_epoch} of an epoch up to "
-            f"{MAX_EPOCH}"
+            f"{MAX_EPOCH}",
+            found=position,
+            expected=f"a step below {steps_per_epoch}",
         )
     num_batches = run.batches_in(run.step_of(position))
     if position.num_micro >= num_batches:
@@ -144,13 +147,34 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
     if not isinstance(state, Mapping):
         raise UsageError(
             f"the state is {state!r:.80}, expected what state_dict() returned; of a file: "
-            "loader.load_state_dict(torch.load(PATH))"
+            "loader.load_state_dict(torch.load(PATH))",
+            found=f"{state!r:.80}",
+            expected="what state_dict() returned",
+            remedy="loader.load_state_dict(torch.load(PATH))",
         )
-    if state.get("format") != STATE_FORMAT or not isinstance(state.get("fingerprint"), Mapping):
+    if state.get("format") != STATE_FORMAT:
         raise BrokenShard(
-            f"this is no state of a loader: its format is {state.get('format')!r}, expected {STATE_FORMAT!r}"
+            f"this is no state of a loader: its format is {state.get('format')!r}, expected "
+            f"{STATE_FORMAT!r}; pass what state_dict() returned",
+            found=repr(state.get("format")),
+            expected=STATE_FORMAT,
+            remedy="state_dict()",
         )
-    saved = state["fingerprint"]
+    saved = state.get("fingerprint")
+    if not isinstance(saved, Mapping):
+        raise BrokenShard(
+            f"the state is damaged: its fingerprint is {saved!r:.80}, expected a dict; take another state",
+            found=f"fingerprint is {saved!r:.80}",
+            expected="a dict",
+        )
+    found, expected = saved.get("law_version"), fingerprint.get("law_version")
+    if found != expected:
+        raise UnknownVersion(
+            f"the state has version {found!r:.80} of the order of samples, this shardprep has {expected}; go "
+            "on with the shardprep that saved it, or start without the state",
+            found=f"{found!r:.80}",
+            expected=expected,
+        )
     names = {**fingerprint, **saved}
     differing = [name for name in names if not is_same(name, saved.get(name), fingerprint.get(name))]
     if not differing:
@@ -163,7 +187,9 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
     error = OtherTokenizer if differing == ["tokenizer"] else OtherRun
     raise error(
         f"the state is of another run: {'; '.join(parts)}; make the loader as it was when the state was "
-        "saved, or start without the state"
+        "saved, or start without the state",
+        found="; ".join(f"{name} {_short(saved.get(name))}" for name in differing),
+        expected="; ".join(f"{name} {_short(fingerprint.get(name))}" for name in differing),
     )
 
 

@@ -46,7 +46,7 @@ from loader.state import STATE_FORMAT, Position, RunProgress, RunSteps, SkippedS
 from loader.tokenizer import LoaderTokenizer
 from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
 from loader.workers import ChunkDataset, MixedChunkDataset, MixedSamples, Plan, rank_slots, whole_number
-from shardprep.errors import UsageError
+from shardprep.errors import ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 
 # Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end
@@ -312,6 +312,9 @@ class BatchStream:
         began = time.perf_counter()
         arriving = self._chunk_loader.stream
         chunks = [next(arriving) for _ in range(max(self._num_workers, 1))]
+        for chunk in chunks:
+            if isinstance(chunk, ShardprepError):  # of a worker
+                raise chunk
         self._metrics.wait_s += time.perf_counter() - began
         if self._num_workers:
             row_tokens = self._chunks.plan.samples.row_tokens

@@ -107,7 +107,8 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     if shards.has_external and model_id is None:
         raise UsageError(
             "tars that shardprep did not write carry no tokenizer; pass model_id=, the model whose tokenizer "
-            "made their token ids"
+            "made their token ids",
+            remedy="model_id=",
         )
     if not datasets:
         return LoaderTokenizer.of_loaded(_load(str(model_id)))
@@ -117,7 +118,9 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
         if model_id is None:
             raise NotFound(
                 f"{datasets[0].folder / TOKENIZER_DIR} is missing; copy it from where the shards were made, "
-                f"or pass model_id={spec.model_id!r}"
+                f"or pass model_id={spec.model_id!r}",
+                path=datasets[0].folder / TOKENIZER_DIR,
+                remedy=f"model_id={spec.model_id!r}",
             )
         given = _load(model_id)
         if model_id != spec.model_id:
@@ -248,7 +251,10 @@ def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
         raise OtherTokenizer(
             f"model_id={model_id!r} has a tokenizer with fingerprint {found[:12]}, but {dataset.folder} was "
             f"made with {own.model_id!r} ({own.fingerprint[:12]}); leave model_id out to use the data "
-            "set's own tokenizer, or prepare the text again with the other one"
+            "set's own tokenizer, or prepare the text again with the other one",
+            path=dataset.folder,
+            found=f"model_id={model_id!r}",
+            expected=own.fingerprint[:12],
         )
 
 

@@ -27,7 +27,7 @@ from loader.order import Int64s, Order, choose_windows, share
 from loader.reading import ShardReader
 from loader.samples import Samples
 from loader.state import RunSteps
-from shardprep.errors import UsageError
+from shardprep.errors import ShardprepError, UsageError
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
 MAX_CHUNK_STEPS = 256
@@ -59,7 +59,7 @@ class ChunkDataset(IterableDataset[Any]):
         self._reader: Any = None
         self._close_reader: Callable[[], object] | None = None
 
-    def __iter__(self) -> Iterator[torch.Tensor | Chunk]:
+    def __iter__(self) -> Iterator[torch.Tensor | Chunk | ShardprepError]:
         worker = get_worker_info()
         slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
         if self._reader is None:
@@ -68,7 +68,15 @@ class ChunkDataset(IterableDataset[Any]):
         epoch, step = self.position.tolist()
         for number in count(epoch) if self.endless else (epoch,):
             chunks = self._epoch_chunks(self._reader, number, step if number == epoch else 0, slots)
-            yield from chunks if worker is None else map(Chunk.pack, chunks)
+            if worker is None:
+                yield from chunks
+                continue
+            try:
+                yield from map(Chunk.pack, chunks)
+            except ShardprepError as error:
+                # Raised here it would lose its fields: torch raises a new error of the traceback's text.
+                yield error
+                return
 
     def close(self) -> None:
         """Close the files that this process has open; the next ``iter`` opens them again."""
@@ -164,7 +172,9 @@ def check_batch(batch_size: int, global_batch_size: int | None, world_size: int)
         ranks = f"the number of ranks can be {worlds}" if worlds else "no number of ranks fits"
         raise UsageError(
             f"global_batch_size {global_batch_size} is no multiple of batch_size {batch_size} x "
-            f"{world_size} ranks; with these ranks {sizes}, with this batch_size {ranks}"
+            f"{world_size} ranks; with these ranks {sizes}, with this batch_size {ranks}",
+            found=f"global_batch_size={global_batch_size}",
+            expected=f"multiple of batch_size {batch_size} x {world_size} ranks",
         )
     return global_batch_size
 
@@ -189,9 +199,9 @@ def check_tokens_per_batch(
 def whole_number(name: str, value: object, *, least: int) -> int:
     """The value as an int. Raises UsageError for what is none, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise UsageError(f"{name} is {value!r}, expected a whole number of at least {least}")
+        raise UsageError.of_value(name, value, f"a whole number of at least {least}")
     if (number := index(value)) < least:
-        raise UsageError(f"{name} is {number}, expected at least {least}")
+        raise UsageError.of_value(name, number, f"at least {least}")
     return number
 
 
@@ -420,12 +430,18 @@ def check_mixing(
         if weights is not None or weights_schedule is not None:
             raise UsageError(
                 "weights and weights_schedule are for named sources; pass "
-                'input_shards={"web": ..., "code": ...}'
+                'input_shards={"web": ..., "code": ...}',
+                found="weights" if weights_schedule is None else "weights_schedule",
+                remedy='input_shards={"web": ..., "code": ...}',
             )
         return False
     check_choice("weights_in", weights_in, WeightsIn)
     if is_validation:
-        raise UsageError("a validation loader reads one set in a fixed order; make one for each source")
+        raise UsageError(
+            'split="validation" reads one set in a fixed order; make one loader for each source',
+            found='split="validation"',
+            expected="one loader for each source",
+        )
     return True
 
 
@@ -445,7 +461,9 @@ def mix(
     if len(lengths) > 1:
         found = ", ".join(f"{name} {source.row_tokens}" for name, source in zip(names, samples, strict=True))
         raise UsageError(
-            f"sources have rows of different lengths ({found}; 0: documents), expected one length"
+            f"sources have rows of different lengths ({found}; 0: documents), expected one length",
+            found=found,
+            expected="one length",
         )
     means = None
     if weights_in == "tokens":

@@ -25,9 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def show(args: argparse.Namespace) -> int:
     """Print the lines about a path. Raises NotFound, LustreError from lfs."""
     if not kind_of(args.path):
-        above = quoted(existing_part(args.path))
+        remedy = f"shardprep lustre show {quoted(existing_part(args.path))}"
         raise NotFound(
-            f"{args.path} is not there; what a new folder there will copy: shardprep lustre show {above}"
+            f"{args.path} is not there; what a new folder there will copy: {remedy}",
+            path=args.path,
+            remedy=remedy,
         )
     print_lines(*([json.dumps(report_json(args.path))] if args.json else report(args.path)))
     return 0

@@ -287,7 +287,9 @@ def _layout_of_numbers(text: str) -> Layout:
         raise UsageError(
             f"--stripe is {text!r}, expected auto, none, N[,SIZE][,POOL] with N stripes from 1 to "
             f"{MAX_STRIPE_COUNT} or -1 for one on every OST, such as 8,4M, or the options of lfs setstripe, "
-            "such as '-E 1G -c 1 -E -1 -c 8'"
+            "such as '-E 1G -c 1 -E -1 -c 8'",
+            found=f"--stripe {text}",
+            expected="auto, none, N[,SIZE][,POOL], or options of lfs setstripe",
         )
     if pool in {"inherit", "ignore"} or not re.fullmatch(r"\w[\w-]{0,14}", pool, re.ASCII):
         raise UsageError(

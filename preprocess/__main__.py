@@ -118,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise CannotWrite(f"{folder} is no folder that you can write to; its owner can make the shards")
+        raise CannotWrite(
+            f"{folder} is no folder that you can write to; its owner can make the shards", path=folder
+        )
     cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
     settings = worker_settings(args)
     assert settings.memory_gb is not None
@@ -167,6 +169,8 @@ def verify(args: argparse.Namespace) -> int:
 
     if args.fast and args.crcs:
         raise UsageError("--crcs reads every shard, and --fast none; leave one out")
+    if args.deep is not None and args.deep < 1:
+        raise UsageError.of_value("--deep", args.deep, "a number of shards from 1")
     folder = args.output_dir
     plan = need_plan(folder)
     with Progress("verifying", plan.num_shards, unit="shards") as progress:
@@ -205,8 +209,6 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem]) -> Non
 def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
     from preprocess.check.deep_verify import choose_shards, verify_deep
 
-    if args.deep < 1:
-        raise UsageError(f"--deep is {args.deep}, expected a number of shards from 1")
     resources.bind_to_task_cpus(offset=0)
     chosen = choose_shards(plan, args.deep)
     with Progress("comparing with the input", len(chosen), unit="shards") as progress:
@@ -236,7 +238,9 @@ def clean(args: argparse.Namespace) -> int:
     if plan is None and not cleaning.removed and not cleaning.kept:
         raise NotFound(
             f"{args.output_dir} has no {PLAN_NAME} and no temporary file, so nothing was removed; name the "
-            "folder of a data set"
+            "folder of a data set",
+            path=args.output_dir,
+            expected="the folder of a data set",
         )
     print_lines(*cleaning_lines(cleaning, dry_run=args.dry_run))
     return 0
@@ -247,8 +251,8 @@ def parse_ids(text: str, num_shards: int) -> list[int]:
     try:
         return sorted(set(ids_of_ranges(text, end=num_shards)))
     except ValueError:
-        what = f"expected ids of 0 to {num_shards - 1}, such as 0-9,12"
-        raise UsageError(f"--shards is {text!r}, {what}") from None
+        expected = f"ids of 0 to {num_shards - 1}, such as {num_shards - 1}"
+        raise UsageError.of_value("--shards", text, expected) from None
 
 
 def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
@@ -258,7 +262,7 @@ def num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> 
         fitting = int(memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
         return max(1, min(num_cpus, fitting))
     if given < 1:
-        raise UsageError(f"--num_proc is {given}, expected 1 or more")
+        raise UsageError.of_value("--num_proc", given, "1 or more")
     return int(given)
 
 

@@ -172,7 +172,7 @@ class PlanOptions:
         for name, value in settled.items():
             object.__setattr__(self, name, value)
         if has_rows and not 1 <= self.seq_len <= MAX_SEQ_LEN:
-            raise UsageError(f"--seq_len is {self.seq_len}, expected 1 to {MAX_SEQ_LEN}")
+            raise UsageError.of_value("--seq_len", self.seq_len, f"1 to {MAX_SEQ_LEN}")
         if self.max_chars and self.max_chars < self.min_chars:
             raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
         self.text_fields()  # which says what is wrong with a name or a template
@@ -242,16 +242,25 @@ class PlanOptions:
                 )
             choices = typing.get_args(kinds[item.name])
             if typing.get_origin(kinds[item.name]) is Literal and value not in choices:
-                raise UsageError(f"--{item.name} is {value!r}, expected one of {', '.join(choices)}")
+                raise UsageError.of_value(f"--{item.name}", value, f"one of {', '.join(choices)}")
             if span and value and not span[0] <= value <= span[1]:
-                raise UsageError(f"--{item.name} is {value}, expected {span[0]} to {span[1]}")
+                raise UsageError.of_value(f"--{item.name}", value, f"{span[0]} to {span[1]}")
 
     def _check_record(self) -> None:
         """That no option is given which this record does not have."""
         if self.text_template and self.text_field:
-            raise UsageError("--text_field and --text_template are two ways to say the same; give one")
+            raise UsageError(
+                "--text_field and --text_template are two ways to say the same; give one",
+                found="--text_field and --text_template",
+                expected="one",
+            )
         if self.has_rows and self.keep_text:
-            raise UsageError("--keep_text is for documents; packed rows hold no text")
+            raise UsageError(
+                "--keep_text is for documents, and packed rows hold no text; leave it out, or take --record "
+                "documents",
+                found="--keep_text",
+                remedy="--record documents",
+            )
         if self.is_chat and self.messages_field == "":
             raise UsageError("--messages_field is empty, expected the name of a field, such as messages")
         for item in dataclasses.fields(self):
@@ -259,13 +268,22 @@ class PlanOptions:
             if value == item.default or not (value or item.default):
                 continue
             if of == "rows" and not self.has_rows:
-                raise UsageError(f"--{item.name} is for packed rows; add --record packed, or leave it out")
+                raise UsageError(
+                    f"--{item.name} is for packed rows; add --record packed, or leave it out",
+                    found=f"--{item.name}",
+                    remedy="--record packed",
+                )
             if of == "chat" and not self.is_chat:
-                raise UsageError(f"--{item.name} is for conversations; add --record chat, or leave it out")
+                raise UsageError(
+                    f"--{item.name} is for conversations; add --record chat, or leave it out",
+                    found=f"--{item.name}",
+                    remedy="--record chat",
+                )
             if self.is_chat and (of == "texts" or item.metadata.get("changes_text")):
                 raise UsageError(
                     f"--{item.name} is for texts; the template alone decides how a conversation reads and "
-                    "ends: leave it out with --record chat"
+                    "ends: leave it out with --record chat",
+                    found=f"--{item.name}",
                 )
 
 
@@ -291,13 +309,25 @@ class PrepConfig(PlanOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.follow_links and not self.recursive:
-            raise UsageError("--follow_links is for subfolders; add --recursive, or leave it out")
+            raise UsageError(
+                "--follow_links is for subfolders; add --recursive, or leave it out",
+                found="--follow_links",
+                remedy="--recursive",
+            )
         if not 0 <= self.max_bad_fraction <= 1:
-            raise UsageError(f"--max_bad_fraction is {self.max_bad_fraction}, expected 0 to 1")
+            raise UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
-            raise UsageError(f"--engine {self.engine} tells no places of tokens, which a loss mask needs")
+            raise UsageError(
+                f"--engine {self.engine} tells no places of tokens, which a loss mask needs; take --engine "
+                "tokenizers, or leave it out",
+                found=f"--engine {self.engine}",
+                remedy="--engine tokenizers",
+            )
         if self.limit and self.hash_inputs:
-            raise UsageError("--limit reads a part of the input, --hash_inputs all of it; leave out one")
+            raise UsageError(
+                "--limit reads a part of the input, --hash_inputs all of it; leave out one",
+                found="--limit --hash_inputs",
+            )
 
     def plan_options(self) -> PlanOptions:
         """The options without where things are and how they are checked."""
@@ -332,10 +362,17 @@ def _python_encoding(name: str) -> str:
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
-        raise UsageError(f"--encoding {name!r} is no text encoding of Python; try utf-8 or cp949") from None
+        raise UsageError(
+            f"--encoding {name!r} is no text encoding of Python; try utf-8 or cp949",
+            found=f"--encoding {name}",
+            expected="utf-8 or cp949",
+        ) from None
     raise UsageError(
         f"--encoding {name} is neither a superset of ASCII nor UTF-16/32, so its line ends cannot be "
-        "found; convert the files first: iconv -f ... -t utf-8"
+        f"found; convert the files first: iconv -f {name} -t utf-8",
+        found=f"--encoding {name}",
+        expected="a superset of ASCII",
+        remedy=f"iconv -f {name} -t utf-8",
     )
 
 
@@ -360,7 +397,7 @@ class WorkerSettings:
         for name in ("batch_size", "writer_batch_size", "memory_gb"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"--{name} is {value}, expected more than 0, and a number")
+                raise UsageError.of_value(f"--{name}", value, "more than 0, and a number")
 
     @property
     def batch_bytes(self) -> int:

@@ -310,7 +310,7 @@ def parse_size(text: str, flag: str, *, such_as: str = "512M or 2G") -> int:
     """
     match = re.fullmatch(r"([0-9]{1,18})(?:([KMGT])(?:i?B)?)?", text.strip(), re.IGNORECASE)
     if not match:
-        raise UsageError(f"{flag} is {text!r}, expected a number of bytes such as {such_as}")
+        raise UsageError.of_value(flag, text, f"a number of bytes such as {such_as}")
     return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 

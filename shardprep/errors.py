@@ -5,6 +5,8 @@ Catch ``ShardprepError`` for all of them; ``Stopped`` is no error.
 
 from __future__ import annotations
 
+import os
+
 EXIT_CODES = {  # below 128: Slurm mangles others
     0: "done, or done already",
     2: "usage: an unknown flag, or flags that do not go together",
@@ -18,15 +20,54 @@ EXIT_CODES = {  # below 128: Slurm mangles others
 
 
 class ShardprepError(Exception):
-    """Base of every error a user can cause or must act on."""
+    """Base of every error a user can cause or must act on.
+
+    Args:
+        message: what is wrong, as a whole sentence.
+        path: the file or folder at fault.
+        found: what was found, a flag or an argument as it was given: ``--seq_len 7``, ``seq_len=7``.
+        expected: what was expected in its place.
+        remedy: the command, flag or argument to type, exactly as the message says it. A command that
+            ``message`` does not hold ends it: ``str(error)`` is ``"...; run: shardprep verify DATA"``.
+
+    A program that catches the error reads the fields; they are None where there is nothing to say. They go
+    with the error into other processes.
+    """
 
     exit_code = 74
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        path: str | os.PathLike[str] | None = None,
+        found: object = None,
+        expected: object = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path = None if path is None else os.fspath(path)
+        self.found = None if found is None else str(found)
+        self.expected = None if expected is None else str(expected)
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        if self.remedy is None or self.remedy in message:
+            return message
+        return f"{message}; run: {self.remedy}"
 
 
 class UsageError(ShardprepError):
     """A flag, or a combination of flags, that cannot work."""
 
     exit_code = 2
+
+    @classmethod
+    def of_value(cls, name: str, value: object, expected: str) -> UsageError:
+        """Return the error of a flag (``--seq_len``) or an argument (``seq_len``) that has a wrong value."""
+        found = f"{name} {value}" if name.startswith("--") else f"{name}={value!r}"
+        return cls(f"{name} is {value!r}, expected {expected}", found=found, expected=expected)
 
 
 class BadInput(ShardprepError):

@@ -389,7 +389,9 @@ class PublishedFile:
             raise ReadWriteError(
                 f"{self.path} could not be {what} after {self.num_bytes} bytes: {error.strerror}; the "
                 "temporary file is removed, nothing is lost: mend the cause (df, lfs df, quota) and run this "
-                "again"
+                "again",
+                path=self.path,
+                found=error.strerror,
             ) from None
 
     def sync(self) -> FileStamp:

@@ -24,7 +24,10 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
         raise NotFound(
             f"model_id {model_id} is a file, expected the folder of a tokenizer.json; "
-            f"pass {folder} as model_id"
+            f"pass {folder} as model_id",
+            path=model_id,
+            expected="the folder of a tokenizer.json",
+            remedy=folder,
         )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
@@ -54,5 +57,8 @@ def no_tokenizer(model_id: str, reason: str) -> NotFound:
         )
     return NotFound(
         f"no usable tokenizer was found {where} ({reason}); expected a folder with a tokenizer.json{todo}; "
-        "pass that folder as model_id"
+        "pass that folder as model_id",
+        path=model_id,
+        found=reason,
+        expected="a folder with a tokenizer.json",
     )

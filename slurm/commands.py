@@ -105,7 +105,9 @@ def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subpr
     except OSError as error:
         raise SlurmMissing(
             f"{command[0]} cannot be run here ({error.strerror}); run this on a login node of the cluster, "
-            "or without one: shardprep run DATA"
+            "or make the shards on this machine",
+            path=command[0],
+            found=error.strerror,
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(

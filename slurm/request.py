@@ -82,7 +82,11 @@ class JobRequest:
                 f"--cpus_per_task is {self.cpus_per_task!r}, expected a number, or: {WHOLE_NODE}"
             )
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
-            raise UsageError("--mem_gb and --mem_per_cpu_gb exclude each other; give one of them")
+            raise UsageError(
+                "--mem_gb and --mem_per_cpu_gb exclude each other; give one of them",
+                found="--mem_gb and --mem_per_cpu_gb",
+                expected="one of them",
+            )
         for name in ("sbatch_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
@@ -93,7 +97,9 @@ class JobRequest:
             if re.match("--clusters|-M", word):
                 raise UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
             if word.partition("=")[0] in _OURS or re.match(r"-[JaodH]", word):
-                raise UsageError(f"{has}, which submit sets itself; leave it out")
+                raise UsageError(
+                    f"{has}, which submit sets itself; leave it out", found=f"--sbatch_args {word}"
+                )
 
     def sbatch_options(self) -> list[str]:
         """The options of sbatch that this stands for. Later ones win: retry must be able to raise memory."""
@@ -134,7 +140,7 @@ def _check_value(name: str, value: object, hint: Any) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise UsageError(f"--{name} is {value!r:.60}, expected {getattr(hint, '__name__', hint)}")
     if isinstance(value, int | float) and not 0 < value <= _MOST:
-        raise UsageError(f"--{name} is {value}, expected more than 0 and at most {_MOST}")
+        raise UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
     if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
         raise UsageError(
             f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"

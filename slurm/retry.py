@@ -96,7 +96,9 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
     is_tried = state.submissions or any(shard.attempts for shard in state.shards)
     if not is_tried and state.ids("not submitted", "not visible"):
         raise NotFound(
-            f"nothing was submitted for {state.folder} yet; run: shardprep submit {quoted(state.folder)}"
+            f"nothing was submitted for {state.folder} yet",
+            path=state.folder,
+            remedy=f"shardprep submit {quoted(state.folder)}",
         )
     if args.max_attempts < 1:
         raise UsageError(f"--max_attempts is {args.max_attempts}, expected 1 or more")

@@ -33,6 +33,7 @@ from shardprep.format.names import id_ranges
 from slurm.commands import (
     REQUEST_VARIABLES,
     SlurmAway,
+    SlurmMissing,
     SlurmRefused,
     megabytes_of,
     minutes_of,
@@ -83,7 +84,11 @@ def submit(args: argparse.Namespace) -> int:
             dry_run=args.dry_run,
         )
 
-    state, sending = prepared()
+    try:
+        state, sending = prepared()
+    except SlurmMissing as error:
+        error.remedy = f"shardprep run {quoted(args.output_dir)}"
+        raise
     if args.save_profile:
         values = {name: getattr(request, name) for name in sources}
         path = save_profile(args.save_profile, values, dry_run=args.dry_run)

@@ -55,7 +55,9 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
             )
     if request.setup and not (os.path.isabs(request.setup) and os.path.isfile(request.setup)):  # noqa: PTH113, PTH117 - Path's may raise OSError
         raise UsageError(
-            f"--setup {request.setup} is no file; give the path of the file that tasks shall source"
+            f"--setup {request.setup} is no file; give the path of the file that tasks shall source",
+            path=request.setup,
+            expected="file that tasks shall source",
         )
     if not os.path.isdir(plan.input_dir) and "--input_dir" not in request.worker_args:  # noqa: PTH112 - as above
         say(

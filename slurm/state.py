@@ -316,8 +316,8 @@ def chosen_shards(folder: Path, text: str | None) -> set[int] | None:
     try:
         return set(ids_of_ranges(text, end=num_shards))
     except ValueError:
-        expected = f"expected ids of 0 to {num_shards - 1}, such as 0-9,12"
-        raise UsageError(f"--shards is {text!r}, {expected}") from None
+        expected = f"ids of 0 to {num_shards - 1}, such as {num_shards - 1}"
+        raise UsageError.of_value("--shards", text, expected) from None
 
 
 def find_state(

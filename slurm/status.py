@@ -133,7 +133,11 @@ def logs(args: argparse.Namespace) -> int:
     """``logs DATA N``: the attempts at one shard, newest last, with the ends of their logs."""
     plan = need_plan(args.output_dir)
     if not 0 <= args.shard_id < plan.num_shards:
-        raise NotFound(f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, from 0")
+        raise NotFound(
+            f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, 0 to {plan.num_shards - 1}",
+            found=f"shard {args.shard_id}",
+            expected=f"0 to {plan.num_shards - 1}",
+        )
     state = find_state(args.output_dir, plan, if_away=lambda _: None)
     shard = state.shards[args.shard_id]
     told = "" if shard.state == "done" else f", {counted(len(shard.attempts), 'attempt')}"

@@ -65,7 +65,9 @@ def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callab
     looked at or removed; all others are gone by then.
     """
     if not is_folder(folder):
-        raise NotFound(f"{folder} is no folder, expected that of a data set")
+        raise NotFound(
+            f"{folder} is no folder, expected that of a data set", path=folder, expected="that of a data set"
+        )
     places = [folder, *(folder / name for name in _SUBFOLDERS)]
     paths = [place / name for place in places for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]
     removed: list[Temporary] = []

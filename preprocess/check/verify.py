@@ -134,7 +134,7 @@ def verify_dataset(
                 progress(result.tar.num_bytes)
     if problems:
         return problems, None
-    index = merge_manifests(manifests)
+    index = merge_manifests(folder, manifests)
     publish_bytes(folder / INDEX_NAME, index.to_json())
     return [], index
 

@@ -112,7 +112,9 @@ def chat_template_of(folder: Path, given: Path | None, *, allows_control_tokens:
     if not text:
         raise UsageError(
             "the tokenizer has no chat template, as those of base models; take the model_id of its chat "
-            "variant, or pass --chat_template_file with a Jinja template"
+            "variant, or pass --chat_template_file with a Jinja template",
+            expected="chat template",
+            remedy="--chat_template_file",
         )
     template = ChatTemplate(text, json.dumps(found["tokens"], ensure_ascii=False), allows_control_tokens)
     (rendered,) = render_conversations(template, [json.dumps(_PROBE)])
@@ -169,7 +171,12 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--chat_template_file {path} cannot be read: {error}") from None
+        raise UsageError(
+            f"--chat_template_file {path} cannot be read: {getattr(error, 'strerror', None) or error}; "
+            "expected the file of a Jinja template, in UTF-8",
+            path=path,
+            expected="the file of a Jinja template",
+        ) from None
 
 
 def render_conversations(

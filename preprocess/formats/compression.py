@@ -199,7 +199,10 @@ def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int
     what = "is no" if at == 0 else "goes on with what is no"
     raise BadInput(
         f"input {file.path} {what} {compression.name}: at byte {at} it has {data[:8]!r}, expected "
-        f"{compression.magics[0]!r}; give it the name that it should have, or move it away, and plan anew"
+        f"{compression.magics[0]!r}; give it the name that it should have, or move it away, and plan anew",
+        path=file.path,
+        found=data[:8],
+        expected=compression.magics[0],
     )
 
 

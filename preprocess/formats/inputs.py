@@ -65,7 +65,11 @@ class OpenInput:
             reason = error.strerror
             if isinstance(error, FileNotFoundError) and os.path.islink(self.path):  # noqa: PTH114 - it never raises
                 reason = "it is a link to nothing"
-            raise NotFound(f"input {self.path} cannot be opened: {reason}") from None
+            raise NotFound(
+                f"input {self.path} cannot be opened: {reason}; bring it back, or move it away",
+                path=self.path,
+                found=reason,
+            ) from None
 
     def __del__(self) -> None:
         if (file := getattr(self, "_file", None)) is not None:
@@ -122,7 +126,11 @@ class OpenInput:
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
     """The error of an input that cannot be read as what its name says."""
-    return BadInput(f"input {file.path} {why}; bring a whole file, or move it away and plan anew")
+    return BadInput(
+        f"input {file.path} {why}; bring a whole file, or move it away and plan anew",
+        path=file.path,
+        expected="a whole file",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +211,12 @@ class ByteRange:
         try:
             file = OpenInput(self.path)
         except NotFound as error:
-            raise NotFound(f"{error}; if the raw folder moved, pass --input_dir") from None
+            raise NotFound(
+                f"{error}; if the raw folder moved, pass --input_dir",
+                path=error.path,
+                found=error.found,
+                remedy="--input_dir",
+            ) from None
         planned, size = self.planned, file.stamp.num_bytes
         if (size, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
             return file
@@ -212,7 +225,10 @@ class ByteRange:
             raise Refused(
                 f"input {self.path} changed since it was planned: {size} bytes with sample {found[:12]}, "
                 f"the plan says {planned.num_bytes} with {planned.sha256[:12]}; bring the file back, or plan "
-                "anew into a new folder"
+                "anew into a new folder",
+                path=self.path,
+                found=f"{size} bytes with sample {found[:12]}",
+                expected=f"{planned.num_bytes} with {planned.sha256[:12]}",
             )
         return file
 

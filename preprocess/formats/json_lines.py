@@ -32,6 +32,7 @@ from preprocess.formats.text_fields import (
     UnusableText,
     value_at,
 )
+from shardprep.console import quoted
 from shardprep.errors import BadInput
 
 _HEAD_BYTES = 4 << 10
@@ -64,13 +65,17 @@ class JsonFile(JsonLines):
 
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
         if text.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
-            raise BadInput(_ONE_LIST.format(path=file.path, stem=str(file.path).rpartition(".json")[0]))
-
-
-_ONE_LIST = (
-    "input {path} is one list of JSON, which cannot be cut; expected an object in each line; convert it: "
-    "jq -c '.[]' {path} > {stem}.jsonl (unpack a compressed one first), and move {path} away"
-)
+            remedy = (
+                f"jq -c '.[]' {quoted(file.path)} > {quoted(str(file.path).rpartition('.json')[0])}.jsonl"
+            )
+            raise BadInput(
+                f"input {file.path} is one list of JSON, which cannot be cut; expected an object in each "
+                f"line; convert it: {remedy} (unpack a compressed one first), and move {file.path} away",
+                path=file.path,
+                found="one list of JSON",
+                expected="an object in each line",
+                remedy=remedy,
+            )
 
 
 def _records(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Records:

@@ -142,11 +142,15 @@ class TextFields:
         except ValueError as error:
             raise UsageError(
                 f"--text_template {template!r} cannot be read ({error}); such as "
-                "'{input}\\n\\n{output}'; braces are {{ and }}"
+                "'{input}\\n\\n{output}'; braces are {{ and }}",
+                found=f"--text_template {template!r}",
+                expected="'{input}\\n\\n{output}'",
             ) from None
         if not self.text_paths:
             raise UsageError(
-                f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'"
+                f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'",
+                found=f"--text_template {template!r}",
+                expected="'{input}\\n\\n{output}'",
             )
         self._literals.append(literal)
 

@@ -18,8 +18,9 @@ from shardprep.console import Progress, quoted
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import errors_named, open_regular
 from shardprep.format.idx import read_idx, samples_holding
+from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import ids_of_ranges, ids_path, remake_command, shard_name
+from shardprep.format.names import ids_of_ranges, ids_path, manifest_path, remake_command, shard_name
 
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 
@@ -48,19 +49,40 @@ def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
         if not (name and offset.isdecimal() and len(offset) < 19):
             raise UsageError(
                 f"{address} is no address, expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE "
-                "or id:ID, such as 3:17"
+                "or id:ID, such as 3:17",
+                found=address,
+                expected="SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID",
             )
-        return InInput(input_number(plan, "address", name), int(offset))
+        number, place = input_number(plan, "address", name), int(offset)
+        item = plan.inputs[number]
+        # Of other inputs a place counts decompressed bytes, or rows, and nobody has counted these.
+        if input_kind(item.path).is_in_bytes and place >= item.num_bytes:
+            raise NotFound(
+                f"{address}: {item.path} has bytes 0 to {item.num_bytes - 1}",
+                path=item.path,
+                found=place,
+                expected=f"0 to {item.num_bytes - 1}",
+            )
+        return InInput(number, place)
     (shard_id,) = made_shards(folder, plan, found[1], what=f"the shard of {address}")
     number, num_samples = int(found[2]), len(read_idx(folder, plan.spec, shard_id))
     if number >= num_samples:
-        raise NotFound(f"{address}: {shard_name(shard_id)} has samples 0 to {num_samples - 1}")
+        raise NotFound(
+            f"{address}: {shard_name(shard_id)} has samples 0 to {num_samples - 1}",
+            found=address,
+            expected=f"samples 0 to {num_samples - 1}",
+        )
     return InShard(shard_id, number, int(found[3]) if found[3] else None)
 
 
 def _place_of_id(folder: Path, plan: Plan, wanted: str) -> InInput:
     if not plan.options.id_field:
-        raise UsageError(f"{folder} keeps no ids of its documents: its plan has no --id_field")
+        raise UsageError(
+            f"{folder} keeps no ids of its documents: its plan has no --id_field; name the document by "
+            "SHARD:SAMPLE or FILE:BYTE",
+            path=folder,
+            expected="SHARD:SAMPLE or FILE:BYTE",
+        )
     if not wanted:
         raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
     shard_ids = made_shards(folder, plan, None)
@@ -122,13 +144,16 @@ def made_shards(folder: Path, plan: Plan, asked: str | None, what: str = "--shar
     try:
         wanted = sorted(made if asked is None else set(ids_of_ranges(asked, end=plan.num_shards)))
     except ValueError:
-        expected = f"expected ids of 0 to {plan.num_shards - 1}, such as 0-9,12"
-        raise UsageError(f"{what} is {asked!r}, {expected}") from None
+        expected = f"ids of 0 to {plan.num_shards - 1}, such as {plan.num_shards - 1}"
+        raise UsageError(
+            f"{what} is {asked!r}, expected {expected}", found=asked, expected=expected
+        ) from None
     again = f"shardprep run {quoted(folder)}"
     if missing := [number for number in wanted if number not in made]:
-        raise NotFound(f"shard {missing[0]:05d} is not made; {again} makes what is missing")
+        path = manifest_path(folder, missing[0])
+        raise NotFound(f"shard {missing[0]:05d} is not made: {path} is missing", path=path, remedy=again)
     if not wanted:
-        raise NotFound(f"{folder} has no finished shard; {again} makes them")
+        raise NotFound(f"{folder} has no finished shard", path=folder, remedy=again)
     return wanted
 
 
@@ -144,5 +169,7 @@ def input_number(plan: Plan, flag: str, name: str) -> int:
             sources = sorted({plan.source_of(number) for number in range(len(paths))} - {"."})
             named = f"the sources are {', '.join(sources[:5])}"
             what += f", and {named if sources else 'no input lies in a subfolder, so there are no sources'}"
-        raise NotFound(f"{flag} {name} {what}; the inputs are named as {paths[0]}")
+        raise NotFound(
+            f"{flag} {name} {what}; the inputs are named as {paths[0]}", found=name, expected=paths[0]
+        )
     return matches[0]

@@ -370,10 +370,19 @@ def export(args: argparse.Namespace) -> int:
     if args.to == "megatron" and any(map(str.isspace, str(folder.absolute()))):
         raise UsageError(
             f"--output_dir {str(folder.absolute())!r} has white space in it, at which Megatron cuts the "
-            "lists of its data sets; choose a folder without it"
+            "lists of its data sets; choose a folder without it",
+            path=folder.absolute(),
+            found="white space",
+            expected="a folder without it",
         )
     if args.split and not plan.options.validation_fraction:
-        raise UsageError(f"--split is given, and {args.data_dir} was planned without --validation_fraction")
+        raise UsageError(
+            f"--split is given, and {args.data_dir} was planned without --validation_fraction; leave it out, "
+            "or plan anew with a fraction",
+            path=args.data_dir,
+            found="--split",
+            remedy="--validation_fraction",
+        )
     if read_withdrawals(args.data_dir, plan.plan_id).lists:
         raise Refused(
             f"documents of {args.data_dir} are withdrawn, and no other tool reads the lists; make a data set "
@@ -442,7 +451,10 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         make_folder(folder, parents=True)
         if others := [name for name in names_in(folder) if not TEMPORARY_NAME.fullmatch(name)]:
             raise Refused(
-                f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder"
+                f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder",
+                path=folder,
+                found=others[0],
+                expected="a fresh folder",
             ) from None
         publish_bytes(folder / _SETTINGS, json.dumps(settings).encode())
         return

@@ -300,11 +300,15 @@ def peek(args: argparse.Namespace) -> int:
     plan = need_plan(folder)
     for name, least in (("num", 1), ("chars", 0)):
         if (value := getattr(args, name)) < least:
-            raise UsageError(f"--{name} is {value}, expected a whole number from {least}")
+            raise UsageError.of_value(f"--{name}", value, f"a whole number from {least}")
     try:
         pattern = re.compile(args.grep or "")
     except re.error as error:
-        raise UsageError(f"--grep {args.grep!r} is no regular expression: {error}") from None
+        raise UsageError(
+            f"--grep {args.grep!r} is no regular expression: {error}",
+            found=f"--grep {args.grep!r}",
+            expected="regular expression",
+        ) from None
     asked, left_out = asked_documents(folder, plan, args)
     print_lines(*left_out)
     places = iter(asked) if args.addresses else Choice(folder, plan, args).places()

@@ -51,8 +51,6 @@ def make_shard(args: argparse.Namespace) -> int:
     plan = plan_of_task(given, is_planned=args.planned).at(given.get("input_dir"))
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
-    if shard_id < 0:
-        raise NotFound(f"--shard_id is {shard_id}, the first shard is 0")
     shard = plan.shard(shard_id)
     if done_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
@@ -166,7 +164,10 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     if differing:
         raise Refused(
             f"{given['output_dir']} was planned with other options: {'; '.join(differing)}; leave them out, "
-            "or use a new --output_dir"
+            "or use a new --output_dir",
+            path=given["output_dir"],
+            found="; ".join(differing),
+            remedy="--output_dir",
         )
     model_id = given.get("model_id", plan.tokenizer.model_id)
     if model_id == plan.tokenizer.model_id:
@@ -179,7 +180,11 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
             f"{given['output_dir']} was planned with the tokenizer of {plan.tokenizer.model_id} (fingerprint "
             f"{plan.tokenizer.fingerprint[:12]}, files in {TOKENIZER_DIR}/), --model_id is {model_id} "
             f"({found[:12] if found else 'not a local folder, so it cannot be compared'}); "
-            "leave --model_id out, or use a new --output_dir"
+            "leave --model_id out, or use a new --output_dir",
+            path=given["output_dir"],
+            found=f"--model_id {model_id}",
+            expected=plan.tokenizer.fingerprint[:12],
+            remedy="--output_dir",
         )
 
 
@@ -236,7 +241,11 @@ def _refuse_other_inputs(plan: Plan, input_dir: Path, differing: list[str]) -> N
         f"{input_dir} does not hold the {counted(len(plan.inputs), 'planned input file')}: "
         f"{'; '.join(differing[:_NUM_NAMED])}{more}. "
         "A plan is never changed: bring the planned files back, or put new files into a folder of their own, "
-        "with an --output_dir of its own, and give the loader a list of folders"
+        "with an --output_dir of its own, and give the loader a list of folders",
+        path=input_dir,
+        found="; ".join(differing[:_NUM_NAMED]),
+        expected=counted(len(plan.inputs), "planned input file"),
+        remedy="--output_dir",
     )
 
 

@@ -205,7 +205,11 @@ class Worker:
         raise BadInput(
             f"shard {shard_id:05d}: {counted(len(writer.bad), 'document')} ({writer.bad_fraction:.2%}) "
             f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine.path}. "
-            f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction"
+            f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction",
+            path=quarantine.path,
+            found=f"{writer.bad_fraction:.2%}",
+            expected=f"{limit:.2%}",
+            remedy="--max_bad_fraction",
         )
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:

@@ -211,7 +211,11 @@ def _check_fields(plan: Plan, writer: ShardWriter) -> None:
     raise BadInput(
         f"no record of a sample of {plan.input_dir} has {wanted!r} as "
         f"{'a list of messages' if options.is_chat else 'a string'}; their fields are: {names}; "
-        f"plan with {', or '.join(flags) or '--text_field NAME'}"
+        f"plan with {', or '.join(flags) or '--text_field NAME'}",
+        path=plan.input_dir,
+        found=names,
+        expected=repr(wanted),
+        remedy=flags[0] if flags else "--text_field NAME",
     )
 
 

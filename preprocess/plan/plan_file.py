@@ -130,7 +130,10 @@ class Plan:
         if not 0 <= shard_id < self.num_shards:
             raise NotFound(
                 f"there is no shard {shard_id}: the plan has {self.num_shards}, 0 to {self.num_shards - 1}; "
-                f"as a job array that is --array=0-{self.num_shards - 1}"
+                f"as a job array that is --array=0-{self.num_shards - 1}",
+                found=f"shard {shard_id}",
+                expected=f"0 to {self.num_shards - 1}",
+                remedy=f"--array=0-{self.num_shards - 1}",
             )
         (first, start), (last, end) = self.boundaries[shard_id], self.boundaries[shard_id + 1]
         if not (0, 0) <= (first, start) <= (last, end) <= (len(self.inputs), 0):
@@ -277,7 +280,11 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
         raise Refused(
             f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
             f"{'; '.join(plan_differences(frozen, plan))}. A plan is never changed: for more data or other "
-            "options plan into a new folder, and give the loader a list of folders"
+            "options plan into a new folder (--output_dir NEW), and give the loader a list of folders",
+            path=output_dir,
+            found=frozen.plan_id[:12],
+            expected=plan.plan_id[:12],
+            remedy="--output_dir NEW",
         )
     return frozen
 
@@ -294,10 +301,17 @@ def read_plan(output_dir: Path) -> Plan | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        raise NotFound(f"{output_dir} is no folder") from None
+        raise NotFound(
+            f"{output_dir} is no folder, expected the folder of a data set",
+            path=output_dir,
+            expected="the folder of a data set",
+        ) from None
     except BrokenShard as error:
         raise BrokenShard(
-            f"{error}; a plan is frozen: bring the file back as it was, or plan into a new folder"
+            f"{error}; a plan is frozen: bring the file back as it was, or plan into a new folder",
+            path=error.path,
+            found=error.found,
+            expected=error.expected,
         ) from None
 
 
@@ -428,8 +442,10 @@ def need_plan(output_dir: Path) -> Plan:
         if any(map(known_input_kind, names)) and not any(name.startswith("shard-") for name in names):
             raw, made = made, quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
         raise NotFound(
-            f"{output_dir} {missing}has no {PLAN_NAME}; run: shardprep plan --input_dir {raw} "
-            f"--output_dir {made} --model_id MODEL --num_shards N"
+            f"{output_dir} {missing}has no {PLAN_NAME}",
+            path=output_dir,
+            expected=PLAN_NAME,
+            remedy=f"shardprep plan --input_dir {raw} --output_dir {made} --model_id MODEL --num_shards N",
         )
     return plan
 

@@ -109,14 +109,25 @@ def find_inputs(
     """
     try:
         if not input_dir.is_dir():
-            raise NotFound(f"--input_dir {input_dir} is no folder; expected one that holds input files")
+            raise NotFound(
+                f"--input_dir {input_dir} is no folder; expected one that holds input files",
+                path=input_dir,
+                expected="one that holds input files",
+            )
         listing = _Walk(input_dir, recursive=recursive, follow_links=follow_links, also=also).run()
     except OSError as error:
         where = error.filename or input_dir
-        raise NotFound(f"--input_dir {where} cannot be listed: {error.strerror}") from None
+        raise NotFound(
+            f"--input_dir {where} cannot be listed: {error.strerror}; expected a folder that you can read",
+            path=where,
+            found=error.strerror,
+            expected="a folder that you can read",
+        ) from None
     if not listing.paths:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
-        raise NotFound("; ".join([nothing, *left_out_lines(listing.left_out)]))
+        raise NotFound(
+            "; ".join([nothing, *left_out_lines(listing.left_out)]), path=input_dir, expected=known_suffixes()
+        )
     for path in listing.paths:
         try:
             str(path).encode()
@@ -409,7 +420,9 @@ def _check_apart(config: PrepConfig) -> None:
         where = "is --input_dir" if made == raw else f"lies in --input_dir {raw}, and --recursive looks there"
         raise UsageError(
             f"--output_dir {config.output_dir} {where}, so plan.json would be an input; "
-            "give a folder outside of the raw text"
+            "give a folder outside of the raw text",
+            path=config.output_dir,
+            expected="a folder outside of the raw text",
         )
 
 
@@ -442,7 +455,10 @@ def make_plan(
         if config.append_eos and tokenizer.eos_token_id is None:
             raise UsageError(
                 f"the tokenizer of {config.model_id} names no eos_token, so documents cannot end with one; "
-                "add --no-append_eos, or set eos_token in its tokenizer_config.json"
+                "add --no-append_eos, or set eos_token in its tokenizer_config.json",
+                path=config.model_id,
+                expected="eos_token",
+                remedy="--no-append_eos",
             )
         if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
             say(
@@ -495,7 +511,13 @@ def _prepare_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotWrite(f"--output_dir {folder} cannot be made: {error.strerror}") from None
+        raise CannotWrite(
+            f"--output_dir {folder} cannot be made: {error.strerror}; expected a folder that you can write "
+            "to, or a place where you can make one",
+            path=folder,
+            found=error.strerror,
+            expected="a folder that you can write to",
+        ) from None
     stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)
     remove_temporaries(folder, *stems, older_than_s=STALE_AFTER_S)
 
@@ -525,7 +547,11 @@ def _divided(
     plain = [path for path in paths if config.is_chat and not input_kind(path.name).format.has_fields]
     if plain:
         raise UsageError(
-            f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it away"
+            f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it "
+            "away",
+            path=plain[0],
+            found="text",
+            expected="JSON lines and tables",
         )
     if config.keep_fields and not any(input_kind(path.name).format.has_fields for path in paths):
         raise UsageError(
@@ -550,7 +576,7 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
     """How many even shards were asked for; None for one per file. Raises UsageError for none or too many."""
     for name, value in vars(sharding).items():
         if value is not None and value < 1:
-            raise UsageError(f"--{name} is {value}, expected at least 1")
+            raise UsageError.of_value(f"--{name}", value, "at least 1")
     num_shards = sharding.num_shards or len(inputs)
     if sharding.shard_bytes:
         num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // sharding.shard_bytes))
@@ -558,7 +584,10 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
         smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
         raise UsageError(
             f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
-            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M"
+            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M",
+            found=f"{num_shards} shards",
+            expected=f"at most {MAX_SHARDS}",
+            remedy=f"--num_shards {MAX_SHARDS}",
         )
     return None if sharding == Sharding() else num_shards
 

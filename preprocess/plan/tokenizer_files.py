@@ -101,14 +101,17 @@ def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> No
         "options, and the versions of its libraries that planned"
     )
     if missing := sorted(planned.keys() - found.keys()):
-        raise NotFound(f"{folder / missing[0]} is missing; {again}")
+        raise NotFound(f"{folder / missing[0]} is missing; {again}", path=folder / missing[0])
     if added := sorted(found.keys() - planned.keys()):
         raise OtherTokenizer(f"{folder / added[0]} is no file of the plan's tokenizer; take it away")
     for name, stamp in planned.items():
         if found[name] != stamp:
             raise OtherTokenizer(
                 f"{folder / name} has {found[name].num_bytes} bytes of sha256 {found[name].sha256[:12]}, "
-                f"the plan says {stamp.num_bytes} of {stamp.sha256[:12]}; {again}"
+                f"the plan says {stamp.num_bytes} of {stamp.sha256[:12]}; {again}",
+                path=folder / name,
+                found=f"{found[name].num_bytes} bytes of sha256 {found[name].sha256[:12]}",
+                expected=f"{stamp.num_bytes} of {stamp.sha256[:12]}",
             )
 
 

@@ -65,33 +65,43 @@ def checked_fields(
         data = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
         if not isinstance(data, dict) or data.get("format") != file_format:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise BrokenShard(f"{path} is not a {file_format}: its format is {_shown(found)}")
+            raise BrokenShard(
+                f"{path} is not a {file_format}: its format is {_shown(found)}",
+                path=path,
+                found=_shown(found),
+                expected=file_format,
+            )
         found = data.get("version")
         if type(found) is not int or found != version:
-            raise UnknownVersion(version_message(path, found))
+            raise unknown_version(path, found)
         found, expected = data.pop(CONTENT_HASH, None), content_sha256(data)
     except RecursionError:
         raise BrokenShard(f"{path} is nested too deep") from None
     except ValueError as error:
-        raise BrokenShard(f"{path} is not JSON ({error})") from None
+        raise BrokenShard(f"{path} is not JSON ({error})", path=path, expected="JSON") from None
     if found != expected:
         raise _altered(path, CONTENT_HASH, found, expected)
     del data["format"], data["version"]
     return Fields(path, data, content_sha256=expected)
 
 
-def version_message(path: Path, found: object) -> str:
-    """What is to be done about a file of another version."""
+def unknown_version(path: Path, found: object) -> UnknownVersion:
+    """Return the error of a file of another version, with what is to be done about it."""
+    remedy = None
+    what_to_do = "install the shardprep that wrote it, or make the data set anew in a new folder"
     if type(found) is int and 0 < found < FORMAT_VERSION:
-        return (
-            f"{path} has format version {found}, this shardprep reads {FORMAT_VERSION} alone; make the data "
-            "set anew in a new folder: shardprep plan --input_dir RAW --output_dir NEW "
-            "--model_id MODEL --num_shards N, then: shardprep run NEW (or install the shardprep "
-            "that wrote it)"
+        remedy = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
+        what_to_do = (
+            f"make the data set anew in a new folder: {remedy}, then: shardprep run NEW (or install the "
+            "shardprep that wrote it)"
         )
-    return (
-        f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION}; "
-        "install the shardprep that wrote it, or make the data set anew in a new folder"
+    return UnknownVersion(
+        f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION} alone; "
+        f"{what_to_do}",
+        path=path,
+        found=_shown(found),
+        expected=FORMAT_VERSION,
+        remedy=remedy,
     )
 
 
@@ -120,7 +130,10 @@ def _shown(value: object) -> str:
 def _altered(path: Path, name: str, found: object, expected: str) -> BrokenShard:
     return BrokenShard(
         f"{path} was altered since it was written: its {name} is {_shown(found)}, its content gives "
-        f"{expected[:12]}..."
+        f"{expected[:12]}...",
+        path=path,
+        found=_shown(found),
+        expected=f"{expected[:12]}...",
     )
 
 
@@ -140,7 +153,12 @@ class Fields:
 
     def wrong(self, key: str, found: object, expected: str) -> BrokenShard:
         """The error of a value that is not what was expected."""
-        return BrokenShard(f"{self.path}: {self._place}{key} is {_shown(found)}, expected {expected}")
+        return BrokenShard(
+            f"{self.path}: {self._place}{key} is {_shown(found)}, expected {expected}",
+            path=self.path,
+            found=_shown(found),
+            expected=expected,
+        )
 
     def take(self, key: str) -> Any:
         """A value of any type."""

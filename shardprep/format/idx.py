@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UnknownVersion, UsageError
+from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, ReadFile
-from shardprep.format.checked_json import version_message
+from shardprep.format.checked_json import unknown_version
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import (
     FORMAT_VERSION,
@@ -141,16 +141,24 @@ class RecordFile:
         if len(header) < HEADER_BYTES or not header.startswith(magic):
             what = "an idx" if dtype is IDX_HEADER else "a file of crc32s"
             raise BrokenShard(
-                f"{path} is not {what}: it begins {header[:8]!r}, expected {magic!r}; {self.remedy}"
+                f"{path} is not {what}: it begins {header[:8]!r}, expected {magic!r}",
+                path=path,
+                found=header[:8],
+                expected=magic,
+                remedy=self.remedy,
             )
         found, wanted = (np.frombuffer(each, dtype)[0] for each in (header, expected))
         if (version := int(found["version"])) != FORMAT_VERSION:
-            raise UnknownVersion(version_message(path, version))
+            raise unknown_version(path, version)
         for name in dtype.names or ():
             if found[name] != wanted[name]:
                 error = OtherPlan if dtype is IDX_HEADER else BrokenShard
                 raise error(
-                    f"{path} was written for {name} {found[name]}, expected {wanted[name]}; {self.remedy}"
+                    f"{path} was written for {name} {found[name]}, expected {wanted[name]}",
+                    path=path,
+                    found=found[name],
+                    expected=wanted[name],
+                    remedy=self.remedy,
                 )
 
     def _count_records(self) -> int:
@@ -200,12 +208,18 @@ class RecordFile:
         if zlib.crc32(data.data) != self.crcs[chunk]:
             raise BrokenShard(
                 f"{self.file.path} is damaged: the crc32 of its records from {chunk * CHUNK_RECORDS} on is "
-                f"not the one written; {self.remedy}"
+                "not the one written",
+                path=self.file.path,
+                remedy=self.remedy,
             )
         if "offset" in (self.dtype.names or ()):
             last = int(data.view(self.dtype)["offset"].max())
             if last > MAX_OFFSET:
-                raise BrokenShard(f"{self.file.path} places a sample at byte {last} of a tar; {self.remedy}")
+                raise BrokenShard(
+                    f"{self.file.path} places a sample at byte {last} of a tar",
+                    path=self.file.path,
+                    remedy=self.remedy,
+                )
         self.checked[chunk] = True
 
     def _is_checked(self, rows: slice) -> bool:
@@ -239,11 +253,11 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
 
     Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
     """
-    path, remedy = idx_path(folder, shard_id), f"run: {remake_command(shard_id, folder)}"
+    path, remedy = idx_path(folder, shard_id), remake_command(shard_id, folder)
     try:
         return RecordFile(path, spec.kind, idx_header(spec, shard_id), remedy)
     except NOT_THERE:
-        raise MissingShard(f"{path} is missing; run: {rerun_command(shard_id, folder)}") from None
+        raise MissingShard(f"{path} is missing", path=path, remedy=rerun_command(shard_id, folder)) from None
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
@@ -291,11 +305,11 @@ def open_crcs(folder: Path, spec: DatasetSpec, shard_id: int, tar_sha256: str) -
 
     Raises MissingShard, UnknownVersion or BrokenShard; OSError where the file system fails.
     """
-    path, remedy = crcs_path(folder, shard_id), f"run: {crcs_command(folder)}"
+    path, remedy = crcs_path(folder, shard_id), crcs_command(folder)
     try:
         return RecordFile(path, spec.kind, crcs_header(spec, shard_id, tar_sha256), remedy)
     except NOT_THERE:
-        raise MissingShard(f'{path} is missing, and read_check is "crc"; {remedy}') from None
+        raise MissingShard(f'{path} is missing, and read_check is "crc"', remedy=remedy) from None
 
 
 def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:

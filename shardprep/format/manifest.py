@@ -37,7 +37,6 @@ from shardprep.format.names import (
     manifest_path,
     remake_command,
     rerun_command,
-    shard_name,
 )
 from shardprep.format.shard_making import SourceCounts, sources_of, sum_of_sources
 
@@ -135,10 +134,13 @@ def read_manifest(folder: Path, shard_id: int) -> Manifest:
         return Manifest.from_json(read_checked(path, "shardprep-manifest", max_bytes=MAX_MANIFEST_BYTES))
     except NOT_THERE:
         raise MissingShard(
-            f"shard {shard_id:05d} is not done: {path} is missing; run: {rerun_command(shard_id, folder)}"
+            f"shard {shard_id:05d} is not done: {path} is missing",
+            path=path,
+            remedy=rerun_command(shard_id, folder),
         ) from None
     except BrokenShard as error:
-        raise BrokenShard(f"{error}; run: {rerun_command(shard_id, folder)}") from None
+        error.remedy = rerun_command(shard_id, folder)
+        raise
 
 
 def manifest_ids(folder: Path) -> list[int]:
@@ -153,19 +155,28 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     """
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
+        is_shard = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
+        expected = f"shard {shard_id} of {plan_id[:12]}"
+        path, remedy = manifest_path(folder, shard_id), remake_command(shard_id, folder)
         raise OtherPlan(
-            f"{manifest_path(folder, shard_id)} is shard {manifest.shard_id} of plan "
-            f"{manifest.spec.plan_id[:12]}, expected shard {shard_id} of {plan_id[:12]}; "
-            "use a new folder for other inputs or options. If it is this file that is out of place, "
-            f"run: {remake_command(shard_id, folder)}"
+            f"{path} is {is_shard}, expected {expected}; use a new folder for other inputs or options. If it "
+            f"is this file that is out of place, run: {remedy}",
+            path=path,
+            found=is_shard,
+            expected=expected,
+            remedy=remedy,
         )
     for path, stamp in shard_files(folder, manifest):
         found = size_of_file(path)
         if found is None:
-            raise MissingShard(f"{path} is missing; run: {rerun_command(shard_id, folder)}")
+            raise MissingShard(f"{path} is missing", path=path, remedy=rerun_command(shard_id, folder))
         if found != stamp.num_bytes:
             raise BrokenShard(
-                f"{path} has {found} of {stamp.num_bytes} bytes; run: {rerun_command(shard_id, folder)}"
+                f"{path} has {found} of {stamp.num_bytes} bytes",
+                path=path,
+                found=found,
+                expected=stamp.num_bytes,
+                remedy=rerun_command(shard_id, folder),
             )
     return manifest
 
@@ -187,12 +198,15 @@ def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> N
             found = tar_sha256 if is_known else stamp_file(path).sha256
         except NOT_THERE:
             raise MissingShard(
-                f"{path} is missing; run: {rerun_command(manifest.shard_id, folder)}"
+                f"{path} is missing", path=path, remedy=rerun_command(manifest.shard_id, folder)
             ) from None
         if found != stamp.sha256:
             raise BrokenShard(
-                f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}; "
-                f"run: {remake_command(manifest.shard_id, folder)}"
+                f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}",
+                path=path,
+                found=found[:12],
+                expected=stamp.sha256[:12],
+                remedy=remake_command(manifest.shard_id, folder),
             )
 
 
@@ -283,8 +297,8 @@ def columns_of(spec: DatasetSpec) -> tuple[str, ...]:
     return (*COLUMNS, VALIDATION_COLUMN) if spec.validation_fraction else COLUMNS
 
 
-def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
-    """Merge the manifests of all shards, given in the order of their shards.
+def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex:
+    """Merge the manifests of all shards of a folder, given in the order of their shards.
 
     Raises OtherPlan where they are not of one data set.
     """
@@ -295,9 +309,15 @@ def merge_manifests(manifests: Iterable[Manifest]) -> DatasetIndex:
     for manifest in manifests:
         spec = spec or manifest.spec
         if manifest.spec != spec:
+            path = manifest_path(folder, manifest.shard_id)
             raise OtherPlan(
-                f"{shard_name(manifest.shard_id)} belongs to plan {manifest.spec.plan_id[:12]}, "
-                f"the shards before it to {spec.plan_id[:12]}; one folder holds one data set"
+                f"{path} belongs to plan {manifest.spec.plan_id[:12]}, the shards before it to "
+                f"{spec.plan_id[:12]}; one folder holds one data set: move the shard to its own, or make it "
+                "again",
+                path=path,
+                found=manifest.spec.plan_id[:12],
+                expected=spec.plan_id[:12],
+                remedy=remake_command(manifest.shard_id, folder),
             )
         counts = manifest.counts
         found = (counts.num_samples, counts.num_documents, counts.num_tokens)
@@ -328,7 +348,8 @@ def read_index(folder: Path) -> DatasetIndex:
     except NOT_THERE:
         return _merge_folder(folder)
     except BrokenShard as error:
-        raise BrokenShard(f"{error}; run: shardprep verify {quoted(folder)}") from None
+        error.remedy = f"shardprep verify {quoted(folder)}"
+        raise
 
 
 @contextmanager
@@ -347,13 +368,27 @@ def _merge_folder(folder: Path) -> DatasetIndex:
     present = manifest_ids(folder)
     if not present:
         if size_of_file(folder / PLAN_NAME) is not None:
-            raise NotFound(f"{folder} has a plan, but no shard yet; run: shardprep run {quoted(folder)}")
+            raise NotFound(
+                f"{folder} has a plan, but no shard yet",
+                path=folder,
+                remedy=f"shardprep run {quoted(folder)}",
+            )
         raise NotFound(f"{folder} holds no data set: neither {INDEX_NAME} nor a shard's manifest")
     first = read_manifest(folder, present[0])
+    if present[-1] >= first.spec.num_shards:
+        path, last = manifest_path(folder, present[-1]), first.spec.num_shards - 1
+        raise OtherPlan(
+            f"{path} is of no shard of this data set, which has shards 0 to {last}; move it, with its tar "
+            "and idx, to the data set that it belongs to",
+            path=path,
+            expected=f"shards 0 to {last}",
+        )
     missing = sorted(set(range(first.spec.num_shards)) - set(present))
     if missing:
         raise MissingShard(
-            f"{folder} has {len(present)} of {first.spec.num_shards} shards; missing: {id_ranges(missing)}; "
-            f"run: shardprep run {quoted(folder)} (or one: {rerun_command(missing[0], folder)})"
+            f"{folder} has {len(present)} of {first.spec.num_shards} shards; missing: {id_ranges(missing)}",
+            path=folder,
+            found=f"{len(present)} of {first.spec.num_shards} shards",
+            remedy=f"shardprep run {quoted(folder)}",
         )
-    return merge_manifests(read_manifest(folder, shard_id) for shard_id in present)
+    return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))

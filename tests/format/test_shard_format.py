@@ -352,7 +352,7 @@ Change = Callable[[bytes], bytes]
 VIOLATIONS: dict[str, tuple[Callable[[Path, int], Path], Change | None, type[Exception], str]] = {
     "manifest of another version": (
         manifest_path, lambda raw: raw.replace(b'"version": 2', b'"version": 7', 1), UnknownVersion,
-        r"shard-00001\.json has format version 7, this shardprep reads 2; install the shardprep that",
+        r"shard-00001\.json has format version 7, this shardprep reads 2 alone; install the shardprep that",
     ),
     "manifest cut short": (
         manifest_path, lambda raw: raw[:100], BrokenShard, r"shard-00001\.json is not JSON"

@@ -77,7 +77,7 @@ def test_a_negative_shard_is_66(prep: Prep, data_dir: Path) -> None:
     ends(
         prep.command("--shard_id", "-1", "--output_dir", data_dir),
         66,
-        "--shard_id is -1, the first shard is 0",
+        "there is no shard -1: the plan has",
     )
 
 

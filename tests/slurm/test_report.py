@@ -288,7 +288,7 @@ def test_an_unfinished_data_set_says_so_and_counts_what_is_done(
 
 
 def index_of(folder: Path) -> bytes:
-    return merge_manifests(read_manifest(folder, shard_id) for shard_id in range(4)).to_json()
+    return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in range(4))).to_json()
 
 
 def test_where_only_manifests_are_missing_the_index_tells_the_sums(

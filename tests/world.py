@@ -1,0 +1,417 @@
+"""Raw text, a plan, shards and batches, driven by ``main()`` of the commands and by ``loader`` alone.
+
+    world = World(tmp_path).raw({"ko.txt": hostile_text(200), "en.jsonl": [{"text": "a"}, {"text": "b"}]})
+    world.plan(num_shards=3).run().verify()                  # each fails with the command's own words
+    ended = world.main("peek", world.data_dir, "00000:3")    # an exit code and what was printed
+    batches = world.batches(50, world_size=3, global_batch_size=24)
+
+Nothing here knows how the packages are divided. Tests that stand on this module alone survive a rebuild.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from loader import TokenLoader, get_llama3_dataloader
+from shardprep.__main__ import main
+
+BOS, EOS, PAD, START, END, TURN = (
+    "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+)  # fmt: skip
+_MERGED = (
+    "the", " the", " and", " of", " to", "ing", " kettle", "er", "on", "th", "re", "st", "0", "12", " a",
+    "도서관", " 겨울은", " 바닷가", "니다", "하는", " 창가", "에서", "이", "가", "은", "는", "다", "🙂",
+)  # fmt: skip
+_WORDS = (
+    "the", "kettle", "sings", "and", "nobody's", "listening", "12345", "to", "a", "store", "of", "Red",
+    "도서관", "겨울은", "바닷가", "마을의", "창가", "자리에서", "읽는다", "합니다", "🙂",
+    "👩\u200d👩\u200d👧", "☕️", "é", "e\u0301",
+    "\u1112\u1161\u11ab\u1100\u1173\u11af",  # Hangul as NFD writes it
+    "\x00", "\x1b[2J", "\x85", "\u2028", "\u200b", "\ufeff", "\t", "\u3000", '"\\', "</s>",
+    EOS, BOS, "<|pad", TURN, "<|reserved_special_token_0|>", "한<|end_of_text|>글",
+)  # fmt: skip
+_LINE_ENDS = ("\n", "\n", "\n", "\r\n", "\r")
+
+Sample = dict[str, list[int]]
+"""Fields of one sample of a batch. Padding is cut off, unless the batch has no attention_mask."""
+GlobalBatch = list[Sample]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str  # standard output
+    err: str  # standard error
+
+    @property
+    def text(self) -> str:
+        """All that it printed."""
+        return self.out + self.err
+
+
+@functools.cache
+def tokenizer_dir() -> Path:
+    """A folder with a small byte-level BPE like Llama 3's, of this process; never write to it.
+
+    Its vocabulary is spelled out, not trained, so that all versions of ``tokenizers`` give the same ids.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="shardprep-world-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
+    """Write tokenizer.json and tokenizer_config.json into a folder, which it makes; returns the folder."""
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges: list[tuple[str, str]] = []
+    for word in _MERGED:
+        # One letter after the other joins what stands before it: "t" + "h", "th" + "e".
+        spelled = letters.pre_tokenize_str(word)[0][0]
+        for end in range(2, len(spelled) + 1):
+            if spelled[:end] not in vocab:
+                vocab[spelled[:end]] = len(vocab)
+                merges.append((spelled[: end - 1], spelled[end - 1]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in (BOS, EOS, PAD, START, END, TURN)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        f"{BOS} $A", f"{BOS} $A {BOS} $B", [(BOS, tokenizer.token_to_id(BOS))]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    if chat_template is not None:
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    return folder
+
+
+def hostile_texts(num_texts: int, seed: int = 0, most_words: int = 12) -> list[str]:
+    """Korean, English, emoji, decomposed Hangul, control characters, names of special tokens.
+
+    Some are empty or blank, and one is 200 times as long as the others. No text holds a line end.
+    """
+    chooser = random.Random(seed)
+
+    def below(number: int) -> int:
+        return int(chooser.random() * number)  # Python promises random() alone to stay what it is
+
+    texts = []
+    for number in range(num_texts):
+        num_words = below(most_words + 1)
+        if number == num_texts // 2:
+            num_words = 200 * most_words
+        texts.append(" ".join(_WORDS[below(len(_WORDS))] for _ in range(num_words)))
+    return texts
+
+
+def hostile_text(num_lines: int, seed: int = 0, most_words: int = 12) -> str:
+    """Lines of ``hostile_texts`` with every line end, and no line end behind the last one."""
+    texts = hostile_texts(num_lines, seed, most_words)
+    ends = [_LINE_ENDS[number % len(_LINE_ENDS)] for number in range(num_lines - 1)]
+    return "".join(text + end for text, end in zip(texts, [*ends, ""], strict=True))
+
+
+def flags_of(options: Mapping[str, Any]) -> list[str]:
+    """``{"record": "packed", "keep_text": False}`` -> ``--record=packed --no-keep_text``."""
+    flags = []
+    for name, value in options.items():
+        if value is not None:
+            flags.append(
+                f"--{name}" if value is True else f"--no-{name}" if value is False else f"--{name}={value}"
+            )
+    return flags
+
+
+def call_main(*words: object) -> Ended:
+    """Run ``shardprep WORDS`` in this process, outside of Slurm; put back what a command changes in it."""
+    out, err = io.StringIO(), io.StringIO()
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    cpus, streams = os.sched_getaffinity(0), (sys.stdout, sys.stderr)
+    for name in environment:
+        if name.startswith(("SLURM_", "DATASET_")):
+            del os.environ[name]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code: Any = main([str(word) for word in words])
+    except SystemExit as ending:
+        code = ending.code
+    finally:
+        sys.stdout, sys.stderr = streams
+        os.sched_setaffinity(0, cpus)
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+    return Ended(code=code or 0, out=out.getvalue(), err=err.getvalue())
+
+
+class World:
+    """A folder of raw files, and the data set that is made of them; all below ``folder``.
+
+    Args:
+        tokenizer: folder of the tokenizer. Default: ``tokenizer_dir()``.
+        raw_dir, data_dir: where raw files and data set stand. Default: ``folder/raw`` and ``folder/data``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tokenizer: Path | None = None,
+        raw_dir: Path | None = None,
+        data_dir: Path | None = None,
+    ) -> None:
+        self.raw_dir = raw_dir or folder / "raw"
+        self.data_dir = data_dir or folder / "data"
+        self.tokenizer = tokenizer or tokenizer_dir()
+        self.num_shards = 0  # as planned
+        self.raw_dir.mkdir(parents=True, exist_ok=True)
+
+    def raw(self, files: Mapping[str, str | bytes | Iterable[Any]]) -> World:
+        """Write raw files: text, bytes, or records that become lines of JSON."""
+        for name, content in files.items():
+            path = self.raw_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, str):
+                content = content.encode()
+            elif not isinstance(content, bytes):
+                lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in content]
+                content = "".join(lines).encode()
+            path.write_bytes(content)
+        return self
+
+    def main(self, *words: object, **options: Any) -> Ended:
+        """Run ``shardprep WORDS --OPTIONS`` in this process; any exit code is fine."""
+        return call_main(*words, *flags_of(options))
+
+    def plan(self, *, num_shards: int = 2, **options: Any) -> World:
+        """Plan ``data_dir`` from ``raw_dir``; AssertionError unless the command ends with 0."""
+        folders = {"input_dir": self.raw_dir, "output_dir": self.data_dir, "model_id": self.tokenizer}
+        self._succeed(self.main("plan", num_shards=num_shards, **{**folders, **options}))
+        self.num_shards = num_shards
+        return self
+
+    def run(self, *shard_ids: int, **options: Any) -> World:
+        """Make shards, all or these, each by the command of a job array's task, in this process."""
+        for shard_id in shard_ids or range(self.num_shards):
+            self._succeed(
+                self.main("shard", shard_id=shard_id, output_dir=self.data_dir, planned=True, **options)
+            )
+        return self
+
+    def verify(self, **options: Any) -> World:
+        """Verify the data set; AssertionError unless the command ends with 0."""
+        self._succeed(self.main("verify", self.data_dir, **options))
+        return self
+
+    def make(self, **options: Any) -> World:
+        """Plan with these options, make all shards and verify them."""
+        return self.plan(**options).run().verify()
+
+    def loader(self, *, rank: int = 0, world_size: int = 1, **arguments: Any) -> TokenLoader:
+        """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
+        return get_llama3_dataloader(
+            self.data_dir, rank=rank, world_size=world_size, **{"num_workers": 0, **arguments}
+        )
+
+    def ranks(self, **arguments: Any) -> Ranks:
+        """Return the loaders of all ranks, for arguments of ``Ranks``."""
+        return Ranks(self.data_dir, **arguments)
+
+    def batches(self, num_steps: int, **arguments: Any) -> list[GlobalBatch]:
+        """Return the first global batches of all ranks together, for arguments of ``Ranks``."""
+        with self.ranks(**arguments) as ranks:
+            return ranks.take(num_steps)
+
+    @staticmethod
+    def _succeed(ended: Ended) -> None:
+        assert ended.code == 0, f"exit code {ended.code}: {ended.text}"
+
+
+class Ranks:
+    """The loaders of all ranks of a training run, side by side in this process.
+
+    Args:
+        data: what ``get_llama3_dataloader`` reads; ``{name: world.data_dir}`` for a mixture.
+        global_batch_size: samples of a step on all ranks. Leave it out with ``batch_size_schedule``.
+        batch_size: samples of a batch on one rank. Default: one batch a step, of the least step.
+        order_batch_size: after an amendment of ``global_batch_size``, the one that the run began with.
+        state: what ``state()`` returned, on any number of ranks.
+        arguments: others of ``get_llama3_dataloader``. ``num_workers`` is 0 by default.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        world_size: int = 1,
+        global_batch_size: int | None = None,
+        batch_size: int | None = None,
+        order_batch_size: int | None = None,
+        state: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> None:
+        schedule = arguments.get("batch_size_schedule")
+        least = global_batch_size or (math.gcd(*(size for _, size in schedule)) if schedule else None)
+        assert least is not None, "pass global_batch_size or batch_size_schedule"
+        least = order_batch_size or least
+        batch_size = batch_size or least // world_size
+        # A step of training may be several ticks of the order; a rank has so many batches of each.
+        self._num_batches_of_tick = least // (world_size * batch_size)
+        self.loaders: list[TokenLoader] = []
+        try:
+            for rank in range(world_size):
+                self.loaders.append(
+                    get_llama3_dataloader(
+                        data,
+                        batch_size,
+                        global_batch_size=global_batch_size,
+                        rank=rank,
+                        world_size=world_size,
+                        **{"num_workers": 0, **arguments},
+                    )
+                )
+            if state is not None:
+                for loader in self.loaders:
+                    loader.load_state_dict(json.loads(json.dumps(state)))
+        except BaseException:
+            self.close()
+            raise
+        self._streams = [_all_epochs(loader) for loader in self.loaders]
+
+    def step(self) -> GlobalBatch:
+        """Return the samples of the next global batch, in an order that no number of ranks changes."""
+        return self.join([self.batches_of_step(rank) for rank in range(len(self.loaders))])
+
+    def batches_of_step(self, rank: int, most: int | None = None) -> list[Mapping[str, Any]]:
+        """Return the batches that one rank still gets of its step, or ``most`` of them, as they come."""
+        batches = [next(self._streams[rank])]
+        while not self.loaders[rank].ends_step and len(batches) != most:
+            batches.append(next(self._streams[rank]))
+        return batches
+
+    def join(self, batches: list[list[Mapping[str, Any]]]) -> GlobalBatch:
+        """Return the samples of one step, of the batches of each rank."""
+        counts = [len(of_rank) for of_rank in batches]
+        assert len(set(counts)) == 1, f"the ranks have different numbers of batches in a step: {counts}"
+        samples: GlobalBatch = []
+        for first in range(0, counts[0], self._num_batches_of_tick):
+            for of_rank in batches:
+                for batch in of_rank[first : first + self._num_batches_of_tick]:
+                    samples += samples_of(batch)
+        return samples
+
+    def take(self, num_steps: int) -> list[GlobalBatch]:
+        """Return the next global batches, through as many epochs as that takes."""
+        return [self.step() for _ in range(num_steps)]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of all ranks, which has to be one, as JSON keeps it."""
+        states = [json.dumps(loader.state_dict()) for loader in self.loaders]
+        assert len(set(states)) == 1, f"the states of ranks differ: {states}"
+        state: dict[str, Any] = json.loads(states[0])
+        return state
+
+    def close(self) -> None:
+        """End the workers of all ranks."""
+        for loader in self.loaders:
+            loader.close()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _all_epochs(loader: TokenLoader) -> Iterator[Mapping[str, Any]]:
+    while True:
+        yield from loader
+
+
+def samples_of(batch: Mapping[str, Any]) -> GlobalBatch:
+    """Return the samples of one batch of tensors, without padding, which has to be padding.
+
+    ``origins`` are dealt to their samples: a list of place, source, shard, sample and document, one after
+    another. Fields of whole batches (``cu_seqlens`` and the like) have to say what ``position_ids`` say, and
+    are left out.
+    """
+    rows = {
+        name: batch[name].tolist()
+        for name in ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
+        if name in batch
+    }
+    samples: GlobalBatch = [
+        dict(zip(rows, of_sample, strict=True)) for of_sample in zip(*rows.values(), strict=True)
+    ]
+    for sample in samples:
+        if "attention_mask" in sample:
+            _cut_padding(sample)
+    if "origins" in batch:
+        for sample in samples:
+            sample["origins"] = []
+        for row, *origin in batch["origins"].tolist():
+            samples[row]["origins"] += origin
+    if "position_ids" in rows:
+        _check_document_edges(batch, rows["position_ids"])
+    return samples
+
+
+def _cut_padding(sample: Sample) -> None:
+    mask, width = sample["attention_mask"], len(sample["attention_mask"])
+    num_tokens = sum(mask)
+    assert mask == [1] * num_tokens + [0] * (width - num_tokens), f"the mask of a sample has holes: {mask}"
+    padding = sample["labels"][num_tokens:]
+    assert set(padding) <= {-100}, f"padding has labels: {padding}"
+    assert len(set(sample["input_ids"][num_tokens:])) <= 1, "padding has several ids"
+    for name, values in sample.items():
+        sample[name] = values[:num_tokens]
+
+
+def _check_document_edges(batch: Mapping[str, Any], positions: list[list[int]]) -> None:
+    flat = [position for row in positions for position in row]
+    edges = [place for place, position in enumerate(flat) if position == 0] + [len(flat)]
+    longest = max(flat) + 1
+    for name in ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in batch:
+            assert batch[name].tolist() == edges, f"{name} and position_ids tell different documents"
+    for name in ("max_seqlen", "max_length_q", "max_length_k"):
+        if name in batch:
+            assert batch[name] == longest, f"{name} and position_ids tell different documents"

@@ -291,8 +291,11 @@ def _read_error(path: Path | str, error: OSError) -> ReadWriteError:
 logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
-# What file systems over a network say while a server or the connection to it is gone.
-RETRIED = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
+# What file systems over a network say while a server or the connection to it is gone, and what a system says
+# whose handles are all in use.
+RETRIED = frozenset({
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE
+})  # fmt: skip
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:

@@ -22,7 +22,7 @@ from preprocess.plan.plan_file import Plan
 from shardprep.console import counted, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_folder, names_in, remove_tree
-from shardprep.format.manifest import check_shard
+from shardprep.format.done import check_done, read_findings
 from shardprep.format.names import CRCS_DIR, DIGESTS_DIR, FIELDS_DIR, IDS_DIR, QUARANTINE_DIR
 
 _SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, FIELDS_DIR, CRCS_DIR, "jobs")
@@ -103,7 +103,7 @@ def _is_done(folder: Path, plan: Plan | None, shard_id: int | None) -> bool:
     if plan is None or shard_id is None or shard_id >= plan.num_shards:
         return False
     try:
-        check_shard(folder, shard_id, plan.plan_id)
+        check_done(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
     except (ShardprepError, OSError):
         return False
     return True

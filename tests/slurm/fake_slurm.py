@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from shardprep.format.checked_json import with_content_hash
 from shardprep.format.names import shard_name
 from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
@@ -199,7 +200,8 @@ def make_done(data: Path, *shard_ids: int, job_id: str = "", **run: Any) -> None
         facts = {"host": "n1", "began": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
         facts |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
         counts = {"num_tokens": 6000, "input_bytes": 600, "sources": {}}
-        content = {"spec": {"plan_id": plan_id}, "run": facts, "counts": counts, "tar": stamp, "idx": stamp}
+        content = {"spec": {"plan_id": plan_id}, "shard_id": shard_id, "counts": counts}
+        content = with_content_hash("shardprep-manifest", content | {"tar": stamp, "idx": stamp}, run=facts)
         (data / f"{shard_name(shard_id)}.json").write_text(json.dumps(content))
         for suffix in ("tar", "idx"):
             (data / f"{shard_name(shard_id)}.{suffix}").touch()

@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 
 from preprocess.plan.plan_file import Plan, is_same_plan, need_plan, plan_id, publish_plan, read_plan
+from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.console import Progress
 from shardprep.errors import Refused, UsageError
 from shardprep.files import (
@@ -36,6 +37,7 @@ def take_over(folder: Path, new: Path) -> tuple[Plan, int]:
     new folder has another plan, and what reading and writing raise.
     """
     plan = need_plan(folder)
+    check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
     lists = read_withdrawals(folder, plan.plan_id)
     if not lists.lists:
         raise UsageError(f"nothing is withdrawn of {folder}; name documents first: shardprep withdraw")

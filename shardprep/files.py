@@ -28,7 +28,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError
@@ -260,6 +260,48 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
         path.mkdir(parents=parents, exist_ok=True)
     except OSError as error:
         raise CannotWrite(f"{path} cannot be made: {error.strerror}") from None
+
+
+def make_subfolder(folder: Path, name: str) -> Path:
+    """Make a folder inside of a data set unless it is there; return its path.
+
+    Raises CannotWrite, also for a link in its place, or in that of a folder above it: what would be written
+    there could take the place of another folder's files.
+    """
+    path = folder
+    for part in name.split("/"):
+        path /= part
+        if is_link(path):
+            raise CannotWrite(
+                f"{path} is a link to {os.readlink(path)!r}, and files of the same names in there would be "  # noqa: PTH115
+                "replaced; put a folder in its place"
+            )
+        make_folder(path)
+    return path
+
+
+def is_link(path: Path) -> bool:
+    """Whether a link has this name; False where that cannot be known, as what is read there fails, too."""
+    return os.path.islink(path)  # noqa: PTH114 - Path's may raise OSError
+
+
+def is_name_inside(name: str) -> bool:
+    """Whether a path that stands in a file leads to a place inside of the folder that it is joined to.
+
+    It is relative, has no ``..``, and is spelled as ``Path.relative_to`` gives it.
+    """
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == name
+
+
+def append_bytes(path: Path, data: bytes) -> None:
+    """Append to a file by one write, which is made if it is missing. Raises OSError, also for a link."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o666)
+    try:
+        os.write(handle, data)
+    finally:
+        os.close(handle)
 
 
 def _unless_missing(path: Path, read: Callable[[], T], missing: T) -> T:
@@ -546,7 +588,8 @@ def remove_temporaries(
     Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
     """
     wanted, found = set(stems), list[Path]()
-    for each in (folder, *(folder / name for name in subfolders)):
+    own = (folder / name for name in subfolders)
+    for each in (folder, *(path for path in own if not is_link(path))):
         with contextlib.suppress(OSError):  # what cannot be listed is left for a later attempt
             names = [name for name in os.listdir(each) if re.fullmatch(r"\..*\.tmp", name)]  # noqa: PTH208
             found += [each / name for name in names if not wanted.isdisjoint(_stems_of(name))]

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lustre
-from preprocess.attempts import folder_identity
+from preprocess.attempts import LOGS_FOLDER, folder_identity
 from preprocess.plan.cost_estimate import estimate_of
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
-from shardprep.errors import CannotWrite, ShardprepError
-from shardprep.files import publish_bytes
+from shardprep.errors import ShardprepError
+from shardprep.files import make_subfolder, publish_bytes
 from shardprep.format.names import id_ranges
 from slurm.commands import (
     REQUEST_VARIABLES,
@@ -43,7 +43,6 @@ from slurm.request import WHOLE_NODE, JobRequest, with_variables
 from slurm.resource_use import advised
 from slurm.script import (
     CONTROL,
-    LOG_FOLDER,
     VERIFY,
     array_script,
     controller_script,
@@ -275,10 +274,7 @@ class Sending:
         raises.
         """
         jobs, job_ids = self.state.folder / JOBS_FOLDER, list[str]()
-        try:
-            (jobs / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotWrite(f"{jobs} cannot be made: {error.strerror}") from None
+        make_subfolder(self.state.folder, LOGS_FOLDER)
         try:
             submission = self._submit_all(job_ids)
             publish_submission(self.state.folder, submission)

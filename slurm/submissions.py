@@ -20,8 +20,22 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.attempts import HISTORY_NAME, append_line
-from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UnknownVersion, UsageError
-from shardprep.files import NOT_THERE, PublishedFile, read_regular, read_with_status, sync_folder
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    ReadWriteError,
+    ShardprepError,
+    UnknownVersion,
+    UsageError,
+)
+from shardprep.files import (
+    NOT_THERE,
+    PublishedFile,
+    make_subfolder,
+    read_regular,
+    read_with_status,
+    sync_folder,
+)
 from shardprep.format.checked_json import Fields, checked_fields, with_content_hash
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
 from shardprep.format.shard_making import ShardMaking
@@ -120,9 +134,8 @@ def read_submissions(folder: Path) -> list[Submission]:
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl; what fails is left out."""
     line = {"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}
-    with contextlib.suppress(OSError):
-        (folder / JOBS_FOLDER).mkdir(exist_ok=True)
-    append_line(folder / JOBS_FOLDER / HISTORY_NAME, line)
+    with contextlib.suppress(CannotWrite):
+        append_line(make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, line)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

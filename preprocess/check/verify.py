@@ -29,7 +29,7 @@ from shardprep.files import (
     STALE_AFTER_S,
     HashedFile,
     errors_named,
-    make_folder,
+    make_subfolder,
     publish_bytes,
     read_regular,
     remove_temporaries,
@@ -51,6 +51,7 @@ from shardprep.format.manifest import (
     osts_json,
 )
 from shardprep.format.names import (
+    CRCS_DIR,
     INDEX_NAME,
     OSTS_NAME,
     TAR_END,
@@ -79,7 +80,7 @@ def _publish_crcs(folder: Path, manifest: Manifest, crcs: Records) -> None:
     with contextlib.suppress(*NOT_THERE, BrokenShard):
         if read_regular(path, max_bytes=len(content)) == content:
             return
-    make_folder(path.parent)
+    make_subfolder(folder, CRCS_DIR)
     remove_temporaries(path.parent, shard_name(shard_id), older_than_s=STALE_AFTER_S)
     publish_bytes(path, content)
 

@@ -130,7 +130,6 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
     (place / "job").write_text(JOB)
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
         monkeypatch.delenv(name)
     return FakeSlurm(place=place)

@@ -6,7 +6,7 @@ Tasks run out of memory and time, are killed, cancelled, preempted, held and sus
 its Python, DATA/jobs is emptied, the folder of the logs is full, the accounts are stopped. Printed is a table
 of what was done, what status said, and whether that is right. Then one ``retry`` mends what is missing, and
 the shards are compared with those of an undisturbed run. Another data set of forty shards is submitted by two
-terminals at once, with ``--auto`` and a profile, at MaxArraySize 7; while it runs, slurmctld is killed three
+terminals at once, with ``--auto``, at MaxArraySize 7; while it runs, slurmctld is killed three
 times and slurmdbd once. Exit code 1 where something is not right.
 """
 
@@ -232,7 +232,7 @@ def look(site: Site, data: Path) -> None:
 
 
 def forty_shards(site: Site) -> None:
-    """Two terminals, --auto, a profile, MaxArraySize 7; slurmctld killed three times, slurmdbd in between."""
+    """Two terminals, --auto, MaxArraySize 7; slurmctld killed three times, slurmdbd in between."""
     raw, data, undisturbed = (site.folder / name for name in ("raw40", "forty", "forty_undisturbed"))
     raw.mkdir()
     for number in range(40):
@@ -240,8 +240,8 @@ def forty_shards(site: Site) -> None:
     for folder in (data, undisturbed):
         site.prep("plan", "--input_dir", raw, "--output_dir", folder, "--model_id", site.folder / "model")
     usual = ("--partition", "main", "--cpus_per_task", 1, "--max_parallel", 1)
-    site.slurm("submit", data, *usual, "--shards", 39, "--save_profile", "here")
-    command = [sys.executable, "-m", "slurm", "submit", str(data), "--auto", "--profile", "here"]
+    site.slurm("submit", data, *usual, "--shards", 39)
+    command = [sys.executable, "-m", "slurm", "submit", str(data), "--auto", *map(str, usual)]
     terminals = [
         subprocess.Popen(
             command, env=site.environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -254,13 +254,13 @@ def forty_shards(site: Site) -> None:
     sent = [shard_id for array in arrays for word in array["tasks"] for shard_id in ids_of_ranges(word)]
     num_arrays = [sum("job " in line and " task" in line for line in text.splitlines()) for text in said]
     site.row(
-        "40 shards, MaxArraySize 7, `--auto`, a profile, two `submit` at once",
+        "40 shards, MaxArraySize 7, `--auto`, two `submit` at once",
         f"{len(arrays[-1]['tasks'])} tasks for {len(sent) - 1} shards; arrays sent by each: {num_arrays}",
         sorted(sent) == list(range(40)) and sorted(num_arrays) == [0, 1],
     )
     sources = site.status(data)["asked_for"]
     words = {sources[name]["source"].partition(" ")[0] for name in ("partition", "mem_gb")}
-    site.row("where its values came from", ", ".join(sorted(words)), words == {"profile", "auto:"})
+    site.row("where its values came from", ", ".join(sorted(words)), words == {"flag", "auto:"})
     controllers_killed(site, data)
     wait_until(
         lambda: not {"running", "pending", "not_visible"} & {n for n, ids in site.status(data).items() if ids}

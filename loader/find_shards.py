@@ -54,6 +54,7 @@ from shardprep.files import (
     with_retries,
 )
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.done import read_findings, refuse_found, refuse_other_plan
 from shardprep.format.idx import idx_num_bytes
 from shardprep.format.manifest import (
     VALIDATION_COLUMN,
@@ -982,7 +983,11 @@ def _has_index_or_plan(folder: Path) -> bool:
 
 
 def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
-    """A data set, or the shards of it that were named one by one; the others need not be there."""
+    """A data set, or the shards of it that were named one by one; the others need not be there.
+
+    Done-ness is asked as everywhere; the sizes of files are compared when they are opened. With an index.json
+    that is four opens for a whole data set, of which plan.json and findings.json are two.
+    """
     if shard_ids is None or _has_index(folder):
         index = read_index(folder)
         num_shards = len(index.columns)
@@ -998,6 +1003,8 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
     else:
         index = merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in shard_ids))
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
+    refuse_other_plan(folder, index.spec.plan_id)
+    refuse_found(folder, read_findings(folder, index.spec.plan_id), ids.tolist())
     return DatasetShards(
         folder=folder,
         spec=index.spec,

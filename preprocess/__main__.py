@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from shardprep.format.names import INDEX_NAME, PLAN_NAME, id_ranges, ids_of_rang
 if TYPE_CHECKING:
     from preprocess.check.verify import Problem
     from preprocess.plan.plan_file import Plan
+    from shardprep.format.done import Check, Finding
 
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
@@ -163,8 +164,8 @@ def verify(args: argparse.Namespace) -> int:
     """``verify DATA``: prove the shards whole and write index.json."""
     from preprocess.attempts import read_attempts, remove_finished
     from preprocess.check.verify import verify_dataset
-    from preprocess.done_shards import remove_findings
     from preprocess.plan.plan_file import need_plan
+    from shardprep.format.done import remove_findings, standing_findings
     from shardprep.format.shard_making import source_lines
 
     if args.fast and args.crcs:
@@ -173,16 +174,19 @@ def verify(args: argparse.Namespace) -> int:
         raise UsageError.of_value("--deep", args.deep, "a number of shards from 1")
     folder = args.output_dir
     plan = need_plan(folder)
+    check: Check = "fast" if args.fast else "full"
+    standing = standing_findings(folder, plan.plan_id, check)
     with Progress("verifying", plan.num_shards, unit="shards") as progress:
         problems, index = verify_dataset(
-            folder, plan, fast=args.fast, crcs=args.crcs, progress=lambda _: progress.add(1)
+            folder,
+            plan,
+            fast=args.fast,
+            crcs=args.crcs,
+            progress=lambda _: progress.add(1),
+            standing={} if args.deep is not None else standing,
         )
     if index is None:
-        _tell_problems(folder, plan, problems)
-        ids = id_ranges(problem.shard_id for problem in problems)
-        wrong = f"{len(problems)} of {plan.num_shards} shards are not right: {shards_text(ids)}"
-        say(f"{wrong}; the lines above say what to do")
-        return problems[0].error.exit_code
+        return _tell_problems(folder, plan, problems, check)
     samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
     print_lines(
         f"verified {counted(plan.num_shards, 'shard')}: {counted(samples, 'sample')}, "
@@ -190,34 +194,52 @@ def verify(args: argparse.Namespace) -> int:
     )
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     print_lines(*source_lines(counts, all_in=INDEX_NAME))
+    if args.deep is not None and (code := _verify_deep(args, plan, standing)):
+        return code
     remove_findings(folder)
     remove_finished(read_attempts(folder, plan.plan_id).own, [True] * plan.num_shards)
-    return _verify_deep(args, plan) if args.deep is not None else 0
+    return 0
 
 
-def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem]) -> None:
-    from preprocess.done_shards import publish_findings
+def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check: Check) -> int:
+    """Say what is wrong, write it down for the other commands, and return the exit code.
+
+    What is wrong with a shard is told before what could not be read, of which nothing is known.
+    """
+    from shardprep.format.done import is_of_shard, publish_findings
 
     for problem in problems:
         say(f"error: shard {problem.shard_id:05d}: {problem.error}")
+    wrong = [each for each in problems if is_of_shard(each.error)]
+    others = [each for each in problems if not is_of_shard(each.error)]
     try:
-        publish_findings(folder, plan.plan_id, [(each.shard_id, each.error) for each in problems])
+        errors = [(each.shard_id, each.error) for each in wrong]
+        not_read = {each.shard_id for each in others}
+        publish_findings(folder, plan.plan_id, errors, check=check, not_read=not_read)
     except ShardprepError as error:
-        say(f"warning: status and retry will not know this: {error}")
+        say(f"warning: other commands will not know this: {error}")
+    for some, what in (
+        (wrong, "are not right"),
+        (others, "could not be compared, and nothing is said of them"),
+    ):
+        if some:
+            ids = id_ranges(each.shard_id for each in some)
+            say(f"{len(some)} of {plan.num_shards} shards {what}: {shards_text(ids)}; see the lines above")
+    return (wrong or others)[0].error.exit_code
 
 
-def _verify_deep(args: argparse.Namespace, plan: Plan) -> int:
+def _verify_deep(args: argparse.Namespace, plan: Plan, standing: Mapping[int, Finding]) -> int:
+    """Compare some shards with their input, among them those that such a comparison found wrong before."""
     from preprocess.check.deep_verify import choose_shards, verify_deep
 
     resources.bind_to_task_cpus(offset=0)
-    chosen = choose_shards(plan, args.deep)
+    chosen = sorted({*choose_shards(plan, args.deep), *standing})
     with Progress("comparing with the input", len(chosen), unit="shards") as progress:
         problems, checked = verify_deep(
             args.output_dir, plan, chosen, input_dir=args.input_dir, progress=progress.add
         )
     if problems:
-        _tell_problems(args.output_dir, plan, problems)
-        return problems[0].error.exit_code
+        return _tell_problems(args.output_dir, plan, problems, "deep")
     print_lines(
         "a second reader finds the same in the input of "
         f"{counted(len(chosen), 'shard')} ({id_ranges(chosen)}): "

@@ -15,15 +15,16 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from shardprep.errors import ReadWriteError, ShardprepError
-from shardprep.files import names_in, read_regular
+from shardprep.errors import CannotWrite, ReadWriteError, ShardprepError
+from shardprep.files import append_bytes, make_subfolder, names_in, read_with_status
 from shardprep.format.names import MAX_SHARDS, id_ranges, ids_of_ranges
 
 ATTEMPTS_FOLDER = "jobs/attempts"
+LOGS_FOLDER = "jobs/logs"
 HISTORY_NAME = "history.jsonl"  # in jobs/
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
 _VERSION = 1
@@ -128,7 +129,10 @@ def read_attempts(folder: Path, plan_id: str) -> Attempts:
             continue
         path = folder / ATTEMPTS_FOLDER / name
         try:
-            attempt = _attempt_of(path, read_regular(path, max_bytes=_MAX_BYTES))
+            content, status = read_with_status(path, max_bytes=_MAX_BYTES)
+            attempt = _attempt_of(path, content)
+            if attempt and status.st_uid != os.geteuid() and not _is_log_of(folder, attempt.log):
+                attempt = replace(attempt, log="")  # of another user: it may name any file of this one's
         except FileNotFoundError:  # it made its shards since the folder was listed
             continue
         except ShardprepError as error:
@@ -139,6 +143,12 @@ def read_attempts(folder: Path, plan_id: str) -> Attempts:
             (own if is_own else foreign).append(attempt)
     own.sort(key=lambda each: (each.began, each.path.name))
     return Attempts(own=own, foreign=foreign, unreadable=unreadable)
+
+
+def _is_log_of(folder: Path, log: str) -> bool:
+    """Whether a log lies in DATA/jobs/logs, and is no link that leads elsewhere."""
+    logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
+    return os.path.dirname(os.path.realpath(log)) == logs  # noqa: PTH120
 
 
 # Of the first and the last line, what is kept as it is said.
@@ -221,8 +231,7 @@ def append_end(attempt: Attempt) -> None:
 def append_line(path: Path, content: dict[str, Any]) -> bool:
     """Append a JSON object by one write, so that lines of several processes do not mix; whether it could."""
     try:
-        with path.open("ab", buffering=0) as file:
-            file.write(json.dumps(content).encode() + b"\n")
+        append_bytes(path, json.dumps(content).encode() + b"\n")
     except OSError:
         return False
     return True
@@ -267,9 +276,10 @@ class RunRecord:
             name = f"{job_id}_{begin['index']}.r{begin['num_restarts']}"
         path = folder / ATTEMPTS_FOLDER / name
         for _ in range(2):  # another run may remove the empty folder in between
-            with contextlib.suppress(OSError):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            if append_line(path, begin):
+            with contextlib.suppress(CannotWrite):
+                make_subfolder(folder, ATTEMPTS_FOLDER)
+                if not append_line(path, begin):
+                    continue
                 self._path = path
                 os.environ[RECORD_VARIABLE] = str(path)
                 return

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from preprocess.make.worker import manifest_if_done
 from preprocess.plan.plan_file import Plan, is_same_plan, need_plan, plan_id, publish_plan, read_plan
+from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.console import Progress
 from shardprep.errors import Refused, UsageError
 from shardprep.files import (
@@ -23,8 +23,9 @@ from shardprep.files import (
     stamp_file,
     sync_folder,
 )
+from shardprep.format.done import check_done, done_manifest, read_findings
 from shardprep.format.idx import HEADER_BYTES, idx_header
-from shardprep.format.manifest import Manifest, check_shard, shard_files
+from shardprep.format.manifest import Manifest, shard_files
 from shardprep.format.names import LEFT_OUT_DIR, TOKENIZER_DIR, idx_path, manifest_path
 from shardprep.format.withdrawals import read_withdrawals, withdrawal_path
 
@@ -36,6 +37,7 @@ def take_over(folder: Path, new: Path) -> tuple[Plan, int]:
     new folder has another plan, and what reading and writing raise.
     """
     plan = need_plan(folder)
+    check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
     lists = read_withdrawals(folder, plan.plan_id)
     if not lists.lists:
         raise UsageError(f"nothing is withdrawn of {folder}; name documents first: shardprep withdraw")
@@ -56,10 +58,11 @@ def take_over(folder: Path, new: Path) -> tuple[Plan, int]:
     if found is None:
         _publish_beginnings(folder, new, planned, len(lists.lists))
     untouched = sorted({*range(plan.num_shards)} - {*lists.shard_ids})
+    found_wrong, found_new = read_findings(folder, plan.plan_id), read_findings(new, planned.plan_id)
     with Progress("taking over", len(untouched), unit="shards") as progress:
         for shard_id in untouched:
-            manifest = check_shard(folder, shard_id, plan.plan_id)
-            if manifest_if_done(new, shard_id, planned.plan_id) is None:
+            manifest = check_done(folder, shard_id, plan.plan_id, found_wrong)
+            if done_manifest(new, shard_id, planned.plan_id, found_new) is None:
                 _take_over_shard(folder, new, planned, manifest)
             progress.add(1)
     return planned, len(untouched)

@@ -42,9 +42,10 @@ from shardprep.errors import BadInput, NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, errors_named, open_regular, read_regular
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
+from shardprep.format.done import check_done, read_findings
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
-from shardprep.format.manifest import Manifest, check_shard
+from shardprep.format.manifest import Manifest
 from shardprep.format.names import TEXT_FIELD, digests_path, ids_path, remake_command, tar_path
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import publish_withdrawal, read_withdrawals, withdrawal_path
@@ -87,7 +88,11 @@ def withdraw(args: argparse.Namespace) -> int:
         is_found = dict.fromkeys(_asked_keys(args, plan), False)
         with Progress("looking for documents", plan.num_shards, unit="shards") as progress:
             for shard_id in range(plan.num_shards):
-                keys = _keys_of_shard(args, plan, check_shard(folder, shard_id, plan.plan_id))
+                keys = _keys_of_shard(
+                    args,
+                    plan,
+                    check_done(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id)),
+                )
                 hits = [(number, key) for number, key in enumerate(keys) if key in is_found]
                 is_found.update((key, True) for _, key in hits)
                 if hits:
@@ -150,7 +155,7 @@ def _documents_at(folder: Path, plan: Plan, addresses: Sequence[str]) -> dict[in
             nearest = place_text(plan.inputs[place.input_number].path, begin)
             say(f"no document begins at {address}: the last one before is taken, at {nearest}")
     for shard_id, places in asked.items():
-        check_shard(folder, shard_id, plan.plan_id)
+        check_done(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
         numbers = _in_rows(folder, plan, places) if plan.spec.has_rows else _of_samples(folder, plan, places)
         found.setdefault(shard_id, set()).update(numbers)
     return {shard_id: np.array(sorted(numbers), np.int64) for shard_id, numbers in sorted(found.items())}
@@ -193,7 +198,9 @@ def _document_in_input(folder: Path, plan: Plan, place: InInput) -> tuple[int, i
     with Progress("looking for a document", sum(shard.num_bytes for shard in shards)) as progress:
         for shard_id in (shard.shard_id for shard in shards):
             num_read = 0
-            for item in _items(folder, plan, check_shard(folder, shard_id, plan.plan_id)):
+            for item in _items(
+                folder, plan, check_done(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
+            ):
                 if isinstance(item, DocumentBatch):
                     input_number, offsets = item.input_number, item.input_offsets
                 else:
@@ -372,7 +379,7 @@ def _in_order_of_input(records: Records) -> npt.NDArray[np.intp]:
 
 def _stretches(folder: Path, plan: Plan, shard_id: int) -> tuple[Numbers, Numbers, Numbers]:
     """Begins and ends of the documents' tokens in a shard's rows, and whose they are: int64[n] each."""
-    manifest = check_shard(folder, shard_id, plan.plan_id)
+    manifest = check_done(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
     num_documents = manifest.counts.num_documents
     with ShardSamples(folder, plan.spec, shard_id) as samples:
         records, seq_len = samples.records, plan.spec.seq_len

@@ -28,7 +28,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError
@@ -50,8 +50,8 @@ def open_regular(path: Path) -> int:
     return _opened(path)[0]
 
 
-def _opened(path: Path | str) -> tuple[int, int]:
-    """``open_regular``, and the file's size."""
+def _opened(path: Path | str) -> tuple[int, os.stat_result]:
+    """``open_regular``, and what the file system says of the file."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
         found = os.fstat(handle)
@@ -61,7 +61,7 @@ def _opened(path: Path | str) -> tuple[int, int]:
     if not stat.S_ISREG(found.st_mode):
         close_read(handle)
         raise _no_regular_file(path, found.st_mode)
-    return handle, found.st_size
+    return handle, found
 
 
 def _no_regular_file(path: Path | str, mode: int) -> BrokenShard:
@@ -90,7 +90,8 @@ class ReadFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle, self.num_bytes = _opened(path)
+        self._handle, found = _opened(path)
+        self.num_bytes = found.st_size
 
     def __enter__(self) -> Self:
         return self
@@ -187,8 +188,14 @@ def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
     Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it is no regular
     file or too large, ReadWriteError where the file system fails.
     """
+    return read_with_status(path, max_bytes=max_bytes)[0]
+
+
+def read_with_status(path: Path | str, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
+    """``read_regular``, and what the file system says of the very file that was read."""
     try:  # not errors_named: of 10,000 manifests it would take a tenth of the time
-        handle, num_bytes = _opened(path)
+        handle, found = _opened(path)
+        num_bytes = found.st_size
         try:
             if num_bytes > max_bytes:
                 raise BrokenShard(f"{path} has {num_bytes} bytes, expected at most {max_bytes}")
@@ -199,7 +206,7 @@ def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
                 num_left -= len(part)
         finally:
             os.close(handle)
-        return b"".join(parts)
+        return b"".join(parts), found
     except NOT_THERE:
         raise
     except OSError as error:
@@ -255,6 +262,48 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
         raise CannotWrite(f"{path} cannot be made: {error.strerror}") from None
 
 
+def make_subfolder(folder: Path, name: str) -> Path:
+    """Make a folder inside of a data set unless it is there; return its path.
+
+    Raises CannotWrite, also for a link in its place, or in that of a folder above it: what would be written
+    there could take the place of another folder's files.
+    """
+    path = folder
+    for part in name.split("/"):
+        path /= part
+        if is_link(path):
+            raise CannotWrite(
+                f"{path} is a link to {os.readlink(path)!r}, and files of the same names in there would be "  # noqa: PTH115
+                "replaced; put a folder in its place"
+            )
+        make_folder(path)
+    return path
+
+
+def is_link(path: Path) -> bool:
+    """Whether a link has this name; False where that cannot be known, as what is read there fails, too."""
+    return os.path.islink(path)  # noqa: PTH114 - Path's may raise OSError
+
+
+def is_name_inside(name: str) -> bool:
+    """Whether a path that stands in a file leads to a place inside of the folder that it is joined to.
+
+    It is relative, has no ``..``, and is spelled as ``Path.relative_to`` gives it.
+    """
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == name
+
+
+def append_bytes(path: Path, data: bytes) -> None:
+    """Append to a file by one write, which is made if it is missing. Raises OSError, also for a link."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o666)
+    try:
+        os.write(handle, data)
+    finally:
+        os.close(handle)
+
+
 def _unless_missing(path: Path, read: Callable[[], T], missing: T) -> T:
     try:
         with errors_named(path):
@@ -284,8 +333,11 @@ def _read_error(path: Path | str, error: OSError) -> ReadWriteError:
 logger = logging.getLogger(__name__)
 
 RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
-# What file systems over a network say while a server or the connection to it is gone.
-RETRIED = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN})
+# What file systems over a network say while a server or the connection to it is gone, and what a system says
+# whose handles are all in use.
+RETRIED = frozenset({
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE
+})  # fmt: skip
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:
@@ -538,7 +590,8 @@ def remove_temporaries(
     Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
     """
     wanted, found = set(stems), list[Path]()
-    for each in (folder, *(folder / name for name in subfolders)):
+    own = (folder / name for name in subfolders)
+    for each in (folder, *(path for path in own if not is_link(path))):
         with contextlib.suppress(OSError):  # what cannot be listed is left for a later attempt
             names = [name for name in os.listdir(each) if re.fullmatch(r"\..*\.tmp", name)]  # noqa: PTH208
             found += [each / name for name in names if not wanted.isdisjoint(_stems_of(name))]

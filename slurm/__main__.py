@@ -38,13 +38,6 @@ def _logs_flags(parser: argparse.ArgumentParser) -> None:
 def _submit_flags(parser: argparse.ArgumentParser) -> None:
     _sending_flags(parser)
     parser.add_argument(
-        "--profile", help="a profile of shardprep.toml: in DATA, in ~/.config, or in /etc (default: none)"
-    )
-    parser.add_argument(
-        "--save_profile",
-        help="save these settings in ~/.config/shardprep.toml under this name (default: not saved)",
-    )
-    parser.add_argument(
         "--auto",
         action="store_true",
         help="choose CPUs, memory and time: by the shards that are made, or a sample of the input",

@@ -80,6 +80,9 @@ begin_record() {
   facts=$(stat -Lc '%i %s' "$root" /proc/$$/fd/1) || return 0
   [[ $root = /* ]] || root=$PWD/$root
   SHARDPREP_ATTEMPT=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
+  # A link in a data set of somebody else may lead to a file of this user's.
+  [[ ! -L $root/jobs && ! -L $root/jobs/attempts && ! -L $SHARDPREP_ATTEMPT ]] ||
+    { unset SHARDPREP_ATTEMPT; return 0; }
   { exec {record}>>"$SHARDPREP_ATTEMPT"; } 2>/dev/null ||
     { mkdir -p "$root/jobs/attempts" && exec {record}>>"$SHARDPREP_ATTEMPT"; } 2>/dev/null ||
     { record=""; unset SHARDPREP_ATTEMPT; return 0; }

@@ -1,46 +1,34 @@
 """What a task asks Slurm for: JobRequest, whose fields are the flags of ``submit``, and where they come from.
 
-Defaults of a site, a user and a data set stand in ``shardprep.toml``: the table [slurm], and
-[slurm.profiles.NAME] for --profile. Of three files the nearer one wins, key by key: /etc/shardprep.toml, the
-user's (~/.config/shardprep.toml), and the data set's own. Flags and sbatch's variables (SBATCH_PARTITION) win
-over all of them.
+A value is that of a flag, or of a variable of sbatch (SBATCH_PARTITION) or of prep_array.sh. Some fields name
+commands, so no file of a data set gives any of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from shardprep.command_line import option
-from shardprep.errors import CannotWrite, UsageError
-from shardprep.files import NOT_THERE, publish_bytes, read_regular
+from shardprep.errors import UsageError
 from slurm.commands import REQUEST_VARIABLES, megabytes_of, minutes_of
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-FILE_NAME = "shardprep.toml"
 WHOLE_NODE = "node"  # as --cpus_per_task
 _MEMORY = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
 # Options of sbatch that a submission sets itself.
 _OURS = {"--job-name", "--array", "--output", "--dependency", "--wrap", "--parsable", "--hold"}
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
-_SITE = Path("/etc")
-_MAX_BYTES = 1 << 20
 _NODES = "partition, account and nodes"
 _RESOURCES = "resources of a task"
 _RUNS = "set-up, container and more options"
 FLAG_GROUPS = (_NODES, _RESOURCES, _RUNS)
+# Fields that name commands, or that may hold options which do.
+COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +119,6 @@ class JobRequest:
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
 
 
-_FIELDS = [item.name for item in dataclasses.fields(JobRequest)]
-
-
 def _check_value(name: str, value: object, hint: Any) -> None:
     """Raises UsageError for a value of another type (of a file, say), or a number that no job can have."""
     kind = hint | int if hint == float | None else hint
@@ -173,101 +158,7 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
                     f"unset it, or give the flag --{name} too"
                 )
         found[name] = value
-    return _with_whole_setup(with_changes(found, flags), "")
-
-
-def _with_whole_setup(values: dict[str, Any], base: str | Path) -> dict[str, Any]:
-    """The values with the absolute path of a set-up file that was given relative to a folder."""
-    if not values.get("setup"):
-        return values
-    path = os.path.join(base, os.path.expanduser(values["setup"]))  # noqa: PTH111, PTH118 - text
-    return {**values, "setup": os.path.abspath(path)}  # noqa: PTH100
-
-
-def user_file() -> Path:
-    """The user's own file, whether it is there or not."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or f"{os.environ.get('HOME', '')}/.config", FILE_NAME)
-
-
-def find_defaults(folder: Path, profile: str | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields that the three files and the chosen profile give, and where each was found.
-
-    Raises UsageError for what cannot be used, naming file and key, and what reading the files raises.
-    """
-    places = (_SITE / FILE_NAME, user_file(), folder / FILE_NAME)
-    tables = [(path, _read(path)) for path in places]
-    for _, table in reversed(tables):  # the nearer one first
-        chosen = table.pop("profile", None)
-        profile = profile or chosen
-    profiles = [(path, table.pop("profiles", {})) for path, table in tables]
-    if profile is not None and not any(profile in each for _, each in profiles):
-        known = sorted({name for _, each in profiles for name in each})
-        raise UsageError(
-            f"there is no profile {profile!r}; known: {', '.join(known) or 'none'} "
-            f"(looked into {', '.join(map(str, places))})"
-        )
-    found = [(str(path), table) for path, table in tables]
-    found += [(f"profile {profile} of {path}", each[profile]) for path, each in profiles if profile in each]
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for source, table in found:
-        values = with_changes(values, table)
-        sources |= dict.fromkeys(table, source)
-    return values, sources
-
-
-def save_profile(name: str, values: Mapping[str, Any], *, dry_run: bool = False) -> Path:
-    """Write a profile into the user's file, in place of one of this name; the rest of the file stays.
-
-    A dry run checks the same and writes nothing. Raises UsageError for a name that is none, CannotWrite or
-    ReadWriteError.
-    """
-    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        raise UsageError(f"--save_profile is {name!r}, expected letters, digits, - and _")
-    path = user_file()
-    _read(path)  # a file that cannot be read must not be written over
-    if dry_run:
-        return path
-    try:
-        text = read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8")
-    except NOT_THERE:
-        text = ""
-    header = f"[slurm.profiles.{name}]"
-    kept = re.sub(rf"^{re.escape(header)}.*?(?=^\[|\Z)", "", text, flags=re.MULTILINE | re.DOTALL).rstrip()
-    lines = [header, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items())]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CannotWrite(f"{path.parent} cannot be made: {error.strerror}") from None
-    publish_bytes(path, ("\n\n".join(filter(None, (kept, "\n".join(lines)))) + "\n").encode("utf-8"))
-    return path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The table [slurm] of a file, checked; {} where there is none. Other tables may be others'."""
-    try:
-        table = tomllib.loads(read_regular(path, max_bytes=_MAX_BYTES).decode("utf-8")).get("slurm", {})
-    except NOT_THERE:
-        return {}
-    except ValueError as error:
-        raise UsageError(f"{path} is no TOML: {error}; mend it or move it away") from None
-    if not isinstance(table, dict):
-        raise UsageError(f"{path}: slurm is {table!r:.60}, expected a table: [slurm]")
-    profiles, profile = table.pop("profiles", {}), table.pop("profile", None)
-    if not isinstance(profiles, dict) or not all(isinstance(each, dict) for each in profiles.values()):
-        raise UsageError(f"{path}: profiles must be tables such as [slurm.profiles.leonardo]")
-    if profile is not None and not isinstance(profile, str):
-        raise UsageError(f"{path}: profile is {profile!r:.60}, expected the name of a profile")
-    checked = {name: _checked(path, f"[slurm.profiles.{name}]", each) for name, each in profiles.items()}
-    return {**_checked(path, "[slurm]", table), "profiles": checked, "profile": profile}
-
-
-def _checked(path: Path, where: str, table: dict[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(table.keys() - set(_FIELDS)):
-        raise UsageError(f"{path}: {where} has {unknown[0]!r}, expected: {', '.join(_FIELDS)}")
-    for name, value in table.items():
-        try:
-            JobRequest(**{name: value})
-        except UsageError as error:
-            raise UsageError(f"{path}: {where}: {error}") from None
-    return _with_whole_setup(table, path.parent)
+    given = with_changes(found, flags)
+    if given.get("setup"):
+        given["setup"] = os.path.abspath(os.path.expanduser(given["setup"]))  # noqa: PTH100, PTH111 - text
+    return given

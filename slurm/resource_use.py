@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preprocess.done_shards import find_made_shards
 from preprocess.plan.plan_file import Plan
 from shardprep.console import counted, say
 from shardprep.errors import ShardprepError
+from shardprep.format.done import find_made_shards
 from shardprep.format.shard_making import ShardMaking
 from slurm.request import JobRequest
 from slurm.site import SiteLimits, check_folder
@@ -128,7 +128,7 @@ def advised(
     ``has_cpus``: the request's CPUs were given; memory and time are then what a task of these needs.
     """
     plan = check_folder(folder, request)
-    made = list(find_made_shards(folder, plan).done.values())
+    made = list(find_made_shards(folder, plan.spec).done.values())
     num_cpus = None
     if has_cpus:
         num_cpus = request.num_cpus or (limits.max_cpus if limits else None)

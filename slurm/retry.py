@@ -9,6 +9,7 @@ DATA/jobs/history.jsonl, which ``status`` shows.
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -19,10 +20,11 @@ from preprocess.attempts import Attempt
 from preprocess.plan.plan_file import need_plan
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
-from shardprep.errors import NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
+from shardprep.own_packages import HOME
 from slurm.commands import ask_patiently
-from slurm.request import JobRequest, with_variables
+from slurm.request import COMMANDS, JobRequest, with_variables
 from slurm.send import Sending, check_recorded, leave_controller, prepare, send_prepared
 from slurm.site import check_folder, find_limits
 from slurm.state import (
@@ -37,7 +39,7 @@ from slurm.state import (
     remedy_of,
 )
 from slurm.status import wait_for_jobs
-from slurm.submissions import append_event
+from slurm.submissions import JOBS_FOLDER, append_event
 
 REPORT_NAME = "report.html"
 _TOGETHER_S = 600.0  # Slurm finds nodes of one power cut up to SlurmdTimeout (300 s) apart
@@ -74,7 +76,8 @@ def _retry(args: argparse.Namespace) -> int:
             return _stop(state, f"not made after {rounds} (--max_rounds): {missing}")
         if sending is None:
             waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
-            leave_controller(args, state, state.next_number, _base_request(state), waited)
+            request = _trusted(state, _base_request(state), changes)
+            leave_controller(args, state, state.next_number, request, waited)
             return 0
     if sending is not None:
         return send_prepared(args, sending, prepared)
@@ -115,11 +118,11 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
     if not again:
         return None
     base = _base_request(state)
-    max_mem_mb = find_limits(base.changed(**changes)).max_mem_mb
+    max_mem_mb = find_limits(_trusted(state, base, changes)).max_mem_mb
     nodes = failing_nodes(state.attempts.own)
     groups: dict[JobRequest, list[int]] = {}
     for shard in again:
-        request = retry_request(shard, base, max_mem_mb, nodes).changed(**changes)
+        request = _trusted(state, retry_request(shard, base, max_mem_mb, nodes), changes)
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
@@ -134,6 +137,30 @@ def _base_request(state: DatasetState) -> JobRequest:
         return state.submissions[-1].arrays[0].request
     num_cpus = [each.num_cpus for each in state.attempts.own if each.job_id and each.num_cpus]
     return JobRequest(cpus_per_task=num_cpus[-1]) if num_cpus else JobRequest()
+
+
+def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
+    """Return a recorded request with the user's changes.
+
+    Raises Refused if a command is left in it that only a record of somebody else names: the user would run
+    what whoever can write to the data set wrote there.
+    """
+    own = [array.request for each in state.submissions if each.is_own for array in each.arrays]
+    foreign = {}
+    for name in COMMANDS:
+        value = getattr(request, name)
+        if value and name not in changes and value not in [getattr(each, name) for each in own]:
+            foreign[name] = value
+    if foreign:
+        numbers = ", ".join(f"{each.number:04d}.json" for each in state.submissions if not each.is_own)
+        words = shlex.join(f"--{name}={value}" for name, value in foreign.items())
+        raise Refused(
+            f"{state.folder / JOBS_FOLDER} has records that another user wrote, or that others can write to "
+            f"({numbers}), and the commands in them would run as yours. Read them; if they are right, type: "
+            f"shardprep retry {quoted(state.folder)} {words}. Leave one out by an empty value, such as "
+            f"--{next(iter(foreign))}=''"
+        )
+    return request.changed(**changes)
 
 
 def retry_request(
@@ -190,7 +217,9 @@ def _finish(state: DatasetState, max_attempts: int) -> int:
     """Where ``retry`` sends nothing: verify what is done and write the report, or say why this stops."""
     folder = state.folder
     if not state.is_verified and len(state.made.done) == state.plan.num_shards:
-        code = subprocess.run([sys.executable, "-m", "preprocess", "verify", folder], check=False).returncode
+        command = [sys.executable, "-m", "preprocess", "verify", folder]
+        # From a folder of ours: Python imports modules of the current one, which may be the data set.
+        code = subprocess.run(command, cwd=HOME, check=False).returncode
         if code:
             return _stop(state, "verify fails, its words are in this log")
     elif not state.is_verified:
@@ -201,7 +230,8 @@ def _finish(state: DatasetState, max_attempts: int) -> int:
             words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
         return _stop(state, "; ".join(words) or "shards are missing that may run where it cannot be seen")
     output = folder / REPORT_NAME
-    subprocess.run([sys.executable, "-m", "slurm", "report", folder, "--output", output], check=False)
+    command = [sys.executable, "-m", "slurm", "report", folder, "--output", output]
+    subprocess.run(command, cwd=HOME, check=False)
     append_event(folder, "finished", report=str(output))
     say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
     return 0

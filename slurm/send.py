@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lustre
-from preprocess.attempts import folder_identity
+from preprocess.attempts import LOGS_FOLDER, folder_identity
 from preprocess.plan.cost_estimate import estimate_of
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
-from shardprep.errors import CannotWrite, ShardprepError
-from shardprep.files import publish_bytes
+from shardprep.errors import ShardprepError
+from shardprep.files import make_subfolder, publish_bytes
 from shardprep.format.names import id_ranges
 from slurm.commands import (
     REQUEST_VARIABLES,
@@ -40,11 +40,10 @@ from slurm.commands import (
     slurm_answer,
     slurm_output,
 )
-from slurm.request import WHOLE_NODE, JobRequest, find_defaults, save_profile, with_changes, with_variables
+from slurm.request import WHOLE_NODE, JobRequest, with_variables
 from slurm.resource_use import advised
 from slurm.script import (
     CONTROL,
-    LOG_FOLDER,
     VERIFY,
     array_script,
     controller_script,
@@ -89,11 +88,6 @@ def submit(args: argparse.Namespace) -> int:
     except SlurmMissing as error:
         error.remedy = f"shardprep run {quoted(args.output_dir)}"
         raise
-    if args.save_profile:
-        values = {name: getattr(request, name) for name in sources}
-        path = save_profile(args.save_profile, values, dry_run=args.dry_run)
-        would = "not saved, as this is a dry run: it would be" if args.dry_run else "saved as"
-        say(f"{would} profile {args.save_profile} in {path}")
     if sending is not None:
         return send_prepared(args, sending, prepared)
     print_lines(f"nothing to submit: {state.summary}")
@@ -105,10 +99,8 @@ def submit(args: argparse.Namespace) -> int:
 def _chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]]:
     """The whole request of a submit, and where each value came from that is no default."""
     flags = given_of(args, JobRequest)
-    given = with_variables(flags)
-    values, sources = find_defaults(args.output_dir, args.profile)
-    values = with_changes(values, given)
-    sources |= {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
+    values = given = with_variables(flags)
+    sources = {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
     limits, before = None, JobRequest(**values)
     if args.auto or "cpus_per_task" not in values:
         with contextlib.suppress(SlurmAway):  # a dry run goes on; a submission ends with this error later
@@ -125,7 +117,7 @@ def _chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str
     if limits and "cpus_per_task" not in values and most_cpus < (request.num_cpus or 0):
         request = request.changed(cpus_per_task=limits.max_cpus)
         sources["cpus_per_task"] = f"the most of {limits.whose('max_cpus')}"
-    return request, {name: source for name, source in sources.items() if name in {*values, "cpus_per_task"}}
+    return request, sources
 
 
 def prepare_submit(
@@ -287,10 +279,7 @@ class Sending:
         raises.
         """
         jobs, job_ids = self.state.folder / JOBS_FOLDER, list[str]()
-        try:
-            (jobs / LOG_FOLDER).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CannotWrite(f"{jobs} cannot be made: {error.strerror}") from None
+        make_subfolder(self.state.folder, LOGS_FOLDER)
         try:
             submission = self._submit_all(job_ids)
             publish_submission(self.state.folder, submission)

@@ -22,6 +22,7 @@ from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.console import quoted, say
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
+from shardprep.files import is_link
 from shardprep.format.names import id_ranges
 from slurm.commands import SlurmRefused, megabytes_of, minutes_of, read_config, slurm_answer, slurm_output
 from slurm.request import JobRequest
@@ -42,6 +43,8 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     for place in (folder, jobs, jobs / LOG_FOLDER):
         try:
             is_folder = stat.S_ISDIR(place.stat().st_mode)
+            if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
+                raise CannotWrite(f"{place} is a link; put a folder in its place")
         except FileNotFoundError:
             continue
         except OSError as error:

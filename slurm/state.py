@@ -1,6 +1,6 @@
 """Where every shard of a data set stands, why the missing ones were not made, and what to do about it.
 
-Manifests say what is done (``preprocess.done_shards``). Of the other shards the attempts' records say who
+Manifests say what is done (``shardprep.format.done``). Of the other shards the attempts' records say who
 tried and how it ended, and Slurm says what waits and runs. Slurm is believed of an end where the record has
 none, or where Slurm alone can know: memory, the time limit, a node, a preemption. It is not asked where no
 job has anything to do with the data set and none of its commands is installed.
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from preprocess.attempts import Attempt, Attempts, append_end, folder_identity, read_attempts
-from preprocess.done_shards import MadeShards, find_made_shards, is_verified
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import open_regular
+from shardprep.format.done import MadeShards, find_made_shards, is_verified
 from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import SlurmAway
 from slurm.queue import (
@@ -344,7 +344,7 @@ def find_state(
     before = read_attempts(folder, plan.plan_id)
     open_attempts = [each for each in before.own if each.ended is None and each.job_id]
     has_jobs = bool(submissions or open_attempts)
-    first = made or (None if has_jobs else find_made_shards(folder, plan))
+    first = made or (None if has_jobs else find_made_shards(folder, plan.spec))
     shown = ShownJobs()
     if has_jobs or (first and len(first.done) < plan.num_shards and shutil.which("squeue")):
         try:
@@ -363,7 +363,7 @@ def find_state(
         unreadable=[*unreadable, *before.unreadable],
     )
     if made is None:
-        made = first if first and not shown.attempts else find_made_shards(folder, plan)
+        made = first if first and not shown.attempts else find_made_shards(folder, plan.spec)
     return DatasetState(
         folder=folder,
         plan=plan,
@@ -372,7 +372,7 @@ def find_state(
         foreign_jobs=find_live_jobs(foreign),
         attempts=attempts,
         made=made,
-        is_verified=is_verified(folder, plan, made),
+        is_verified=is_verified(folder, plan.spec, made),
         shards=_shard_states(folder, plan.num_shards, made, submissions, attempts, shown),
         shown=shown,
     )

@@ -13,15 +13,30 @@ import getpass
 import json
 import os
 import re
+import stat
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from preprocess.attempts import HISTORY_NAME, append_line
-from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UnknownVersion, UsageError
-from shardprep.files import NOT_THERE, PublishedFile, read_regular, sync_folder
-from shardprep.format.checked_json import Fields, read_checked, with_content_hash
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    ReadWriteError,
+    ShardprepError,
+    UnknownVersion,
+    UsageError,
+)
+from shardprep.files import (
+    NOT_THERE,
+    PublishedFile,
+    make_subfolder,
+    read_regular,
+    read_with_status,
+    sync_folder,
+)
+from shardprep.format.checked_json import Fields, checked_fields, with_content_hash
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
 from shardprep.format.shard_making import ShardMaking
 from slurm.request import JobRequest
@@ -29,6 +44,7 @@ from slurm.request import JobRequest
 JOBS_FOLDER = "jobs"
 _FORMAT = "shardprep-submission"
 _MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class SubmittedMeanwhile(ReadWriteError):
@@ -81,6 +97,8 @@ class Submission:
     verify_submit_time: str
     sources: dict[str, str]  # field of the request -> where its value came from; not the defaults
     identity: int | None = None  # of the folder; None in a record of an older version
+    # Whether this user wrote the record, and nobody else can write to it. It is not in the file.
+    is_own: bool = field(default=True, compare=False)
 
     @property
     def jobs(self) -> list[JobIdentity]:
@@ -116,9 +134,8 @@ def read_submissions(folder: Path) -> list[Submission]:
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl; what fails is left out."""
     line = {"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}
-    with contextlib.suppress(OSError):
-        (folder / JOBS_FOLDER).mkdir(exist_ok=True)
-    append_line(folder / JOBS_FOLDER / HISTORY_NAME, line)
+    with contextlib.suppress(CannotWrite):
+        append_line(make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, line)
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
@@ -155,11 +172,14 @@ def publish_submission(folder: Path, submission: Submission) -> None:
     Raises SubmittedMeanwhile where that is taken, CannotWrite or ReadWriteError.
     """
     jobs = folder / JOBS_FOLDER
-    content = with_content_hash(_FORMAT, dataclasses.asdict(submission))
+    content = dataclasses.asdict(submission)
+    del content["is_own"]
     file = PublishedFile(jobs / f"{submission.number:04d}.json")
     try:
-        file.write(json.dumps(content, indent=2).encode() + b"\n")
+        file.write(json.dumps(with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
         file.sync()
+        with contextlib.suppress(OSError):  # whatever the umask: it names commands that a retry runs
+            file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
             raise SubmittedMeanwhile(
                 f"{file.path} was written meanwhile: somebody else submitted at the same time; what this one "
@@ -173,8 +193,13 @@ def publish_submission(folder: Path, submission: Submission) -> None:
 def _read_submission(path: Path) -> Submission:
     remedy = "move it away: it only records job ids"
     try:
-        fields = read_checked(path, _FORMAT, max_bytes=_MAX_BYTES)
-        submission = fields.all_of(Submission, arrays=[_array_of(each) for each in fields.objects("arrays")])
+        raw, status = read_with_status(path, max_bytes=_MAX_BYTES)
+        fields = checked_fields(path, raw, _FORMAT)
+        submission = fields.all_of(
+            Submission,
+            arrays=[_array_of(each) for each in fields.objects("arrays")],
+            is_own=status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE,
+        )
         if not submission.arrays:
             raise fields.wrong("arrays", [], "one job array or more")
         for job in submission.jobs:

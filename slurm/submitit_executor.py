@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.done_shards import find_made_shards
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import ReadWriteError, UsageError
+from shardprep.format.done import find_made_shards
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from slurm.commands import SlurmAway, read_config
@@ -52,7 +52,7 @@ def submit_with_submitit(
         raise UsageError(f"shards_per_task is {shards_per_task}, expected 1 or more")
     folder = Path(output_dir).resolve()
     plan = need_plan(folder)
-    missing = sorted(set(range(plan.num_shards)) - find_made_shards(folder, plan).done.keys())
+    missing = sorted(set(range(plan.num_shards)) - find_made_shards(folder, plan.spec).done.keys())
     if not missing:
         return []
     parts = tasks_of_shards(missing, _most_tasks(executor, len(missing)), shards_per_task)

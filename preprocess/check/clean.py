@@ -21,8 +21,8 @@ from typing import NamedTuple
 from preprocess.plan.plan_file import Plan
 from shardprep.console import counted, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
-from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_folder, names_in, remove_tree
-from shardprep.format.manifest import check_shard
+from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_folder, is_link, names_in, remove_tree
+from shardprep.format.done import check_done, read_findings
 from shardprep.format.names import CRCS_DIR, DIGESTS_DIR, FIELDS_DIR, IDS_DIR, QUARANTINE_DIR
 
 _SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, FIELDS_DIR, CRCS_DIR, "jobs")
@@ -68,7 +68,8 @@ def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callab
         raise NotFound(
             f"{folder} is no folder, expected that of a data set", path=folder, expected="that of a data set"
         )
-    places = [folder, *(folder / name for name in _SUBFOLDERS)]
+    own = (folder / name for name in _SUBFOLDERS)
+    places = [folder, *(path for path in own if not is_link(path))]
     paths = [place / name for place in places for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]
     removed: list[Temporary] = []
     kept: list[Temporary] = []
@@ -105,7 +106,7 @@ def _is_done(folder: Path, plan: Plan | None, shard_id: int | None) -> bool:
     if plan is None or shard_id is None or shard_id >= plan.num_shards:
         return False
     try:
-        check_shard(folder, shard_id, plan.plan_id)
+        check_done(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
     except (ShardprepError, OSError):
         return False
     return True

@@ -8,10 +8,12 @@ and every token id. ``--crcs`` takes the crc32 of each sample's bytes in the sam
 from __future__ import annotations
 
 import contextlib
+import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +21,21 @@ import numpy.typing as npt
 
 from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
-from shardprep.errors import BrokenShard, ReadWriteError, Refused, ShardprepError
+from shardprep.errors import BrokenShard, OtherPlan, ReadWriteError, ShardprepError
 from shardprep.files import (
     NOT_THERE,
     STALE_AFTER_S,
     HashedFile,
     errors_named,
-    make_folder,
+    make_subfolder,
     publish_bytes,
     read_regular,
     remove_temporaries,
+    with_retries,
 )
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST_BYTES
+from shardprep.format.done import Finding, refuse_found
 from shardprep.format.idx import ChunkCrcs, crcs_dtype, crcs_header, read_idx
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import (
@@ -40,9 +44,11 @@ from shardprep.format.manifest import (
     ValidationCounts,
     check_hashes,
     check_shard,
+    check_sizes,
     merge_manifests,
 )
 from shardprep.format.names import (
+    CRCS_DIR,
     INDEX_NAME,
     TAR_END,
     crcs_path,
@@ -70,7 +76,7 @@ def _publish_crcs(folder: Path, manifest: Manifest, crcs: Records) -> None:
     with contextlib.suppress(*NOT_THERE, BrokenShard):
         if read_regular(path, max_bytes=len(content)) == content:
             return
-    make_folder(path.parent)
+    make_subfolder(folder, CRCS_DIR)
     remove_temporaries(path.parent, shard_name(shard_id), older_than_s=STALE_AFTER_S)
     publish_bytes(path, content)
 
@@ -92,12 +98,20 @@ class Problem:
 
 
 def verify_dataset(
-    folder: Path, plan: Plan, *, fast: bool, progress: Callable[[int], None], crcs: bool = False
+    folder: Path,
+    plan: Plan,
+    *,
+    fast: bool,
+    progress: Callable[[int], None],
+    crcs: bool = False,
+    standing: Mapping[int, Finding] | None = None,
 ) -> tuple[list[Problem], DatasetIndex | None]:
     """Check every shard of a plan; where all are right, publish index.json and return it.
 
     The fast tier checks manifests, sizes and coverage; the full one also reads every byte back:
     hashes, sample and token counts, places, every id, the tar's end. Both compare the tokenizer's files.
+    ``standing``: what a more thorough verify found, which this one cannot take back. A shard that cannot be
+    read is tried again, and then a problem of ReadWriteError, which says nothing of the shard.
     ``crcs``: the full one also writes the crc32s that the loader's ``read_check`` compares.
     ``progress`` is told each shard's tar bytes. Raises NotFound or OtherTokenizer for a changed tokenizer,
     BrokenShard for lists of withdrawn documents that are not as they were, and what publishing raises.
@@ -109,20 +123,32 @@ def verify_dataset(
     manifests: list[Manifest] = []
     sizes = plan.shard_bytes()
 
+    is_away = threading.Event()  # the file system, so that not every shard waits until it is back
+
+    def read(shard_id: int) -> Manifest:
+        manifest = check_shard(folder, shard_id, plan.plan_id)
+        check_sizes(folder, manifest)
+        _check_coverage(plan, manifest, sizes[shard_id])
+        if not fast:
+            _check_bytes(folder, plan, manifest, crcs=crcs)
+        refuse_found(folder, standing or {}, [shard_id])
+        return manifest
+
     def check(shard_id: int) -> Manifest | Problem:
         try:
-            manifest = check_shard(folder, shard_id, plan.plan_id)
-            _check_coverage(plan, manifest, sizes[shard_id])
-            if not fast:
-                _check_bytes(folder, plan, manifest, crcs=crcs)
+            if is_away.is_set():
+                return read(shard_id)
+            return with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
         except _Wrong as wrong:
             text = f"{wrong}; run: {remake_command(shard_id, folder)}"
             return Problem(shard_id=shard_id, error=wrong.kind(text))
         except ShardprepError as error:
+            if isinstance(error, ReadWriteError):
+                is_away.set()
             return Problem(shard_id=shard_id, error=error)
         except OSError as error:
+            is_away.set()
             return Problem(shard_id=shard_id, error=ReadWriteError(f"{error.filename}: {error.strerror}"))
-        return manifest
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for result in pool.map(check, range(plan.num_shards)):
@@ -143,7 +169,7 @@ def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
     """That a shard was made of exactly the bytes that the plan gives it, for this spec."""
     name, found = f"shard {manifest.shard_id:05d}", manifest.counts.input_bytes
     if manifest.spec != plan.spec:
-        raise _Wrong(f"the manifest of {name} describes another data set than plan.json", Refused)
+        raise _Wrong(f"the manifest of {name} describes another data set than plan.json", OtherPlan)
     if found != planned_bytes:
         raise _Wrong(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
     for what in ("ids", "digests", "fields"):

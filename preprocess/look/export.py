@@ -15,7 +15,7 @@ import json
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +39,7 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.manifest import check_shard
+from shardprep.format.done import Finding, check_done, read_findings
 from shardprep.format.names import shard_name
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import read_withdrawals
@@ -389,7 +389,8 @@ def export(args: argparse.Namespace) -> int:
             f"without them, and export that: shardprep rewrite {quoted(args.data_dir)} --output_dir NEW"
         )
     put_eos = _eos_to_put(plan, args)
-    parts = [_part_of(args, plan, shard_id) for shard_id in range(plan.num_shards)]
+    findings = read_findings(args.data_dir, plan.plan_id)
+    parts = [_part_of(args, plan, shard_id, findings) for shard_id in range(plan.num_shards)]
     ends = itertools.accumulate(
         num_tokens + (put_eos is not None) * num_documents for _, num_documents, num_tokens in parts
     )
@@ -417,9 +418,11 @@ def export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _part_of(args: argparse.Namespace, plan: Plan, shard_id: int) -> tuple[slice, int, int]:
+def _part_of(
+    args: argparse.Namespace, plan: Plan, shard_id: int, findings: Mapping[int, Finding]
+) -> tuple[slice, int, int]:
     """What of a shard is exported: samples, and how many documents and tokens they have."""
-    counts = check_shard(args.data_dir, shard_id, plan.plan_id).counts
+    counts = check_done(args.data_dir, shard_id, plan.plan_id, findings).counts
     num_documents, num_tokens, held = counts.num_documents, counts.num_tokens, counts.validation
     if not args.split or held is None:
         return slice(None), num_documents, num_tokens

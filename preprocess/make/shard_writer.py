@@ -29,7 +29,7 @@ from shardprep.errors import BadInput, CannotWrite
 from shardprep.files import (
     STALE_AFTER_S,
     PublishedFile,
-    make_folder,
+    make_subfolder,
     publish_bytes,
     remove_temporaries,
     size_of_file,
@@ -375,7 +375,7 @@ class ShardWriter:
         return file
 
     def _subfolder_file(self, path: Path) -> PublishedFile:
-        make_folder(path.parent)
+        make_subfolder(self._folder, path.parent.name)
         file = PublishedFile(path)
         self._files.append(file)
         return file

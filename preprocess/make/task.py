@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.formats.inputs import ByteRange, InputFile, OpenInput, sample_sha256
-from preprocess.make.worker import Work, Worker, done_manifest, load_worker
+from preprocess.make.worker import Work, Worker, finished_manifest, load_worker
 from preprocess.options import PLAN_FIELDS, PrepConfig, WorkerSettings, environment_number, option_differences
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
@@ -52,7 +52,7 @@ def make_shard(args: argparse.Namespace) -> int:
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
     shard = plan.shard(shard_id)
-    if done_manifest(plan, folder, shard_id):
+    if finished_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
     settings = worker_settings(args)

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import preprocess
-from preprocess.done_shards import read_findings
 from preprocess.formats.chat import ROLES, check_chat_versions
 from preprocess.formats.documents import load_libraries, read_documents, without
 from preprocess.formats.format import DocumentBatch, Reading, reading_of
@@ -40,9 +39,7 @@ from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_file
 from shardprep.console import counted
 from shardprep.errors import (
     BadInput,
-    BrokenShard,
     CannotWrite,
-    MissingShard,
     NotFound,
     OtherTokenizer,
     ReadWriteError,
@@ -52,7 +49,8 @@ from shardprep.errors import (
 from shardprep.files import size_of_file
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
-from shardprep.format.manifest import Manifest, check_shard
+from shardprep.format.done import done_manifest, read_findings
+from shardprep.format.manifest import Manifest
 from shardprep.format.names import TOKENIZER_DIR
 from shardprep.format.withdrawals import read_left_out
 
@@ -114,7 +112,7 @@ class Worker:
         try:
             return self._make_shard(shard, progress)
         except (ReadWriteError, CannotWrite):
-            if (manifest := done_manifest(self.plan, self.folder, shard.shard_id)) is None:
+            if (manifest := finished_manifest(self.plan, self.folder, shard.shard_id)) is None:
                 raise
             return manifest
 
@@ -341,37 +339,27 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     return engine if as_planned else engine.bare()
 
 
-def done_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
-    """The manifest of a shard that is done, else None. Raises where another plan's shard is in the way."""
-    manifest = manifest_if_done(folder, shard_id, plan.plan_id)
-    if manifest is None or shard_id in read_findings(folder, plan.plan_id):
-        return None
-    remove_leftovers(folder, shard_id)
+def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | None:
+    """Return the manifest of a shard that is done, else None; what attempts at it left is removed.
+
+    Raises OtherPlan where another plan's shard is in the way, BrokenShard for findings that cannot be read.
+    """
+    manifest = done_manifest(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
+    if manifest is not None:
+        remove_leftovers(folder, shard_id)
     return manifest
 
 
 def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
     """Those that are not done. What attempts at the others left is removed, by one look at the folder.
 
-    Raises as ``done_manifest`` does.
+    Raises as ``finished_manifest`` does.
     """
-    wrong = read_findings(folder, plan.plan_id)
-    done = [
-        number
-        for number in shard_ids
-        if number not in wrong and manifest_if_done(folder, number, plan.plan_id)
-    ]
+    findings = read_findings(folder, plan.plan_id)
+    done = [number for number in shard_ids if done_manifest(folder, number, plan.plan_id, findings)]
     if done:
         remove_temporaries_of(done, folder)
     return sorted({*shard_ids} - {*done})
-
-
-def manifest_if_done(folder: Path, shard_id: int, plan_id: str) -> Manifest | None:
-    """The manifest of a shard whose files are there; raises as ``done_manifest`` does."""
-    try:
-        return check_shard(folder, shard_id, plan_id)
-    except (MissingShard, BrokenShard):
-        return None
 
 
 def _read_ahead(items: Iterator[_Item]) -> Iterator[_Item]:

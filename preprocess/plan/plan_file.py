@@ -23,7 +23,15 @@ from preprocess.formats.inputs import ByteRange, InputFile
 from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
-from shardprep.files import Digest, FileStamp, PublishedFile, is_folder, names_in, sync_folder
+from shardprep.files import (
+    Digest,
+    FileStamp,
+    PublishedFile,
+    is_folder,
+    is_name_inside,
+    names_in,
+    sync_folder,
+)
 from shardprep.format.checked_json import MOST, Fields, is_text, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.input_formats import known_input_kind
@@ -324,6 +332,9 @@ def _plan_of(fields: Fields, file: PartsFile) -> Plan:
         **(_lists_of(fields) if parts is None else _lists_in_parts(parts, file)),
     )
     _check_lengths(plan, fields)
+    for name in plan.tokenizer_files:
+        if not is_name_inside(name) or "/" in name:
+            raise fields.wrong("tokenizer_files", name, "names of files in the tokenizer's folder")
     if parts is None:
         check_boundaries(plan, fields.path)
     expected = _id_of(plan, is_in_parts=parts is not None)
@@ -408,7 +419,10 @@ def options_of_json(fields: Fields) -> PlanOptions:
 
 
 def _input_of(fields: Fields, mtime_ns: int) -> InputFile:
-    return fields.all_of(InputFile, mtime_ns=mtime_ns, sha256=fields.digest("sampled_sha256"))
+    item = fields.all_of(InputFile, mtime_ns=mtime_ns, sha256=fields.digest("sampled_sha256"))
+    if not is_name_inside(item.path):  # what lies there may be a link, as planning takes links to files
+        raise fields.wrong("path", item.path, "the path of a file below the input folder")
+    return item
 
 
 def check_boundaries(plan: Plan, path: Path = Path(PLAN_NAME)) -> None:

@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shardprep.files import Digest
-from shardprep.format.checked_json import Fields
+from shardprep.files import Digest, is_name_inside
+from shardprep.format.checked_json import Fields, is_text
 from shardprep.format.names import (
     MAX_PLAN_BYTES,
     MAX_SEQ_LEN,
@@ -133,7 +133,12 @@ def read_input_names(folder: Path) -> list[str]:
     """
 
     def names_of(fields: Fields, name: str, _: int) -> list[str]:
-        return [item.text("path") for item in fields.objects(name)]
+        return [
+            item.right("path", _is_input, "a path below the input folder") for item in fields.objects(name)
+        ]
+
+    def _is_input(value: object) -> bool:
+        return is_text(value) and is_name_inside(str(value))
 
     file = PartsFile(folder / PLAN_NAME)
     fields = file.read_head("shardprep-plan", max_bytes=MAX_PLAN_BYTES)

@@ -149,8 +149,9 @@ def manifest_ids(folder: Path) -> list[int]:
 
 
 def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
-    """Whether a shard is done: a manifest of this plan, and its files there with their sizes.
+    """Return the manifest of a shard, if it is of this plan, and tar and idx are there with their sizes.
 
+    Whether the shard is done also depends on what verify found, see ``done.check_done``.
     Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
     """
     manifest = read_manifest(folder, shard_id)
@@ -166,7 +167,21 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
             expected=expected,
             remedy=remedy,
         )
-    for path, stamp in shard_files(folder, manifest):
+    check_sizes(folder, manifest, ("tar", "idx"))
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(VOUCHED_PATHS)) -> None:
+    """Compare the sizes of files that a manifest vouches for, by their names there.
+
+    Raises MissingShard, BrokenShard, ReadWriteError.
+    """
+    shard_id = manifest.shard_id
+    for name in names:
+        stamp: FileStamp | None = getattr(manifest, name)
+        if stamp is None:
+            continue
+        path = VOUCHED_PATHS[name](folder, shard_id)
         found = size_of_file(path)
         if found is None:
             raise MissingShard(f"{path} is missing", path=path, remedy=rerun_command(shard_id, folder))
@@ -178,7 +193,6 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
                 expected=stamp.num_bytes,
                 remedy=rerun_command(shard_id, folder),
             )
-    return manifest
 
 
 def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]]:

@@ -13,8 +13,8 @@ import orjson
 from shardprep.console import short_bytes
 from shardprep.errors import BrokenShard
 from shardprep.files import read_regular
-from shardprep.format.checked_json import MOST, Fields
-from shardprep.format.names import MAX_MANIFEST_BYTES
+from shardprep.format.checked_json import CONTENT_HASH, MOST, Fields, content_sha256
+from shardprep.format.names import FORMAT_VERSION, MAX_MANIFEST_BYTES
 
 _MOST_NAMED = 12  # sources that have a line of their own
 
@@ -128,9 +128,9 @@ class ShardMaking(NamedTuple):
 
 
 def read_making(path: Path | str, shard_id: int) -> tuple[ShardMaking, dict[str, Any]]:
-    """How a shard was made and all values of its manifest, of which nobody checked format, version and hash.
+    """How a shard was made and all values of its manifest, of which nobody checked bounds and agreement.
 
-    For reports of progress: it takes a tenth of the time of ``read_manifest``. Raises FileNotFoundError,
+    For reports of progress: it takes a quarter of the time of ``read_manifest``. Raises FileNotFoundError,
     NotADirectoryError, BrokenShard or ReadWriteError.
     """
     try:
@@ -150,6 +150,10 @@ def _task_of(slurm: dict[str, str], began: float) -> tuple[str, str, int, int] |
 
 def _making_of(shard_id: int, data: dict[str, Any]) -> ShardMaking:
     """Raises what ``read_making`` catches. ``Fields`` would say more, and take three times as long."""
+    if data["shard_id"] != shard_id:
+        raise ValueError(f"it is of shard {data['shard_id']!r:.20}")
+    if data["version"] != FORMAT_VERSION or data[CONTENT_HASH] != content_sha256(data):
+        raise ValueError("it was altered since it was written, or is of another version")
     run, counts = data["run"], data["counts"]
     slurm, sources = run["slurm"], counts["sources"]
     making = ShardMaking(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, CannotWrite, OtherPlan, ShardprepError
-from shardprep.files import NOT_THERE, Digest, PublishedFile, names_in, sync_folder
+from shardprep.files import NOT_THERE, Digest, PublishedFile, make_subfolder, names_in, sync_folder
 from shardprep.format.checked_json import CONTENT_HASH, Fields, read_checked, with_content_hash
 from shardprep.format.idx import MAX_SAMPLES
 from shardprep.format.names import LEFT_OUT_DIR, MAX_SHARDS, WITHDRAWN_DIR
@@ -212,10 +212,7 @@ def publish_withdrawal(
         places=places,
     )
     content = withdrawal.to_json()
-    try:
-        path.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise CannotWrite(f"{path.parent} cannot be made: {error.strerror}") from None
+    make_subfolder(folder, WITHDRAWN_DIR)
     with PublishedFile(path) as file:
         file.write(json.dumps(content, ensure_ascii=False, indent=1).encode() + b"\n")
         file.sync()

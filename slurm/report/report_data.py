@@ -28,7 +28,6 @@ from typing import Any
 import numpy as np
 
 import shardprep
-from preprocess.done_shards import Finding, MadeShards, read_findings
 from preprocess.look.left_out import EXCERPT_CHARS, excerpt_of, quarantined
 from preprocess.look.peek import Decoder, Excerpt, excerpts
 from preprocess.options import PrepConfig, flags_of
@@ -38,6 +37,7 @@ from shardprep.console import Progress, print_lines, say
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import names_in, publish_bytes, size_of_file
 from shardprep.format.checked_json import Fields
+from shardprep.format.done import Finding, MadeShards, read_findings
 from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, manifest_ids, read_index
 from shardprep.format.names import (
     INDEX_NAME,

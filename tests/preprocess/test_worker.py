@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess import options as options_of_workers
-from preprocess.make.worker import done_manifest
+from preprocess.make.worker import finished_manifest
 from preprocess.plan.tokenizer import save_tokenizer
 from shardprep.errors import Stopped
 from shardprep.files import STALE_AFTER_S, remove_temporaries
@@ -226,7 +226,7 @@ def test_kill_9_at_each_step_of_the_commit_leaves_a_done_shard_or_nothing_that_c
             break
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         states.append(sorted(prep.contents(folder)))
-        if done_manifest(plan, folder, 0):
+        if finished_manifest(plan, folder, 0):
             assert prep.contents(folder) == expected
         else:
             assert "shard-00000.json" not in states[-1]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.formats import long_documents
-from preprocess.make.worker import Worker, done_manifest, load_worker
+from preprocess.make.worker import Worker, finished_manifest, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan import tokenizer as resolved_tokenizer
 from preprocess.plan.plan_file import need_plan
@@ -87,8 +87,8 @@ def test_an_error_at_any_call_of_a_shard_is_one_of_ours_and_leaves_nothing_that_
             patch.setattr(os, name, failing(getattr(os, name), number, left))
             code = exit_code_of(attempt)
         assert code in (0, 66, 73, 74)
-        assert code or done_manifest(plan, data, 0)
-        if done_manifest(plan, data, 0):
+        assert code or finished_manifest(plan, data, 0)
+        if finished_manifest(plan, data, 0):
             assert prep.contents(data) == expected
         attempt.run_shard(attempt.plan.shard(0), lambda _: None)
         assert prep.contents(data) == expected

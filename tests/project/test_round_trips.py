@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.make.worker import done_manifest, missing_shards
+from preprocess.make.worker import finished_manifest, missing_shards
 from preprocess.plan.plan_file import need_plan
 from shardprep.files import read_regular
 from shardprep.format.manifest import check_shard
@@ -60,13 +60,13 @@ def test_a_task_lists_no_folder_of_the_data_set_but_the_tokenizer(
     plan = need_plan(out)
     listed.clear()
     prep.make(out, 1)
-    assert done_manifest(plan, out, 1)
+    assert finished_manifest(plan, out, 1)
     ours = {folder for folder in listed if Path(folder).is_relative_to(out)}
     assert ours == {str(out / "tokenizer")}
     left = out / ".shard-00001.tar.host-1-00000000.tmp"
     for path in (left, out / ".shard-00001.begun.tmp"):
         path.touch()
-    assert done_manifest(plan, out, 1)
+    assert finished_manifest(plan, out, 1)
     assert listed[str(out)] == 1, "an attempt that was killed has left its mark"
     assert not left.exists()
 

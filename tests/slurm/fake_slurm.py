@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from shardprep.format.checked_json import with_content_hash
 from shardprep.format.names import shard_name
 from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
@@ -129,7 +130,6 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
     (place / "job").write_text(JOB)
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
         monkeypatch.delenv(name)
     return FakeSlurm(place=place)
@@ -199,7 +199,8 @@ def make_done(data: Path, *shard_ids: int, job_id: str = "", **run: Any) -> None
         facts = {"host": "n1", "began": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
         facts |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
         counts = {"num_tokens": 6000, "input_bytes": 600, "sources": {}}
-        content = {"spec": {"plan_id": plan_id}, "run": facts, "counts": counts, "tar": stamp, "idx": stamp}
+        content = {"spec": {"plan_id": plan_id}, "shard_id": shard_id, "counts": counts}
+        content = with_content_hash("shardprep-manifest", content | {"tar": stamp, "idx": stamp}, run=facts)
         (data / f"{shard_name(shard_id)}.json").write_text(json.dumps(content))
         for suffix in ("tar", "idx"):
             (data / f"{shard_name(shard_id)}.{suffix}").touch()

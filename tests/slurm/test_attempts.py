@@ -73,6 +73,21 @@ def plain_line(indices: str, state: str, words: str = "") -> str:
     return f"{fields}|/home|/home/kim/prep_array.sh{words}|\n"
 
 
+@pytest.mark.parametrize("link", ["jobs", "jobs/attempts", "jobs/attempts/7_2.r0"])
+def test_a_task_keeps_no_record_through_a_link(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path, link: str
+) -> None:
+    """Nor does its work stop: it is another user who put the link there."""
+    other = tmp_path / "other"
+    (other / "attempts").mkdir(parents=True)
+    (other / "file").touch()
+    (data_dir / link).parent.mkdir(parents=True, exist_ok=True)
+    (data_dir / link).symlink_to(other / "file" if link.endswith("r0") else other)
+    task(fake, data_dir, 2, "--max_bad_fraction", "-1", code=2)
+    assert sorted(path.name for path in other.rglob("*")) == ["attempts", "file"]
+    assert not (other / "file").read_bytes()
+
+
 def test_an_attempt_that_makes_its_shard_leaves_no_record(fake: FakeSlurm, data_dir: Path) -> None:
     task(fake, data_dir, 2)
     assert status(data_dir)["done"] == "2"

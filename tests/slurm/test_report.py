@@ -347,6 +347,7 @@ def test_broken_manifests_and_those_of_another_plan_are_named_and_not_counted(
     manifest_path(own_folder, 1).unlink()
     plan_id = need_plan(own_folder).plan_id
     manifest_path(own_folder, 1).write_text(text.replace(plan_id, "0" * 64), encoding="utf-8")
+    seal(manifest_path(own_folder, 1))
     text = manifest_path(own_folder, 3).read_text(encoding="utf-8")
     manifest_path(own_folder, 3).unlink()
     text = re.sub(r'"began": [\d.]+', '"began": 1e17', text)
@@ -391,6 +392,7 @@ def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     edit(data)
     path.unlink()
     path.write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
+    seal(path)
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +415,9 @@ def large(prep: Prep, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
             manifest["tar"]["num_bytes"] = 2 * 10**9 + number
             manifest["run"].update(host=f"n{number % 100:03d}", wall_s=550 + number % 40)
             manifest["run"]["began"] = 1.7e9 + late_s + number // 100 * 600
+            manifest["shard_id"] = number
             manifest_path(out, number).write_text(json.dumps(manifest), encoding="utf-8")
+            seal(manifest_path(out, number))
             for path, name in ((tar_path, "tar"), (idx_path, "idx")):  # of their size, without their bytes
                 path(out, number).touch()
                 os.truncate(path(out, number), manifest[name]["num_bytes"])

@@ -72,19 +72,82 @@ def test_a_relative_setup_file_is_recorded_with_its_whole_path_and_retry_finds_i
         assert f"export SHARDPREP_SETUP={places[0] / 'setup.sh'}\n" in script
 
 
-def test_a_saved_profile_has_the_whole_path_of_its_setup_file_and_is_not_saved_without_the_file(
+def test_a_setup_file_that_is_not_there_is_refused_by_its_whole_path(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
-    place, profiles = tmp_path / "here", tmp_path / "user" / "shardprep.toml"
-    place.mkdir()
-    command = ("submit", data_dir, "--setup", "setup.sh", "--save_profile", "mine")
-    assert f"--setup {place / 'setup.sh'} is no file" in slurm(*command, cwd=place, code=2)
-    assert not profiles.exists()
-    (place / "setup.sh").touch()
-    slurm(*command, cwd=place)
-    shown = slurm("submit", data_dir, "--profile", "mine", "--dry_run", cwd=tmp_path, code=0)
-    assert f"setup = {json.dumps(str(place / 'setup.sh'))}" in profiles.read_text()
-    assert "nothing to submit" in shown or f"SHARDPREP_SETUP={place / 'setup.sh'}" in shown
+    said = slurm("submit", data_dir, "--setup", "setup.sh", cwd=tmp_path, code=2)
+    assert f"--setup {tmp_path / 'setup.sh'} is no file" in said
+
+
+COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
+
+
+def commands_of(folder: Path) -> dict[str, str]:
+    """A value for each field of a request that names a command, or that may stand for one."""
+    (folder / "setup.sh").touch()
+    names = {name: f"--{name}-of-another" for name in COMMANDS[1:]}
+    return {**names, "setup": str(folder / "setup.sh")}
+
+
+def flags(values: dict[str, str]) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+def test_no_file_of_a_data_set_names_a_command_of_a_submission(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    lines = [f"{name} = {json.dumps(value)}" for name, value in commands_of(tmp_path).items()]
+    (data_dir / "shardprep.toml").write_text("\n".join(["[slurm]", *lines, "mem_gb = 77"]))
+    script = slurm("submit", data_dir, "--dry_run")
+    assert "of-another" not in script
+    assert str(tmp_path / "setup.sh") not in script
+    assert "--mem=" not in script
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("until_done", [[], ["--until_done"]])
+def test_retry_takes_no_command_from_a_record_that_others_can_write_to_and_shows_what_to_type(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path, name: str, until_done: list[str]
+) -> None:
+    value = commands_of(tmp_path)[name]
+    slurm("submit", data_dir, f"--{name}={value}")
+    record = data_dir / "jobs" / "0000.json"
+    record.chmod(0o666)
+    said = slurm("retry", data_dir, *until_done, code=78)
+    assert f"--{name}={value}" in said
+    assert len(fake.sent()) == 2, "nothing of it was sent"
+    slurm("retry", data_dir, f"--{name}={value}", *until_done)
+    assert value in "".join(fake.sent()[2:]), "the user's own word"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_retry_takes_no_command_from_the_record_of_another_user(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    slurm("submit", data_dir, "--container", "image-of-another")
+    os.chown(data_dir / "jobs" / "0000.json", 12345, -1)
+    assert "image-of-another" in slurm("retry", data_dir, code=78)
+    slurm("retry", data_dir, "--container", "")
+    assert "image-of-another" not in "".join(fake.sent()[2:])
+
+
+def test_a_record_that_names_no_command_serves_whoever_retries(fake: FakeSlurm, data_dir: Path) -> None:
+    slurm("submit", data_dir, "--mem_gb", 2)
+    (data_dir / "jobs" / "0000.json").chmod(0o666)
+    slurm("retry", data_dir)
+    assert "#SBATCH --mem=2048M" in fake.sent()[2]
+
+
+def test_a_record_is_written_so_that_a_group_cannot_change_its_commands(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    mask = os.umask(0o002)
+    try:
+        slurm("submit", data_dir, "--container", "mine")
+    finally:
+        os.umask(mask)
+    slurm("retry", data_dir)
+    assert "export SHARDPREP_EXEC=mine" in fake.sent()[2]
 
 
 def test_the_variables_of_the_batch_script_are_recorded_so_that_a_retry_in_another_shell_has_them(
@@ -141,7 +204,6 @@ def test_a_variable_of_sbatch_that_cannot_be_read_is_refused_by_its_name(
 def test_memory_of_one_kind_replaces_memory_of_the_other_kind_that_stands_further_away(
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (data_dir / "shardprep.toml").write_text("[slurm]\nmem_per_cpu_gb = 1\n")
     monkeypatch.setenv("SBATCH_MEM_PER_NODE", "3000")
     assert options(slurm("submit", data_dir, "--dry_run"))["mem"] == "3000M"
     shown = options(slurm("submit", data_dir, "--dry_run", "--mem_per_cpu_gb", 2))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from preprocess.attempts import Attempt
-from preprocess.done_shards import publish_findings
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
+from shardprep.format.done import publish_findings
 from slurm import commands
 from slurm.commands import SlurmAway, ask_patiently
 from slurm.queue import parse_queue

@@ -1,4 +1,4 @@
-"""shardprep.toml, --auto, whole nodes, and what the verify job says at its end."""
+"""Where values come from, --auto, whole nodes, and what the verify job says at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from preprocess.plan.cost_estimate import CostEstimate
 from shardprep.errors import UsageError
 from shardprep.format.shard_making import ShardMaking
-from slurm.request import JobRequest, find_defaults, save_profile
+from slurm.request import JobRequest
 from slurm.retry import retry_request
 from slurm.script import array_script, verify_script
 from slurm.submissions import read_submissions
@@ -26,93 +26,17 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture
-def places(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """The folders of the three files: of the site, the user and the data set."""
-    for name in ("site", "user"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
-    monkeypatch.setattr("slurm.request._SITE", tmp_path / "site")
-    return {"site": tmp_path / "site", "user": tmp_path / "user", "data": data_dir}
-
-
-def write(places: dict[str, Path], name: str, text: str) -> Path:
-    path = places[name] / "shardprep.toml"
-    path.write_text(text)
-    return path
-
-
-def test_the_nearer_file_wins_key_by_key_and_a_profile_over_all_files(places: dict[str, Path]) -> None:
-    write(places, "site", "[slurm]\npartition = 'cpu'\naccount = 'site'\nmem_gb = 1\n")
-    user = write(places, "user", "[slurm]\naccount = 'me'\n[slurm.profiles.big]\nmem_gb = 8.5\n")
-    write(places, "data", "[slurm]\ntime_min = 9\nsetup = 'setup.sh'\n[tool.other]\nx = 1\n")
-    values, sources = find_defaults(places["data"], None)
-    setup = str(places["data"] / "setup.sh")
-    assert values == {"partition": "cpu", "account": "me", "mem_gb": 1, "time_min": 9, "setup": setup}
-    assert sources["account"] == str(user)
-    values, sources = find_defaults(places["data"], "big")
-    assert (values["mem_gb"], sources["mem_gb"]) == (8.5, f"profile big of {user}")
-    write(places, "data", "[slurm]\nprofile = 'big'\n")
-    assert find_defaults(places["data"], None)[0]["mem_gb"] == 8.5, "a file may choose the profile"
-    write(places, "site", "[slurm]\nprofile = 'small'\n[slurm.profiles.small]\nmem_gb = 2\n")
-    assert find_defaults(places["data"], None)[0]["mem_gb"] == 8.5, "the nearer file chooses"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("[slurm", r"shardprep\.toml is no TOML"),
-        ("slurm = 3", "expected a table"),
-        ("[slurm]\npartitoin = 'x'", r"\[slurm\] has 'partitoin', expected: partition, cpus_per_task"),
-        ("[slurm]\nmem_gb = 'much'", r"\[slurm\]: --mem_gb is 'much', expected"),
-        ('[slurm]\npartition = "a\\nb"', "cannot stand in a job script"),
-        ("[slurm.profiles.x]\nmem_gb = -1", r"\[slurm\.profiles\.x\]: --mem_gb is -1"),
-        ("[slurm]\nprofiles = 3", "profiles must be tables"),
-        ("[slurm]\nprofile = 'gone'", "there is no profile 'gone'; known: none"),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named_with_what_is_wrong(
-    places: dict[str, Path], text: str, words: str
-) -> None:
-    write(places, "user", text)
-    with pytest.raises(UsageError, match=words):
-        find_defaults(places["data"], None)
-
-
-def test_a_saved_profile_is_read_back_equal_and_leaves_the_rest_of_the_file(places: dict[str, Path]) -> None:
-    write(
-        places,
-        "user",
-        "# mine\n[slurm]\naccount = 'me'\n\n[slurm.profiles.a]\nmem_gb = 1\n\n[other]\nx = 1\n",
-    )
-    values = {"partition": 'p "q" 한', "mem_gb": 1.5, "cpus_per_task": "node"}
-    for _ in range(2):
-        path = save_profile("a", values)
-    assert find_defaults(places["data"], "a")[0] == {"account": "me", **values}
-    text = path.read_text()
-    assert (text.count("[slurm.profiles.a]"), "# mine" in text, "[other]" in text) == (1, True, True)
-    with pytest.raises(UsageError, match="expected letters"):
-        save_profile("a]\n[b", values)
-
-
 def test_flags_win_and_dry_run_and_status_say_where_each_value_came_from(
-    fake: FakeSlurm, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = places["data"]
-    path = write(places, "site", "[slurm]\npartition = 'cpu'\naccount = 'site'\nmem_gb = 1\n")
     monkeypatch.setenv("SBATCH_ACCOUNT", "env")
-    shown = slurm("submit", data, "--mem_gb", 2, "--dry_run")
-    for line in (f"partition is 'cpu' ({path})", "account is 'env' (SBATCH_ACCOUNT)", "mem_gb is 2.0 (flag)"):
+    monkeypatch.setenv("SBATCH_MEM_PER_NODE", "1G")
+    shown = slurm("submit", data_dir, "--mem_gb", 2, "--dry_run")
+    for line in ("account is 'env' (SBATCH_ACCOUNT)", "mem_gb is 2.0 (flag)"):
         assert line in shown
-    tried = slurm("submit", data, "--save_profile", "mine", "--dry_run")
-    assert f"not saved, as this is a dry run: it would be profile mine in {places['user']}" in tried
-    assert not list(places["user"].iterdir())
-    slurm("submit", data, "--mem_gb", 2, "--save_profile", "mine")
-    assert {"#SBATCH --partition=cpu", "#SBATCH --account=env", "#SBATCH --mem=2048M"} <= set(
-        fake.sent()[0].splitlines()
-    )
-    assert f"partition cpu ({path})" in slurm("status", data)
-    assert find_defaults(places["data"], "mine")[0]["account"] == "env"
+    slurm("submit", data_dir, "--mem_gb", 2)
+    assert {"#SBATCH --account=env", "#SBATCH --mem=2048M"} <= set(fake.sent()[0].splitlines())
+    assert "account env (SBATCH_ACCOUNT)" in slurm("status", data_dir)
 
 
 def test_auto_takes_the_plans_sample_first_then_the_shards_that_are_made_and_flags_win(
@@ -226,12 +150,12 @@ def test_memory_per_cpu_is_asked_for_so_and_doubled_so(fake: FakeSlurm, data_dir
         JobRequest(mem_per_cpu_gb=1, mem_gb=1)
 
 
-def test_a_retry_keeps_what_the_submission_asked_for_whatever_the_files_say_now(
-    fake: FakeSlurm, places: dict[str, Path]
+def test_a_retry_keeps_what_the_submission_asked_for(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(places, "site", "[slurm]\naccount = 'one'\n")
-    slurm("submit", places["data"])
-    write(places, "site", "[slurm]\naccount = 'two'\n")
-    slurm("retry", places["data"], "--mem_gb", 3)
+    monkeypatch.setenv("SBATCH_ACCOUNT", "one")
+    slurm("submit", data_dir)
+    monkeypatch.delenv("SBATCH_ACCOUNT")
+    slurm("retry", data_dir, "--mem_gb", 3)
     assert "#SBATCH --account=one" in fake.sent()[2]
-    assert read_submissions(places["data"])[1].sources["mem_gb"] == "given to retry"
+    assert read_submissions(data_dir)[1].sources["mem_gb"] == "given to retry"

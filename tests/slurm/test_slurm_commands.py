@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from preprocess.done_shards import find_made_shards
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.checked_json import content_sha256
+from shardprep.format.done import find_made_shards
 from shardprep.format.names import shard_name
 from slurm.commands import slurm_answer, slurm_output
 from slurm.queue import parse_accounts, parse_queue
@@ -208,7 +208,7 @@ def test_a_data_set_that_cannot_be_listed_is_an_error(
 ) -> None:
     plan = need_plan(data_dir)
     with pytest.raises(ReadWriteError, match=r"plan\.json cannot be listed \(Not a directory\)"):
-        find_made_shards(data_dir / "plan.json", plan)
+        find_made_shards(data_dir / "plan.json", plan.spec)
 
 
 GARBAGE = ["x", "1|0|RUN", "|||||||||\n", "\0\0", "1|0|FAILED|x|many|n1|0:00|4|root|n|\n", "\ufffd" * 99]

@@ -1,0 +1,317 @@
+"""Which shards are done, and whether the data set is verified: the one answer for commands and loader.
+
+A shard is done if its manifest is of this plan, tar and idx have the manifest's sizes, and no ``verify``
+found it wrong. What verify found stands in DATA/findings.json until the shard is made anew, or a verify as
+thorough finds it right. A data set is verified if its index.json has the numbers of the shards that are done,
+and nothing was found wrong. What cannot be read is no answer: the caller's error, neither done nor wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import os
+import re
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import orjson
+
+from shardprep.console import quoted
+from shardprep.errors import (
+    BrokenShard,
+    MissingShard,
+    NotFound,
+    OtherPlan,
+    ReadWriteError,
+    ShardprepError,
+    UnknownVersion,
+)
+from shardprep.files import NOT_THERE, Digest, publish_bytes, read_beginning, read_regular
+from shardprep.format.checked_json import read_checked, with_content_hash
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.names import (
+    INDEX_NAME,
+    MAX_MANIFEST_BYTES,
+    MAX_SHARDS,
+    PLAN_NAME,
+    manifest_path,
+    shard_name,
+)
+from shardprep.format.shard_making import ShardMaking, read_making
+
+if TYPE_CHECKING:
+    from shardprep.format.manifest import Manifest
+
+FINDINGS_NAME = "findings.json"
+Check = Literal["fast", "full", "deep"]  # what verify compared, from the least to the most
+_CHECKS: Sequence[Check] = ("fast", "full", "deep")
+_FORMAT = "shardprep-findings"
+_MAX_BYTES = 64 << 20
+_MOST_MESSAGE_CHARS = 2000
+_PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
+_NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
+_SHORT_WAIT_S = 2e-4  # for the three files of a shard; a server takes longer
+_PART = 64  # shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A shard that ``verify`` found wrong."""
+
+    shard: Annotated[int, 0, MAX_SHARDS - 1]
+    exit_code: int
+    message: str
+    manifest_sha256: Digest  # of the manifest's bytes: a shard that was made anew has another
+    check: Check  # that found it; a lesser one cannot tell that it is right again
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeShards:
+    """What the manifests in a folder say."""
+
+    done: Mapping[int, ShardMaking]  # shard -> how it was made
+    tar_bytes: Mapping[int, int]  # of the shards that are done
+    wrong: Mapping[int, Finding]  # shards that verify found wrong
+    other_plan: Sequence[int]  # shards of another plan
+    broken: Mapping[int, str]  # shard -> what its manifest, tar or idx lacks
+
+
+def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]) -> Manifest:
+    """Return the manifest of a shard that is done. ``findings``: what ``read_findings`` gives.
+
+    Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
+    """
+    from shardprep.format.manifest import check_shard  # numpy, which takes 0.1 s, and status needs none
+
+    manifest = check_shard(folder, shard_id, plan_id)
+    refuse_found(folder, findings, [shard_id])
+    return manifest
+
+
+def done_manifest(
+    folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]
+) -> Manifest | None:
+    """Return ``check_done``, or None for a shard that is to be made. Raises OtherPlan, ReadWriteError."""
+    try:
+        return check_done(folder, shard_id, plan_id, findings)
+    except (MissingShard, BrokenShard):
+        return None
+
+
+def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Iterable[int]) -> None:
+    """Raise BrokenShard if verify found one of these shards wrong."""
+    if wrong := sorted(findings.keys() & set(shard_ids)):
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise BrokenShard(
+            f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: "
+            f"{findings[wrong[0]].message}; to make again what is wrong: shardprep run {quoted(folder)}"
+        )
+
+
+def refuse_other_plan(folder: Path, plan_id: str) -> None:
+    """Raise OtherPlan if a folder has a plan, and manifests or an index of this id are not of it.
+
+    For readers that need nothing else of a plan: the first bytes of plan.json hold its id.
+    """
+    found = _PLAN_ID.search(read_beginning(folder / PLAN_NAME, 400))
+    if found and found[1].decode() != plan_id:
+        raise OtherPlan(
+            f"{folder} has shards of plan {plan_id[:12]}, its {PLAN_NAME} is of {found[1].decode()[:12]}; "
+            "bring the plan back, or move one of both to a folder of its own"
+        )
+
+
+def find_made_shards(folder: Path, spec: DatasetSpec) -> MadeShards:
+    """Look at every manifest: one listing, and a read and two stats per manifest.
+
+    Eight are read at a time where the file system lets a reader wait. 10,000 shards take about 0.4 s of CPU.
+    Raises NotFound, BrokenShard for findings that cannot be read, or ReadWriteError: a manifest that cannot
+    be read may be that of a done shard.
+    """
+    try:
+        names = set(os.listdir(folder))  # noqa: PTH208 - names alone, a Path each would double the time
+    except FileNotFoundError:
+        raise NotFound(f"{folder} is no data set: there is no such folder") from None
+    except OSError as error:
+        raise ReadWriteError(
+            f"{folder} cannot be listed ({error.strerror}), so what is done is not known; it must be a "
+            "folder that you can read"
+        ) from None
+    ids = [shard_id for shard_id in range(spec.num_shards) if f"{shard_name(shard_id)}.json" in names]
+    findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in names else {}
+
+    def look(part: Sequence[int]) -> list[tuple[ShardMaking, int] | str]:
+        return [_look_at(f"{folder}/{shard_name(shard_id)}", shard_id) for shard_id in part]
+
+    begun_s, used_s = time.perf_counter(), time.thread_time()
+    found = look(ids[:_PART])
+    waited_s = time.perf_counter() - begun_s - (time.thread_time() - used_s)
+    parts = [ids[number : number + _PART] for number in range(_PART, len(ids), _PART)]
+    is_quick = waited_s < _SHORT_WAIT_S * _PART  # threads would only wait for each other
+    with ThreadPoolExecutor(1 if is_quick else _NUM_THREADS) as pool:
+        found += itertools.chain.from_iterable(pool.map(look, parts))
+    looks = dict(zip(ids, found, strict=True))
+    made = {shard_id: each for shard_id, each in looks.items() if not isinstance(each, str)}
+    of_plan = {shard_id for shard_id, (making, _) in made.items() if making.plan_id == spec.plan_id}
+    done = sorted(of_plan - findings.keys())
+    return MadeShards(
+        done={shard_id: made[shard_id][0] for shard_id in done},
+        tar_bytes={shard_id: made[shard_id][1] for shard_id in done},
+        wrong=findings,
+        other_plan=sorted(made.keys() - of_plan),
+        broken={shard_id: each for shard_id, each in looks.items() if isinstance(each, str)},
+    )
+
+
+def _look_at(stem: str, shard_id: int) -> tuple[ShardMaking, int] | str:
+    """How the shard of ``stem``.json was made and the bytes of its tar, or what is wrong with its files."""
+    path = f"{stem}.json"
+    try:
+        making, data = read_making(path, shard_id)
+        for name in ("tar", "idx"):
+            num_bytes = os.stat(f"{stem}.{name}").st_size  # noqa: PTH116 - a Path takes as long as the stat
+            if num_bytes != data[name]["num_bytes"]:
+                return f"{stem}.{name} has {num_bytes} of {data[name]['num_bytes']} bytes"
+    except (LookupError, TypeError) as error:
+        return f"{path} is no manifest ({error})"
+    except NOT_THERE as error:
+        return f"{error.filename or path}: {error.strerror}"
+    except OSError as error:
+        raise ReadWriteError(f"{error.filename or path} cannot be read: {error.strerror}") from error
+    except BrokenShard as error:
+        return str(error)
+    return making, data["tar"]["num_bytes"]
+
+
+def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
+    """Whether all shards are done and index.json has their numbers. Raises ReadWriteError."""
+    if len(made.done) != spec.num_shards or made.wrong:
+        return False
+    try:
+        data = orjson.loads(read_regular(folder / INDEX_NAME, max_bytes=_MAX_BYTES))
+        rows = [(row[2], row[3]) for row in data["shards"]]
+        plan_id = data["spec"]["plan_id"]
+    except (*NOT_THERE, BrokenShard, ValueError, LookupError, TypeError):
+        return False
+    return bool(plan_id == spec.plan_id) and rows == [
+        (made.done[shard_id].num_tokens, made.tar_bytes.get(shard_id)) for shard_id in range(spec.num_shards)
+    ]
+
+
+def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Finding]:
+    """Return what stands after a verify of this thoroughness: what a more thorough one found.
+
+    Raises BrokenShard for findings that cannot be read, unless all bytes are to be compared anyway.
+    """
+    try:
+        found = read_findings(folder, plan_id)
+    except BrokenShard:
+        if check == "fast":
+            raise
+        return {}
+    return {number: each for number, each in found.items() if _rank(each.check) > _rank(check)}
+
+
+def publish_findings(
+    folder: Path,
+    plan_id: str,
+    wrong: Iterable[tuple[int, ShardprepError]],
+    *,
+    check: Check = "full",
+    not_read: Collection[int] = (),
+) -> None:
+    """Write what a verify found wrong, and remove index.json, which says otherwise.
+
+    An error of reading or writing says nothing of a shard: where there are no others, nothing is written. A
+    shard without a manifest is not done anyway, and left out. Findings of before stand for the shards in
+    ``not_read``, and where a more thorough verify made them. Raises CannotWrite or ReadWriteError.
+    """
+    of_shards = {shard_id: error for shard_id, error in wrong if is_of_shard(error)}
+    if not of_shards:
+        return
+    before: dict[int, Finding] = {}
+    with contextlib.suppress(BrokenShard):
+        before = read_findings(folder, plan_id)
+    findings = {
+        number: each
+        for number, each in before.items()
+        if number in not_read or _rank(each.check) > _rank(check)
+    }
+    for shard_id, error in of_shards.items():
+        if not (digest := _manifest_sha256(folder, shard_id)):
+            continue
+        message = str(error)[:_MOST_MESSAGE_CHARS].encode("utf-8", "replace").decode().replace("\0", "?")
+        stands = findings.get(shard_id)  # of a more thorough verify, which alone may take it back
+        findings[shard_id] = Finding(
+            shard=shard_id,
+            exit_code=error.exit_code,
+            message=message,
+            manifest_sha256=digest,
+            check=stands.check if stands else check,
+        )
+    if findings:
+        content = {"plan_id": plan_id, "findings": [asdict(findings[number]) for number in sorted(findings)]}
+        raw = orjson.dumps(with_content_hash(_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
+        publish_bytes(folder / FINDINGS_NAME, raw)
+    try:
+        (folder / INDEX_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise ReadWriteError(
+            f"{folder / INDEX_NAME} cannot be removed ({error.strerror}), and some shards are wrong: "
+            "remove it"
+        ) from None
+
+
+def is_of_shard(error: ShardprepError) -> bool:
+    """Whether an error is one of the shard that was read, and not of reading, of an input or of a library."""
+    return isinstance(error, (BrokenShard, MissingShard, OtherPlan, UnknownVersion))
+
+
+def remove_findings(folder: Path) -> None:
+    """After a verify that found nothing; what fails is left."""
+    with contextlib.suppress(OSError):
+        (folder / FINDINGS_NAME).unlink()
+
+
+def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
+    """Return the shards that a verify found wrong and that were not made anew since, by number.
+
+    One open where nothing was found, and one more for each finding. Raises BrokenShard, UnknownVersion where
+    they cannot be known, ReadWriteError.
+    """
+    path = folder / FINDINGS_NAME
+    try:
+        fields = read_checked(path, _FORMAT, max_bytes=_MAX_BYTES)
+        found_plan = fields.digest("plan_id")
+        found = [each.all_of(Finding) for each in fields.objects("findings")]
+        fields.end()
+    except NOT_THERE:
+        return {}
+    except BrokenShard as error:
+        raise BrokenShard(
+            f"{error}: which shards were found wrong is not known; run: shardprep verify {quoted(folder)}"
+        ) from None
+    if found_plan != plan_id:
+        return {}
+    return {
+        each.shard: each for each in found if _manifest_sha256(folder, each.shard) == each.manifest_sha256
+    }
+
+
+def _manifest_sha256(folder: Path, shard_id: int) -> str:
+    """Of a manifest's bytes; "" where there is none. Raises ReadWriteError."""
+    try:
+        content = read_regular(manifest_path(folder, shard_id), max_bytes=MAX_MANIFEST_BYTES)
+    except (*NOT_THERE, BrokenShard):
+        return ""
+    return hashlib.sha256(content).hexdigest()
+
+
+def _rank(check: Check) -> int:
+    return _CHECKS.index(check)

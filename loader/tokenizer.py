@@ -29,7 +29,7 @@ from shardprep.files import (
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
 from shardprep.format.manifest import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
-from shardprep.hub import find_on_hub, no_tokenizer
+from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _READ_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -268,9 +268,12 @@ def _load(name: str) -> Any:
         return AutoTokenizer.from_pretrained(
             source, local_files_only=source != name or is_folder, trust_remote_code=False
         )
-    except Exception as error:  # transformers raises OSError, ValueError, and what the hub's client raises
-        reason = " ".join(str(error).split())[:300]
-        raise no_tokenizer(name, f"{type(error).__name__}: {reason}") from None
+    except (
+        BaseException
+    ) as error:  # transformers raises OSError, ValueError, and what the hub's client raises
+        if not is_library_fault(error):
+            raise
+        raise no_tokenizer(name, words_of_fault(error)) from None
 
 
 def _check_files(folder: Path) -> None:

@@ -42,6 +42,7 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.files import PublishedFile, names_in, publish_bytes, read_regular, size_of_file
+from shardprep.format.checked_json import load_json
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 from shardprep.own_packages import HOME
 
@@ -70,9 +71,9 @@ class Claim:
 
 def _read_claim(path: Path) -> Claim | None:
     try:
-        data = json.loads(read_regular(path, max_bytes=_MAX_CLAIM_BYTES))
+        data = load_json(read_regular(path, max_bytes=_MAX_CLAIM_BYTES))
         return Claim(**{field.name: data[field.name] for field in dataclasses.fields(Claim)})
-    except (ShardprepError, OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (ShardprepError, OSError, ValueError, TypeError, KeyError):
         return None  # being removed, or no claim of ours: it will not change
 
 

@@ -148,7 +148,7 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
             if special is None or fingerprint_of(data) != spec.fingerprint:
                 return None
             ends_with_eos = spec.eos_token_id is not None and _last_id(data) == spec.eos_token_id
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     return LoaderTokenizer(
         special=special,

@@ -21,7 +21,7 @@ from typing import Any
 from preprocess.attempts import HISTORY_NAME, append_line
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UnknownVersion, UsageError
 from shardprep.files import NOT_THERE, PublishedFile, read_regular, sync_folder
-from shardprep.format.checked_json import Fields, read_checked, with_content_hash
+from shardprep.format.checked_json import Fields, load_json, read_checked, with_content_hash
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
 from shardprep.format.shard_making import ShardMaking
 from slurm.request import JobRequest
@@ -130,7 +130,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     events = []
     for line in lines:
         with contextlib.suppress(ValueError):
-            event = json.loads(line)
+            event = load_json(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 events.append(event)
     return events

@@ -41,7 +41,14 @@ from shardprep.errors import (
     Stopped,
     UsageError,
 )
-from shardprep.files import PublishedFile, names_in, publish_bytes, read_regular, size_of_file
+from shardprep.files import (
+    PublishedFile,
+    check_names_are_utf8,
+    names_in,
+    publish_bytes,
+    read_regular,
+    size_of_file,
+)
 from shardprep.format.checked_json import load_json
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 from shardprep.own_packages import HOME
@@ -247,6 +254,7 @@ def ensure_prepared(
     if not (heartbeat_s > 0 and limit_s > 0):
         raise UsageError(f"heartbeat_s is {heartbeat_s}, limit_s is {limit_s}; expected more than 0")
     folder = Path(output_dir).absolute()
+    check_names_are_utf8(str(folder), str(Path(input_dir).absolute()), model_id)
     who = find_process_rank(rank, world_size)
     launch = " ".join(f"{name}={os.environ[name]}" for name in _LAUNCH if os.environ.get(name))
     own = Claim(launch=launch, place=place_of(os.getpid()))

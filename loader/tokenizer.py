@@ -26,6 +26,7 @@ from shardprep.files import (
     read_regular,
     refuse_fifos,
 )
+from shardprep.format.checked_json import is_text
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
 from shardprep.format.manifest import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
@@ -262,6 +263,8 @@ def _load(name: str) -> Any:
 
     is_folder = os.path.isdir(name)  # noqa: PTH112  False, not an error, where it cannot be looked at
     if is_folder:
+        if not is_text(name):
+            raise UsageError(f"the name of {name!a} is not UTF-8, as tokenizers needs it; rename the folder")
         _check_files(Path(name))
     source = name if is_folder else find_on_hub(name)[1]
     try:

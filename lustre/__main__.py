@@ -21,14 +21,14 @@ from lustre.lfs import existing_part, kind_of, why_not_usable
 from lustre.restore import restore as restore_files
 from lustre.show import report, report_json
 from lustre.space import count_osts_if_told
-from shardprep.command_line import Command, Program, parse_size
+from shardprep.command_line import Command, Program, given_words, parse_size
 from shardprep.console import print_lines, quoted, say
 from shardprep.errors import NotFound
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 2 wrong usage, 66 no such path, 73 if lfs fails."""
-    return PROGRAM.run(sys.argv[1:] if argv is None else argv)
+    return PROGRAM.run(given_words(argv))
 
 
 def show(args: argparse.Namespace) -> int:

@@ -117,13 +117,11 @@ def find_inputs(
     if not listing.paths:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
         raise NotFound("; ".join([nothing, *left_out_lines(listing.left_out)]))
-    for path in listing.paths:
+    for path in (input_dir.resolve(), *listing.paths):  # as a plan has them
         try:
             str(path).encode()
         except UnicodeEncodeError:
-            raise UsageError(
-                f"the name of input {os.fsencode(path)!r} is not UTF-8; rename the file"
-            ) from None
+            raise UsageError(f"the name of input {os.fsencode(path)!r} is not UTF-8; rename it") from None
     return listing
 
 

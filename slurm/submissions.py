@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import getpass
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from shardprep.files import NOT_THERE, PublishedFile, read_regular, sync_folder
 from shardprep.format.checked_json import Fields, load_json, read_checked, with_content_hash
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
 from shardprep.format.shard_making import ShardMaking
+from slurm.commands import user_name
 from slurm.request import JobRequest
 
 JOBS_FOLDER = "jobs"
@@ -115,7 +115,7 @@ def read_submissions(folder: Path) -> list[Submission]:
 
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl; what fails is left out."""
-    line = {"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}
+    line = {"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts}
     with contextlib.suppress(OSError):
         (folder / JOBS_FOLDER).mkdir(exist_ok=True)
     append_line(folder / JOBS_FOLDER / HISTORY_NAME, line)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from shardprep.command_line import Command, Program
+from shardprep.command_line import Command, Program, given_words
 from shardprep.console import counted, print_lines
 
 SHOWN_IDS = 12
@@ -16,7 +16,7 @@ _NAMED = ("stage", "where")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Show what a training script would get, or stage. Returns an exit code, as preprocess does."""
-    return PROGRAM.run(command_words(sys.argv[1:] if argv is None else argv))
+    return PROGRAM.run(command_words(given_words(argv)))
 
 
 def command_words(argv: Sequence[str]) -> list[str]:

@@ -46,6 +46,7 @@ from shardprep.errors import (
 from shardprep.files import (
     FileStamp,
     PublishedFile,
+    check_names_are_utf8,
     is_folder,
     names_in,
     read_beginning,
@@ -596,11 +597,14 @@ def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
         )
     names_in: dict[str, frozenset[str] | None] = {}
     paths: list[str] = []
-    for name in [os.fspath(each) for each in named]:
+    names = [os.fspath(each) for each in named]
+    check_names_are_utf8(*names)
+    for name in names:
         if _URL.match(name):
             paths += [copy_url(url, cache_dir) for url in expand_braces(name)]
         else:
             paths += _expand(name, names_in)
+    check_names_are_utf8(*paths)
     if not paths:
         raise UsageError(f"input_shards is empty; name {NAMEABLE}", expected=NAMEABLE)
     if len(set(paths)) < len(paths):

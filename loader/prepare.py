@@ -29,7 +29,8 @@ from shardprep.errors import (
     ShardprepError,
     UsageError,
 )
-from shardprep.files import publish_bytes, read_regular, size_of_file
+from shardprep.files import check_names_are_utf8, publish_bytes, read_regular, size_of_file
+from shardprep.format.checked_json import load_json
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 from shardprep.own_packages import HOME
 
@@ -80,6 +81,7 @@ def ensure_prepared(
     if not limit_s > 0:
         raise UsageError(f"limit_s is {limit_s}, expected more than 0")
     folder = Path(output_dir).absolute()
+    check_names_are_utf8(str(folder), str(Path(input_dir).absolute()), model_id)
     who = find_process_rank(rank, world_size)
     given = {"input_dir": Path(input_dir).absolute(), "output_dir": folder, "model_id": model_id, **options}
     launch = " ".join(f"{name}={os.environ[name]}" for name in _LAUNCH if os.environ.get(name))
@@ -135,8 +137,8 @@ def _publish(note: Path | None, end: Mapping[str, Any] | None) -> None:
 
 def _read_note(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_regular(_note_path(folder), max_bytes=_MAX_NOTE_BYTES))
-    except (ShardprepError, OSError, ValueError, RecursionError):
+        found = load_json(read_regular(_note_path(folder), max_bytes=_MAX_NOTE_BYTES))
+    except (ShardprepError, OSError, ValueError):
         return {}
     kinds = {"launch": str, "asked": str, "exit_code": int, "error": str}
     if not isinstance(found, dict) or any(not isinstance(found.get(name), kinds[name]) for name in kinds):

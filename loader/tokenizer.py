@@ -26,10 +26,11 @@ from shardprep.files import (
     read_regular,
     refuse_fifos,
 )
+from shardprep.format.checked_json import is_text
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
 from shardprep.format.manifest import without_garbage_collection
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
-from shardprep.hub import find_on_hub, no_tokenizer
+from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _READ_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -151,7 +152,7 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
             if special is None or fingerprint_of(data) != spec.fingerprint:
                 return None
             ends_with_eos = spec.eos_token_id is not None and _last_id(data) == spec.eos_token_id
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     return LoaderTokenizer(
         special=special,
@@ -268,15 +269,20 @@ def _load(name: str) -> Any:
 
     is_folder = os.path.isdir(name)  # noqa: PTH112  False, not an error, where it cannot be looked at
     if is_folder:
+        if not is_text(name):
+            raise UsageError(f"the name of {name!a} is not UTF-8, as tokenizers needs it; rename the folder")
         _check_files(Path(name))
     source = name if is_folder else find_on_hub(name)[1]
     try:
         return AutoTokenizer.from_pretrained(
             source, local_files_only=source != name or is_folder, trust_remote_code=False
         )
-    except Exception as error:  # transformers raises OSError, ValueError, and what the hub's client raises
-        reason = " ".join(str(error).split())[:300]
-        raise no_tokenizer(name, f"{type(error).__name__}: {reason}") from None
+    except (
+        BaseException
+    ) as error:  # transformers raises OSError, ValueError, and what the hub's client raises
+        if not is_library_fault(error):
+            raise
+        raise no_tokenizer(name, words_of_fault(error)) from None
 
 
 def _check_files(folder: Path) -> None:

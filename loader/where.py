@@ -35,6 +35,7 @@ from shardprep.command_line import add_flags_of, given_of, option
 from shardprep.console import print_lines, say
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE
+from shardprep.format.checked_json import load_json
 from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.input_formats import place_text
@@ -488,7 +489,7 @@ def find_state(path: Path) -> dict[str, Any]:
         raise NotFound(f"--state {path} is no file")
     try:
         if path.suffix == ".json":
-            content = json.loads(path.read_bytes())
+            content = load_json(path.read_bytes())
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch and pickle raise anything

@@ -12,14 +12,14 @@ from lustre.apply import set_directory_layout
 from lustre.layout import StripeRequest
 from lustre.lfs import existing_part, kind_of, why_not_usable
 from lustre.show import report, report_json
-from shardprep.command_line import Command, Program
+from shardprep.command_line import Command, Program, given_words
 from shardprep.console import print_lines, quoted
 from shardprep.errors import NotFound
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code: 0, 2 wrong usage, 66 no such path, 73 if lfs fails."""
-    return PROGRAM.run(sys.argv[1:] if argv is None else argv)
+    return PROGRAM.run(given_words(argv))
 
 
 def show(args: argparse.Namespace) -> int:

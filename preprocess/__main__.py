@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from preprocess import resources
 from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
-from shardprep.command_line import Command, Program, add_flags_of, given_of, parse_size
+from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import INDEX_NAME, PLAN_NAME, id_ranges, ids_of_ranges
@@ -32,7 +32,7 @@ _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
-    code = PROGRAM.run(command_words(sys.argv[1:] if argv is None else argv))
+    code = PROGRAM.run(command_words(given_words(argv)))
     if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):  # of a job's task, which succeeded
         with contextlib.suppress(OSError):
             os.unlink(record)  # noqa: PTH108 - one call, as no file stays for a shard that is done

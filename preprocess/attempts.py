@@ -21,6 +21,7 @@ from typing import Any
 
 from shardprep.errors import CannotWrite, ReadWriteError, ShardprepError
 from shardprep.files import append_bytes, make_subfolder, names_in, read_with_status
+from shardprep.format.checked_json import load_json
 from shardprep.format.names import MAX_SHARDS, id_ranges, ids_of_ranges
 
 ATTEMPTS_FOLDER = "jobs/attempts"
@@ -166,7 +167,7 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
     failures: dict[int, Failure] = {}
     for line in content.decode("utf-8", "replace").split("\n"):
         try:
-            data = json.loads(line)
+            data = load_json(line.encode())
             event = data.pop("event")
             if event == "begin":
                 begin, end, failures = data, {}, {}
@@ -177,7 +178,7 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
                 failures[number] = Failure(
                     shard_id=number, exit_code=int(data["exit_code"]), reason=str(data["reason"])
                 )
-        except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        except (ValueError, AttributeError, LookupError, TypeError):
             continue
     facts = {**end, **begin}
     try:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from shardprep import __version__
-from shardprep.command_line import Program, unknown_command
+from shardprep.command_line import Program, given_words, unknown_command
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
 from shardprep.own_packages import REMEDY, check_not_hidden, mixed_packages
@@ -43,7 +43,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Without a command, ``--shard_id N`` makes a shard."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    words = given_words(argv)
     guard_streams()
     try:
         if words[:1] in (["-h"], ["--help"]) or words == ["help"]:

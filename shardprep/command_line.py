@@ -30,8 +30,24 @@ from typing import Any, NoReturn
 
 from shardprep.console import guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
+from shardprep.files import check_names_are_utf8
 from shardprep.removed import COMMANDS, FLAGS
 from shardprep.signals import raise_on_stop_signals
+
+
+def given_words(argv: Sequence[str] | None) -> list[str]:
+    """Return the words of a command: ``argv``, or those that this process was started with.
+
+    Names of files are UTF-8 to everything here, to Rust's libraries, and in every plan. Where the locale says
+    otherwise, such as ISO-8859-1 of LANG=en_US, this process begins anew with Python's UTF-8 mode on.
+    """
+    if argv is not None:
+        return list(argv)
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        # The words as they were typed: what Python decoded as EUC-KR, it cannot always encode again.
+        words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
+        os.execve("/proc/self/exe", words, {**os.environb, b"PYTHONUTF8": b"1"})  # noqa: S606
+    return sys.argv[1:]
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,7 @@ class Program:
         """Run the command that ``words`` name; returns its exit code. ``name``: how it was called."""
         guard_streams()
         try:
+            check_names_are_utf8()
             raise_on_stop_signals()
             args = self.parse(words, name=name)
             code = _function(self.commands[args.command].run)(args)

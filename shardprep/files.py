@@ -25,13 +25,14 @@ import shlex
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError
+from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,6 +41,21 @@ T = TypeVar("T")
 HASH_BLOCK_BYTES = 4 << 20
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
 _KINDS = {"d": "a folder", "p": "a FIFO", "c": "a character device", "b": "a block device", "s": "a socket"}
+
+
+def check_names_are_utf8(*paths: str) -> None:
+    """Check that Python encodes names of files as UTF-8, as libraries in Rust and other nodes do.
+
+    ``paths``: they alone matter. ASCII is the same in every encoding. Raises UsageError.
+    """
+    encoding = sys.getfilesystemencoding()
+    if encoding == "utf-8" or (paths and "".join(paths).isascii()):
+        return
+    shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
+    raise UsageError(
+        f"{shown}names of files are {encoding} to this Python, by its locale, expected utf-8; before you "
+        "start it again, type: export PYTHONUTF8=1"
+    )
 
 
 def open_regular(path: Path) -> int:

@@ -62,3 +62,14 @@ def no_tokenizer(model_id: str, reason: str) -> NotFound:
         found=reason,
         expected="a folder with a tokenizer.json",
     )
+
+
+def is_library_fault(error: BaseException) -> bool:
+    """Return whether a library may have raised this: an Exception, or a panic of Rust, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def words_of_fault(error: BaseException) -> str:
+    """Return what a library says of its fault, in one short line."""
+    said = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {said}" if isinstance(error, Exception) else f"it panicked: {said}"

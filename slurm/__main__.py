@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardprep.command_line import Command, Program, add_flags_of
+from shardprep.command_line import Command, Program, add_flags_of, given_words
 from slurm.request import FLAG_GROUPS, JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
-    return PROGRAM.run(sys.argv[1:] if argv is None else argv)
+    return PROGRAM.run(given_words(argv))
 
 
 def _folder_flag(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import os
 from collections.abc import Collection
 
@@ -11,7 +10,7 @@ from preprocess.plan.plan_file import need_plan
 from shardprep.console import print_lines, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.names import id_ranges
-from slurm.commands import SlurmRefused, slurm_output
+from slurm.commands import SlurmRefused, slurm_output, user_name
 from slurm.state import DatasetState, chosen_shards, find_state
 from slurm.submissions import append_event
 
@@ -84,7 +83,7 @@ def _scancel(state: DatasetState, jobs: list[str], cluster: str | None = None) -
             raise
         ids = {each.partition("_")[0] for each in jobs}
         users = {each[-1].user for (_, job, _), each in state.shown.attempts.items() if job in ids}
-        whose = ", ".join(sorted(users - {getpass.getuser()})) or "another user"
+        whose = ", ".join(sorted(users - {user_name()})) or "another user"
         raise SlurmRefused(
             f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
             f"them; {error}"

@@ -15,7 +15,6 @@ gives no answer. Nothing may be concluded from their absence.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,15 @@ from typing import Any
 from preprocess.attempts import Attempt
 from shardprep.errors import ShardprepError
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.commands import SlurmAway, SlurmMissing, SlurmRefused, read_config, seconds_of, slurm_answer
+from slurm.commands import (
+    SlurmAway,
+    SlurmMissing,
+    SlurmRefused,
+    read_config,
+    seconds_of,
+    slurm_answer,
+    user_name,
+)
 from slurm.script import CONTROL, JOB_NAME, names_begin
 from slurm.submissions import JobIdentity, Submission
 
@@ -275,7 +282,7 @@ def find_shown_jobs(
     A held job whose name is this data set's, and that no record names, is of a command that sends it just
     now, or was cut short. Raises SlurmAway.
     """
-    user = getpass.getuser()
+    user = user_name()
     recorded = {job.job_id for submission in submissions for job in submission.jobs}
     plain = {each.key: each for each in open_attempts if each.job_id not in recorded}
     with ThreadPoolExecutor(3) as pool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import getpass
 import math
 import re
 import shlex
@@ -39,6 +38,7 @@ from slurm.commands import (
     minutes_of,
     slurm_answer,
     slurm_output,
+    user_name,
 )
 from slurm.request import WHOLE_NODE, JobRequest, with_variables
 from slurm.resource_use import advised
@@ -437,7 +437,7 @@ def submit_script(script: str, *options: str, known: Sequence[str] = ()) -> str:
 def _cancel_by_name(script: str, known: Sequence[str]) -> str:
     """Cancel this user's waiting job of the script's name, and say what was done."""
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
-    asked = ("--noheader", f"--user={getpass.getuser()}", f"--name={name}", "--states=PENDING", "--format=%A")
+    asked = ("--noheader", f"--user={user_name()}", f"--name={name}", "--states=PENDING", "--format=%A")
     try:
         found = re.findall(r"^\s*([0-9]+)\s*$", slurm_output("squeue", *asked), re.MULTILINE)
         if job_ids := sorted({*found} - {*known}):

@@ -8,7 +8,6 @@ node could ever run such a task.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import itertools
 import os
 import re
@@ -24,7 +23,15 @@ from shardprep.console import quoted, say
 from shardprep.errors import CannotWrite, ShardprepError, UsageError
 from shardprep.files import is_link
 from shardprep.format.names import id_ranges
-from slurm.commands import SlurmRefused, megabytes_of, minutes_of, read_config, slurm_answer, slurm_output
+from slurm.commands import (
+    SlurmRefused,
+    megabytes_of,
+    minutes_of,
+    read_config,
+    slurm_answer,
+    slurm_output,
+    user_name,
+)
 from slurm.request import JobRequest
 from slurm.script import LOG_FOLDER
 from slurm.submissions import JOBS_FOLDER
@@ -180,7 +187,7 @@ class _Rules:
         """
         if not self.account:
             return
-        user, own = [f"--user={getpass.getuser()}"], [f"--account={self.account[0]['account']}"]
+        user, own = [f"--user={user_name()}"], [f"--account={self.account[0]['account']}"]
         limits = [(self.account[0], "maxsubmitjobs", "MaxSubmitJobs", [*user, *own])]
         for row in self.account:
             whose = [*user, *own] if row["user"] else [f"--account={row['account']}"]
@@ -224,7 +231,7 @@ def _task_limits(column: str, text: str) -> dict[str, float]:
 
 def _find_rules(request: JobRequest, limits: SiteLimits, partition_qos: str) -> _Rules:
     """Ask for the rows that limit a job of this user; without --account it runs under the default account."""
-    user, account = getpass.getuser(), request.account
+    user, account = user_name(), request.account
     if account is None:
         rows = _accounts("user", ("user", "defaultaccount"), f"name={user}")
         account = rows[0]["defaultaccount"] if rows else ""

@@ -8,7 +8,6 @@ job has anything to do with the data set and none of its commands is installed.
 
 from __future__ import annotations
 
-import getpass
 import itertools
 import math
 import os
@@ -27,7 +26,7 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import open_regular
 from shardprep.format.done import MadeShards, find_made_shards, is_verified
 from shardprep.format.names import id_ranges, ids_of_ranges
-from slurm.commands import SlurmAway
+from slurm.commands import SlurmAway, user_name
 from slurm.queue import (
     LOG_NOT_OPENED,
     PLAIN,
@@ -385,7 +384,7 @@ def _with_slurms_end(attempt: Attempt, shown: ShownJobs) -> Attempt:
         return attempt
     ended_s = attempt.began + task.elapsed_s if attempt.ended is None else attempt.ended
     attempt = replace(attempt, stopped_by=task.state, ended=ended_s)
-    if task.user == getpass.getuser():
+    if task.user == user_name():
         append_end(attempt)
     return attempt
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import getpass
 import json
 import os
 import re
@@ -36,9 +35,10 @@ from shardprep.files import (
     read_with_status,
     sync_folder,
 )
-from shardprep.format.checked_json import Fields, checked_fields, with_content_hash
+from shardprep.format.checked_json import Fields, checked_fields, load_json, with_content_hash
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
 from shardprep.format.shard_making import ShardMaking
+from slurm.commands import user_name
 from slurm.request import JobRequest
 
 JOBS_FOLDER = "jobs"
@@ -133,7 +133,7 @@ def read_submissions(folder: Path) -> list[Submission]:
 
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
     """Append what a command did to DATA/jobs/history.jsonl; what fails is left out."""
-    line = {"time": round(time.time(), 3), "event": kind, "user": getpass.getuser(), **facts}
+    line = {"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts}
     with contextlib.suppress(CannotWrite):
         append_line(make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, line)
 
@@ -147,7 +147,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     events = []
     for line in lines:
         with contextlib.suppress(ValueError):
-            event = json.loads(line)
+            event = load_json(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 events.append(event)
     return events

@@ -14,6 +14,7 @@ import codecs
 import functools
 import gzip
 import io
+import itertools
 import json
 import lzma
 import math
@@ -222,6 +223,9 @@ def _object_of(line: bytes, fields: _Fields, *, is_first: bool) -> _Read:
     return fields.read(functools.partial(_value_at, _parsed(data)))
 
 
+_MOST_LEVELS = 512  # of objects and lists within each other
+
+
 class _Twice:
     """The value of a key that stands more than once in its object: the last one."""
 
@@ -237,6 +241,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _parsed(line: bytes) -> dict[str, Any]:
     """The object of a line of JSON. Raises _BadError and UnicodeDecodeError."""
     text = line.decode()
+    if _is_nested_too_deep(text):
+        raise _BadError("bad_json")
     try:
         value = json.loads(
             text,
@@ -249,11 +255,19 @@ def _parsed(line: bytes) -> dict[str, Any]:
             json.dumps(value, ensure_ascii=False, default=_last).encode()
     except UnicodeEncodeError:  # half of a surrogate pair
         raise _BadError("surrogate") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise _BadError("bad_json") from None
     if not isinstance(value, dict):
         raise _BadError("bad_json")
     return value
+
+
+def _is_nested_too_deep(text: str) -> bool:
+    if text.count("[") + text.count("{") <= _MOST_LEVELS:
+        return False
+    outside_of_strings = re.sub(r'"(\\.|[^"\\])*"', "", text, flags=re.DOTALL)
+    steps = ((char in "[{") - (char in "]}") for char in outside_of_strings)
+    return max(itertools.accumulate(steps), default=0) > _MOST_LEVELS
 
 
 def _finite(text: str) -> float:

@@ -34,6 +34,7 @@ from preprocess.formats.text_fields import (
 )
 from shardprep.console import quoted
 from shardprep.errors import BadInput
+from shardprep.format.checked_json import MAX_JSON_DEPTH, is_too_deep
 
 _HEAD_BYTES = 4 << 10
 _MARK = b"\xef\xbb\xbf"
@@ -86,7 +87,9 @@ def _records(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], pl
         lines[0] = lines[0].removeprefix(_MARK)
     loads, name = orjson.loads, fields.plain_name
     records: list[Any]
-    if _names_each_once(block, len(lines), fields):
+    has_long = int(np.diff(starts, append=len(block)).max(initial=0)) > 2 * MAX_JSON_DEPTH
+    has_deep = has_long and any(map(is_too_deep, lines))
+    if not has_deep and _names_each_once(block, len(lines), fields):
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if name is not None and not fields.other_paths:
                 # No object lives on: thousands of them at once would start the garbage collector.
@@ -164,12 +167,14 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         record = orjson.loads(line)
     except ValueError:
         return None, why_not_json(line)
+    if is_too_deep(line):
+        return None, _TOO_DEEP
     others = [value_at(record, path) for path in fields.other_paths]
     if _names_each_once(line, 1, fields) and _are_exact(others):
         return record, fields.text(record)
     try:
         record = json.loads(line, object_pairs_hook=_Object)
-    except (ValueError, RecursionError):
+    except ValueError:  # a number of more digits than Python reads
         return None, _TOO_DEEP
     twice = next(_named_twice(record, fields), None)
     if twice is not None:
@@ -215,6 +220,8 @@ def why_not_json(line: bytes) -> UnusableText:
         text = line.decode()
     except UnicodeDecodeError as error:
         return UnusableText("undecodable", f"byte {error.start} of the line is not utf-8")
+    if is_too_deep(line):
+        return _TOO_DEEP
     try:
         json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_finite)
     except json.JSONDecodeError as error:
@@ -223,14 +230,16 @@ def why_not_json(line: bytes) -> UnusableText:
         return UnusableText("bad_json", f"the line {what}")
     except _NoNumberError as error:
         return UnusableText("bad_json", str(error))
-    except (ValueError, RecursionError):
+    except ValueError:
         return _TOO_DEEP
     if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):
         return UnusableText("surrogate", f"it has half of a surrogate pair, {half[0]} or another")
     return UnusableText("bad_json", "the line is not strict JSON")
 
 
-_TOO_DEEP = UnusableText("bad_json", "it is nested too deep, or has too long a number")
+_TOO_DEEP = UnusableText(
+    "bad_json", f"it is nested too deep, more than {MAX_JSON_DEPTH} levels, or has too long a number"
+)
 
 
 class _NoNumberError(Exception):

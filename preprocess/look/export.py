@@ -39,6 +39,7 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
+from shardprep.format.checked_json import load_json
 from shardprep.format.done import Finding, check_done, read_findings
 from shardprep.format.names import shard_name
 from shardprep.format.shards import ShardSamples
@@ -330,8 +331,8 @@ class Mosaic(Exporter):
     def _entries(self, shard_id: int) -> list[Any]:
         path = self.last_file(shard_id)
         try:
-            return list(json.loads(read_regular(path, max_bytes=1 << 26)))
-        except (ValueError, TypeError, RecursionError, *NOT_THERE):
+            return list(load_json(read_regular(path, max_bytes=1 << 26)))
+        except (ValueError, TypeError, *NOT_THERE):
             raise BrokenShard(f"{path} is not a list of files; remove it and run this again") from None
 
 
@@ -449,7 +450,7 @@ def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
     """Say whose export the folder is, once. Raises Refused where it is another's, CannotWrite."""
     try:
-        found = json.loads(read_regular(folder / _SETTINGS, max_bytes=1 << 20))
+        found = load_json(read_regular(folder / _SETTINGS, max_bytes=1 << 20))
     except NOT_THERE:
         make_folder(folder, parents=True)
         if others := [name for name in names_in(folder) if not TEMPORARY_NAME.fullmatch(name)]:

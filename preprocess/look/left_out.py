@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from preprocess.plan.plan_file import Plan
 from shardprep.console import printable
 from shardprep.errors import ShardprepError
 from shardprep.files import ReadFile, read_beginning
+from shardprep.format.checked_json import load_json
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import quarantine_path
 
@@ -40,7 +40,7 @@ def quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, An
         return
     for line in lines:
         try:
-            match json.loads(line):
+            match load_json(line):
                 case {
                     "source": str(path),
                     "source_offset": int(offset),
@@ -52,7 +52,7 @@ def quarantined(folder: Path, shard_id: int) -> Iterator[tuple[str, dict[str, An
                     size = None if unit == "row" else num_bytes  # that of a row is not known
                     place = {"input": path, "offset": offset, "unit": unit, "address": f"{path}:{offset}"}
                     yield reason, {**place, "num_bytes": size, "detail": detail[:_DETAIL_CHARS]}
-        except (ValueError, RecursionError):
+        except ValueError:
             continue
 
 

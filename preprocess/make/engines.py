@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import queue
 import resource
 import threading
 import unicodedata
@@ -32,8 +33,10 @@ import orjson
 
 from preprocess.formats.long_documents import CUT, encodable_pieces
 from preprocess.plan.tokenizer_files import MAX_TOKENIZER_BYTES
-from shardprep.errors import ReadWriteError, ShardprepError
+from shardprep.console import counted
+from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
+from shardprep.hub import is_library_fault, words_of_fault
 
 Ids = npt.NDArray[np.uint32]
 Numbers = npt.NDArray[np.int64]
@@ -156,24 +159,37 @@ class Engine:
 
 
 def load_tokenizer(tokenizer_json: Path) -> Any:
-    """A ``tokenizers.Tokenizer``. Raises ReadWriteError."""
+    """A ``tokenizers.Tokenizer``. Raises ReadWriteError, BrokenShard for what is no regular file."""
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_file(str(tokenizer_json))
-    except Exception as error:  # tokenizers raises nothing narrower
+        # Read here: the path of a file may be none that Rust can open, such as one in another encoding.
+        return Tokenizer.from_buffer(read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES))
+    except ShardprepError:
+        raise
+    except BaseException as error:
+        if not is_library_fault(error):
+            raise
         message = f"{tokenizer_json} cannot be loaded: {error}; bring the folder back as it was"
         raise ReadWriteError(message) from error
 
 
-def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
-    """The reference. Strings of control tokens stay text unless they are allowed. Raises ReadWriteError."""
+def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool, name: str | None = None) -> Engine:
+    """The reference. Strings of control tokens stay text unless they are allowed. Raises ReadWriteError.
+
+    ``name`` of the tokenizer, for errors (default: its path).
+    """
     tokenizer = load_tokenizer(tokenizer_json)
-    return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens)
+    return engine_of_tokenizer(
+        tokenizer, allow_special_tokens=allow_special_tokens, name=name or str(tokenizer_json)
+    )
 
 
-def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool) -> Engine:
-    """The same of a ``tokenizers.Tokenizer`` that is loaded already; its settings are changed."""
+def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
+    """The same of a ``tokenizers.Tokenizer`` that is loaded already; its settings are changed.
+
+    ``name`` of the tokenizer, for errors.
+    """
     if hasattr(tokenizer, "encode_special_tokens"):
         tokenizer.encode_special_tokens = not allow_special_tokens
         tokenizer.no_truncation()
@@ -185,11 +201,12 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool) -> Engine
         encode_batch = encode_fast = functools.partial(tokenizer.encode_batch, **settings)
 
     def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
-        encodings = encode_fast(list(texts), add_special_tokens=add_special_tokens)
+        call = functools.partial(encode_fast, add_special_tokens=add_special_tokens)
+        encodings = _encodings(call, list(texts), name)
         return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
     def encode_chat(texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]) -> TokenBatch:
-        encodings = encode_batch(list(texts), add_special_tokens=False)
+        encodings = _encodings(functools.partial(encode_batch, add_special_tokens=False), list(texts), name)
         ids = [np.array(encoding.ids, np.uint32) | NO_LOSS for encoding in encodings]
         for kept, encoding, of_text in zip(ids, encodings, spans, strict=True):
             for begin, end in of_text:
@@ -200,6 +217,69 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool) -> Engine
         return TokenBatch.of(ids)
 
     return _engine("tokenizers", encode, encode_chat)
+
+
+# A pattern of a tokenizer.json may take exponential time. tokenizers encodes 6 MB/s, and 1 MB/s at its worst.
+_PATIENCE_S = 120.0
+_LEAST_CHARS_PER_S = 100_000
+_STOPS_WITHIN_S = 10.0
+
+
+def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name: str) -> list[Any]:
+    """Call ``encode`` of tokenizers, which may fail on a text, or take for ever. Raises BadInput.
+
+    A thread does it: where it does not end, the thread is left alone.
+    """
+    results: queue.SimpleQueue[list[Any] | BaseException] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(encode(texts))
+        except BaseException as error:
+            results.put(error)
+
+    threading.Thread(target=run, name="encode", daemon=True).start()
+    # Seconds are counted, not read from a clock: a job that Slurm suspends for hours is no slow tokenizer.
+    seconds_left = _PATIENCE_S + sum(map(len, texts)) / _LEAST_CHARS_PER_S
+    while True:
+        wait_s = min(1.0, seconds_left)
+        try:
+            found = results.get(timeout=wait_s)
+            break
+        except queue.Empty:
+            seconds_left -= wait_s
+            if seconds_left <= 0:
+                raise BadInput(
+                    f"the tokenizer of {name} takes more than {_PATIENCE_S:.0f} s for "
+                    f"{counted(len(texts), 'text')}, the longest of which begins "
+                    f"{max(texts, key=len)[:40]!r}: a pattern in its tokenizer.json takes exponential time; "
+                    "mend it in a copy of the folder, and pass that as --model_id"
+                ) from None
+        except BaseException:  # a stop signal
+            # A thread that comes back from Rust while Python ends would abort the process.
+            with contextlib.suppress(queue.Empty):
+                results.get(timeout=_STOPS_WITHIN_S)
+            raise
+    if not isinstance(found, BaseException):
+        return found
+    if not is_library_fault(found):
+        raise found
+    text = next((text for text in texts if not _is_encoded(encode, text)), "")
+    raise BadInput(
+        f"the tokenizer of {name} cannot encode the text that begins {text[:40]!r} "
+        f"({words_of_fault(found)}); mend its tokenizer.json, which may lack an unknown token, in a copy of "
+        "the folder, and pass that as --model_id"
+    ) from None
+
+
+def _is_encoded(encode: Callable[[list[str]], list[Any]], text: str) -> bool:
+    try:
+        encode([text])
+    except BaseException as error:
+        if not is_library_fault(error):
+            raise
+        return False
+    return True
 
 
 def gigatoken_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
@@ -275,7 +355,8 @@ class FastTokenizer:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_buffer(self._given)
-        return engine_of_tokenizer(tokenizer, allow_special_tokens=self._allows_special_tokens)
+        allow = self._allows_special_tokens
+        return engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name="the data set")
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
         """The ids of some texts; those that gigatoken might read otherwise go to the reference."""
@@ -423,12 +504,10 @@ def equal_fast_engine(
             return engine
     except ShardprepError:
         raise
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+        if not is_library_fault(error):
             raise
-        return f"it panicked: {error}"
+        return words_of_fault(error)
     return "its ids differ from those of tokenizers"
 
 

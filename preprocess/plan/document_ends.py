@@ -13,14 +13,17 @@ from shardprep.files import read_regular
 def document_ends(plan: Plan, tokenizer_folder: Path) -> tuple[str, str] | None:
     """The tokens that each document of a plan begins and ends with: names and ids, "" for none.
 
-    None for conversations, whose template decides, and where the tokenizer's post-processor is of an unknown
-    kind. Raises what reading raises.
+    None for conversations, whose template decides, where the tokenizer's post-processor is of an unknown
+    kind, and where the file is damaged. Raises what reading raises.
     """
-    head, _ = split_tokenizer(read_regular(tokenizer_folder / TOKENIZER_FILE, max_bytes=MAX_TOKENIZER_BYTES))
-    names = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
+    raw = read_regular(tokenizer_folder / TOKENIZER_FILE, max_bytes=MAX_TOKENIZER_BYTES)
     try:
+        head, _ = split_tokenizer(raw)
+        names = {
+            token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []
+        }
         before, after = ids_around(head.get("post_processor"))
-    except ValueError:
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
     if plan.options.is_chat:
         return None

@@ -128,13 +128,11 @@ def find_inputs(
         raise NotFound(
             "; ".join([nothing, *left_out_lines(listing.left_out)]), path=input_dir, expected=known_suffixes()
         )
-    for path in listing.paths:
+    for path in (input_dir.resolve(), *listing.paths):  # as a plan has them
         try:
             str(path).encode()
         except UnicodeEncodeError:
-            raise UsageError(
-                f"the name of input {os.fsencode(path)!r} is not UTF-8; rename the file"
-            ) from None
+            raise UsageError(f"the name of input {os.fsencode(path)!r} is not UTF-8; rename it") from None
     return listing
 
 
@@ -452,6 +450,14 @@ def make_plan(
         allow = config.encodes_control_tokens
         resolved = resolve_tokenizer(config.model_id, files, allow_special_tokens=allow)
         tokenizer = resolved.spec
+        if resolved.num_altered:
+            say(
+                f"warning: the tokenizer.json of {config.model_id} by itself gives other ids than "
+                f"transformers for {resolved.num_altered} of {counted(len(resolved.probe), 'probe text')}, "
+                "as its class or its configuration alters it; the shards have the ids of AutoTokenizer, as "
+                "training has them. If those of tokenizer.json are right, set tokenizer_class to "
+                "PreTrainedTokenizerFast in the tokenizer_config.json of a copy, and pass that as --model_id"
+            )
         if config.append_eos and tokenizer.eos_token_id is None:
             raise UsageError(
                 f"the tokenizer of {config.model_id} names no eos_token, so documents cannot end with one; "

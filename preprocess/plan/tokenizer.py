@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 from tokenizers import Tokenizer, processors
 
@@ -51,7 +52,7 @@ from shardprep.files import (
 from shardprep.format.checked_json import read_checked, with_content_hash
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import CHAT_TEMPLATES_DIR
-from shardprep.hub import find_on_hub, no_tokenizer
+from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 from shardprep.signals import start_child
 
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
@@ -74,6 +75,7 @@ class TokenizerFacts:
     probe: list[str]
     probe_sha256: Digest  # of the reference's ids
     can_be_cut: bool
+    num_altered: int  # texts of the probe to which the model's own tokenizer.json gives other ids
     files: dict[str, Digest]
 
 
@@ -89,7 +91,8 @@ class ResolvedTokenizer(TokenizerFacts):
     def reference(self) -> engines.Engine:
         """The engine of ``tokenizers``. Raises ReadWriteError."""
         path = self.folder / TOKENIZER_FILE
-        return engines.tokenizers_engine(path, allow_special_tokens=self.allow_special_tokens)
+        allow = self.allow_special_tokens
+        return engines.tokenizers_engine(path, allow_special_tokens=allow, name=self.spec.model_id)
 
     def passes_gate(self, fast: engines.Engine) -> bool:
         """Whether an engine gives the reference's ids on ``gate_texts``, which takes 2 s for Llama 3's."""
@@ -146,14 +149,29 @@ def _resolve(
     _check_no_dropout(_json_object(files or saved, TOKENIZER_FILE), model_id)
     data = _json_object(saved, TOKENIZER_FILE)
     probe = engines.probe_texts(data)
-    reference = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow)
+    reference = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
+    ids = reference.encode(probe)
     return TokenizerFacts(
         spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
         probe=probe,
-        probe_sha256=engines.ids_sha256([reference.encode(probe)]),
+        probe_sha256=engines.ids_sha256([ids]),
         can_be_cut=engines.can_be_cut(data),
+        num_altered=_num_altered(files or saved, saved, probe, ids.documents(), allow),
         files=_digests(saved),
     )
+
+
+def _num_altered(files: Files, saved: Files, probe: list[str], ids: list[engines.Ids], allow: bool) -> int:
+    """Count the texts to which the tokenizer.json in ``files`` gives other ids than the one that is saved."""
+    if files[TOKENIZER_FILE] == saved[TOKENIZER_FILE]:
+        return 0
+    try:
+        given = _loaded(files, Path(TOKENIZER_FILE))
+        engine = engines.engine_of_tokenizer(given, allow_special_tokens=allow, name=TOKENIZER_FILE)
+        own = engine.encode(probe).documents()
+    except ShardprepError:  # it encodes nothing by itself; transformers made a tokenizer of it
+        return len(probe)
+    return sum(not np.array_equal(first, second) for first, second in zip(own, ids, strict=True))
 
 
 def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path | None:
@@ -258,6 +276,12 @@ _PLAIN_KEYS = {
     "clean_up_tokenization_spaces", "is_local", "local_files_only", "model_input_names", "model_max_length",
     "name_or_path", "padding_side", "truncation_side",
 }  # fmt: skip
+# What a user sees of a tokenizer and what changes no ids: kept of a configuration, and of a class's defaults.
+_SHOWN_KEYS = ("chat_control_tokens", "processor_class", "response_schema", "response_template")
+_SHOWN_ATTRIBUTES = (
+    "clean_up_tokenization_spaces", "model_input_names", "model_max_length", "padding_side",
+    "split_special_tokens", "truncation_side",
+)  # fmt: skip
 _TOKEN_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
 
@@ -274,8 +298,10 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
         if not _is_plain(files, data):
             return None
         tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
-    except Exception:  # tokenizers raises nothing narrower; transformers will say what is wrong
-        return None
+    except BaseException as error:
+        if not is_library_fault(error):
+            raise
+        return None  # transformers will say what is wrong
     if data.get("post_processor") is None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single="$A:0", pair="$A:0 $B:1", special_tokens=[]
@@ -348,7 +374,9 @@ def _loaded(saved: Files, folder: Path) -> Tokenizer:
         raise NotFound(f"{path} is missing: transformers saved {', '.join(saved) or 'nothing'}")
     try:
         return Tokenizer.from_str(saved[TOKENIZER_FILE].decode())
-    except Exception as error:  # tokenizers raises nothing narrower
+    except BaseException as error:
+        if not is_library_fault(error):
+            raise
         raise ReadWriteError(f"{path} cannot be loaded: {error}") from error
 
 
@@ -392,20 +420,68 @@ def _save(model_id: str, folder: Path, pipe: Connection) -> None:
 
 
 def save_tokenizer(model_id: str, folder: Path) -> None:
-    """Write a model's tokenizer into ``folder``. Raises NotFound, UsageError, CannotWrite."""
+    """Write a model's tokenizer into ``folder``, so that it loads from there as it is.
+
+    transformers builds the tokenizers of many classes anew from the vocabulary, by keys such as ``legacy``,
+    each time it loads them. Of its own saved files it may make another one. So the configuration that is kept
+    names the class that takes tokenizer.json as it is, and what else a user sees of a tokenizer.
+    Raises NotFound, UsageError, CannotWrite.
+    """
     tokenizer = _auto_tokenizer(model_id)
+    kind = type(tokenizer).__name__
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
-            f"the tokenizer of {model_id} is a slow one ({type(tokenizer).__name__}); a fast one is needed: "
+            f"the tokenizer of {model_id} is a slow one ({kind}); a fast one is needed: "
             "look for a copy of the model with a tokenizer.json, or convert it with transformers"
         )
+    path = folder / TOKENIZER_CONFIG
     try:
         # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
         several = isinstance(getattr(tokenizer, "chat_template", None), dict)
         tokenizer.save_pretrained(str(folder), **({"save_jinja_files": False} if several else {}))
+        config = json.loads(path.read_bytes())
+        kept = {*_PLAIN_KEYS, *_SHOWN_KEYS, *tokenizer.special_tokens_map}
+        config = {name: config[name] for name in config if name in kept}
+        # A class may have defaults of its own, which the plain class does not know.
+        config |= {name: getattr(tokenizer, name) for name in _SHOWN_ATTRIBUTES}
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", "utf-8")
     except Exception as error:  # tokenizers' own writer raises a bare one
         reason = getattr(error, "strerror", None) or error
         raise _not_written(folder, reason) from None
+    _check_saved(tokenizer, model_id, folder)
+
+
+def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
+    """Check that the saved files load as a loaded tokenizer, and encode as it does. Raises UsageError."""
+    kind = type(tokenizer).__name__
+    remedy = (
+        f"set tokenizer_class to PreTrainedTokenizerFast in the {TOKENIZER_CONFIG} of a copy of the folder, "
+        "and pass that as --model_id"
+    )
+    if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
+        raise UsageError(
+            f"the tokenizer of {model_id} cannot be kept: transformers makes another one of the files that "
+            f"it saved of its {kind}; {remedy}"
+        )
+    saved = _loaded({TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}, folder)
+    # As transformers takes them; the shards may take control tokens otherwise.
+    engine = engines.engine_of_tokenizer(
+        saved, allow_special_tokens=not tokenizer.split_special_tokens, name=model_id
+    )
+    ids = [document.tolist() for document in engine.encode(engines.PROBE).documents()]
+    try:
+        is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
+    except Exception as error:
+        raise UsageError(
+            f"the tokenizer of {model_id}, a {kind}, encodes no plain text "
+            f"({words_of_fault(error)}); {remedy}"
+        ) from None
+    if not is_equal:
+        raise UsageError(
+            f"the tokenizer of {model_id}, a {kind}, changes texts before its tokenizer.json encodes them, "
+            f"so no other engine gives its ids; {remedy}"
+        )
 
 
 def _auto_tokenizer(model_id: str) -> Any:
@@ -415,9 +491,10 @@ def _auto_tokenizer(model_id: str) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=False)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:400]
-        raise no_tokenizer(model_id, f"{type(error).__name__}: {reason}") from None
+    except BaseException as error:
+        if not is_library_fault(error):
+            raise
+        raise no_tokenizer(model_id, words_of_fault(error)) from None
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer

@@ -12,6 +12,7 @@ from shardprep.errors import BrokenShard, CannotWrite, NotFound, OtherTokenizer,
 from shardprep.files import NOT_THERE, FileStamp, PublishedFolder, names_in, read_regular, stamp_file
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.hub import is_library_fault
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,7 +32,9 @@ def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
         return spec_of_tokenizer(Tokenizer.from_str(text), json.loads(text), config, model_id)
     except ShardprepError:
         raise
-    except Exception as error:  # tokenizers raises nothing narrower
+    except BaseException as error:
+        if not is_library_fault(error):
+            raise
         raise BrokenShard(
             f"the files in {folder} are no tokenizer's: {' '.join(str(error).split())[:300]}"
         ) from None

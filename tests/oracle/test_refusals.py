@@ -388,7 +388,8 @@ PLAN_ROWS = [
     row("one list of JSON", planned("a.json", '[{"text": "a"}]'),
         65, path="$TMP/x/a.json", found="one list of JSON", expected="an object in each line",
         remedy="jq -c '.[]' $TMP/x/a.json > $TMP/x/a.jsonl"),
-    row("a layout that is none", lambda s: s.plan(stripe="x"), 2, found="--stripe x", expected="N[,SIZE][,POOL]"),
+    row("a layout that is none", lambda s: s.plan(stripe="x"), 2, found="--stripe x",
+        expected="N[,SIZE][,POOL]"),
 ]  # fmt: skip
 
 SHARD_ROWS = [

@@ -126,7 +126,7 @@ def test_tokenizers_of_version_1_give_the_same_ids(prep: Any) -> None:
     for allow in (False, True):
         newer: Any = TokenizerOfVersion1(Tokenizer.from_file(str(path)))
         texts = ["a <|end_of_text|> 가", "", "x"]
-        engine = engines.engine_of_tokenizer(newer, allow_special_tokens=allow)
+        engine = engines.engine_of_tokenizer(newer, allow_special_tokens=allow, name="newer")
         reference = tokenizers_engine(path, allow_special_tokens=allow)
         assert_equal_ids(engine, reference, texts)
         assert engine.encode_bare(texts).ids.tolist() == reference.encode_bare(texts).ids.tolist()

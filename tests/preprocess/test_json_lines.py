@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -242,3 +243,44 @@ def test_a_key_that_stands_twice_anywhere_in_messages_leaves_the_conversation_ou
         2: "the key y stands twice in one object",
         3: "the key messages stands twice in one object",
     }
+
+
+def nested(kind: str, depth: int) -> str:
+    """A value of that many lists or objects within each other."""
+    return "[" * depth + "]" * depth if kind == "list" else '{"a":' * depth + "1" + "}" * depth
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", [1000, 5000])  # of the interpreter; another one in each version of Python
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_records_of_512_levels_are_read_and_deeper_ones_left_out_whatever_the_interpreters_stack(
+    prep: Prep, tmp_path: Path, raw: Path, kind: str, stack: int
+) -> None:
+    forms = {
+        "beside the text": '{"text": "good", "id": 1, "other": %s}',
+        "as the id": '{"text": "good", "id": %s}',
+        "where a key stands twice": '{"text": "good", "id": 1, "x": 1, "x": %s}',
+        "with brackets in a text": '{"text": "good", "id": "%s", "other": %%s}' % ("\\\\[{" * 400),
+        "as the text": '{"text": %s, "id": 1}',
+    }
+    lines = [form % nested(kind, depth) for form in forms.values() for depth in (511, 512, 984)]
+    (raw / "a.jsonl").write_text("\n".join(lines) + "\n")
+    data = tmp_path / "data"
+    flags = ("--input_dir", raw, "--output_dir", data, "--model_id", prep.model_dir, "--id_field", "id")
+    before = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(stack)
+        for words in (
+            ("plan", *flags, "--max_bad_fraction", 1),
+            ("shard", "--shard_id", 0, "--output_dir", data),
+        ):
+            ended = prep.command(*words)
+            assert ended.code == 0, ended.text
+        verified = prep.command("verify", data, "--deep")
+    finally:
+        sys.setrecursionlimit(before)
+    assert verified.code == 0, verified.text
+    entries = (data / "quarantine" / "shard-00000.jsonl").read_text().splitlines()
+    found = {entry["line"]: entry["reason"] for entry in map(json.loads, entries)}
+    expected = {line: "bad_json" for line in range(len(lines)) if line % 3}
+    assert found == {**expected, 12: "wrong_type"}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pwd
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -395,3 +396,21 @@ def test_slurm_gets_no_variables_of_the_allocation_that_submit_runs_in(
 def test_a_setup_file_of_an_impossible_name_is_no_file(data_dir: Path) -> None:
     with pytest.raises(UsageError, match="is no file"):
         check_folder(data_dir, JobRequest(setup="x" * 5000))
+
+
+def test_a_user_without_a_name_on_this_machine_can_use_every_command(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user id without a passwd entry and without HOME, as containers have it; Slurm shows its number."""
+
+    def nobody(number: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    fake.answers("squeue", "")
+    slurm("submit", data_dir)
+    for words in (["retry", "--dry_run"], ["status"], ["report"], ["cancel"], ["logs", 0]):
+        slurm(words[0], data_dir, *words[1:])
+    assert f"--user={os.getuid()}" in "\n".join(fake.calls("squeue"))

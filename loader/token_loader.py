@@ -45,8 +45,17 @@ from loader.ranks import ProcessRank, check_process_rank
 from loader.state import STATE_FORMAT, Position, RunProgress, RunSteps, SkippedSteps
 from loader.tokenizer import LoaderTokenizer
 from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
-from loader.workers import ChunkDataset, MixedChunkDataset, MixedSamples, Plan, rank_slots, whole_number
-from shardprep.errors import UsageError
+from loader.workers import (
+    ChunkDataset,
+    MixedChunkDataset,
+    MixedSamples,
+    Plan,
+    cannot_hand_over,
+    rank_slots,
+    taken_over,
+    whole_number,
+)
+from shardprep.errors import ReadWriteError, UsageError
 from shardprep.signals import stop_signals_wait
 
 # Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end
@@ -72,8 +81,11 @@ class WorkerLoader(DataLoader[Any]):
         waits: Any = contextlib.nullcontext()
         if self.num_workers and self._iterator is None:  # torch keeps persistent workers there
             waits = stop_signals_wait(_SIGNALS, spawns=context.get_start_method() != "fork")
-        with waits:
-            self.stream = iter(self)
+        try:
+            with waits:
+                self.stream = iter(self)
+        except OSError as error:  # semaphores lie in shared memory, too
+            raise cannot_hand_over(error) from error
         return cast(Iterator[Any], self.stream)
 
     @property
@@ -95,8 +107,16 @@ def follow_main_process(_: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
     settings.pop("tempdir", None)  # a forked process has its parent's, which lives on
+    sys.excepthook = _end_without_files
     folder = Path(get_temp_dir())  # of the sockets that send tensors
     threading.Thread(target=_end_with_main_process, args=(os.getppid(), folder), daemon=True).start()
+
+
+def _end_without_files(_: object, error: BaseException, __: object) -> None:
+    """End a worker whose thread that sends tensors failed. That thread tells sys.excepthook, and would go on
+    failing, where no file can be opened, while the main process waits for it."""
+    logger.error("%s", cannot_hand_over(error))
+    os._exit(ReadWriteError.exit_code)
 
 
 def _end_with_main_process(parent_pid: int, folder: Path) -> None:
@@ -224,7 +244,10 @@ class BatchStream:
         self._num_workers: int = workers.get("num_workers", 0)
         if self._num_workers:
             check_worker_sockets()
-            chunks.position.share_memory_()
+            try:
+                chunks.position.share_memory_()
+            except (OSError, RuntimeError) as error:
+                raise cannot_hand_over(error) from error
         self._chunk_loader = WorkerLoader(chunks, **workers)
         self._loaders = [self._chunk_loader]
         self._collate_workers: CollateWorkers | None = None
@@ -315,7 +338,7 @@ class BatchStream:
         self._metrics.wait_s += time.perf_counter() - began
         if self._num_workers:
             row_tokens = self._chunks.plan.samples.row_tokens
-            chunks = [Chunk.unpack(chunk, row_tokens) for chunk in chunks]
+            chunks = [Chunk.unpack(taken_over(chunk), row_tokens) for chunk in chunks]
         self._metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
         return chunks
 

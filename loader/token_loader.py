@@ -50,9 +50,8 @@ from loader.workers import (
     MixedChunkDataset,
     MixedSamples,
     Plan,
-    cannot_hand_over,
+    cannot_share,
     rank_slots,
-    taken_over,
     whole_number,
 )
 from shardprep.errors import ReadWriteError, UsageError
@@ -85,13 +84,19 @@ class WorkerLoader(DataLoader[Any]):
             with waits:
                 self.stream = iter(self)
         except OSError as error:  # semaphores lie in shared memory, too
-            raise cannot_hand_over(error) from error
+            raise cannot_share(error) from error
         return cast(Iterator[Any], self.stream)
 
     @property
     def is_broken(self) -> bool:
         """Whether one of the workers ended, as by Ctrl-C."""
         return any(not worker.is_alive() for worker in getattr(self.stream, "_workers", ()))
+
+    @property
+    def failed_to_share(self) -> bool:
+        """Whether one of the workers ended by ``_end_without_files``."""
+        workers = getattr(self.stream, "_workers", ())
+        return any(worker.exitcode == ReadWriteError.exit_code for worker in workers)
 
     def end(self) -> None:
         """End the workers; ``start`` would start them again."""
@@ -115,7 +120,7 @@ def follow_main_process(_: int) -> None:
 def _end_without_files(_: object, error: BaseException, __: object) -> None:
     """End a worker whose thread that sends tensors failed. That thread tells sys.excepthook, and would go on
     failing, where no file can be opened, while the main process waits for it."""
-    logger.error("%s", cannot_hand_over(error))
+    logger.error("%s", cannot_share(error))
     os._exit(ReadWriteError.exit_code)
 
 
@@ -247,7 +252,7 @@ class BatchStream:
             try:
                 chunks.position.share_memory_()
             except (OSError, RuntimeError) as error:
-                raise cannot_hand_over(error) from error
+                raise cannot_share(error) from error
         self._chunk_loader = WorkerLoader(chunks, **workers)
         self._loaders = [self._chunk_loader]
         self._collate_workers: CollateWorkers | None = None
@@ -334,11 +339,16 @@ class BatchStream:
             raise self._size_check.error
         began = time.perf_counter()
         arriving = self._chunk_loader.stream
-        chunks = [next(arriving) for _ in range(max(self._num_workers, 1))]
+        try:
+            chunks = [next(arriving) for _ in range(max(self._num_workers, 1))]
+        except RuntimeError as error:  # torch's, that a worker has ended
+            if self._chunk_loader.failed_to_share or isinstance(error.__cause__, ReadWriteError):
+                raise cannot_share(EOFError()) from error
+            raise
         self._metrics.wait_s += time.perf_counter() - began
         if self._num_workers:
             row_tokens = self._chunks.plan.samples.row_tokens
-            chunks = [Chunk.unpack(taken_over(chunk), row_tokens) for chunk in chunks]
+            chunks = [Chunk.unpack(chunk, row_tokens) for chunk in chunks]
         self._metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
         return chunks
 

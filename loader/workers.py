@@ -65,7 +65,7 @@ class ChunkDataset(IterableDataset[Any]):
         self._reader: Any = None
         self._close_reader: Callable[[], object] | None = None
 
-    def __iter__(self) -> Iterator[bytes | Chunk]:
+    def __iter__(self) -> Iterator[Shared | Chunk]:
         worker = get_worker_info()
         slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
         if self._reader is None:
@@ -74,7 +74,7 @@ class ChunkDataset(IterableDataset[Any]):
         epoch, step = self.position.tolist()
         for number in count(epoch) if self.endless else (epoch,):
             chunks = self._epoch_chunks(self._reader, number, step if number == epoch else 0, slots)
-            yield from chunks if worker is None else map(handed_over, map(Chunk.pack, chunks))
+            yield from chunks if worker is None else (Shared(chunk.pack()) for chunk in chunks)
 
     def close(self) -> None:
         """Close the files that this process has open; the next ``iter`` opens them again."""
@@ -108,28 +108,33 @@ class ChunkDataset(IterableDataset[Any]):
         return max(1, min(MAX_CHUNK_STEPS, int(CHUNK_BYTES // step_bytes)))
 
 
-def handed_over(packed: torch.Tensor) -> bytes:
-    """Return what the training process makes the same tensor of; the tensor lies in shared memory.
+class Shared:
+    """A tensor on its way from a worker: the training process receives the tensor, in shared memory.
 
-    torch would do this in a thread of its queue, which drops what it cannot share, and the training process
+    torch would share it in a thread of its queue, which drops what it cannot share, and the training process
     would wait for it for ever. Raises ReadWriteError here, which torch raises in the training process.
     """
-    try:
-        return bytes(ForkingPickler.dumps(packed))
-    except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
-        raise cannot_hand_over(error) from error
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        try:
+            self._pickled = bytes(ForkingPickler.dumps(packed))
+        except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
+            raise cannot_share(error) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._pickled,)
 
 
-def taken_over(sent: bytes) -> torch.Tensor:
-    """Return the tensor that a worker handed over. Raises ReadWriteError where it cannot be sent."""
+def _received(pickled: bytes) -> torch.Tensor:
+    """Return what a worker shared. Runs where torch takes it from the queue, as the worker may end then."""
     try:
-        packed: torch.Tensor = pickle.loads(sent)  # noqa: S301  of our own process
+        packed: torch.Tensor = pickle.loads(pickled)  # noqa: S301  of our own process
     except (OSError, EOFError) as error:
-        raise cannot_hand_over(error) from error
+        raise cannot_share(error) from error
     return packed
 
 
-def cannot_hand_over(error: BaseException) -> ReadWriteError:
+def cannot_share(error: BaseException) -> ReadWriteError:
     """Return the error to raise, which says how much there is of all that this takes."""
     shared = _room_in("/dev/shm")  # noqa: S108  where torch shares memory
     sockets = _room_in(tempfile.gettempdir())

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from loader.batches import Targets
 from loader.chunks import IGNORED
 from loader.token_loader import TokenLoader
+from shardprep.errors import UsageError
 
 
 class LossMean:
@@ -55,7 +56,15 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     """Return the mean loss over all labels of a validation loader; all ranks must call it.
 
     ``model(**batch).loss`` must be the mean over the labels of a batch. Takes one epoch of ``loader``.
+    Raises UsageError for ``targets="shifted"`` and a model of transformers, which shifts labels itself.
     """
+    inner = getattr(model, "module", model)  # of DDP
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
+    if loader.step_batches.shifts_targets and type(inner).__module__.startswith("transformers."):
+        raise UsageError(
+            f'the loader has targets="shifted", and {type(inner).__name__} shifts labels by one place '
+            'itself, so its loss would be of the token after the next one; make the loader with targets="same"'
+        )
     losses = LossMean.of_loader(loader)
     device, was_training = next(model.parameters()).device, model.training
     model.eval()

@@ -222,6 +222,18 @@ class RunProgress:
     left: Position | None = None  # where the run left an epoch, or jumped, if it did
     is_loaded: bool = False  # a state was loaded, and not iterated since
     skipped: SkippedSteps = SkippedSteps()
+    trained: Position | None = None  # of the optimizer's last step; None: the loop has not said it
+
+    @property
+    def to_save(self) -> Position:
+        """What a state has: what was trained, where the loop says it, else what was delivered."""
+        return self.delivered if self.trained is None else self.trained
+
+    def jump(self, position: Position) -> None:
+        """Stand at a position that the loop did not come to by batches."""
+        self.delivered = self.next = position
+        if self.trained is not None:
+            self.trained = position
 
     def begin_epoch(self) -> Position:
         """Take the epoch that is next; the one after it is next then."""
@@ -234,7 +246,8 @@ class RunProgress:
 
     def load(self, position: Position, skipped: SkippedSteps) -> None:
         """Go on behind what a state says was delivered: a run begins there."""
-        self.delivered = self.next = self.began = position
+        self.jump(position)
+        self.began = position
         self.left, self.is_loaded, self.skipped = None, True, skipped
 
     def skip(self, num_steps: int, run: RunSteps) -> None:
@@ -246,7 +259,7 @@ class RunProgress:
             )
         first = run.step_of(self.delivered)
         self.skipped = self.skipped.and_from(first, num_steps)
-        self.delivered = self.next = run.position(first + num_steps)
+        self.jump(run.position(first + num_steps))
         self.is_loaded = True
 
     def set_epoch(self, epoch: int) -> None:
@@ -273,7 +286,7 @@ class RunProgress:
                     epoch,
                     epoch,
                 )
-        self.delivered = self.next = Position(epoch=epoch)
+        self.jump(Position(epoch=epoch))
 
     def check_unbroken(self) -> None:
         """Raises UsageError where steps of the loop are no longer steps of the order."""

@@ -37,7 +37,7 @@ from loader.batches import (
     blank_labels,
     collate_lists,
 )
-from loader.chunks import Chunk
+from loader.chunks import IGNORED, Chunk
 from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
 from loader.origins import Origin, find_origin
@@ -45,8 +45,16 @@ from loader.ranks import ProcessRank, check_process_rank
 from loader.state import STATE_FORMAT, Position, RunProgress, RunSteps, SkippedSteps
 from loader.tokenizer import LoaderTokenizer
 from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
-from loader.workers import ChunkDataset, MixedChunkDataset, MixedSamples, Plan, rank_slots, whole_number
-from shardprep.errors import ShardprepError, UsageError
+from loader.workers import (
+    ChunkDataset,
+    MixedChunkDataset,
+    MixedSamples,
+    Plan,
+    cannot_share,
+    rank_slots,
+    whole_number,
+)
+from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 
 # Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end
@@ -72,14 +80,23 @@ class WorkerLoader(DataLoader[Any]):
         waits: Any = contextlib.nullcontext()
         if self.num_workers and self._iterator is None:  # torch keeps persistent workers there
             waits = stop_signals_wait(_SIGNALS, spawns=context.get_start_method() != "fork")
-        with waits:
-            self.stream = iter(self)
+        try:
+            with waits:
+                self.stream = iter(self)
+        except OSError as error:  # semaphores lie in shared memory, too
+            raise cannot_share(error) from error
         return cast(Iterator[Any], self.stream)
 
     @property
     def is_broken(self) -> bool:
         """Whether one of the workers ended, as by Ctrl-C."""
         return any(not worker.is_alive() for worker in getattr(self.stream, "_workers", ()))
+
+    @property
+    def failed_to_share(self) -> bool:
+        """Whether one of the workers ended by ``_end_without_files``."""
+        workers = getattr(self.stream, "_workers", ())
+        return any(worker.exitcode == ReadWriteError.exit_code for worker in workers)
 
     def end(self) -> None:
         """End the workers; ``start`` would start them again."""
@@ -95,8 +112,16 @@ def follow_main_process(_: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
     settings.pop("tempdir", None)  # a forked process has its parent's, which lives on
+    sys.excepthook = _end_without_files
     folder = Path(get_temp_dir())  # of the sockets that send tensors
     threading.Thread(target=_end_with_main_process, args=(os.getppid(), folder), daemon=True).start()
+
+
+def _end_without_files(_: object, error: BaseException, __: object) -> None:
+    """End a worker whose thread that sends tensors failed. That thread tells sys.excepthook, and would go on
+    failing, where no file can be opened, while the main process waits for it."""
+    logger.error("%s", cannot_share(error))
+    os._exit(ReadWriteError.exit_code)
 
 
 def _end_with_main_process(parent_pid: int, folder: Path) -> None:
@@ -224,7 +249,10 @@ class BatchStream:
         self._num_workers: int = workers.get("num_workers", 0)
         if self._num_workers:
             check_worker_sockets()
-            chunks.position.share_memory_()
+            try:
+                chunks.position.share_memory_()
+            except (OSError, RuntimeError) as error:
+                raise cannot_share(error) from error
         self._chunk_loader = WorkerLoader(chunks, **workers)
         self._loaders = [self._chunk_loader]
         self._collate_workers: CollateWorkers | None = None
@@ -311,7 +339,12 @@ class BatchStream:
             raise self._size_check.error
         began = time.perf_counter()
         arriving = self._chunk_loader.stream
-        chunks = [next(arriving) for _ in range(max(self._num_workers, 1))]
+        try:
+            chunks = [next(arriving) for _ in range(max(self._num_workers, 1))]
+        except RuntimeError as error:  # torch's, that a worker has ended
+            if self._chunk_loader.failed_to_share or isinstance(error.__cause__, ReadWriteError):
+                raise cannot_share(EOFError()) from error
+            raise
         for chunk in chunks:
             if isinstance(chunk, ShardprepError):  # of a worker
                 raise chunk
@@ -424,6 +457,8 @@ class TokenLoader(DataLoader[Batch]):
         self._lists = "" if plan.shards is None else lists_in_use(plan.shards)
         self._list_history = ListHistory().going_on(0, self._lists)
         self._num_accumulated = plan.run.batches_in(0)
+        self._step_labels: list[Any] = []  # of each batch of this rank's part of the newest step
+        self._labels_per_rank: torch.Tensor | None = None  # once it was asked for
 
     @property
     def order(self) -> Any:
@@ -489,8 +524,46 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def num_accumulated(self) -> int:
         """Batches of this rank in the global batch that the newest batch is of; it grows with
-        ``batch_size_schedule``. Divide the loss by it."""
+        ``batch_size_schedule``. To weigh their losses see ``labels_per_rank``."""
         return self._num_accumulated
+
+    def labels_per_rank(self, device: torch.device | str = "cpu", group: Any = None) -> torch.Tensor:
+        """Return the labels of the newest batch's whole global batch, divided by the number of ranks.
+
+        A sum of losses divided by it is the mean over all labels of the global batch, on any number of ranks
+        and accumulated batches, since DDP and FSDP average gradients over ranks. A mean over a batch's own
+        labels would weigh a label by the batch that it is in. transformers' models take it:
+
+            loss = model(**batch.to(device), num_items_in_batch=loader.labels_per_rank(device)).loss
+
+        All ranks must call it, the first time in a step they add up their labels: one number, with no wait
+        for the device. After a resume inside of a step only the rest of the step is counted.
+
+        Args:
+            device: where the group's backend sends from; of the model.
+            group: the process group; default: that of all processes.
+
+        Raises:
+            UsageError: nothing was delivered yet, batches have no labels, or there is no process group.
+        """
+        if self._labels_per_rank is not None:
+            return self._labels_per_rank
+        if not self._step_labels or any(labels is None for labels in self._step_labels):
+            raise UsageError("labels_per_rank counts the batch that the loop holds, which must have labels")
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.process_rank.world_size > 1 and not is_distributed:
+            raise UsageError(
+                f"labels_per_rank adds up the labels of {self.process_rank.world_size} ranks; call "
+                "torch.distributed.init_process_group before it"
+            )
+        first = 0 if self.step_batches.shifts_targets else 1  # a model that shifts never looks at the first
+        num_labels = sum((labels[:, first:] != IGNORED).sum() for labels in self._step_labels).to(device)
+        num_ranks = 1
+        if is_distributed:
+            torch.distributed.all_reduce(num_labels, group=group)
+            num_ranks = torch.distributed.get_world_size(group)
+        self._labels_per_rank = num_labels / num_ranks
+        return self._labels_per_rank
 
     @property
     def ends_step(self) -> bool:
@@ -580,7 +653,7 @@ class TokenLoader(DataLoader[Batch]):
     def __setstate__(self, now: tuple[RunProgress, ListHistory, Plan]) -> None:
         """Stand where the original stood."""
         progress, self._list_history, plan = now
-        self._progress = replace(progress)
+        self._progress = replace(progress, trained=None)  # of an optimizer that the copy does not follow
         self._go_by(plan)
 
     def _go_by(self, plan: Plan) -> None:
@@ -605,9 +678,41 @@ class TokenLoader(DataLoader[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """What the loop got so far: a few integers and the fingerprint of data and order.
 
-        Save it with the optimizer's step: the batch that the loop holds counts as delivered.
+        Save it with the optimizer's step: the batch that the loop holds counts as delivered, unless the
+        loader was told to ``follow`` the optimizer.
         """
-        return self._state_of(self._progress.delivered, self._progress.skipped)
+        return self._state_of(self._progress.to_save, self._progress.skipped)
+
+    def follow(self, optimizer: Any) -> None:
+        """Let ``state_dict()`` be of the optimizer's last step, wherever inside of a step it is saved.
+
+        For frameworks that save when a signal or an error comes. ``optimizer``: torch's, or accelerate's
+        around it. A step that a gradient scaler leaves out counts with the next one.
+        """
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        optimizer.register_step_post_hook(lambda *_: self.mark_trained())
+        self.mark_trained()
+
+    def mark_trained(self) -> None:
+        """Say that all that was delivered is trained. From then on ``state_dict()`` is of the last such call,
+        as for a framework whose optimizer ``follow`` does not take."""
+        self._progress.trained = self._progress.delivered
+
+    @property
+    def next_position(self) -> Position:
+        """Where the next ``iter()`` begins."""
+        return self._progress.next
+
+    @property
+    def num_trained_of_epoch(self) -> int:
+        """Batches of this rank that are trained, of the epoch that it stands in; see ``follow``."""
+        at = self._progress.to_save
+        return self.run.order_step(at) * self.run.num_batches + at.num_micro % self.run.num_batches
+
+    @property
+    def has_untrained(self) -> bool:
+        """Whether batches were delivered that no optimizer's step has seen; see ``follow``."""
+        return self._progress.to_save != self._progress.delivered
 
     def _state_of(self, at: Position, skipped: SkippedSteps) -> dict[str, Any]:
         """Always the same keys: torch.distributed.checkpoint reads those that a fresh loader's state has."""
@@ -710,15 +815,23 @@ class TokenLoader(DataLoader[Batch]):
         position, run = start, self.run
         num_steps, is_ramped = run.steps_in(start.epoch), run.is_ramped
         accumulated = self._num_accumulated = run.batches_in(run.step_of(start))
+        step: list[tuple[Uncollated, Any]] = []
         try:
-            for part, batch in self._stream.rest_of_epoch(start):
-                if is_ramped and not position.num_micro:
+            for collated in self._stream.rest_of_epoch(start):
+                if is_ramped and not position.num_micro and not step:
                     accumulated = self._num_accumulated = run.batches_in(run.step_of(position))
-                position = position.after(accumulated, num_steps)
-                self._progress.delivered = position
-                self.metrics.count(part, batch)
-                yield pinned(batch) if self._pins else batch
-                self._check_newest(number)
+                step.append(collated)
+                if len(step) < accumulated - position.num_micro:
+                    continue  # the loop may ask for the labels of the whole step at its first batch
+                self._step_labels = [_labels_of(batch) for _, batch in step]
+                self._labels_per_rank = None
+                for part, batch in step:
+                    position = position.after(accumulated, num_steps)
+                    self._progress.delivered = position
+                    self.metrics.count(part, batch)
+                    yield pinned(batch) if self._pins else batch
+                    self._check_newest(number)
+                step = []
         except GeneratorExit:
             raise
         except BaseException:  # Ctrl-C, too: half a message may be read, so the workers are not kept
@@ -734,6 +847,10 @@ class TokenLoader(DataLoader[Batch]):
             raise UsageError(
                 "this iterator ended when the loader was closed or iterated anew; use the newest one"
             )
+
+
+def _labels_of(batch: Any) -> Any:
+    return batch.get("labels") if isinstance(batch, Mapping) else None
 
 
 _OVERRIDE = (

@@ -11,15 +11,18 @@ The loader's state stands in trainer_state.json of each checkpoint, so it is of 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
+from loader.batches import Batch
 from loader.boundaries import why_unchecked
 from loader.evaluation import LossMean
 from loader.origins import SourceLosses
-from loader.state import Position
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -30,8 +33,10 @@ class LoaderMixin:
     ``eval_loader=``: a loader with ``split="validation"``. ``eval_loss`` is then the mean over all labels,
     equal on every number of ranks. Of loaders with ``origins=True`` the mean of each source is logged, too:
     ``loss/NAME``, and ``eval_loss/NAME``. Make the TrainingArguments before the loader: they start the
-    process group. Raises UsageError where Trainer's numbers would not make a step of one global batch. With
-    ``boundaries`` the first step runs ``loader.check_boundaries`` on what the model gets, unless
+    process group. Raises UsageError where Trainer's numbers would not make a step of one global batch, and
+    for ``targets="shifted"``, since Trainer's loss shifts labels itself. ``max_steps`` are trained through as
+    many epochs as it takes, and ``num_train_epochs`` are epochs of the loader, also where it begins inside of
+    one. With ``boundaries`` the first step runs ``loader.check_boundaries`` on what the model gets, unless
     ``check_boundaries=False``.
     """
 
@@ -60,17 +65,50 @@ class LoaderMixin:
         super().__init__(*args, **kwargs)
         self.train_loader, self.eval_loader = train_loader, eval_loader
         self._placeholder = placeholder
+        for loader in (train_loader, eval_loader):
+            if type(self).compute_loss is LoaderMixin.compute_loss:
+                self._refuse_shifted(loader)
         step_batches = train_loader.step_batches
+        self._steps = EpochsOfLoader(train_loader)
         self._source_losses = _losses_of(train_loader)
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
-        check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
+        if not train_loader.run.is_ramped:  # else a state may stand in another stage
+            check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
         # The loader finds its place itself.
         self.args.ignore_data_skip = True  # type: ignore[attr-defined]  # Trainer's
-        self.add_callback(LoaderStateCallback())  # type: ignore[attr-defined]  # Trainer's
+        # Before all others, since these may save.
+        self.callback_handler.callbacks.insert(0, LoaderStateCallback())  # type: ignore[attr-defined]
 
-    def get_train_dataloader(self) -> TokenLoader:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Trainer's; the loader goes to its place before Trainer counts steps by it."""
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]  # Trainer's
+        # Trainer itself says so where there is no checkpoint.
+        self._steps.global_step = load_checkpoint(self.train_loader, Path(folder)) if folder else 0
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+
+    def set_initial_training_values(self, args: Any, *more: Any) -> Any:
+        """Trainer's counts, with the steps that the epochs of the loader have in place of its own."""
+        given = args.max_steps
+        args.max_steps = self._steps.count(args)
+        try:
+            return super().set_initial_training_values(args, *more)  # type: ignore[misc]  # Trainer's
+        finally:
+            args.max_steps = given
+
+    def get_train_dataloader(self) -> EpochsOfLoader:
         """What Trainer asks for, instead of a ``train_dataset``."""
-        return self.train_loader
+        return self._steps
+
+    def _refuse_shifted(self, loader: TokenLoader | None) -> None:
+        is_shifted = loader is not None and loader.step_batches.shifts_targets
+        if is_shifted and self.compute_loss_func is None:  # type: ignore[attr-defined]  # Trainer's
+            raise UsageError(
+                'the loader has targets="shifted", and Trainer\'s loss shifts labels by one place itself, so '
+                'the model would learn the token after the next one; make the loader with targets="same", or '
+                "pass a compute_loss_func that does not shift"
+            )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """The same for ``evaluate()``; what else is evaluated is Trainer's."""
@@ -120,6 +158,7 @@ class LoaderMixin:
     ) -> Any:
         """Trainer's; while ``eval_loader`` is evaluated, the mean over the labels of a batch, and counted."""
         losses, origins, labels = self._eval_losses, inputs.pop("origins", None), inputs.get("labels")
+        self._refuse_shifted(self.train_loader if losses is None else self.eval_loader)
         if losses is not None:
             num_items_in_batch = None
         with_outputs = return_outputs or origins is not None
@@ -155,15 +194,73 @@ def _trl_data_set(args: Any) -> Any:
     return Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
 
 
-def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
-    """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is a global batch."""
-    run, at = loader.run, loader.state_dict()
-    step = run.step_of(Position(epoch=at["epoch"], step=at["step"]))
-    if step < run.sizes[-1][0]:
+class EpochsOfLoader:
+    """What Trainer iterates for a train_dataloader: an ``iter()`` is the rest of an epoch of the loader.
+
+    It has no length. By a length Trainer would count epochs and steps itself, all alike and from the
+    beginning, where an amendment or a loader that stands inside of an epoch has others. Without one it asks
+    for epochs until ``max_steps`` are trained.
+    """
+
+    def __init__(self, loader: TokenLoader) -> None:
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.global_step = 0  # Trainer's, where it begins
+        self._num_left: int | None = None
+
+    def count(self, args: Any) -> int:
+        """Return ``max_steps`` of a training that begins now. Raises UsageError where there is no step left,
+        or one would be no global batch."""
+        run, start = self.loader.run, self.loader.next_position
+        first = run.step_of(start)
+        max_steps: int = args.max_steps
+        if max_steps <= 0:
+            part, num_epochs = math.modf(args.num_train_epochs)
+            end = run.first_step(int(num_epochs))
+            if part:
+                end += math.ceil(part * run.steps_in(int(num_epochs)))
+            if end <= first and not self.global_step:
+                raise UsageError(
+                    f"num_train_epochs is {args.num_train_epochs:g}, and the loader has trained "
+                    f"{self.loader.epoch:g} epochs; pass more, or max_steps"
+                )
+            max_steps = self.global_step + max(end - first, 0)
+        self._num_left = max(max_steps - self.global_step, 0)
+        check_trainer_arguments(args, self.loader, self._num_left)
+        return max_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = iter(self.loader)
+        while self._num_left != 0 and (batch := next(batches, None)) is not None:
+            if self.loader.ends_step:
+                self._num_left = None if self._num_left is None else self._num_left - 1
+                if self.ends_epoch:
+                    next(batches, None)  # Trainer leaves the epoch here, and the loader should know its end
+            yield batch
+
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether the newest batch was the last of its epoch."""
+        return self.loader.epoch.is_integer()
+
+
+def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
+    """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
+    next steps."""
+    run, start = loader.run, loader.next_position
+    step = run.step_of(start)
+    if start.num_micro:
         raise UsageError(
-            "batch_size_schedule, or a later amendment, changes how many batches a step accumulates, and "
-            "Trainer accumulates equally many through a run; write the loop yourself, see "
-            "docs/training_own_loop.md, or leave it out"
+            f"the loader stands inside of a step, behind {start.num_micro} of its batches, and Trainer "
+            "begins with a whole one; load a state that was saved after the optimizer's step, or "
+            f"train_loader.state_at({step})"
+        )
+    later = [first for first, _ in run.sizes if step < first < step + num_steps]
+    if later:
+        raise UsageError(
+            f"the global batch changes at step {later[0]} by batch_size_schedule, or an amendment, and "
+            "Trainer accumulates equally many batches through a run; train to that step by max_steps, write "
+            "the loop yourself, see docs/training_own_loop.md, or leave the schedule out"
         )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
     world_size = loader.process_rank.world_size
@@ -183,38 +280,70 @@ def check_trainer_arguments(args: Any, loader: TokenLoader) -> None:
         )
 
 
+def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
+    """Give a loader the state in a checkpoint of Trainer; returns the checkpoint's global step. Raises
+    UsageError where there is none, and none was loaded before."""
+    path = folder / "trainer_state.json"
+    if not path.is_file():
+        return 0  # as Trainer takes it: weights alone
+    state = TrainerState.load_from_json(str(path))
+    saved = _saved_attributes(state)
+    if saved.get("saved") is not None:
+        loader.load_state_dict(saved["saved"])
+    elif state.global_step and not loader.has_loaded_state:
+        raise UsageError(
+            f"the checkpoint of step {state.global_step} has no state of the loader, so the run would "
+            "see its first samples again; call train_loader.load_state_dict(...) before train(), with "
+            f"the state that was saved, or train_loader.state_at({state.global_step}) where every "
+            "step of it was a global batch of this loader"
+        )
+    return int(saved.get("num_trained") or state.global_step)
+
+
+def _saved_attributes(state: Any) -> dict[str, Any]:
+    """What LoaderStateCallback put into a checkpoint."""
+    saved = (state.stateful_callbacks or {}).get(LoaderStateCallback.__name__, {})
+    attributes: dict[str, Any] = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {})
+    return attributes
+
+
 class LoaderStateCallback(TrainerCallback, ExportableState):
-    """Puts the loader's state into trainer_state.json, and takes it from there before the first step. After
-    each step it sets ``epoch``, which Trainer counts from 0 again after a resume inside of an epoch."""
+    """Puts the loader's state into trainer_state.json: that of the optimizer's steps that are done, wherever
+    inside of a step Trainer or another callback saves. After each step it sets ``epoch``, which Trainer
+    counts from 0 again after a resume inside of an epoch, and ends Trainer's epoch with the loader's."""
 
     def __init__(self) -> None:
-        self._loader: TokenLoader | None = None
+        self._steps: EpochsOfLoader | None = None
+        self._state: TrainerState | None = None
+        self._num_trained = 0
+        self._followed: Any = None
 
     def state(self) -> dict[str, Any]:
         """What Trainer writes with each checkpoint, under the name of this class."""
-        state = None if self._loader is None else self._loader.state_dict()
-        return {"args": {}, "attributes": {"saved": state}}
+        state = None if self._steps is None else self._steps.loader.state_dict()
+        return {"args": {}, "attributes": {"saved": state, "num_trained": self._num_trained}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
+        """Stand where the training stands, and follow the optimizer."""
+        self._steps, self._state = objects["train_dataloader"], state
+        if state.global_step < self._steps.global_step:  # saved before Trainer had counted the last step
+            state.global_step = self._steps.global_step
+            objects["lr_scheduler"].step()
+        self._num_trained = state.global_step
+        self._steps.loader.mark_trained()
+        optimizer = getattr(objects["optimizer"], "optimizer", objects["optimizer"])
+        if optimizer is not self._followed and hasattr(optimizer, "register_step_post_hook"):
+            optimizer.register_step_post_hook(lambda *_: self.on_optimizer_step())
+            self._followed = optimizer
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Count what was delivered as trained; also where a scaler left the step out, or no hook told it."""
+        if self._steps is not None and self._state is not None:
+            self._steps.loader.mark_trained()
+            self._num_trained = self._state.global_step + 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Say which part of which epoch was trained."""
-        if self._loader is not None:
-            state.epoch = self._loader.epoch
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:  # noqa: ARG002
-        """Give the loader the state of the checkpoint that Trainer resumes from."""
-        train_dataloader: TokenLoader = objects["train_dataloader"]
-        self._loader = train_dataloader
-        if not state.global_step:  # nothing is resumed
-            return
-        saved = state.stateful_callbacks.get(type(self).__name__, {})
-        saved = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {}).get("saved")
-        if saved is not None:
-            train_dataloader.load_state_dict(saved)
-            check_trainer_arguments(args, train_dataloader)  # its global batches may be others
-        elif not train_dataloader.has_loaded_state:
-            raise UsageError(
-                f"the checkpoint of step {state.global_step} has no state of the loader, so the run would "
-                "see its first samples again; call train_loader.load_state_dict(...) before train(), with "
-                f"the state that was saved, or train_loader.state_at({state.global_step}) where every "
-                "step of it was a global batch of this loader"
-            )
+        if self._steps is not None:
+            state.epoch = self._steps.loader.epoch
+            control.should_epoch_stop |= self._steps.ends_epoch

@@ -8,12 +8,18 @@ would read everything n times. A run of several sources reads each by its own or
 
 from __future__ import annotations
 
+import os
+import pickle
+import resource
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from multiprocessing.reduction import ForkingPickler
 from operator import index
+from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 import numpy as np
@@ -27,7 +33,7 @@ from loader.order import Int64s, Order, choose_windows, share
 from loader.reading import ShardReader
 from loader.samples import Samples
 from loader.state import RunSteps
-from shardprep.errors import ShardprepError, UsageError
+from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
 MAX_CHUNK_STEPS = 256
@@ -59,7 +65,7 @@ class ChunkDataset(IterableDataset[Any]):
         self._reader: Any = None
         self._close_reader: Callable[[], object] | None = None
 
-    def __iter__(self) -> Iterator[torch.Tensor | Chunk | ShardprepError]:
+    def __iter__(self) -> Iterator[Shared | Chunk | ShardprepError]:
         worker = get_worker_info()
         slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
         if self._reader is None:
@@ -72,7 +78,7 @@ class ChunkDataset(IterableDataset[Any]):
                 yield from chunks
                 continue
             try:
-                yield from map(Chunk.pack, chunks)
+                yield from (Shared(chunk.pack()) for chunk in chunks)
             except ShardprepError as error:
                 # Raised here it would lose its fields: torch raises a new error of the traceback's text.
                 yield error
@@ -108,6 +114,64 @@ class ChunkDataset(IterableDataset[Any]):
         slots = -(-len(self.slots) // (worker.num_workers if worker else 1))
         step_bytes = 4 * slots * self.plan.order.group * (samples.row_tokens or samples.mean_tokens)
         return max(1, min(MAX_CHUNK_STEPS, int(CHUNK_BYTES // step_bytes)))
+
+
+class Shared:
+    """A tensor on its way from a worker: the training process receives the tensor, in shared memory.
+
+    torch would share it in a thread of its queue, which drops what it cannot share, and the training process
+    would wait for it for ever. Raises ReadWriteError here, which torch raises in the training process.
+    """
+
+    def __init__(self, packed: torch.Tensor) -> None:
+        try:
+            self._pickled = bytes(ForkingPickler.dumps(packed))
+        except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
+            raise cannot_share(error) from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._pickled,)
+
+
+def _received(pickled: bytes) -> torch.Tensor:
+    """Return what a worker shared. Runs where torch takes it from the queue, as the worker may end then."""
+    try:
+        packed: torch.Tensor = pickle.loads(pickled)  # noqa: S301  of our own process
+    except (OSError, EOFError) as error:
+        raise cannot_share(error) from error
+    return packed
+
+
+def cannot_share(error: BaseException) -> ReadWriteError:
+    """Return the error to raise, which says how much there is of all that this takes."""
+    shared = _room_in("/dev/shm")  # noqa: S108  where torch shares memory
+    sockets = _room_in(tempfile.gettempdir())
+    most_files, most_bytes = (
+        resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
+    )
+    try:
+        num_files = len(list(Path("/proc/self/fd").iterdir()))
+    except OSError:  # looking takes a file, too
+        num_files = most_files
+    reason = str(error) or "a worker ended before it had sent one (its last line says why)"
+    size = (
+        "" if most_bytes == resource.RLIM_INFINITY else f"; a file can have {most_bytes:,} bytes (ulimit -f)"
+    )
+    return ReadWriteError(
+        f"workers and the training process cannot share batches: {reason}. "
+        f"Shared memory: {shared}; sockets: {sockets}; files that process {os.getpid()} has open: "
+        f"{num_files} of {most_files} (ulimit -n){size}. Raise what is full (--shm-size of a container, "
+        "ulimit), pass a smaller num_workers or prefetch_factor, or num_workers=0, which needs none of these"
+    )
+
+
+def _room_in(folder: str) -> str:
+    try:
+        room = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder} cannot be looked at ({error.strerror})"
+    free, total = (blocks * room.f_frsize / 1e6 for blocks in (room.f_bavail, room.f_blocks))
+    return f"{folder} has {free:,.1f} of {total:,.1f} MB and {room.f_favail:,} inodes free"
 
 
 def make_order(

@@ -99,20 +99,25 @@ keep_code='trap : TERM USR1; rc=0; "$@" || rc=$?
     >"$SHARDPREP_CODE_FILE-${TORCHELASTIC_RESTART_COUNT:-0}") 2>/dev/null
   [[ -z ${TORCHELASTIC_RUN_ID:-} || $rc != 75 || ! -e $SHARDPREP_STOP_FILE ]] || rc=0
   exit "$rc"'
-common=(--cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL --kill-on-bad-exit=1)
+common=(--export=ALL --kill-on-bad-exit=1)
+# srun does not take this one from the job by itself. What the job did not set stays unset: --cpus-per-task=1
+# would take most CPUs of an exclusive node away from the ranks.
+cpus=${SLURM_CPUS_PER_TASK:-}
 case ${SHARDPREP_LAUNCHER:-srun} in
   srun)
     # counted anew: with another number of nodes SLURM_NTASKS is still the old one
     ntasks=${SLURM_NTASKS:-1}
     [[ -z ${SLURM_NTASKS_PER_NODE:-} ]] || ntasks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
-    common+=(--ntasks="$ntasks")
+    common+=(--ntasks="$ntasks" ${cpus:+--cpus-per-task="$cpus"})
     say "srun of $ntasks task(s) on $SLURM_JOB_NUM_NODES node(s), $MASTER_ADDR:$MASTER_PORT"
     # shellcheck disable=SC2016  # srun's shell expands them
     launch='export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID; '$keep_code
     command=("$python" -u)
     ;;
   torchrun)
-    common+=(--ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES")
+    # its one task on a node gets the CPUs of all tasks that the job has there
+    common+=(--ntasks-per-node=1 --ntasks="$SLURM_JOB_NUM_NODES"
+      ${cpus:+--cpus-per-task="$((cpus * ${SLURM_NTASKS_PER_NODE:-1}))"})
     procs=${SHARDPREP_PROCS:-${SLURM_GPUS_ON_NODE:-1}}
     say "torchrun on $SLURM_JOB_NUM_NODES node(s) x $procs, $MASTER_ADDR:$MASTER_PORT"
     # shellcheck disable=SC2016

@@ -25,6 +25,7 @@ SCRIPT = ROOT / "slurm" / "train_ddp.sh"
 # As many tasks as asked for; where one ends badly the others are killed, and the highest code is srun's own,
 # as of the real one.
 SRUN = r"""#!/bin/bash
+[[ -z ${SRUN_ARGUMENTS:-} ]] || printf '%s\n' "$@" >"$SRUN_ARGUMENTS"
 while [[ $1 = --* ]]; do [[ $1 != --ntasks=* ]] || num=${1#*=}; shift; done
 for ((rank = 0; rank < num; rank++)); do
   export SLURM_PROCID=$rank SLURM_NODEID=$rank SLURM_NTASKS=$num SLURM_LOCALID=$rank SLURMD_NODENAME=n$rank
@@ -107,6 +108,30 @@ def test_the_job_ends_with_the_code_of_the_rank_that_failed_first(
     process = start(tmp_path, how)
     assert words in end_of(process, code=code)
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("launcher", "of_job", "passed_on"),
+    [
+        ("srun", {}, []),
+        ("srun", {"SLURM_CPUS_PER_TASK": "3"}, ["--cpus-per-task=3"]),
+        ("torchrun", {}, []),
+        ("torchrun", {"SLURM_CPUS_PER_TASK": "3", "SLURM_NTASKS_PER_NODE": "2"}, ["--cpus-per-task=6"]),
+    ],
+)
+def test_the_step_gets_what_the_job_set_and_else_all_that_the_job_has(
+    tmp_path: Path, launcher: str, of_job: dict[str, str], passed_on: list[str]
+) -> None:
+    """srun with --cpus-per-task=1 gives the ranks of an exclusive node one CPU each."""
+    said = tmp_path / "arguments"
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    of_job = {**of_job, "SHARDPREP_LAUNCHER": launcher, "SLURM_JOB_NUM_NODES": "1"}
+    environ = {**of_job, "SHARDPREP_PYTHON": str(python), "SRUN_ARGUMENTS": str(said)}
+    end_of(start(tmp_path, "3", **environ), code=3)
+    sizes = ("--cpus", "--mem", "--gpus", "--gres", "--tres", "--exclusive", "--exact")
+    assert [line for line in said.read_text().splitlines() if line.startswith(sizes)] == passed_on
 
 
 def wait_until_begun(place: Path, start: int = 0) -> list[int]:

@@ -1,0 +1,73 @@
+"""A TokenLoader inside of Lightning's Trainer.
+
+trainer = lightning.Trainer(max_steps=1000, use_distributed_sampler=False, callbacks=[LoaderCallback()])
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from loader.token_loader import TokenLoader
+from shardprep.errors import UsageError
+
+if find_spec("lightning"):
+    from lightning.pytorch import Callback
+else:  # the same library by its other name
+    from pytorch_lightning import Callback
+
+
+class LoaderCallback(Callback):
+    """Lets each checkpoint be of the optimizer's steps that are done, wherever inside of a step it is saved.
+
+    Lightning saves inside of a step where Slurm requeues the job, where an exception ends the training, and
+    by ``train_time_interval`` of ModelCheckpoint. It counts batches from the last whole one then, and
+    gradients of an accumulated step are not kept: the step begins again with its first batch.
+    """
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Follow the optimizers."""
+        loader = _loader_of(trainer)
+        for optimizer in trainer.optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                loader.follow(optimizer)
+        loader.mark_trained()
+        self._global_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Count what an optimizer trained that is none of torch's, as DeepSpeed's."""
+        if trainer.global_step != self._global_step:
+            _loader_of(trainer).mark_trained()
+            self._global_step = trainer.global_step
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Let Lightning's counts be of the step that the loader's state is of."""
+        if not trainer.training:
+            return
+        loader, loops = _loader_of(trainer), checkpoint["loops"]["fit_loop"]
+        batches = loops["epoch_loop.batch_progress"]
+        current, total = batches["current"], batches["total"]
+        if not loader.has_untrained:
+            # Between the optimizer's step and Lightning's own counts, as at the end of a batch.
+            step = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+            for counts in (step["total"], step["current"]):
+                counts["completed"] = counts["ready"]
+            for counts in (current, total):
+                counts["processed"] = counts["ready"]
+            return
+        # The next batch is the first of a step, and Lightning tells by its number where the step ends.
+        difference = loader.num_trained_of_epoch - current["completed"]
+        if difference:
+            for counts in (current, total):
+                counts.update(dict.fromkeys(counts, counts["completed"] + difference))
+            batches["is_last_batch"] = False
+
+
+def _loader_of(trainer: Any) -> TokenLoader:
+    loader = trainer.train_dataloader
+    if not isinstance(loader, TokenLoader):
+        raise UsageError(
+            f"LoaderCallback is for a train_dataloader that is a TokenLoader, not {type(loader).__name__}; "
+            "leave it out of callbacks"
+        )
+    return loader

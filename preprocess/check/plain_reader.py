@@ -338,14 +338,26 @@ def _arrow_groups(path: Path) -> _Groups:
         if file.read(6) == b"ARROW1":
             batches = _listed_batches(path)
         else:
-            file.seek(0)
-            begins, begin = [], 0
-            for message in ipc.MessageReader.open_stream(file):
-                begins += [begin] if message.type == "record batch" else []
-                begin = file.tell()
-            batches = zip(begins, ipc.open_stream(path), strict=True)
-    for begin, batch in batches:
-        yield begin, batch.num_rows, functools.partial(wanted, batch)
+            batches = _streamed_batches(file)
+        for begin, batch in batches:
+            yield begin, batch.num_rows, functools.partial(wanted, batch)
+
+
+def _streamed_batches(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    """The record batches of streams that follow each other, each with its first byte."""
+    from pyarrow import ipc
+
+    end = file.seek(0, io.SEEK_END)
+    begin = file.seek(0)
+    while begin < end:
+        first, begins = begin, []
+        for message in ipc.MessageReader.open_stream(file):
+            begins += [begin] if message.type == "record batch" else []
+            begin = file.tell()
+        begin = file.tell()
+        file.seek(first)
+        yield from zip(begins, list(ipc.open_stream(file)), strict=True)
+        file.seek(begin)
 
 
 def _listed_batches(path: Path) -> Iterator[tuple[int, Any]]:

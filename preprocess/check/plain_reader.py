@@ -19,11 +19,12 @@ import lzma
 import math
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from preprocess.formats.inputs import ByteRange
 from preprocess.formats.text_changes import change_text
@@ -116,12 +117,13 @@ def _kind(part: ByteRange) -> InputKind:
     return input_kind(part.path.name)
 
 
-def _zstandard(path: Path) -> IO[bytes]:
-    import zstandard
+def _zstd(path: Path) -> Any:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
 
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    stream = decompressor.stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-    return io.BufferedReader(cast("io.RawIOBase", stream))
+    return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
 
 
 _OPENERS: dict[str, Callable[[Path], Any]] = {
@@ -129,7 +131,7 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": _zstandard,
+    ".zst": _zstd,
 }
 
 
@@ -329,16 +331,13 @@ def _row_group(file: Any, number: int, columns: Sequence[str]) -> Any:
 def _arrow_groups(path: Path) -> _Groups:
     """The record batches of an Arrow file, of the file or the stream format."""
     import pyarrow
-    from pyarrow import ipc
 
     def wanted(batch: Any, columns: Sequence[str]) -> Any:
         return pyarrow.Table.from_batches([batch]).select([n for n in batch.schema.names if n in columns])
 
     with path.open("rb") as file:
-        if file.read(6) == b"ARROW1":
-            batches = _listed_batches(path)
-        else:
-            batches = _streamed_batches(file)
+        is_file = file.read(6) == b"ARROW1"
+        batches = _listed_batches(path) if is_file else _streamed_batches(file)
         for begin, batch in batches:
             yield begin, batch.num_rows, functools.partial(wanted, batch)
 

@@ -191,7 +191,7 @@ class TextForm:
         self.lines += lines
 
     def histogram(self, title: str, rows: Sequence[tuple[int, str, str]], *_of_page: object) -> None:
-        highest = max(number for number, _, _ in rows)
+        highest = max(number for number, _, _ in rows) or 1  # a data set may hold no document
         bars = [(name, "#" * round(_BAR_COLUMNS * number / highest), value) for number, name, value in rows]
         cells = [(name, f"{bar:<{_BAR_COLUMNS}} {value}") for name, bar, value in bars]
         self.chart([f"  {title}:", *_aligned(cells, num_names=2)])

@@ -230,7 +230,7 @@ def _unforeseen(error: OSError) -> str:
 _EXTRAS = {
     "'shardprep[loader]'": ("braceexpand", "torch", "webdataset"),
     "'shardprep[slurm]'": ("submitit",),
-    "'shardprep[columns]'": ("isal", "pyarrow", "zstandard"),
+    "'shardprep[columns]'": ("isal", "pyarrow", "backports.zstd"),
     "'shardprep[fix_text]'": ("ftfy",),
 }
 

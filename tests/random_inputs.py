@@ -452,7 +452,6 @@ def _read_in_pieces(folder: Path, rng: random.Random, encoding: str) -> Found:
     with (
         mock.patch.object(arrow, "_LARGE_BYTES", rng.choice([0, 1 << 24])),
         mock.patch.object(compression, "_READ_BYTES", rng.choice([18, 100, 128 << 10])),
-        mock.patch.object(compression, "_ZSTD_BYTES", rng.choice([1, 50, 16 << 10])),
     ):
         found = ours(folder, rng.choice([1, 2, 5]), rng.choice([1, 7, 64, 1000, 1 << 19]), encoding)
     for path in folder.iterdir():

@@ -20,11 +20,12 @@ import lzma
 import math
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from preprocess.formats.inputs import ByteRange
 from preprocess.formats.text_changes import change_text
@@ -117,12 +118,13 @@ def _kind(part: ByteRange) -> InputKind:
     return input_kind(part.path.name)
 
 
-def _zstandard(path: Path) -> IO[bytes]:
-    import zstandard
+def _zstd(path: Path) -> Any:
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+    else:
+        from backports import zstd
 
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    stream = decompressor.stream_reader(path.open("rb"), read_across_frames=True, closefd=True)
-    return io.BufferedReader(cast("io.RawIOBase", stream))
+    return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
 
 
 _OPENERS: dict[str, Callable[[Path], Any]] = {
@@ -130,7 +132,7 @@ _OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
-    ".zst": _zstandard,
+    ".zst": _zstd,
 }
 
 
@@ -285,11 +287,9 @@ def _last(value: Any) -> Any:
 
 
 def _once(value: Any) -> Any:
-    """The same for a text, where a key may stand once; a date or a time of a table is a string there."""
+    """The same for a text, where a key may stand once."""
     if isinstance(value, _Twice):
         raise _BadError("bad_json")
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
     raise TypeError(type(value).__name__)
 
 
@@ -343,23 +343,32 @@ def _row_group(file: Any, number: int, columns: Sequence[str]) -> Any:
 def _arrow_groups(path: Path) -> _Groups:
     """The record batches of an Arrow file, of the file or the stream format."""
     import pyarrow
-    from pyarrow import ipc
 
     def wanted(batch: Any, columns: Sequence[str]) -> Any:
         return pyarrow.Table.from_batches([batch]).select([n for n in batch.schema.names if n in columns])
 
     with path.open("rb") as file:
-        if file.read(6) == b"ARROW1":
-            batches = _listed_batches(path)
-        else:
-            file.seek(0)
-            begins, begin = [], 0
-            for message in ipc.MessageReader.open_stream(file):
-                begins += [begin] if message.type == "record batch" else []
-                begin = file.tell()
-            batches = zip(begins, ipc.open_stream(path), strict=True)
-    for begin, batch in batches:
-        yield begin, batch.num_rows, functools.partial(wanted, batch)
+        is_file = file.read(6) == b"ARROW1"
+        batches = _listed_batches(path) if is_file else _streamed_batches(file)
+        for begin, batch in batches:
+            yield begin, batch.num_rows, functools.partial(wanted, batch)
+
+
+def _streamed_batches(file: IO[bytes]) -> Iterator[tuple[int, Any]]:
+    """The record batches of streams that follow each other, each with its first byte."""
+    from pyarrow import ipc
+
+    end = file.seek(0, io.SEEK_END)
+    begin = file.seek(0)
+    while begin < end:
+        first, begins = begin, []
+        for message in ipc.MessageReader.open_stream(file):
+            begins += [begin] if message.type == "record batch" else []
+            begin = file.tell()
+        begin = file.tell()
+        file.seek(first)
+        yield from zip(begins, list(ipc.open_stream(file)), strict=True)
+        file.seek(begin)
 
 
 def _listed_batches(path: Path) -> Iterator[tuple[int, Any]]:
@@ -391,7 +400,7 @@ class _NotingFile(io.FileIO):
 def _cell_at(rows: Any, number: int, path: Sequence[str], *, is_text: bool) -> Any:  # noqa: ARG001
     """A value of a row, however deep in its structs; null where what it stands in is null.
 
-    The error where it cannot be decoded.
+    The error where it cannot be given.
     """
     names = [name] if (name := ".".join(path)) in rows.column_names else path
     if names[0] not in rows.column_names:
@@ -405,10 +414,84 @@ def _cell_at(rows: Any, number: int, path: Sequence[str], *, is_text: bool) -> A
         except (KeyError, TypeError, IndexError):
             return _MISSING
     try:
-        value = scalar.as_py()
-        return value.decode() if isinstance(value, bytes) else value
-    except UnicodeDecodeError as error:
+        return _value_of_scalar(scalar)
+    except (UnicodeDecodeError, _BadError) as error:
         return error
+
+
+def _value_of_scalar(scalar: Any) -> Any:
+    """A scalar of pyarrow as JSON has it, by the table of docs/format.md.
+
+    Raises _BadError, or UnicodeDecodeError.
+    """
+    import pyarrow
+    from pyarrow import types
+
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        if kind.extension_name == "arrow.uuid":
+            return str(scalar.as_py())
+        value = _value_of_scalar(scalar.value)
+        if kind.extension_name == "arrow.json":
+            return _unpacked(value)
+        return bool(value) if kind.extension_name == "arrow.bool8" else value
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _value_of_scalar(scalar.value if types.is_dictionary(kind) else scalar.as_py())
+    if hasattr(scalar, "as_buffer"):  # strings and bytes
+        return scalar.as_buffer().to_pybytes().decode()
+    if types.is_map(kind):
+        return [[_value_of_scalar(pair[0]), _value_of_scalar(pair[1])] for pair in scalar.values]
+    if types.is_struct(kind):
+        names = [kind.field(number).name for number in range(kind.num_fields)]
+        if len({*names}) < len(names):
+            raise _BadError("wrong_type")
+        return {name: _value_of_scalar(scalar[number]) for number, name in enumerate(names)}
+    if hasattr(scalar, "values"):  # lists
+        return [_value_of_scalar(item) for item in scalar.values]
+    if types.is_interval(kind):
+        return [*scalar.as_py()]
+    if types.is_duration(kind):
+        parts = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]
+        seconds, rest = divmod(abs(scalar.value), parts)
+        sign = "-" if scalar.value < 0 else ""
+        return f"{sign}PT{seconds}{_fraction(str(parts + rest)[1:])}S"
+    if types.is_temporal(kind):
+        zone = types.is_timestamp(kind) and kind.tz is not None
+        text = str(scalar.cast(pyarrow.timestamp(kind.unit) if zone else kind).cast(pyarrow.string()))
+        whole, _, digits = text.partition(".")
+        if not re.match(r"\d\d:" if types.is_time(kind) else r"(?!0000)\d{4}-", whole):
+            raise _BadError("wrong_type")
+        return whole.replace(" ", "T") + _fraction(digits) + ("+00:00" if zone else "")
+    if types.is_decimal(kind):
+        return format(scalar.as_py(), "f")
+    return float(scalar.as_py()) if types.is_float16(kind) else scalar.as_py()
+
+
+def _fraction(digits: str) -> str:
+    """A fraction of a second, as docs/format.md writes it."""
+    digits = digits.ljust(9, "0")
+    if digits == "0" * 9:
+        return ""
+    return "." + digits.removesuffix("000")
+
+
+def _if_json(value: Any) -> Any:
+    """What a string says as JSON, if it is; any other value as it is."""
+    try:
+        return _unpacked(value) if isinstance(value, str) else value
+    except (_BadError, UnicodeError):
+        return value
+
+
+def _unpacked(value: str) -> Any:
+    """What a string says as JSON. Raises _BadError."""
+    found = {"value": None, **_parsed(f'{{"value":{value}}}'.encode())}["value"]
+    try:
+        return json.loads(json.dumps(found, default=_once))
+    except TypeError:
+        raise _BadError("bad_json") from None
 
 
 _READERS: dict[str, Callable[[ByteRange, int | None, PlanOptions], _Records]] = {
@@ -461,7 +544,7 @@ class _Fields:
         return text, _name(self._id, value_of), _name(self._source, value_of), kept
 
     def _text_of(self, value: Any) -> str:
-        if isinstance(value, UnicodeDecodeError):
+        if isinstance(value, Exception):
             raise value
         if value is _MISSING or value is None:
             raise _BadError("null_field" if value is None else "no_field")
@@ -469,6 +552,9 @@ class _Fields:
             if not isinstance(value, str):
                 raise _BadError("wrong_type")
             return value
+        value = _if_json(value)
+        if isinstance(value, list):
+            value = [_if_json(message) for message in value]
         try:
             text = json.dumps(
                 value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_once
@@ -483,23 +569,15 @@ class _Fields:
 def _name(path: Sequence[str], value_of: Callable[..., Any]) -> str:
     """An id or a source: a string as it is, another value as JSON, nothing where there is none."""
     value = value_of(path, is_text=False) if path else None
-    if value is _MISSING or value is None or isinstance(value, UnicodeDecodeError):
+    if value is _MISSING or value is None or isinstance(value, Exception):
         return ""
     if isinstance(value, str):
         return value
-    try:
-        return json.dumps(value, ensure_ascii=False, default=_last)
-    except (TypeError, ValueError):
-        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=_last)
 
 
 def _value(value: Any) -> Any:
-    """A field to keep, as JSON gives it back: a time is a string, and what JSON has not is null."""
-    if value is _MISSING or isinstance(value, UnicodeDecodeError):
+    """A field to keep, as JSON gives it back: what JSON has not is null."""
+    if value is _MISSING or isinstance(value, Exception):
         return None
-    text = json.dumps(value, default=lambda it: _last(it) if isinstance(it, _Twice) else _time_or_text(it))
-    return json.loads(text, parse_constant=lambda _: None)
-
-
-def _time_or_text(value: Any) -> str:
-    return str(value.isoformat() if hasattr(value, "isoformat") else value)
+    return json.loads(json.dumps(value, default=_last), parse_constant=lambda _: None)

@@ -3,7 +3,8 @@
 Both are messages one after the other, each with a header (a flatbuffer: format/Message.fbs of Arrow) that
 says what it is and how long. Only these headers are read to find where record batches begin; of the file
 format, those that its footer lists. A part of a stream is given to pyarrow as a stream of its own: the
-schema, the dictionaries before it, and the part's record batches.
+schema, the dictionaries before it, and the part's record batches. Streams may follow each other in a file
+(``cat a.arrow b.arrow``), where pyarrow stops behind the first.
 
 pyarrow reads a record batch whole. A file with a large one is mapped instead, and its pages are let go with
 each batch of documents. The price: where a mapped page cannot be read, the system ends the process (SIGBUS).
@@ -28,11 +29,12 @@ from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput
 
-SCHEMA, DICTIONARY, BATCH = 1, 2, 3
+END, SCHEMA, DICTIONARY, BATCH = 0, 1, 2, 3
 _MAGIC = b"ARROW1"
 CONTINUES = b"\xff\xff\xff\xff"
 _HEAD_BYTES = 4 << 10
 _MOST_HEADER_BYTES = 64 << 20
+_MOST_PADDING_BYTES = 4 << 10
 _LARGE_BYTES = 16 << 20  # a larger record batch is not held whole
 
 
@@ -48,57 +50,80 @@ class Message(NamedTuple):
 
 
 def messages_of(file: OpenInput) -> Iterator[Message]:
-    """The messages of a file, in order: a stream's begin with its schema; of the file format the record
-    batches alone.
+    """The messages of a file, in order: each of its streams begins with its schema; of the file format the
+    record batches alone.
 
     Their headers are read, and of the file format its footer. Raises BadInput, naming the byte.
     """
     size = file.stamp.num_bytes
-    head = file.read(0, min(size, 8))
-    if head.startswith(_MAGIC):
+    if file.read(0, len(_MAGIC)) == _MAGIC:
         if file.read(size - 6, size) != _MAGIC:
             raise _broken(file, f"it does not end in {_MAGIC!r}")
         yield from _listed_batches(file)
         return
-    if head[:4] != CONTINUES:
-        raise _broken(file, f"it begins with {head!r}")
-    position = 0
-    while (message := _message_at(file, position)) is not None:
-        if (message.kind == SCHEMA) != (position == 0):
-            raise _broken(file, f"the first alone is a schema, not the message at byte {position}")
-        yield message
-        position = message.end
+    # The mark of the end is optional: a stream may end with the file.
+    position, begins = 0, True
+    while position < size:
+        message = _stream_start(file, position) if begins else _message_at(file, position)
+        if message.kind == SCHEMA and not begins:
+            raise _broken(file, f"a schema stands within a stream, at byte {position}")
+        if message.kind != END:
+            yield message
+        position, begins = message.end, message.kind == END
+
+
+def _stream_start(file: OpenInput, position: int) -> Message:
+    """The schema with which a stream begins. Raises BadInput where none begins here."""
+    head = file.read(position, min(position + 8, file.stamp.num_bytes))
+    where = "it begins with" if position == 0 else f"behind the end of a stream, at byte {position}, it has"
+    try:
+        message = _message_at(file, position)
+    except BadInput:
+        # Without its mark of four bytes, nearly everything that is no stream at all.
+        if head.startswith(CONTINUES):
+            raise
+        raise _broken(file, f"{where} {head!r}") from None
+    if message.kind != SCHEMA:
+        raise _broken(file, f"{where} another message than a schema")
+    return message
 
 
 def _listed_batches(file: OpenInput) -> Iterator[Message]:
     """The record batches that the footer lists, in the order of the file; dictionaries may stand behind them.
 
-    Some writers leave something else than the schema at byte 8. But where a message stands that the footer
-    does not list, it is damaged: pyarrow would leave out a record batch without a word.
+    Some writers leave something else than the schema at byte 8. But where anything stands that the footer
+    does not list, the file is damaged, or is several, one behind another: pyarrow would leave out record
+    batches without a word.
     """
     footer_start, blocks = _footer(file)
-    position = 8
-    if file.read(8, 12) == CONTINUES and (schema := _message_at(file, 8)) is not None:
-        position = schema.end
+    position = 0
+    try:
+        if (schema := _message_at(file, 8)).kind == SCHEMA:
+            position = schema.end
+    except BadInput:
+        if file.read(8, 12) == CONTINUES:
+            raise
     for kind, start, header_bytes, body_bytes in sorted(blocks, key=lambda block: block[1]):
-        if start < position:
+        if start < max(8, position):
             raise _broken(file, f"its footer lists byte {start} twice, or within another message")
-        _check_nothing_at(file, position, start)
+        _check_padding(file, position, start)
         message = _message_at(file, start)
         ends = (start + header_bytes, start + header_bytes + body_bytes)
-        if message is None or (message.kind, message.body_start, message.end) != (kind, *ends):
+        if (message.kind, message.body_start, message.end) != (kind, *ends):
             raise _broken(file, f"the message at byte {start} is not what the footer says")
         if kind == BATCH:
             yield message
         position = message.end
-    _check_nothing_at(file, position, footer_start)
+    _check_padding(file, position, footer_start)
 
 
-def _check_nothing_at(file: OpenInput, position: int, end: int) -> None:
-    """That no message begins where the footer lists none; the mark of the end may stand there."""
-    head = file.read(position, position + 8) if position + 8 <= end else b""
-    if head[:4] == CONTINUES and any(head[4:]):
-        raise _broken(file, f"its footer does not list the message at byte {position}")
+def _check_padding(file: OpenInput, position: int, end: int) -> None:
+    """That zeros alone, or the mark of the end, stand between what the footer lists."""
+    if not position:
+        return  # what stands before the first one is not known
+    between = file.read(position, min(end, position + _MOST_PADDING_BYTES))
+    if len(between) < end - position or between.replace(CONTINUES, b"").strip(b"\0"):
+        raise _broken(file, f"its footer does not list what stands at byte {position}")
 
 
 def _footer(file: OpenInput) -> tuple[int, list[list[int]]]:
@@ -128,27 +153,31 @@ def _footer(file: OpenInput) -> tuple[int, list[list[int]]]:
     return start, blocks
 
 
-def _message_at(file: OpenInput, position: int) -> Message | None:
-    """The message that begins at a byte; None for the mark of the end. Raises BadInput."""
+def _message_at(file: OpenInput, position: int) -> Message:
+    """The message that begins at a byte; the mark of the end is one, too. Raises BadInput."""
     size = file.stamp.num_bytes
     block = file.read(position, min(position + _HEAD_BYTES, size))
-    if len(block) < 8 or block[:4] != CONTINUES:
+    # Before Arrow 0.15 messages began with the size of their header alone.
+    at = 4 if block.startswith(CONTINUES) else 0
+    if len(block) < at + 4:
         raise _broken(file, f"no message begins at byte {position}: it is cut short, or damaged")
-    header_bytes = int.from_bytes(block[4:8], "little")
+    header_bytes = int.from_bytes(block[at : at + 4], "little")
+    begin = position + at + 4
     if not header_bytes:
-        return None
-    if header_bytes > min(size - position - 8, _MOST_HEADER_BYTES):
+        return Message(END, position, begin, begin, 0, is_packed=False)
+    if header_bytes > min(size - begin, _MOST_HEADER_BYTES):
         raise _broken(file, f"the message at byte {position} goes on behind the end")
-    if header_bytes + 8 > len(block):
-        block = file.read_all(position, position + 8 + header_bytes)
+    header = block[at + 4 : at + 4 + header_bytes]
+    if len(header) < header_bytes:
+        header = file.read_all(begin, begin + header_bytes)
     try:
-        kind, num_rows, body_bytes, is_packed = _header(block[8 : 8 + header_bytes])
+        kind, num_rows, body_bytes, is_packed = _header(header)
     except (struct.error, IndexError, ValueError):
         raise _broken(file, f"the message at byte {position} has no right header") from None
-    end = position + 8 + header_bytes + body_bytes
+    end = begin + header_bytes + body_bytes
     if end > size:
         raise _broken(file, f"the message at byte {position} goes on behind the end: it is cut short")
-    return Message(kind, position, position + 8 + header_bytes, end, num_rows, is_packed)
+    return Message(kind, position, begin + header_bytes, end, num_rows, is_packed)
 
 
 def _broken(file: OpenInput, why: str) -> BadInput:
@@ -211,25 +240,45 @@ class Arrow:
         if not file.stamp.num_bytes:
             return
         messages = list(itertools.takewhile(lambda each: each.start < part.end, messages_of(file)))
-        own = [each for each in messages if each.kind != BATCH or each.start >= part.start]
+        batches = [each for each in messages if each.kind == BATCH and each.start >= part.start]
         before = [each for each in messages if each.kind == BATCH and each.start < part.start]
-        batches = [each for each in own if each.kind == BATCH]
         is_large = any(each.end - each.start > _LARGE_BYTES and not each.is_packed for each in batches)
         memory = file.mapped() if is_large else None
-        arrow_reader, stream, fields = _open(file, own, reading.fields, memory)
-        numbers = range(len(before), len(before) + len(batches))
-        is_file = hasattr(arrow_reader, "get_batch")  # which a stream has not
-        arrays = map(arrow_reader.get_batch, numbers) if is_file else iter(arrow_reader)
-        place = reader.place(sum(each.num_rows for each in before), line)
-        reading = dataclasses.replace(reading, fields=fields)
-        with refused_by_name(file, "Arrow", stream):
-            starts = [part.start, *(each.start for each in batches[1:]), part.end]
-            for item in row_documents(_with_bytes(arrays, batches, starts), place, reading):
-                yield item
-                if memory is not None:
-                    memory.madvise(mmap.MADV_DONTNEED)
+        # Each batch accounts for the bytes up to the next one, the first and the last one for the rest, too.
+        starts = [part.start, *(each.start for each in batches[1:]), part.end]
+        num_bytes = {each: starts[n + 1] - starts[n] for n, each in enumerate(batches)}
+        row = sum(each.num_rows for each in before)
+        for own in _streams(messages, part.start):
+            own_batches = [each for each in own if each.kind == BATCH]
+            arrow_reader, stream, fields = _open(file, own, reading.fields, memory)
+            is_file = hasattr(arrow_reader, "get_batch")  # which a stream has not
+            numbers = range(len(before), len(before) + len(batches))
+            arrays = map(arrow_reader.get_batch, numbers) if is_file else iter(arrow_reader)
+            place = reader.place(row, line)
+            with refused_by_name(file, "Arrow", stream):
+                pairs = _with_bytes(arrays, own_batches, num_bytes)
+                for item in row_documents(pairs, place, dataclasses.replace(reading, fields=fields)):
+                    yield item
+                    if memory is not None:
+                        memory.madvise(mmap.MADV_DONTNEED)
+            num_rows = sum(each.num_rows for each in own_batches)
+            row, line = row + num_rows, line + num_rows
         if not batches:
-            yield no_documents(place)
+            yield no_documents(reader.place(row, line))
+
+
+def _streams(messages: list[Message], start: int) -> list[list[Message]]:
+    """What pyarrow is to be given one after the other to read the record batches from byte ``start`` on.
+
+    Of each stream: its schema, its dictionaries and these batches; of the file format the batches.
+    """
+    streams: list[list[Message]] = []
+    for message in messages:
+        if message.kind == SCHEMA or not streams:
+            streams.append([])
+        if message.kind != BATCH or message.start >= start:
+            streams[-1].append(message)
+    return [own for own in streams if any(each.kind == BATCH for each in own)]
 
 
 def _open(
@@ -255,11 +304,11 @@ def _open(
 
 
 def _with_bytes(
-    arrays: Iterator[Any], batches: list[Message], starts: list[int]
+    arrays: Iterator[Any], batches: list[Message], num_bytes: dict[Message, int]
 ) -> Iterator[tuple[Any, int]]:
-    """Each record batch with the bytes of the part up to the next one, if it has the rows of its header."""
-    for message, (begin, end) in zip(batches, itertools.pairwise(starts), strict=False):
+    """Each record batch with the bytes that it accounts for, if it has the rows of its header."""
+    for message in batches:
         batch = next(arrays)
         if batch.num_rows != message.num_rows:
             raise ValueError(f"a record batch has {batch.num_rows} rows, its header says {message.num_rows}")
-        yield batch, end - begin
+        yield batch, num_bytes[message]

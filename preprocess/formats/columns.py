@@ -18,6 +18,7 @@ import pyarrow.compute as compute
 from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of
 from preprocess.formats.inputs import OpenInput, Place, unreadable
 from preprocess.formats.long_documents import LongDocument
+from preprocess.formats.table_values import json_values, stored_type
 from preprocess.formats.text_fields import FieldPath, MessageFields, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 
@@ -115,8 +116,8 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
             raise BadInput(f"{_what_lacks(file, schema, path)}; choose with {flags}, and plan anew")
         for place, kind in found:
             places[path] = place
-            if path in fields.text_paths and not is_one_of(kind, _LISTS if is_chat else _TEXTS):
-                expected = "lists of messages" if is_chat else "strings"
+            if path in fields.text_paths and not is_one_of(kind, (*_LISTS, *_TEXTS) if is_chat else _TEXTS):
+                expected = "lists of messages, or JSON" if is_chat else "strings"
                 raise BadInput(
                     f"the column {name} of input {file.path} is {str(kind)[:200]}, expected {expected}; "
                     f"choose another with {flags}, or move the file away, and plan anew"
@@ -172,6 +173,8 @@ def is_one_of(kind: Any, names: tuple[str, ...]) -> bool:
     types = arrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
+    if isinstance(kind, arrow.BaseExtensionType):
+        kind = kind.storage_type
     return any(getattr(types, name, lambda _: False)(kind) for name in names)
 
 
@@ -194,13 +197,16 @@ def row_documents(
     fields, none = reading.fields, dataclasses.replace(place, num_bytes=0)
     for batch, num_bytes in batches:
         columns = {path: _column(batch, path) for path in fields.paths}
-        num_in_use = sum(column.nbytes for column in columns.values() if column is not None)
+        num_in_use = sum(column.nbytes for column, _ in columns.values() if column is not None)
         most, first = rows_at_once(batch.num_rows, num_in_use, 2 * reading.batch_bytes), 0
         while first < max(1, batch.num_rows):
             num = min(most, batch.num_rows - first)
             while num > 1 and _num_bytes(columns.values(), first, num) > 8 * reading.batch_bytes:
                 num //= 2
-            values = {path: _values(column, first, num) for path, column in columns.items()}
+            values = {
+                path: [None] * num if column is None else json_values(column.slice(first, num), kind)
+                for path, (column, kind) in columns.items()
+            }
             of_text = [values[path] for path in fields.text_paths]
             texts: Sequence[str | UnusableText] = of_text[0]
             if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
@@ -217,62 +223,34 @@ def row_documents(
             first, num_bytes = first + max(1, num), 0
 
 
-def _column(batch: Any, path: FieldPath) -> Any:
-    """The array of a field, once it points at nothing outside of it; None where there is none.
+def _column(batch: Any, path: FieldPath) -> tuple[Any, Any]:
+    """The array of a field as it is stored, once it points at nothing outside of it, and its type.
 
-    Strings are looked at as bytes, so that one that cannot be decoded is a bad row and no bad file. Raises
+    (None, None) where there is none. A value that cannot be read is a bad row and no bad file. Raises
     ValueError.
     """
     if path[0] not in batch.schema.names:
-        return None
+        return None, None
     column = batch.column(path[0])
     for name in path[1:]:
         try:
             column = compute.struct_field(column, name)
         except (ValueError, KeyError, TypeError, NotImplementedError):
-            return None
+            return None, None
+    kind = column.type
+    column = column.view(stored_type(kind))
+    column.validate(full=True)
     if arrow.types.is_dictionary(column.type):
-        values = _as_bytes(column.dictionary)
+        values = column.dictionary
         if is_one_of(values.type, ("is_string_view", "is_binary_view")):  # which pyarrow cannot take
-            values = values.cast(arrow.large_binary())
-        return arrow.DictionaryArray.from_arrays(column.indices, values)
-    _as_bytes(column)
-    return column
+            column = arrow.DictionaryArray.from_arrays(column.indices, values.cast(arrow.large_binary()))
+    return column, kind
 
 
-def _as_bytes(column: Any) -> Any:
-    """A column whose strings are bytes. Raises ValueError where it points outside of itself."""
-    kinds = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
-    if hasattr(arrow, "string_view"):  # pyarrow 16
-        kinds[arrow.string_view()] = arrow.binary_view()
-    as_bytes = column.view(kinds[column.type]) if column.type in kinds else column
-    as_bytes.validate(full=True)
-    return as_bytes
-
-
-def _num_bytes(columns: Iterable[Any], first: int, num: int) -> int:
+def _num_bytes(columns: Iterable[tuple[Any, Any]], first: int, num: int) -> int:
     """Bytes of some rows; of a dictionary nobody knows."""
-    plain = (each for each in columns if each is not None and not arrow.types.is_dictionary(each.type))
-    return sum(column.slice(first, num).nbytes for column in plain)
-
-
-def _values(column: Any, first: int, num: int) -> list[Any]:
-    if column is None:
-        return [None] * num
-    rows = column.slice(first, num)
-    if arrow.types.is_dictionary(column.type):
-        rows = rows.dictionary_decode()
-    try:
-        found: list[Any] = rows.to_pylist()
-    except UnicodeDecodeError:
-        found = rows.cast(arrow.large_binary()).to_pylist()
-    if any(isinstance(value, bytes) for value in found):
-        return [_decoded(value) if isinstance(value, bytes) else value for value in found]
-    return found
-
-
-def _decoded(value: bytes) -> str | UnusableText:
-    try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        return UnusableText("undecodable", f"byte {error.start} of the text is not utf-8")
+    return sum(
+        column.slice(first, num).nbytes
+        for column, _ in columns
+        if column is not None and not arrow.types.is_dictionary(column.type)
+    )

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import bz2
 import contextlib
-import importlib
 import itertools
 import lzma
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,6 @@ from shardprep.errors import BadInput, UsageError
 
 _READ_BYTES = 128 << 10
 _XZ_BYTES = 1 << 30  # of memory that a stream may ask for; more is refused
-_ZSTD_BYTES = 16 << 10  # given to zstd at once: what it gives back has no other limit
 _TAIL_BYTES = 16 << 10
 _HEADER_BYTES = 18  # the longest header of a frame of zstd; magics are shorter
 _ZSTD_LONG = 27  # log2 of the largest window that zstd itself decompresses
@@ -50,62 +49,69 @@ class _GzipMember:
     """zlib's decompressor in the shape of bz2's; isal's where it is installed: 2 to 3 times as fast."""
 
     def __init__(self) -> None:
-        library: Any = zlib
-        with contextlib.suppress(ImportError):
-            from isal import isal_zlib
-
-            library = isal_zlib
-        self._member = library.decompressobj(31)
+        self._member: Any = None
         self.needs_input = True
 
     @property
     def eof(self) -> bool:
-        return bool(self._member.eof)
+        return self._member is not None and bool(self._member.eof)
 
     @property
     def unused_data(self) -> bytes:
         return bytes(self._member.unused_data)
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
+        if self._member is None:
+            library: Any = zlib
+            # isal takes an optional field that goes on in the next block for deflated data, and knows
+            # flags that zlib refuses. A file is to be read alike with and without it.
+            if _has_plain_header(data):
+                with contextlib.suppress(ImportError):
+                    from isal import isal_zlib
+
+                    library = isal_zlib
+            self._member = library.decompressobj(31)
         out: bytes = self._member.decompress(self._member.unconsumed_tail + data, max_length)
         self.needs_input = not self._member.unconsumed_tail and len(out) != max_length
         return out
 
 
-class _ZstdFrame:
-    """zstandard's decompressor in the shape of bz2's; ``max_length`` is not kept to the byte."""
-
-    def __init__(self) -> None:
-        decompressor = load_zstandard().ZstdDecompressor(max_window_size=1 << 31)  # see _check_window
-        self._frame = decompressor.decompressobj()
-        self._waiting = memoryview(b"")
-        self.unused_data = b""
-
-    @property
-    def eof(self) -> bool:
-        return bool(self._frame.eof)
-
-    @property
-    def needs_input(self) -> bool:
-        return not self._waiting
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:  # noqa: ARG002
-        given = memoryview(data) if data else self._waiting  # there is data only where nothing waits
-        out: bytes = self._frame.decompress(given[:_ZSTD_BYTES])
-        self._waiting = given[_ZSTD_BYTES:]
-        if self.eof:
-            self.unused_data = self._frame.unused_data + bytes(self._waiting)
-            self._waiting = memoryview(b"")
-        return out
+def _has_plain_header(data: bytes) -> bool:
+    """Whether the header of a gzip member (RFC 1952) is whole in ``data``, without reserved flags."""
+    if len(data) < 10 or data[3] & 0xE0:
+        return False
+    flags, end = data[3], 10
+    if flags & 4:  # FEXTRA: its size, and as many bytes
+        if len(data) < end + 2:
+            return False
+        end += 2 + int.from_bytes(data[end : end + 2], "little")
+    for flag in (8, 16):  # FNAME, FCOMMENT: each ends in a zero
+        if flags & flag:
+            end = data.find(b"\0", end) + 1
+            if not end:
+                return False
+    if flags & 2:  # FHCRC
+        end += 2
+    return len(data) >= end
 
 
-def load_zstandard() -> Any:
-    """The library. Raises UsageError, with what to install, where it is missing."""
+def load_zstd() -> Any:
+    """Python's library of zstd. Raises UsageError, with what to install, where it is missing."""
     try:
-        import zstandard
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
     except ImportError:
-        raise UsageError(needs(".zst", "zstandard")) from None
-    return zstandard
+        raise UsageError(needs(".zst", "backports.zstd")) from None
+    return zstd
+
+
+def _zstd_frame() -> Any:
+    zstd = load_zstd()
+    return zstd.ZstdDecompressor(
+        options={zstd.DecompressionParameter.window_log_max: 31}
+    )  # see _check_window
 
 
 def _xz_stream() -> lzma.LZMADecompressor:
@@ -115,9 +121,12 @@ def _xz_stream() -> lzma.LZMADecompressor:
 
 def _errors() -> tuple[type[Exception], ...]:
     found: list[type[Exception]] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
-    for module, name in (("isal.isal_zlib", "error"), ("zstandard", "ZstdError")):
-        with contextlib.suppress(ImportError, AttributeError):
-            found.append(getattr(importlib.import_module(module), name))
+    with contextlib.suppress(ImportError):
+        from isal import isal_zlib
+
+        found.append(isal_zlib.error)
+    with contextlib.suppress(UsageError):
+        found.append(load_zstd().ZstdError)
     return tuple(found)
 
 
@@ -125,7 +134,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE = tuple(struct.pack("<I", 0x184D2A50 + number) for number in range(16))
 COMPRESSIONS = {
     ".gz": Compression(name="gzip", magics=(b"\x1f\x8b",), open=_GzipMember, may_end_in_zeros=True),
-    ".zst": Compression(name="zstd", magics=(_ZSTD_MAGIC, *_SKIPPABLE), open=_ZstdFrame),
+    ".zst": Compression(name="zstd", magics=(_ZSTD_MAGIC, *_SKIPPABLE), open=_zstd_frame),
     ".xz": Compression(name="xz", magics=(b"\xfd7zXZ\0",), open=_xz_stream, may_end_in_zeros=True),
     ".bz2": Compression(name="bzip2", magics=(b"BZh",), open=bz2.BZ2Decompressor),
 }
@@ -210,11 +219,7 @@ def _check_window(file: OpenInput, data: bytes, at: int, zstd_long: int) -> None
     """That the frame that begins with ``data`` asks for no more memory than is allowed. Raises BadInput."""
     if not data.startswith(_ZSTD_MAGIC):
         return
-    zstandard = load_zstandard()
-    try:
-        window = zstandard.get_frame_parameters(data[:_HEADER_BYTES]).window_size
-    except zstandard.ZstdError:
-        return  # cut short: decompressing says so
+    window = _zstd_window(data)
     if window <= 1 << (zstd_long or _ZSTD_LONG):
         return
     long = (window - 1).bit_length()
@@ -223,6 +228,20 @@ def _check_window(file: OpenInput, data: bytes, at: int, zstd_long: int) -> None
         f"{1 << (zstd_long or _ZSTD_LONG)}; plan with --zstd_long {long}, which takes that much memory in "
         f"each task, or unpack the file: zstd -d --long={long} {file.path}"
     )
+
+
+def _zstd_window(header: bytes) -> int:
+    """The bytes of memory that a frame of zstd asks for (RFC 8878, 3.1.1.1), 0 where its header is cut."""
+    if len(header) < 6:
+        return 0
+    flags = header[4]
+    is_single_segment = flags & 0x20
+    if not is_single_segment:
+        base = 1 << (10 + (header[5] >> 3))
+        return base + base // 8 * (header[5] & 7)
+    # The window is all of the text, whose size stands behind the number of a dictionary.
+    start, num_bytes = 5 + (0, 1, 2, 4)[flags & 3], (1, 2, 4, 8)[flags >> 6]
+    return int.from_bytes(header[start : start + num_bytes], "little") + (256 if num_bytes == 2 else 0)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.formats.chat import ChatTemplate, render_conversations
-from preprocess.formats.compression import COMPRESSIONS, load_zstandard
+from preprocess.formats.compression import COMPRESSIONS, load_zstd
 from preprocess.formats.format import (
     DocumentBatch,
     Format,
@@ -126,7 +126,7 @@ def load_libraries(names: Iterable[str]) -> None:
     for kind, name in kinds.items():
         format_of(name)
         if kind.compression == ".zst":
-            load_zstandard()
+            load_zstd()
 
 
 def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -> DocumentBatch:

@@ -124,6 +124,32 @@ class OpenInput:
         return Stamp(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
+# What git-lfs and git-annex leave in the place of a file that was not fetched, and what fetches it.
+_POINTERS = {
+    b"version https://git-lfs.github.com/spec/v1\n": "git lfs pull",
+    b"/annex/objects/": "git annex get .",
+}
+MOST_POINTER_BYTES = 1024
+
+
+def what_fetches(data: bytes) -> str | None:
+    """Return the command that brings the content of which a whole file's ``data`` is a pointer, else None."""
+    for beginning, command in _POINTERS.items():
+        if data.startswith(beginning) and len(data) <= MOST_POINTER_BYTES:
+            return command
+    return None
+
+
+def check_is_fetched(file: OpenInput) -> None:
+    """Raise BadInput where a file is only the pointer that a clone of a repository has in its place."""
+    size = file.stamp.num_bytes
+    if size <= MOST_POINTER_BYTES and (command := what_fetches(file.read(0, size))) is not None:
+        raise BadInput(
+            f"input {file.path} is a pointer to a file that was not fetched, expected the file itself; run "
+            f"in its repository: {command}"
+        )
+
+
 def unreadable(file: OpenInput, why: str) -> BadInput:
     """The error of an input that cannot be read as what its name says."""
     return BadInput(

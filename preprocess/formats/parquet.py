@@ -24,6 +24,7 @@ from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput
 
 _BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is held whole
+_SIGNATURE_BYTES = 28  # behind the footer of a file whose columns are encrypted: a nonce and a tag
 
 
 class Parquet:
@@ -77,10 +78,38 @@ class Parquet:
 def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
     """A pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput, ReadWriteError."""
     stream = InputStream(file)
+    size = file.stamp.num_bytes
+    tail = file.read(max(0, size - 8), size)
+    if tail.endswith(b"PARE"):
+        raise _encrypted(file, "an encrypted footer")
     with refused_by_name(file, "Parquet", stream):
         table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False, memory_map=False)
+        if int.from_bytes(tail[:4], "little") == table.metadata.serialized_size + _SIGNATURE_BYTES:
+            columns = ", ".join(_encrypted_columns(table))
+            raise _encrypted(file, f"encrypted columns ({columns})" if columns else "a signed footer")
         schema = table.schema_arrow
         return table, stream, fields_in(file, schema, fields)
+
+
+def _encrypted(file: OpenInput, what: str) -> BadInput:
+    return BadInput(
+        f"input {file.path} has {what}, expected Parquet that can be read without a key; write it anew "
+        "without encryption, or move it away, and plan anew"
+    )
+
+
+def _encrypted_columns(table: Any) -> list[str]:
+    """The top-level columns that cannot be read.
+
+    They are tried one by one: pyarrow ends the process (SIGABRT) where its metadata is asked for one of them.
+    """
+    names = []
+    for name in table.schema_arrow.names:
+        try:
+            next(table.iter_batches(batch_size=1, columns=[name], use_threads=False), None)
+        except (OSError, ValueError):
+            names.append(name)
+    return names
 
 
 def _row_groups(table: Any) -> list[tuple[int, list[int]]]:

@@ -169,12 +169,39 @@ class MessageFields(TextFields):
         if value is _MISSING or value is None or isinstance(value, UnusableText):
             return unusable(path, value)
         name = ".".join(path)
+        # Some tables have them as JSON, since messages may differ in their fields: all of the list, or each.
+        value = _parsed_if_json(value)
         if not isinstance(value, list):
             return UnusableText("wrong_type", f"the field {name} is {_kind(value)}, expected a list")
+        messages = list(map(_parsed_if_json, value))
         try:
-            return _json_of(value)
-        except (TypeError, ValueError) as error:  # a decimal or a NaN of a table
+            return _json_of(messages)
+        except (TypeError, ValueError) as error:  # a NaN of a table
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
+
+
+def from_json(text: str) -> Any:
+    """What a string says as JSON; UnusableText where it says nothing, or names a key of an object twice."""
+    import orjson  # only here: a command's --help does not load it
+
+    try:
+        orjson.loads(text)  # it knows no NaN and no half of a surrogate pair
+        return json.loads(text, object_pairs_hook=_object_of)  # of integers it loses no digit
+    except (ValueError, RecursionError):
+        return UnusableText("bad_json", "a string that should be JSON is not")
+
+
+def _parsed_if_json(value: Any) -> Any:
+    if not isinstance(value, str) or isinstance(found := from_json(value), UnusableText):
+        return value
+    return found
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
 
 
 def _json_of(value: Any) -> str:
@@ -191,19 +218,15 @@ def _json_of(value: Any) -> str:
 
 
 def _kept_value(value: Any) -> str:
-    """A value of --keep_fields as JSON; null for none, and for bytes that are no text. A time is a string."""
+    """A value of --keep_fields as JSON; null for none, and for what cannot be given."""
     import orjson
 
     if value is _MISSING or isinstance(value, UnusableText):
         return "null"
     try:
-        return orjson.dumps(value, default=_text_of).decode()
+        return orjson.dumps(value).decode()
     except TypeError:  # an integer of more than 64 bits
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_text_of)
-
-
-def _text_of(value: Any) -> str:
-    return str(value.isoformat() if hasattr(value, "isoformat") else value)
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _path(name: str, flag: str) -> FieldPath:
@@ -239,10 +262,7 @@ def name_of(value: Any) -> str:
         return ""
     if isinstance(value, str):
         return value
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _kind(value: Any) -> str:

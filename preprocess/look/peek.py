@@ -336,5 +336,7 @@ def peek(args: argparse.Namespace) -> int:
 def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str]:
     """The texts of a sample; of a row, the end of one that began before it, if any, comes first."""
     ids, mask = samples.ids(number), samples.loss_mask(number)
+    if not len(ids):  # a document that the tokenizer drops wholly
+        return [""]
     cuts = sorted({0, *samples.starts(number).tolist(), len(ids)})
     return [decoder.text(ids[begin:end], mask[begin:end]) for begin, end in itertools.pairwise(cuts)]

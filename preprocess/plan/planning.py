@@ -32,7 +32,7 @@ import shardprep
 from preprocess.formats.chat import chat_template_of, chat_versions, template_notes
 from preprocess.formats.documents import format_of, load_libraries, starts_in
 from preprocess.formats.format import Inspected, Reading, Start, reading_of
-from preprocess.formats.inputs import InputFile, OpenInput, RangeReader, sample_sha256
+from preprocess.formats.inputs import InputFile, OpenInput, RangeReader, check_is_fetched, sample_sha256
 from preprocess.formats.text_changes import text_versions
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.options import PlanOptions, PrepConfig
@@ -263,6 +263,7 @@ def stamp_inputs(
 
     def stamp(path: Path) -> tuple[InputFile, Inspected]:
         file = OpenInput(path)
+        check_is_fetched(file)
         relative, sha256 = str(path).removeprefix(root), sample_sha256(file)
         size, mtime_ns = file.stamp.num_bytes, file.stamp.mtime_ns
         stamped = InputFile(path=relative, num_bytes=size, mtime_ns=mtime_ns, sha256=sha256)

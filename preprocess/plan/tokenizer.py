@@ -30,6 +30,7 @@ import orjson
 from tokenizers import Tokenizer, processors
 
 import preprocess
+from preprocess.formats.inputs import what_fetches
 from preprocess.make import engines
 from preprocess.plan.tokenizer_files import (
     MAX_TOKENIZER_BYTES,
@@ -246,6 +247,11 @@ def read_files(folder: Path) -> Files | None:
     for name in (TOKENIZER_FILE, ADDED_TOKENS, MODEL_CONFIG, *_COPIED):
         with contextlib.suppress(*NOT_THERE):
             files[name] = read_regular(folder / name, max_bytes=MAX_TOKENIZER_BYTES)
+            if (command := what_fetches(files[name])) is not None:
+                raise NotFound(
+                    f"{folder / name} is a pointer to a file that was not fetched, expected the tokenizer's "
+                    f"file itself; run in its repository: {command}"
+                )
     return files if TOKENIZER_FILE in files else None
 
 

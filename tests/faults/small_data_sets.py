@@ -32,7 +32,7 @@ FORMS: dict[str, list[str]] = {
 _IMPORTED_AHEAD = frozenset(
     {
         *("preprocess", "loader", "slurm", "lustre", "shardprep", "transformers", "tokenizers"),
-        *("pyarrow", "zstandard", "isal"),
+        *("pyarrow", "zstandard", "backports", "isal"),
     }
 )
 _BAD_LINE = b"not UTF-8: \xff\xfe\n"
@@ -111,6 +111,10 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     _write_raw(place / "raw")
     (place / "tmp").mkdir()
     import zstandard  # noqa: F401 - imported once, before all forks, as are these
+
+    from preprocess.formats.compression import load_zstd
+
+    load_zstd()
 
     modules: set[str] = set()
     _must(run_forked(lambda: _train(place)))

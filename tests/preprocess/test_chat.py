@@ -133,6 +133,75 @@ def test_parquet_gives_what_json_lines_give(
     assert joined(columns) == joined(make(prep, raw, tmp_path / "b", models["tagged"]))
 
 
+def test_messages_that_tables_keep_as_json_give_what_json_lines_give(
+    prep: Prep, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """datasets 5 has a list of JSON, DuckDB a column of JSON or of strings, and some write JSON in JSON."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    chats, folder = CHATS[:12], tmp_path / "raw"
+    write_chats(folder, chats)
+    whole = arrow.array([json.dumps(chat) for chat in chats])
+    each = arrow.array([[json.dumps(message) for message in chat] for chat in chats])
+    tables = {"strings": whole, "lists of strings": each, "dictionary": whole.dictionary_encode()}
+    if hasattr(arrow, "json_"):  # pyarrow 19
+        kind = arrow.json_(arrow.string())
+        items = arrow.ExtensionArray.from_storage(kind, each.values)
+        content = [message["content"] for chat in chats for message in chat]
+        tables |= {
+            "JSON": arrow.ExtensionArray.from_storage(kind, whole),
+            "lists of JSON": arrow.ListArray.from_arrays(each.offsets, items),
+            "JSON in messages": arrow.ListArray.from_arrays(
+                each.offsets,
+                arrow.StructArray.from_arrays(
+                    [
+                        arrow.array([message["role"] for chat in chats for message in chat]),
+                        arrow.ExtensionArray.from_storage(kind, arrow.array(map(json.dumps, content))),
+                    ],
+                    ["role", "content"],
+                ),
+            ),
+        }
+    for name, column in tables.items():
+        parquet.write_table(arrow.table({"messages": column}), folder / f"{name}.parquet")
+    (folder / "strings.jsonl").write_text(
+        "".join(json.dumps({"messages": it}) + "\n" for it in whole.to_pylist())
+    )
+    out = make(prep, folder, tmp_path / "out", models["tagged"], num_shards=None)
+    plan, expected = need_plan(out), chat_sets.expected(models["tagged"], chats)
+    assert len(plan.inputs) == 2 + len(tables)
+    for shard_id, item in enumerate(plan.inputs):
+        with ShardSamples(out, plan.spec, shard_id) as samples:
+            ids = [number for row in range(len(samples.records)) for number in samples.ids(row).tolist()]
+        assert ids == [number for chat, _ in expected for number in chat], item.path
+    verified = prep.command("verify", out, "--deep")
+    assert verified.code == 0, verified.text
+
+
+def test_one_bad_conversation_of_a_table_is_left_out_and_the_others_stay(
+    prep: Prep, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    arrow, ipc = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.ipc")
+    chats, folder = CHATS[:12], tmp_path / "raw"
+    folder.mkdir()
+    data = arrow.array(
+        [[{"role": m["role"], "content": m["content"].encode()} for m in chat] for chat in chats]
+    )
+    content = data.values.field("content").to_pylist()
+    bad_message = data.offsets[3].as_py()
+    content[bad_message] = b"\xff, which is no UTF-8"
+    as_bytes = arrow.array(content)
+    texts = arrow.Array.from_buffers(arrow.string(), len(content), as_bytes.buffers())
+    messages = arrow.StructArray.from_arrays([data.values.field("role"), texts], ["role", "content"])
+    table = arrow.table({"messages": arrow.ListArray.from_arrays(data.offsets, messages)})
+    with ipc.new_stream(str(folder / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    out = make(prep, folder, tmp_path / "out", models["tagged"], num_shards=1, max_bad_fraction=0.5)
+    (line,) = (out / "quarantine/shard-00000.jsonl").read_text().splitlines()
+    assert (json.loads(line)["reason"], json.loads(line)["source_offset"]) == ("undecodable", 3)
+    expected = chat_sets.expected(models["tagged"], chats[:3] + chats[4:])
+    assert joined(out) == expected
+
+
 def test_masks_are_members_of_their_own_and_numpy_reads_them(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:

@@ -391,7 +391,7 @@ def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp
     assert data[kind] == arrow.BATCH
     path.write_bytes(data[:kind] + bytes([arrow.SCHEMA]) + data[kind + 1 :])
     part = ByteRange(input_number=0, path=path, start=0, end=len(data))
-    with pytest.raises(BadInput, match="the first alone is a schema"):
+    with pytest.raises(BadInput, match="a schema stands within a stream"):
         list(read_documents([part], reading_of(PrepConfig().plan_options(), 2_000)))
 
 

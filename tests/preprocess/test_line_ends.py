@@ -209,7 +209,6 @@ def test_documents_offsets_empty_and_bad_lines_are_an_independent_readers(
             patch.setattr(long_documents, "_READ_BYTES", scan_bytes)
             patch.setattr(long_documents, "MOST_HELD_BYTES", most_bytes)
             patch.setattr(compression, "_READ_BYTES", max(6, scan_bytes))
-            patch.setattr(compression, "_ZSTD_BYTES", scan_bytes)
             file = path.with_name(f"{path.name}{suffix}")
             found = found_by_worker(file, PACKERS[suffix](data), known, block_bytes)
         # A long line of a plain file is read in pieces again.

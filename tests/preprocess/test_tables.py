@@ -253,7 +253,7 @@ def test_a_footer_that_lists_fewer_record_batches_than_there_are_is_refused(tmp_
     path = tmp_path / "x.arrow"
     path.write_bytes(damaged)
     assert pyarrow.ipc.open_file(str(path)).read_all().num_rows < len(texts), "pyarrow says nothing"
-    with pytest.raises(BadInput, match="its footer does not list the message at byte"):
+    with pytest.raises(BadInput, match="its footer does not list"):
         texts_of(path)
 
 

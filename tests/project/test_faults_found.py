@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import tokenizer as loader_tokenizer
-from preprocess.look.doctor import input_finding, output_findings
+from preprocess.look.doctor import output_findings
 from preprocess.look.export import EXPORTERS
 from preprocess.look.train_tokenizer import _refuse_existing
 from preprocess.make.engines import tokenizers_engine
@@ -119,10 +119,9 @@ def test_submit_that_cannot_look_at_its_folders_says_so(
     "look",
     [
         lambda folder: list(output_findings(folder, None, 0)),
-        lambda folder: input_finding(folder),
         lambda folder: _refuse_existing(folder),
     ],
-    ids=["doctor, output", "doctor, input", "train_tokenizer"],
+    ids=["doctor, output", "train_tokenizer"],
 )
 def test_doctor_and_train_tokenizer_name_the_folder_that_they_cannot_look_at(
     tmp_path: Path, stale: Callable[..., None], look: Callable[[Path], object]

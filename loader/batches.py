@@ -163,16 +163,6 @@ class PaddedBatches:
         ids[is_gone], attention_mask[is_gone], labels[is_gone] = self.pad.token_id, 0, IGNORED
         labels[:, 1:][is_gone[:, :-1]] = IGNORED
         attention_mask[~attention_mask.any(axis=1), 0] = 1
-        if (labels == IGNORED).all():
-            self._warned_of_no_labels  # noqa: B018  said once for a loader
-
-    @cached_property
-    def _warned_of_no_labels(self) -> bool:
-        logger.warning(
-            "a batch has no label left, as its documents are withdrawn: a loss that is a mean over labels is "
-            "NaN there; divide the sum of the loss by at least 1, or raise batch_size"
-        )
-        return True
 
     def mask_rows(
         self,
@@ -539,6 +529,28 @@ class StepBatches:
                 origins = fit_origins(origins, part.lengths, places, part.width)
             batch["origins"] = torch.from_numpy(origins)
         return batch
+
+    def warn_of_no_labels(self, part: Uncollated, batch: Any) -> None:
+        """Warn, once for a loader, of a batch of which a model has nothing to predict."""
+        is_masked = self.has_masks or self.withdrawn_id is not None
+        is_short = part.lengths is not None and int(part.lengths.max()) < 2
+        if part.is_filler is not None or not (is_masked or is_short):
+            return  # no label is missing, or evaluation counts the labels itself
+        labels = batch.get("labels") if hasattr(batch, "get") else None
+        if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
+            return  # a user's own batch may be anything
+        # Nothing stands before the first token of a row, that could predict it.
+        if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all():
+            self._warned_of_no_labels  # noqa: B018
+
+    @cached_property
+    def _warned_of_no_labels(self) -> bool:
+        logger.warning(
+            "a batch has no label left: the assistant wrote none of its tokens, or they are withdrawn, or "
+            "each document has one token. A loss that is a mean over labels is NaN there; divide the sum of "
+            "the loss by at least 1, or raise batch_size"
+        )
+        return True
 
     @property
     def list_options(self) -> dict[str, Any]:

@@ -273,7 +273,9 @@ class BatchStream:
             shared[0], shared[1] = start.epoch, self._chunks.plan.run.order_step(start)
             self._chunk_loader.start()
         self._stands_at = None
-        yield from self._batches(start)
+        for part, batch in self._batches(start):
+            self._step_batches.warn_of_no_labels(part, batch)
+            yield part, batch
         self._stands_at = Position(epoch=start.epoch + 1, step=0)
 
     def first_batch(self, chunks: ChunkDataset, start: Position) -> Any:

@@ -27,6 +27,8 @@ from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST_FRACTION, R
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]
+# Which tokens the assistant wrote, given its characters; see docs/training_data.md.
+MaskRule = Literal["", "overlap", "char_to_token", "characters"]
 EngineName = Literal["auto", "gigatoken", "tokenizers", "fastokens"]  # fastokens: the fast one of old
 
 INPUT = "input files"
@@ -149,6 +151,7 @@ class PlanOptions:
     chat_template: str = option("")  # its Jinja text
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
     chat_versions: str = option("")  # of the libraries that render it
+    chat_mask_rule: MaskRule = option("")  # of transformers at planning; characters without tags
     own_eos: bool = option(False)  # the tokenizer ends each document with EOS by itself, so none is appended
     rewritten: str = option("")  # sha256 of the last list in DATA/left_out, whose documents are left out
 

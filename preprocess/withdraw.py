@@ -408,7 +408,9 @@ def _packed_anew(folder: Path, plan: Plan, manifest: Manifest) -> Numbers:
     num_read = 0
     for item in _items(folder, plan, manifest):
         if isinstance(item, DocumentBatch):
-            tokens = worker.engine.encode_documents(item.texts, end_id=plan.end_id, spans=item.spans)
+            tokens = worker.engine.encode_documents(
+                item.texts, end_id=plan.end_id, spans=item.spans, mask_rule=plan.options.chat_mask_rule
+            )
         else:
             ids = worker.engine.encode_long(item.text(), can_be_cut=plan.can_be_cut, end_id=plan.end_id)
             tokens = TokenBatch.of([ids])

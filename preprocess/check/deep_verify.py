@@ -7,8 +7,9 @@ counts of the manifest. So a document that was lost, altered, doubled or moved i
 another engine got wrong.
 
 What both sides share is not proven: the libraries that change text (--fix_text, --normalize) and, of
-conversations, what renders the chat template and tells which tokens the assistant wrote. Of rows packed
-best_fit neither the order of documents nor the place of a row is compared.
+conversations, what calls transformers to render the chat template. Ids and loss mask are those that
+transformers gives; without {% generation %}, which part of the text is the assistant's is shared, too. Of
+rows packed best_fit neither the order of documents nor the place of a row is compared.
 
 Price: see docs/seeing.md. Memory does not grow with the shard, but with what differs, with kept ids, and with
 what the plain reader holds.
@@ -34,7 +35,7 @@ import numpy.typing as npt
 
 from preprocess.check.plain_reader import PlainRecord, check_readable, plain_records
 from preprocess.check.verify import Problem
-from preprocess.formats.chat import ChatTemplate, Rendered, render_conversations
+from preprocess.formats.chat import ChatTemplate, Rendered, encode_conversations, render_conversations
 from preprocess.formats.long_documents import UncuttableText
 from preprocess.make.engines import NO_LOSS, Engine, Ids
 from preprocess.make.worker import load_worker
@@ -50,6 +51,7 @@ from shardprep.format.names import (
     LOSS_MASK_FIELD,
     ROW_TOKENS_FIELD,
     TEXT_FIELD,
+    TOKENIZER_DIR,
     digests_path,
     fields_path,
     ids_path,
@@ -111,7 +113,7 @@ def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dic
     """Compare a shard with its input. Raises BrokenShard, naming what differs, and what reading raises."""
     manifest = read_manifest(folder, shard_id)
     withdrawn = read_left_out(folder, plan.options.rewritten).documents_of(shard_id)
-    found = _Input(plan, shard_id, engine, withdrawn=frozenset(withdrawn.tolist()))
+    found = _Input(plan, shard_id, engine, folder / TOKENIZER_DIR, withdrawn=frozenset(withdrawn.tolist()))
     sides = (False, True) if plan.options.validation_fraction else (False,)
     held = [_Shard(folder, plan, manifest, is_validation=side).documents() for side in sides]
     differences = _compare(plan, found.documents(), held)
@@ -157,6 +159,7 @@ class _Input:
     plan: Plan
     shard_id: int
     engine: Engine
+    tokenizer: Path  # folder
     withdrawn: frozenset[int]  # numbers of the documents that rewrite left out
     num_withdrawn: int = 0
     counts: Counter[str] = field(default_factory=Counter)  # _COUNTS
@@ -235,14 +238,14 @@ class _Input:
         if not options.is_chat:
             yield from records
             return
-        template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
+        template = _template_of(self.plan)
         while some := list(itertools.islice(records, _NUM_RENDERED)):
             given = [record.text for record in some if record.text]
             answers = iter(render_conversations(template, given) if given else [])
             for record in some:
                 answer = next(answers) if record.text else None
                 if isinstance(answer, Rendered):
-                    yield replace(record, text=answer.text, spans=answer.spans, messages=record.text)
+                    yield replace(record, text=answer.text, messages=record.text)
                 else:
                     yield record if answer is None else replace(record, text="", reason=answer.reason)
 
@@ -251,16 +254,17 @@ class _Input:
         self.sources[self.plan.source_of(record.source)].update(num_quarantined=1)
 
     def _encoded(self, batch: list[PlainRecord]) -> Iterator[_Document]:
-        short = [record for record in batch if len(record.text) <= _LONG_CHARS]
-        tokens = self.engine.encode_documents(
-            [record.text for record in short],
-            end_id=self.plan.end_id,
-            spans=[record.spans or [] for record in short] if self.plan.options.is_chat else None,
-        )
-        parts = iter(tokens.documents())
+        is_chat = self.plan.options.is_chat
+        short = [record for record in batch if is_chat or len(record.text) <= _LONG_CHARS]
+        if is_chat:
+            parts = iter(self._encoded_chats([record.messages for record in short]))
+        else:
+            tokens = self.engine.encode_documents([record.text for record in short], end_id=self.plan.end_id)
+            parts = iter(tokens.documents())
         for record in batch:
             try:
-                ids = next(parts) if len(record.text) <= _LONG_CHARS else self._encoded_in_pieces(record.text)
+                is_short = is_chat or len(record.text) <= _LONG_CHARS
+                ids = next(parts) if is_short else self._encoded_in_pieces(record.text)
             except UncuttableText:
                 self._leave_out(replace(record, reason="uncuttable"))
                 continue
@@ -277,6 +281,13 @@ class _Input:
             self.sources[source].update(num_documents=1, num_tokens=len(ids))
             self._count_text(source, record.text, len(ids))
             yield from self._documents_of(record, ids)
+
+    def _encoded_chats(self, conversations: list[str]) -> list[Ids]:
+        found = encode_conversations(self.tokenizer, _template_of(self.plan), conversations)
+        return [
+            np.array(ids, np.uint32) | np.where(mask, np.uint32(0), NO_LOSS).astype(np.uint32)
+            for ids, mask in found
+        ]
 
     def _count_text(self, source: str, text: str, num_tokens: int) -> None:
         of = self.texts.setdefault(source, {"num_bytes": 0, "num_chars": 0, "lengths": {}})
@@ -317,6 +328,11 @@ class _Input:
             self.validation.update(num_documents=1, num_tokens=len(ids))
         for key in keys:
             yield _Document(key, 0, record.line, [place], record.text[:_SHOWN_CHARS], is_validation)
+
+
+def _template_of(plan: Plan) -> ChatTemplate:
+    options = plan.options
+    return ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
 
 
 def _digest_of(record: PlainRecord) -> bytes:

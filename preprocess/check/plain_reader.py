@@ -53,7 +53,6 @@ class PlainRecord:
     is_filtered: bool = False  # left out by --min_chars or --max_chars
     line: int = 0  # in the shard, from 0
     source: int = 0  # position of the input file in the plan
-    spans: list[tuple[int, int]] | None = None  # of a rendered conversation: the characters by the assistant
     messages: str = ""  # of a rendered conversation, in JSON
 
 

@@ -7,6 +7,11 @@ starts in about 2.5 s, renders about 3,000 short conversations per second, and i
 The assistant's parts are what the template puts between ``{% generation %}`` and ``{% endgeneration %}``. A
 template without these tags is rendered up to each turn of the assistant, with the prompt for it, and again
 with the turn: what came behind the first text is the assistant's. Both must be beginnings of the whole text.
+That takes quadratic time, so conversations of very many answers are left out.
+
+Templates come with models of other people. So the process has a limit of memory and, for each conversation,
+of CPU time, and it ends when the process that asks ends. A conversation over these limits fails the attempt.
+It is not left out: how much time it takes depends on the node, and the bytes of a shard must not.
 
 A template that asks for today's date is told FIXED_DATE: equal inputs give equal bytes on any day.
 """
@@ -22,24 +27,36 @@ import itertools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from preprocess.formats.text_fields import UnusableText
-from shardprep.console import guard_streams
-from shardprep.errors import ReadWriteError, Refused, UsageError
+from preprocess.options import MaskRule
+from shardprep.console import counted, guard_streams
+from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ENDS_WITHIN_S = 10.0
+_MOST_CPU_S = 20  # for one conversation; an ordinary one takes 0.0003 s, one of 4 MiB about 1 s
+_MOST_MEMORY_BYTES = 1 << 30  # beyond what importing transformers takes
+_OUT_OF_MEMORY = 99  # exit code of the process
+_MOST_RENDERED_CHARS = 16 << 20  # of one conversation; what is longer is left out
+_MOST_BATCH_BYTES = 256 << 20  # of answers for a batch, which has 0.5 MiB of messages
+# Work of a template without tags: answers x (characters + _MESSAGE_CHARS for each message). 3.5 s at most,
+# for 1,300 short messages.
+_MOST_WORK = 1 << 28
+_MESSAGE_CHARS = 256
 _LIBRARIES = ("transformers", "jinja2")
 _CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.formats.chat import serve; serve()"
 
@@ -92,22 +109,39 @@ def chat_versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES)
 
 
-def check_chat_versions(planned: str) -> None:
-    """That conversations are rendered here as planned. Raises Refused."""
+def check_chat_versions(planned: str, mask_rule: MaskRule) -> None:
+    """That conversations are rendered and masked here as planned. Raises Refused."""
     if (found := chat_versions()) != planned:
         raise Refused(
             f"the plan renders conversations with {planned}, here {found}: another version may give another "
             "text; install those that planned, or plan anew into a new folder"
         )
+    if not mask_rule:
+        raise Refused(
+            "the plan names no rule for loss masks: an older version of shardprep made it, with masks that "
+            "differ from those of transformers; plan anew into a new folder"
+        )
 
 
-def chat_template_of(folder: Path, given: Path | None, *, allows_control_tokens: bool) -> ChatTemplate:
+class TooCostly(BadInput):
+    """A conversation took more memory or time to be rendered than is allowed."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(f"the chat template {what}")
+        self.number = number  # of the conversation, in the order asked
+
+
+def chat_template_of(
+    folder: Path, given: Path | None, *, allows_control_tokens: bool
+) -> tuple[ChatTemplate, MaskRule]:
     """The template of a tokenizer's folder, or of a file, once it has rendered a conversation.
 
-    Raises UsageError where there is none, or it cannot be used.
+    With it comes the rule of its loss masks: that of the installed transformers where the template has the
+    tags. Raises UsageError where there is no template, or it cannot be used, and Refused where the rule is
+    unknown.
     """
     text = None if given is None else _text_of(given)
-    found = _asked({"folder": str(folder)})
+    (found,) = _asked({"folder": str(folder)})
     text = found["template"] if text is None else text
     if not text:
         raise UsageError(
@@ -117,25 +151,33 @@ def chat_template_of(folder: Path, given: Path | None, *, allows_control_tokens:
             remedy="--chat_template_file",
         )
     template = ChatTemplate(text, json.dumps(found["tokens"], ensure_ascii=False), allows_control_tokens)
-    (rendered,) = render_conversations(template, [json.dumps(_PROBE)])
-    if isinstance(rendered, UnusableText):
-        raise UsageError(
-            f"the chat template cannot be used: of a question and its answer, {rendered.detail}. A template "
-            "says what the assistant writes by {% generation %} and {% endgeneration %}: put them there in a "
-            "copy of it, and pass --chat_template_file"
+    mask_rule: MaskRule = found["mask_rule"] if _GENERATION.search(text) else "characters"
+    if not mask_rule:
+        raise Refused(
+            f"{chat_versions()} make loss masks by a rule that this version of shardprep does not know; "
+            "install transformers 5.24, or a later version of shardprep"
         )
-    return template
+    (rendered,) = _rendered_shapes(template, [_PROBE])
+    if isinstance(rendered, UnusableText):
+        remedy = "put {% generation %} and {% endgeneration %} around what the assistant writes"
+        if rendered.reason == "template_error":
+            remedy = "change that"
+        raise UsageError(
+            f"the chat template cannot be used: of a question and its answer, {rendered.detail}; {remedy} in "
+            "a copy of it, and pass --chat_template_file"
+        )
+    return template, mask_rule
 
 
 def template_notes(template: ChatTemplate) -> list[str]:
     """Return a line for each reason why conversations of some shapes cannot be rendered, or lose text.
 
-    Raises ReadWriteError.
+    Raises UsageError where one takes too much memory or time, and ReadWriteError.
     """
     shapes = dict(_SHAPES)
     if "tool_calls" not in template.text:
         del shapes["tool calls"]
-    rendered = render_conversations(template, list(map(json.dumps, shapes.values())))
+    rendered = _rendered_shapes(template, list(shapes.values()))
     unusable: dict[str, list[str]] = {}
     losing = []
     for (name, shape), one in zip(shapes.items(), rendered, strict=True):
@@ -160,6 +202,19 @@ def template_notes(template: ChatTemplate) -> list[str]:
     return notes
 
 
+def _rendered_shapes(
+    template: ChatTemplate, shapes: list[list[dict[str, Any]]]
+) -> list[Rendered | UnusableText]:
+    try:
+        return render_conversations(template, list(map(json.dumps, shapes)))
+    except TooCostly as error:
+        num_messages = len(shapes[error.number])
+        raise UsageError(
+            f"{error}, for a conversation of {counted(num_messages, 'message')} that plan tries; pass a "
+            "template without endless loops and huge texts as --chat_template_file"
+        ) from None
+
+
 def _words_of(shape: list[dict[str, Any]]) -> list[str]:
     """What of a conversation's text the rendered one is expected to have."""
     said = [message.get(key) for message in shape for key in ("content", "tool_calls")]
@@ -182,36 +237,69 @@ def _text_of(path: Path) -> str:
 def render_conversations(
     template: ChatTemplate, conversations: Sequence[str]
 ) -> list[Rendered | UnusableText]:
-    """Each conversation, a list of messages as JSON; or why it cannot be used. Raises ReadWriteError."""
-    answers = _asked({"template": template, "conversations": list(conversations)})
-    return [
-        UnusableText(**answer)
-        if isinstance(answer, dict)
-        else Rendered(answer[0], [(begin, end) for begin, end in answer[1]])
-        for answer in answers
-    ]
+    """Each conversation, a list of messages as JSON; or why it cannot be used.
+
+    Raises TooCostly where one takes too much memory or time, and ReadWriteError.
+    """
+    question = {"template": template, "conversations": list(conversations)}
+    found: list[Rendered | UnusableText] = []
+    for answer in _asked(question, len(conversations)):
+        if isinstance(answer, dict):
+            found.append(UnusableText(**answer))
+        else:
+            found.append(Rendered(answer[0], [(begin, end) for begin, end in answer[1]]))
+    return found
+
+
+def encode_conversations(
+    folder: Path, template: ChatTemplate, conversations: Sequence[str]
+) -> list[tuple[list[int], list[int]]]:
+    """Ids and loss mask of usable conversations by transformers alone, for verify --deep.
+
+    ``folder`` has the tokenizer. Raises as render_conversations does.
+    """
+    question = {"folder": str(folder), "template": template, "conversations": list(conversations)}
+    return [(ids, mask) for ids, mask in _asked(question, len(conversations))]
 
 
 _LOCK = threading.Lock()
 
 
-def _asked(question: dict[str, Any]) -> Any:
-    """What this process's renderer answers: a line of JSON to a line of JSON."""
+def _asked(question: dict[str, Any], num_answers: int = 1) -> list[Any]:
+    """What this process's renderer answers: lines of JSON to a line of JSON."""
+    answers: list[Any] = []
+    question |= {"most_cpu_s": _MOST_CPU_S, "most_memory_bytes": _MOST_MEMORY_BYTES}
     with _LOCK:
         child = _child()
         assert child.stdin is not None
         assert child.stdout is not None
+        num_bytes = 0
         try:
             child.stdin.write(json.dumps(question).encode() + b"\n")
             child.stdin.flush()
-            return json.loads(child.stdout.readline())
+            while len(answers) < num_answers and num_bytes <= _MOST_BATCH_BYTES:
+                line = child.stdout.readline()
+                num_bytes += len(line)
+                answers.append(json.loads(line))
         except (OSError, ValueError):  # no line, or half of one
             code = _end(child)
             _child.cache_clear()
-            raise ReadWriteError(
-                f"the process that renders chat templates ended with {code} and without a word; is there too "
-                "little memory? Run this again"
-            ) from None
+            if code == -signal.SIGXCPU:
+                what = f"took more than {_MOST_CPU_S} s of CPU time"
+            elif code == _OUT_OF_MEMORY:
+                what = f"took more than {_MOST_MEMORY_BYTES >> 20} MiB of memory"
+            else:
+                raise ReadWriteError(
+                    f"the process that renders chat templates ended with {code} and without a word; is there "
+                    "too little memory? Run this again"
+                ) from None
+            raise TooCostly(len(answers), what) from None
+        if len(answers) < num_answers:
+            _end(child)
+            _child.cache_clear()
+            what = f"made more than {_MOST_BATCH_BYTES >> 20} MiB of text of {len(answers)} conversations"
+            raise TooCostly(len(answers) - 1, what)
+    return answers
 
 
 @functools.lru_cache(maxsize=1)
@@ -219,6 +307,7 @@ def _child() -> subprocess.Popen[bytes]:
     """The one process that renders for this one; it ends with it."""
     command = [sys.executable, "-c", _CODE, str(HOME)]
     environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take address space
     with stop_signals_wait():
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
     atexit.register(_end, child)
@@ -240,22 +329,57 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 def serve() -> None:
     """Body of the process. It heeds no signal: the end of who asks ends its input, and so it."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel's end of a costly template leaves none
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     guard_streams()
     conversations_of = functools.lru_cache(maxsize=1)(Conversations)
+    tokenizer_of = functools.lru_cache(maxsize=1)(_tokenizer_of)
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
             question = json.loads(line)
-            if "folder" in question:
+            if "template" not in question:
                 _say(answers, _tokenizer_facts(question["folder"]))
-            else:
-                renderer = conversations_of(ChatTemplate(*question["template"]))
-                _say(answers, [renderer.rendered(text) for text in question["conversations"]])
+                continue
+            renderer = conversations_of(ChatTemplate(*question["template"]))
+            answer: Callable[[str], Any] = renderer.rendered
+            if "folder" in question:
+                answer = functools.partial(renderer.encoded, tokenizer_of(question["folder"]))
+            with _limited(resource.RLIMIT_AS, _address_bytes() + question["most_memory_bytes"]):
+                for text in question["conversations"]:
+                    # The kernel counts whole seconds.
+                    most_cpu_s = int(time.process_time()) + 1 + question["most_cpu_s"]
+                    with _limited(resource.RLIMIT_CPU, most_cpu_s):
+                        _say(answers, answer(text))
+
+
+def _end_with(parent: int) -> None:
+    """End this process with the one that started it, also when it was killed and a template does not end."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _limited(which: int, most: int) -> Iterator[None]:
+    """Lower a limit of this process for a while; the kernel holds it, whatever a template does."""
+    soft, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
+    try:
+        yield
+    except MemoryError:
+        os._exit(_OUT_OF_MEMORY)
+    finally:
+        resource.setrlimit(which, (soft, hard))
+
+
+def _address_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _say(answers: IO[bytes], what: Any) -> None:
@@ -263,10 +387,14 @@ def _say(answers: IO[bytes], what: Any) -> None:
     answers.flush()
 
 
-def _tokenizer_facts(folder: str) -> dict[str, Any]:
+def _tokenizer_of(folder: str) -> Any:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _tokenizer_facts(folder: str) -> dict[str, Any]:
+    tokenizer = _tokenizer_of(folder)
     added = tokenizer.added_tokens_decoder
     try:
         template = tokenizer.get_chat_template()
@@ -276,7 +404,32 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
     return {
         "template": template,
         "tokens": {"named": tokenizer.special_tokens_map, "control": control},
+        "mask_rule": _mask_rule(),
     }
+
+
+def _mask_rule() -> str:
+    """Name the rule by which this transformers tells the assistant's tokens; empty for one that is unknown.
+
+    The rule changed in 5.24. What tells both apart are a character of three tokens, 뷁, and a blank that no
+    token has.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    found: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer).apply_chat_template(
+        _PROBE,
+        chat_template="a{% generation %}뷁{% endgeneration %}b{% generation %} c{% endgeneration %}",
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    masks = {(0, 1, 1, 1, 0, 1): "overlap", (0, 1, 0, 0, 0, 0): "char_to_token"}
+    return masks.get(tuple(found["assistant_masks"]), "")
 
 
 class _Unusable(Exception):
@@ -302,6 +455,7 @@ class Conversations:
         self._render: Callable[..., Any] = functools.partial(
             chat_template_utils.render_jinja_template, chat_template=template.text, **tokens["named"]
         )
+        self._template = template.text
         self._is_tagged = bool(_GENERATION.search(template.text))
         control = [] if template.allows_control_tokens else sorted(tokens["control"], key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
@@ -317,6 +471,21 @@ class Conversations:
             detail = "the template renders nothing that the assistant wrote"
             return {"reason": "no_assistant", "detail": detail}
         return [text, spans]
+
+    def encoded(self, tokenizer: Any, conversation: str) -> tuple[list[int], list[int]]:
+        """Ids and mask by transformers alone; without tags, a token that shares a character with a span."""
+        messages = self._checked(json.loads(conversation))
+        if self._is_tagged:
+            options = {"return_dict": True, "return_assistant_tokens_mask": True}
+            found = tokenizer.apply_chat_template(messages, chat_template=self._template, **options)
+            return found["input_ids"], found["assistant_masks"]
+        text, spans = self._by_beginnings(messages)
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = [
+            int(any(begin < span_end and span_begin < end for span_begin, span_end in spans))
+            for begin, end in found["offset_mapping"]
+        ]
+        return found["input_ids"], mask
 
     def _checked(self, messages: list[Any]) -> list[dict[str, Any]]:
         if not messages:
@@ -339,6 +508,13 @@ class Conversations:
 
     def _by_beginnings(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
         text = self._text(messages)
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        if num_answers * (len(text) + _MESSAGE_CHARS * len(messages)) > _MOST_WORK:
+            raise _Unusable(
+                "too_many_answers",
+                f"a template without {{% generation %}} is rendered twice for each of {num_answers} answers, "
+                f"of {len(text)} characters in {len(messages)} messages; put the tags into a copy of it",
+            )
         spans = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -350,7 +526,8 @@ class Conversations:
                         f"the text up to message {number} is no beginning of the whole, so nothing tells "
                         "what the assistant wrote",
                     )
-                spans.append((len(before), len(after)))
+                if len(before) < len(after):
+                    spans.append((len(before), len(after)))
         return text, spans
 
     def _text(self, messages: list[dict[str, Any]], **options: Any) -> str:
@@ -360,9 +537,14 @@ class Conversations:
     def _asked(self, messages: list[dict[str, Any]], **options: Any) -> tuple[list[str], list[Spans]]:
         try:
             found: tuple[list[str], list[Spans]] = self._render(conversations=[messages], **options)
+        except MemoryError:  # says nothing of the conversation
+            raise
         except Exception as error:  # whatever a template of others does
             said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise _Unusable("template_error", f"the template raised {said}") from None
+        if len(found[0][0]) > _MOST_RENDERED_CHARS:
+            most = f"{_MOST_RENDERED_CHARS >> 20} Mi characters"
+            raise _Unusable("template_error", f"the template makes more than {most} of it")
         return found
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.chat import ChatTemplate, render_conversations
+from preprocess.formats.chat import ChatTemplate, TooCostly, render_conversations
 from preprocess.formats.compression import COMPRESSIONS, load_zstd
 from preprocess.formats.format import (
     DocumentBatch,
@@ -32,8 +32,8 @@ from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
 from preprocess.options import PlanOptions
 from shardprep.command_line import needs
-from shardprep.errors import UsageError
-from shardprep.format.input_formats import input_kind
+from shardprep.errors import BadInput, UsageError
+from shardprep.format.input_formats import input_kind, place_text
 
 
 def read_documents(
@@ -58,7 +58,8 @@ def read_documents(
         items = (_changed(item, changes) for item in items)
     if reading.chat is not None:
         template = reading.chat
-        items = (_conversations(item, template) for item in items)
+        names = {part.input_number: part.path.name for part in ranges}
+        items = (_conversations(item, template, names) for item in items)
     yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
 
 
@@ -129,13 +130,23 @@ def load_libraries(names: Iterable[str]) -> None:
             load_zstd()
 
 
-def _conversations(item: DocumentBatch | LongDocument, template: ChatTemplate) -> DocumentBatch:
+def _conversations(
+    item: DocumentBatch | LongDocument, template: ChatTemplate, names: Mapping[int, str]
+) -> DocumentBatch:
     if isinstance(item, LongDocument):
         why = UnusableText("too_long", f"its messages have more than {LONG_BYTES} bytes")
         return one_left_out(item.place, why)
     if not item.texts:
         return item
-    batch, rendered = item.sorted_out(render_conversations(template, item.texts))
+    try:
+        found = render_conversations(template, item.texts)
+    except TooCostly as error:
+        place = place_text(names[item.input_number], int(item.input_offsets[error.number]))
+        raise BadInput(
+            f"{error}, for the conversation of {place}; change that conversation, or plan anew with another "
+            "template as --chat_template_file"
+        ) from None
+    batch, rendered = item.sorted_out(found)
     return dataclasses.replace(
         batch,
         texts=[one.text for one in rendered],

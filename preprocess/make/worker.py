@@ -165,7 +165,11 @@ class Worker:
         end_id, can_be_cut, keeps_digests = plan.end_id, plan.can_be_cut, plan.options.digests
         if isinstance(item, DocumentBatch):
             tokens = self.engine.encode_documents(
-                item.texts, batch_size=self.settings.batch_size, end_id=end_id, spans=item.spans
+                item.texts,
+                batch_size=self.settings.batch_size,
+                end_id=end_id,
+                spans=item.spans,
+                mask_rule=plan.options.chat_mask_rule,
             )
             prepared = members.prepare(item, tokens, *([item.digests()] if keeps_digests else []))
             texts = item.source_texts()
@@ -277,6 +281,7 @@ def bad_words(options: PlanOptions, reasons: set[str]) -> str:
         "no_assistant": "have nothing that the assistant wrote",
         "control_token": "hold a control token in a message (--allow_special_tokens lets it be one)",
         "template_error": "make the chat template fail",
+        "too_many_answers": "have more answers than a template without {% generation %} is rendered for",
         "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
         "mojibake": "were read in a wrong encoding and cannot be restored",
     }
@@ -304,7 +309,7 @@ def load_worker(
     if plan.options.changes_text:
         check_text_versions(plan.options)
     if plan.options.is_chat:
-        check_chat_versions(plan.options.chat_versions)
+        check_chat_versions(plan.options.chat_versions, plan.options.chat_mask_rule)
     engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
     return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
 

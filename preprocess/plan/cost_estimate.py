@@ -142,7 +142,9 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         at = time.process_time()
         for batch in _sample(plan, _SAMPLE_BYTES):
             at, read_s = _add_cpu(at, read_s)
-            tokens = engine.encode_documents(batch.texts, end_id=plan.end_id, spans=batch.spans)
+            tokens = engine.encode_documents(
+                batch.texts, end_id=plan.end_id, spans=batch.spans, mask_rule=plan.options.chat_mask_rule
+            )
             at, encode_s = _add_cpu(at, encode_s)
             prepared = members.prepare(batch, tokens, *([batch.digests()] if keeps_digests else []))
             at, layout_s = _add_cpu(at, layout_s)

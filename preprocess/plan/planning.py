@@ -612,13 +612,13 @@ def _settled_options(
     found: dict[str, Any] = {"also": listing.also, "follow_links": listing.follow_links}
     found["text_versions"] = text_versions(options)
     if options.is_chat:
-        template = chat_template_of(
+        template, mask_rule = chat_template_of(
             resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
         )
         for note in template_notes(template):
             say(f"warning: {note}")
         found |= {"chat_template": template.text, "chat_tokens": template.tokens}
-        found |= {"chat_versions": chat_versions()}
+        found |= {"chat_versions": chat_versions(), "chat_mask_rule": mask_rule}
     elif options.add_special_tokens and ends_itself(resolved):
         # Shards of a plan from before this was known go on as they began.
         frozen = read_plan(config.output_dir)

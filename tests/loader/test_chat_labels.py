@@ -213,3 +213,53 @@ def test_rows_on_disk_are_mixed_alike_on_every_world_and_after_every_resume(
         parts = [batches(world, rank, first, 24 - first, workers) for rank in range(world)]
         joined = [list(itertools.chain(*of_step)) for of_step in zip(*parts, strict=True)]
         assert joined == whole[first:], (world, first)
+
+
+@pytest.fixture(scope="module")
+def long_questions(prep: Prep, sets: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations whose questions fill whole rows, which have no label."""
+    folder = tmp_path_factory.mktemp("long_questions")
+    question = {"role": "user", "content": "why? " * SEQ_LEN}
+    raw = write_chats(folder / "raw", [[question, {"role": "assistant", "content": "so."}]] * 6)
+    out = folder / "out"
+    model = str(sets["concat"] / "tokenizer")
+    prep.plan(raw, out, num_shards=1, record="chat", seq_len=SEQ_LEN, model_id=model)
+    prep.make(out)
+    return out
+
+
+@pytest.mark.parametrize("collates", ["itself", "by a collate_fn", "by a collate_fn in workers"])
+def test_a_batch_without_any_label_is_told_once_for_a_loader(
+    long_questions: Path, caplog: pytest.LogCaptureFixture, collates: str
+) -> None:
+    options: dict[str, Any] = {"num_workers": 0}
+    if collates != "itself":
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(long_questions / "tokenizer")
+        workers = 1 if collates.endswith("workers") else 0
+        options = {"num_workers": workers, "collate_fn": OwnCollator(tokenizer)}
+    for number in (1, 2):
+        with get_llama3_dataloader(long_questions, 1, shuffle=False, **options) as loader:
+            num_empty = sum(bool((batch["labels"] == -100).all()) for batch in loader)
+        assert num_empty > 6
+        assert caplog.text.count("a batch has no label left") == number
+
+
+def test_nothing_is_told_of_batches_that_have_labels(
+    sets: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert any(label != -100 for _, labels in loaded(sets["best_fit"], 8) for label in labels)
+    assert "no label" not in caplog.text
+
+
+def test_a_label_that_nothing_stands_before_is_none_to_a_model(
+    prep: Prep, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / "a.txt").write_text("a\n" * 4)
+    out = tmp_path / "out"
+    prep.plan(tmp_path / "raw", out, num_shards=1, add_special_tokens=False)
+    prep.make(out)
+    assert all(sum(label != -100 for label in labels) == 1 for _, labels in loaded(out, 1))
+    assert caplog.text.count("a batch has no label left") == 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +27,7 @@ from shardprep.own_packages import HOME
 from tests import chat_sets
 from tests.chat_sets import PLAIN, TAGGED, chat_model, conversations, write_chats
 from tests.conftest import forge_shard
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -56,7 +58,7 @@ def test_what_renders_is_of_the_copy_of_the_project_that_asks(
         file.write("    return _of_template(folder) | {'by': __file__}\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from preprocess.formats.chat import _asked; "
-        f"print(_asked({{'folder': {str(models['tagged'])!r}}})['by'])"
+        f"print(_asked({{'folder': {str(models['tagged'])!r}}})[0]['by'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
     assert done.stdout.strip() == str(tmp_path / "preprocess/formats/chat.py"), done.stderr
@@ -463,6 +465,83 @@ def test_a_file_stands_in_place_of_the_tokenizers_own_template(
     file.write_text(TAGGED, encoding="utf-8")
     out = make(prep, raw, tmp_path / "out", prep.model_dir, chat_template_file=file)
     assert joined(out) == chat_sets.expected(models["tagged"], CHATS)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+COSTLY = {
+    "one that does not end": (PLAIN + ENDLESS, "CPU time"),
+    "a huge text of one shape": (
+        PLAIN + "{% if messages|length > 2 %}{{ 'a' * 3000000000 }}{% endif %}",
+        "memory",
+    ),
+    "a long text": (PLAIN + "{{ 'a' * 90000000 }}", "characters"),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_planning_ends_with_an_error_where_a_template_takes_too_much(
+    prep: Prep, raw: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_rendering, "_MOST_CPU_S", 2)
+    template, what = COSTLY[name]
+    model = chat_model(prep.model_dir, tmp_path / "model", template)
+    flags = ("--input_dir", raw, "--output_dir", tmp_path / "out", "--model_id", model, "--record", "chat")
+    ended = prep.command("plan", *flags)
+    assert ended.code == 2, ended.text
+    assert what in ended.text, ended.text
+    assert "--chat_template_file" in ended.text, ended.text
+
+
+def test_a_conversation_that_takes_too_much_is_not_left_out_but_an_error_that_names_it(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = TAGGED + "{% if 'for ever' in messages[0]['content'] %}" + ENDLESS + "{% endif %}"
+    model = chat_model(prep.model_dir, tmp_path / "model", template)
+    costly = [{"role": "user", "content": "for ever"}, {"role": "assistant", "content": "no"}]
+    raw = write_chats(tmp_path / "raw", [CHATS[0], costly, CHATS[1]])
+    offset = len((raw / "chats.jsonl").read_bytes().splitlines(keepends=True)[0])
+    monkeypatch.setattr(chat_rendering, "_MOST_CPU_S", 1)
+    with pytest.raises(BadInput, match=rf"chats\.jsonl byte {offset}\b"):
+        make(prep, raw, tmp_path / "out", model, max_bad_fraction=1.0)
+
+
+def test_a_killed_command_leaves_no_renderer_behind(prep: Prep, raw: Path, tmp_path: Path) -> None:
+    model = chat_model(prep.model_dir, tmp_path / "model", PLAIN + ENDLESS)
+    is_subreaper = 36  # PR_SET_CHILD_SUBREAPER: an orphan becomes this process's child, which sees its end
+    assert ctypes.CDLL(None).prctl(is_subreaper, 1, 0, 0, 0) == 0
+    flags = ("--input_dir", raw, "--output_dir", tmp_path / "out", "--model_id", model, "--record", "chat")
+    with prep.start("plan", *flags) as command:
+        children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+
+        def limits_of_renderer() -> str:
+            assert command.poll() is None, "it ended before it could be killed"
+            return "".join(Path(f"/proc/{pid}/limits").read_text() for pid in children.read_text().split())
+
+        # The template runs once the limit of CPU time stands.
+        wait_until(lambda: re.search(r"Max cpu time +\d", limits_of_renderer()))
+        renderer = int(children.read_text())
+        command.kill()
+    assert ctypes.CDLL(None).prctl(is_subreaper, 0, 0, 0, 0) == 0
+    _, status = os.waitpid(renderer, 0)
+    assert os.waitstatus_to_exitcode(status) == 1, "it ended by itself, before its limit"
+
+
+@pytest.mark.parametrize("name", ["tagged", "plain"])
+def test_conversations_of_very_many_answers_need_the_tags(
+    prep: Prep, tmp_path: Path, models: dict[str, Path], name: str
+) -> None:
+    """Without them each answer is rendered twice with all before it: 2,000 turns would take 15 s."""
+    long_chat = [{"role": "user", "content": "more?"}, {"role": "assistant", "content": "more."}] * 1000
+    chats = [CHATS[0], long_chat]
+    raw = write_chats(tmp_path / "raw", chats)
+    out = make(prep, raw, tmp_path / "out", models[name], num_shards=1, max_bad_fraction=1.0)
+    if name == "tagged":
+        assert joined(out) == chat_sets.expected(models[name], chats)
+        return
+    (line,) = [json.loads(line) for line in (out / "quarantine" / "shard-00000.jsonl").open(encoding="utf-8")]
+    assert (line["line"], line["reason"]) == (1, "too_many_answers")
+    assert "1000 answers" in line["detail"]
+    assert joined(out) == chat_sets.searched(models[name], chats[:1])
 
 
 def test_an_altered_template_is_refused(prep: Prep, raw: Path, tmp_path: Path) -> None:

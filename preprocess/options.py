@@ -31,6 +31,7 @@ Pack = Literal["concat", "best_fit"]
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]
 EngineName = Literal["auto", "gigatoken", "tokenizers", "fastokens"]  # fastokens: the fast one of old
 
+SPLITS = ("train", "validation", "test")
 INPUT = "input files"
 FIELDS = "JSON lines and tables"
 TEXT = "which documents and text are kept"
@@ -74,6 +75,12 @@ class PlanOptions:
         False, "with --recursive, also follow links to folders, each folder once", kept="found"
     )
     also: str = _input("", "also take files of these names, as plain text: '*.md,README.txt'", kept="found")
+    split: str = _input(
+        "",
+        "take only the files of these splits, by their names: 'train,validation'",
+        kept="found",
+        shown="all",
+    )
     doc: Doc = _input("line", "what a document of .txt is: a line or a file", kept="always")
     encoding: str = _input(
         "utf-8", "encoding of .txt; utf-8-sig drops a leading byte order mark", kept="always"
@@ -159,6 +166,11 @@ class PlanOptions:
         """Check the options and settle those that are None; a settled object passes unchanged."""
         self._check_values()
         self._check_record()
+        if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
+            raise UsageError(
+                f"--split names {', '.join(sorted(unknown))}, expected some of {', '.join(SPLITS)}; names of "
+                "files such as valid, dev and eval count as these"
+            )
         has_rows, is_chat = self.has_rows, self.is_chat
         settled = {
             "encoding": _python_encoding(self.encoding),

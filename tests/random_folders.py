@@ -19,8 +19,8 @@ _OF_REPOSITORIES = (
 )  # fmt: skip
 _NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 _STEMS = (
-    "a", "b", "B", "part-00001", "data.v1", "가나 다", "x y", "a,b", "license_plates", "readmes",
-    "noticeboard", "line\nend", "-dash", "[x]", "state",
+    "a", "b", "_a", "__b", "_c=d", "B", "part-00001", "data.v1", "가나 다", "x y", "a,b", "license_plates",
+    "readmes", "noticeboard", "line\nend", "-dash", "[x]", "state",
 )  # fmt: skip
 _SUFFIXES = (
     ".txt", ".TXT", ".text", ".jsonl", ".JsonL", ".ndjson", ".jsonlines", ".json", ".parquet", ".PQ",
@@ -69,7 +69,7 @@ def random_folder(root: Path, rng: random.Random) -> None:
 def _is_also(name: str, also: str) -> bool:
     patterns = [pattern.strip() for pattern in also.split(",") if pattern.strip()]
     return any(
-        fnmatch.fnmatchcase(name.lower(), pattern.lower()) and (name[0] != "." or pattern[0] == ".")
+        fnmatch.fnmatchcase(name.lower(), pattern.lower()) and (name[0] not in "._" or pattern[0] in "._")
         for pattern in patterns
     )
 
@@ -77,7 +77,16 @@ def _is_also(name: str, also: str) -> bool:
 def _is_usual(name: str) -> bool:
     """Whether a file of this name is taken without ``--also``."""
     is_noted = name in _NOTES or name in _OF_REPOSITORIES
-    return name[0] != "." and INPUT.fullmatch(name) is not None and not is_noted
+    return not _is_underscored(name) and name[0] != "." and INPUT.fullmatch(name) is not None and not is_noted
+
+
+def _is_closed(name: str) -> bool:
+    """Whether a folder of this name is not entered. None of PATTERNS asks for one that begins with _."""
+    return name[0] == "." or _is_underscored(name)
+
+
+def _is_underscored(name: str) -> bool:
+    return name[0] == "_" and "=" not in name
 
 
 TRUE_REASONS: dict[str, Callable[[Path], bool]] = {
@@ -85,10 +94,12 @@ TRUE_REASONS: dict[str, Callable[[Path], bool]] = {
     "file of a repository": lambda path: path.is_file() and path.name in _OF_REPOSITORIES,
     "note of datasets": lambda path: path.is_file() and path.name in _NOTES,
     "hidden": lambda path: path.name[0] == ".",
+    "begins with _": lambda path: _is_underscored(path.name),
     "AppleDouble": lambda path: path.name[:2] == "._" and not path.is_dir(),
     "folder": lambda path: path.is_dir() and not path.is_symlink(),
     "link to a folder": lambda path: path.is_dir() and path.is_symlink(),
     "folder that is taken already": lambda path: path.is_dir(),
+    "file that is taken by another name": lambda path: path.is_file(),
     "FIFO, socket or device": lambda path: path.exists() and not path.is_file() and not path.is_dir(),
 }
 
@@ -102,7 +113,7 @@ def _folders_taken(root: Path, *, recursive: bool, follow_links: bool) -> set[Pa
             continue
         for folder, inner, _ in os.walk(place):
             found.add(Path(folder))
-            visible = [Path(folder, name) for name in inner if recursive and name[0] != "."]
+            visible = [Path(folder, name) for name in inner if recursive and not _is_closed(name)]
             inner[:] = [path.name for path in visible if not path.is_symlink()]
             if follow_links:
                 waiting += [path.resolve() for path in visible if path.is_symlink()]
@@ -123,7 +134,7 @@ def wrong_of(
     expected, names = set[Path](), set[Path]()
     for path in (path for folder in folders for path in folder.iterdir()):
         if path.is_dir():
-            is_entered = recursive and path.name[0] != "." and (follow_links or not path.is_symlink())
+            is_entered = recursive and not _is_closed(path.name) and (follow_links or not path.is_symlink())
             if not is_entered:
                 names.add(path)
             continue
@@ -131,8 +142,18 @@ def wrong_of(
         if (path.is_file() or not path.exists()) and (_is_usual(path.name) or _is_also(path.name, also)):
             expected.add(path)
     of_taken = list(map(_place, [root / path for path in taken]))
-    if len(of_taken) != len(set(of_taken)) or set(of_taken) != expected:
+    # Of several names of one file one is taken, and that of the file itself before links to it.
+    files: dict[object, set[Path]] = {}
+    for path in expected:
+        files.setdefault(path.resolve() if path.exists() else path, set()).add(path)
+    own = [path for path in files if path in expected]
+    if len(of_taken) != len(set(of_taken)) or not set(of_taken).issuperset(own):
         return f"taken twice, or wrongly: {sorted(set(of_taken) ^ expected)}"
+    if [len(names.intersection(of_taken)) for names in files.values()] != [1] * len(files):
+        return f"taken twice, or wrongly: {sorted(set(of_taken) ^ expected)}"
+    if not set(of_taken) <= expected:
+        return f"wrongly taken: {sorted(set(of_taken) - expected)}"
+    expected = set(of_taken)
     again = [root / path for path in left_out.get("folder that is taken already", ())]
     if bad := [path for path in again if path.resolve() not in folders]:
         return f"not taken already: {bad}"

@@ -192,7 +192,7 @@ def _fraction(parts: int, unit: str) -> str:
 
 def _time(value: int, unit: str) -> str | UnusableText:
     seconds, parts = divmod(value, _UNITS_PER_S[unit])
-    if not 0 <= seconds <= 86400:
+    if not 0 <= seconds < 86400:
         return _unusable("a time outside of the day")
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}{_fraction(parts, unit)}"
 

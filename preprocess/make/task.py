@@ -208,7 +208,11 @@ def _other_names(plan: Plan, input_dir: Path) -> list[str]:
 
     options, planned = plan.options, {item.path for item in plan.inputs}
     listing = find_inputs(
-        input_dir, recursive=options.recursive, follow_links=options.follow_links, also=options.also
+        input_dir,
+        recursive=options.recursive,
+        follow_links=options.follow_links,
+        also=options.also,
+        split=options.split,
     )
     found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
     # An older shardprep took names that are left out today.

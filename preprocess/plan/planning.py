@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lustre
 import shardprep
@@ -38,6 +38,18 @@ from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sh
 from preprocess.options import PlanOptions, PrepConfig
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.document_ends import document_ends_lines
+from preprocess.plan.foreign_folders import (
+    DELTA_LOG,
+    REMEDIES,
+    UNDERSCORE,
+    UNKNOWN,
+    compressed_copies,
+    files_of_delta_table,
+    split_lines,
+    split_of,
+    why_no_folder,
+    why_no_input,
+)
 from preprocess.plan.plan_file import (
     Boundary,
     Plan,
@@ -55,37 +67,31 @@ from shardprep.command_line import flag_words
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, remove_temporaries
-from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
+from shardprep.format.input_formats import input_kind, known_suffixes
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 
 _NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
 _MOST_AT_ONCE = 64  # files or boundaries per turn of a thread
 _NUM_SHOWN = 3  # names per reason
 
-# Why a name is left out, and what a user can do about it. plan.json has the reasons as they stand here.
-_UNKNOWN = "unknown suffix"
-_REPOSITORY = "file of a repository"
+# Why a name is left out, beside what foreign_folders.py says, and what a user can do about it.
 _FOLDER = "folder"
 _LINK = "link to a folder"
 _REPEATED = "folder that is taken already"
-_REMEDIES = {
-    _UNKNOWN: "; --also '{pattern}' takes such files, as plain text",
-    _REPOSITORY: "; --also '{pattern}' takes it",
-    "note of datasets": "",
-    "hidden": "; rename what is an input",
-    "AppleDouble": "",
+_SAME_FILE = "file that is taken by another name"
+_COPY = "compressed form of a file that is taken"
+_OLD_VERSION = "old version in a Delta table"
+_OTHER_SPLIT = "other split"
+_REMEDIES = REMEDIES | {
     _FOLDER: "; for what it holds add --recursive",
     _LINK: "; for what it holds add --recursive --follow_links",
     _REPEATED: "",
+    _SAME_FILE: "",
+    _COPY: "; rename it if it holds something else",
+    _OLD_VERSION: "",
+    _OTHER_SPLIT: "; --split chooses",
     "FIFO, socket or device": "",
 }
-# What ``datasets`` puts beside its data.
-_NOTES = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-_REPOSITORY_NAME = re.compile(
-    r"((readme|requirements)([-_.].+)?|(licen[cs]e|third[-_]party[-_]notices?)([-.].+)?|copying|copyright"
-    r"|notices?|changelog|contributing|contributors|code[-_]of[-_]conduct|cmakelists|robots|checksums?"
-    r"|(md5|sha1|sha256|sha512)sums?)\.txt"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +106,14 @@ class InputListing:
 
 
 def find_inputs(
-    input_dir: Path, *, recursive: bool, follow_links: bool = False, also: str = ""
+    input_dir: Path, *, recursive: bool, follow_links: bool = False, also: str = "", split: str = ""
 ) -> InputListing:
-    """Say of each name in a folder whether it is an input, and why not. Raises NotFound or UsageError.
+    """Say of each name in a folder whether it is an input, and why not.
 
     A folder is taken once: links to folders are followed behind all others, in the order of their paths, and
-    one that leads to a folder that is taken already is left out. ``also``: see ``PrepConfig.also``.
+    one that leads to a folder that is taken already is left out; so is another name of a file that is taken.
+    ``also`` and ``split``: see ``PlanOptions``. Raises NotFound, UsageError, and BadInput for a table whose
+    files do not tell its rows.
     """
     try:
         if not input_dir.is_dir():
@@ -114,7 +122,8 @@ def find_inputs(
                 path=input_dir,
                 expected="one that holds input files",
             )
-        listing = _Walk(input_dir, recursive=recursive, follow_links=follow_links, also=also).run()
+        walk = _Walk(input_dir, recursive=recursive, follow_links=follow_links, also=also, split=split)
+        listing = walk.run()
     except OSError as error:
         where = error.filename or input_dir
         raise NotFound(
@@ -141,20 +150,29 @@ def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
     return find_inputs(input_dir, recursive=recursive).paths
 
 
+class _Taken(NamedTuple):
+    place: tuple[int, int]  # device and number: what two names of one file have in common
+    is_link: bool
+
+
 class _Walk:
-    def __init__(self, input_dir: Path, *, recursive: bool, follow_links: bool, also: str) -> None:
+    def __init__(
+        self, input_dir: Path, *, recursive: bool, follow_links: bool, also: str, split: str
+    ) -> None:
         self._input_dir = input_dir
         self._is_recursive = recursive
         self._follows = recursive and follow_links
-        # As in a shell, a hidden name needs a pattern that begins with a dot.
+        # As in a shell, a hidden name needs a pattern that begins with a dot; one with _ in front likewise.
         self._also = {
-            text: re.compile(("" if text.startswith(".") else r"(?!\.)") + fnmatch.translate(text.lower()))
+            text: re.compile(("" if text[0] in "._" else "(?![._])") + fnmatch.translate(text.lower()))
             for text in filter(None, map(str.strip, also.split(",")))
         }
+        self._splits = set(filter(None, map(str.strip, split.split(","))))
         self._used: set[str] = set()
-        self._taken: list[str] = []
+        self._taken: dict[str, _Taken] = {}
         self._left_out: dict[str, list[str]] = {}
-        self._num_links = self._num_followed = 0
+        self._num_followed = 0
+        self._delta_tables: list[str] = []
         self._folders = [""]
         self._links: list[str] = []  # a heap
 
@@ -164,8 +182,8 @@ class _Walk:
             is_link = not self._folders
             folder = heapq.heappop(self._links) if is_link else self._folders.pop()
             place = self._input_dir / folder
+            status = os.stat(place)  # noqa: PTH116 - as os.scandir, it names the file in its error
             if self._follows:
-                status = os.stat(place)  # noqa: PTH116 - as os.scandir, it names the file in its error
                 if (status.st_dev, status.st_ino) in seen:
                     self._leave_out(folder, _REPEATED)
                     continue
@@ -174,24 +192,35 @@ class _Walk:
             with os.scandir(place) as entries:
                 for entry in entries:
                     path = f"{folder}/{entry.name}" if folder else entry.name
-                    if reason := self._look_at(entry, path):
+                    if reason := self._look_at(entry, path, status.st_dev):
                         self._leave_out(path, reason)
+        self._leave_out_same_files()
+        for path in compressed_copies(self._input_dir, self._taken):
+            self._leave_out_taken(path, _COPY)
+        self._leave_out_old_versions()
+        for path in [path for path in self._taken if self._splits and split_of(path) not in self._splits]:
+            self._leave_out_taken(path, _OTHER_SPLIT)
         taken = sorted(self._taken, key=lambda path: path.split("/"))
         return InputListing(
             paths=[Path(self._input_dir, path) for path in taken],
             left_out={reason: sorted(self._left_out[reason]) for reason in sorted(self._left_out)},
-            num_links=self._num_links,
+            num_links=sum(one.is_link for one in self._taken.values()),
             also=",".join(sorted(self._used)),
             follow_links=self._num_followed > 0,
         )
 
-    def _look_at(self, entry: os.DirEntry[str], path: str) -> str | None:
+    def _look_at(self, entry: os.DirEntry[str], path: str, device: int) -> str | None:
         """Take a file, or note a folder; returns why that is not done."""
         is_link = entry.is_symlink()
         mode = _mode(entry) if is_link or not entry.is_file() else stat.S_IFREG
-        if entry.name.startswith(".") and mode != stat.S_IFREG:
-            return "hidden"
         if mode == stat.S_IFDIR:
+            if entry.name == DELTA_LOG:
+                self._delta_tables.append(path.removesuffix(entry.name))
+            reason = why_no_folder(entry.name)
+            if reason == UNDERSCORE and self._is_also(entry.name):
+                reason = None
+            if reason:
+                return reason
             if is_link and not self._follows:
                 return _LINK
             if not self._is_recursive:
@@ -199,15 +228,44 @@ class _Walk:
             heapq.heappush(self._links, path) if is_link else self._folders.append(path)
             return None
         if mode != stat.S_IFREG:
-            return "FIFO, socket or device"
-        if reason := _why_not(entry.name):
-            matching = [text for text, each in self._also.items() if each.match(entry.name.lower())]
-            if not matching:
-                return reason
-            self._used.update(matching)
-        self._taken.append(path)
-        self._num_links += is_link
+            return "hidden" if entry.name.startswith(".") else "FIFO, socket or device"
+        if (reason := why_no_input(entry.name)) and not self._is_also(entry.name):
+            return reason
+        # The number of a regular file is in its folder; to ask for its status would be a round trip.
+        place = (device, entry.inode())
+        if is_link:
+            with contextlib.suppress(OSError):  # one to nothing: opening it will say so
+                place = (entry.stat().st_dev, entry.stat().st_ino)
+        self._taken[path] = _Taken(place, is_link)
         return None
+
+    def _is_also(self, name: str) -> bool:
+        """Whether ``also`` asks for a name that would be left out."""
+        matching = [text for text, each in self._also.items() if each.match(name.lower())]
+        self._used.update(matching)
+        return bool(matching)
+
+    def _leave_out_same_files(self) -> None:
+        """Take a file once: not by a link to it, nor by a second name in the same folder or another one."""
+        first_names: dict[tuple[int, int], str] = {}
+        for path in sorted(self._taken, key=lambda path: (self._taken[path].is_link, path.split("/"))):
+            first = first_names.setdefault(self._taken[path].place, path)
+            # Some file systems number files anew in each folder's listing.
+            if first != path and (self._input_dir / first).samefile(self._input_dir / path):
+                self._leave_out_taken(path, _SAME_FILE)
+
+    def _leave_out_old_versions(self) -> None:
+        for table in self._delta_tables:
+            current = files_of_delta_table(self._input_dir / table)
+            for path in [
+                path for path in self._taken if path.startswith(table) and path.endswith(".parquet")
+            ]:
+                if path.removeprefix(table) not in current:
+                    self._leave_out_taken(path, _OLD_VERSION)
+
+    def _leave_out_taken(self, path: str, reason: str) -> None:
+        del self._taken[path]
+        self._leave_out(path, reason)
 
     def _leave_out(self, path: str, reason: str) -> None:
         shown = os.fsencode(path).decode("utf-8", "backslashreplace")
@@ -224,25 +282,15 @@ def _mode(entry: os.DirEntry[str]) -> int:
         return stat.S_IFREG
 
 
-def _why_not(name: str) -> str | None:
-    if name.startswith("."):
-        return "AppleDouble" if name.startswith("._") else "hidden"
-    if known_input_kind(name) is None:
-        return _UNKNOWN
-    if name in _NOTES:
-        return "note of datasets"
-    return _REPOSITORY if _REPOSITORY_NAME.fullmatch(name.lower()) else None
-
-
 def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
     """Return a line per reason: how many names, the first of them, and how they could be taken."""
     lines = []
     for reason, names in left_out.items():
         first = names[0].rpartition("/")[2]
         suffixes = [os.path.splitext(name)[1] for name in names]  # noqa: PTH122 - of many names
-        pattern = f"*{suffixes[0]}" if reason == _UNKNOWN and suffixes[0] else first
+        pattern = f"*{suffixes[0]}" if reason == UNKNOWN and suffixes[0] else first
         remedy = _REMEDIES[reason].format(pattern=pattern if pattern.isprintable() else "PATTERN")
-        if reason == _UNKNOWN:
+        if reason == UNKNOWN:
             common = Counter(suffix or "none" for suffix in suffixes).most_common(_NUM_SHOWN)
             reason += f": {', '.join(f'{suffix} {number}' for suffix, number in common)}"
         shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:_NUM_SHOWN])
@@ -443,7 +491,11 @@ def make_plan(
         lustre.StripeRequest.parse(stripe)  # an impossible one is told first
     _check_apart(config)
     listing = find_inputs(
-        config.input_dir, recursive=config.recursive, follow_links=config.follow_links, also=config.also
+        config.input_dir,
+        recursive=config.recursive,
+        follow_links=config.follow_links,
+        also=config.also,
+        split=config.split,
     )
     division = _divided(config, listing, sharding, say)
     with scratch_folder() as files:
@@ -571,12 +623,31 @@ def _divided(
     reading = reading_of(config, BATCH_BYTES)
     with Progress("looking at the inputs", len(paths), unit="files") as progress:
         inputs, inspected = stamp_inputs(config.input_dir, paths, reading, progress.add)
+    for line in split_lines([(item.path, item.num_bytes) for item in inputs], config.split):
+        say(line)
+    for line in _equal_lines(inputs):
+        say(line)
     if empty := [item.path for item in inputs if not item.num_bytes]:
         say(f"{len(empty)} of them hold nothing, such as {empty[0]}")
     num_shards = _num_shards(inputs, inspected, sharding)
     if num_shards is None:
         return Division(inputs=inputs, boundaries=file_boundaries(inputs), text_starts=None)
     return divide(config.input_dir, inputs, inspected, num_shards, reading)
+
+
+def _equal_lines(inputs: list[InputFile]) -> list[str]:
+    """What to say of files that have equal sizes and samples."""
+    first_paths: dict[tuple[int, str], str] = {}
+    equal: list[tuple[str, str]] = []
+    for item in inputs:
+        first = first_paths.setdefault((item.num_bytes, item.sha256), item.path)
+        if item.num_bytes and first != item.path:
+            equal.append((item.path, first))
+    if not equal:
+        return []
+    path, first = equal[0]
+    found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
+    return [f"warning: {found}, such as {path} and {first}; all are taken: move them away if they are copies"]
 
 
 def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: Sharding) -> int | None:

@@ -147,7 +147,7 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     way += [
         f"formats.{name}" for name in ("chat", "format", "lines", "compression", "text_lines", "json_lines")
     ]
-    way += [f"formats.{name}" for name in ("columns", "parquet", "arrow", "documents")]
+    way += [f"formats.{name}" for name in ("table_values", "columns", "parquet", "arrow", "documents")]
     way += ["plan.tokenizer_files", *(f"make.{name}" for name in ("engines", "packing", "members"))]
     files = modules("preprocess")
     for number, stage in enumerate(way):

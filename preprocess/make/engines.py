@@ -312,7 +312,7 @@ def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name:
                     f"the tokenizer of {name} takes more than {_PATIENCE_S:.0f} s for "
                     f"{counted(len(texts), 'text')}, the longest of which begins "
                     f"{max(texts, key=len)[:40]!r}: a pattern in its tokenizer.json takes exponential time; "
-                    "mend it in a copy of the folder, and pass that as --model_id"
+                    "mend it in a copy of the folder, and plan with that as --model_id"
                 ) from None
         except BaseException:  # a stop signal
             # A thread that comes back from Rust while Python ends would abort the process.
@@ -327,7 +327,7 @@ def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name:
     raise BadInput(
         f"the tokenizer of {name} cannot encode the text that begins {text[:40]!r} "
         f"({words_of_fault(found)}); mend its tokenizer.json, which may lack an unknown token, in a copy of "
-        "the folder, and pass that as --model_id"
+        "the folder, and plan with that as --model_id"
     ) from None
 
 

@@ -47,6 +47,7 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
     raw.mkdir()
     (raw / "글.txt").write_text("하늘과 바다\n", encoding="utf-8")
     prep.plan(raw, tmp_path / "expected", model_id=str(model))
+    commands: list[tuple[object, ...]]
     commands = [("shardprep", "plan", "--input_dir", raw, "--output_dir", data, "--model_id", model)]
     if "euckr" in other_locale["LC_ALL"]:  # the others' way is the same
         commands += [("preprocess", "--shard_id", 0, "--output_dir", data), ("slurm", "report", data)]

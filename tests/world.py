@@ -26,12 +26,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from loader import TokenLoader, get_llama3_dataloader
+import loader as shards_to_batches  # torch is imported when the first loader is made
 from shardprep.__main__ import main
+
+if TYPE_CHECKING:
+    from loader import TokenLoader
 
 BOS, EOS, PAD, START, END, TURN = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>",
@@ -245,7 +248,7 @@ class World:
 
     def loader(self, *, rank: int = 0, world_size: int = 1, **arguments: Any) -> TokenLoader:
         """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
-        return get_llama3_dataloader(
+        return shards_to_batches.get_llama3_dataloader(
             self.data_dir, rank=rank, world_size=world_size, **{"num_workers": 0, **arguments}
         )
 
@@ -297,7 +300,7 @@ class Ranks:
         try:
             for rank in range(world_size):
                 self.loaders.append(
-                    get_llama3_dataloader(
+                    shards_to_batches.get_llama3_dataloader(
                         data,
                         batch_size,
                         global_batch_size=global_batch_size,

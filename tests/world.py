@@ -26,12 +26,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from loader import TokenLoader, get_llama3_dataloader
+import loader as shards_to_batches  # torch is imported when the first loader is made
 from shardprep.__main__ import main
+
+if TYPE_CHECKING:
+    from loader import TokenLoader
 
 BOS, EOS, PAD, START, END, TURN = (
     "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>",
@@ -121,7 +124,7 @@ def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
 def hostile_texts(num_texts: int, seed: int = 0, most_words: int = 12) -> list[str]:
     """Korean, English, emoji, decomposed Hangul, control characters, names of special tokens.
 
-    Some are empty or blank, and one is 200 times as long as the others. No text holds a line end.
+    Some are empty or blank, and one is 50 times as long as the others. No text holds a line end.
     """
     chooser = random.Random(seed)
 
@@ -132,7 +135,7 @@ def hostile_texts(num_texts: int, seed: int = 0, most_words: int = 12) -> list[s
     for number in range(num_texts):
         num_words = below(most_words + 1)
         if number == num_texts // 2:
-            num_words = 200 * most_words
+            num_words = 50 * most_words
         texts.append(" ".join(_WORDS[below(len(_WORDS))] for _ in range(num_words)))
     return texts
 
@@ -245,7 +248,7 @@ class World:
 
     def loader(self, *, rank: int = 0, world_size: int = 1, **arguments: Any) -> TokenLoader:
         """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
-        return get_llama3_dataloader(
+        return shards_to_batches.get_llama3_dataloader(
             self.data_dir, rank=rank, world_size=world_size, **{"num_workers": 0, **arguments}
         )
 
@@ -297,7 +300,7 @@ class Ranks:
         try:
             for rank in range(world_size):
                 self.loaders.append(
-                    get_llama3_dataloader(
+                    shards_to_batches.get_llama3_dataloader(
                         data,
                         batch_size,
                         global_batch_size=global_batch_size,

@@ -316,12 +316,21 @@ class Ranks:
 
     def step(self) -> GlobalBatch:
         """Return the samples of the next global batch, in an order that no number of ranks changes."""
-        batches = [self._batches_of_step(rank) for rank in range(len(self.loaders))]
-        assert len({len(of_rank) for of_rank in batches}) == 1, (
-            "the ranks have different numbers of batches in a step"
-        )
+        return self.join([self.batches_of_step(rank) for rank in range(len(self.loaders))])
+
+    def batches_of_step(self, rank: int, most: int | None = None) -> list[Mapping[str, Any]]:
+        """Return the batches that one rank still gets of its step, or ``most`` of them, as they come."""
+        batches = [next(self._streams[rank])]
+        while not self.loaders[rank].ends_step and len(batches) != most:
+            batches.append(next(self._streams[rank]))
+        return batches
+
+    def join(self, batches: list[list[Mapping[str, Any]]]) -> GlobalBatch:
+        """Return the samples of one step, of the batches of each rank."""
+        counts = [len(of_rank) for of_rank in batches]
+        assert len(set(counts)) == 1, f"the ranks have different numbers of batches in a step: {counts}"
         samples: GlobalBatch = []
-        for first in range(0, len(batches[0]), self._num_batches_of_tick):
+        for first in range(0, counts[0], self._num_batches_of_tick):
             for of_rank in batches:
                 for batch in of_rank[first : first + self._num_batches_of_tick]:
                     samples += samples_of(batch)
@@ -350,12 +359,6 @@ class Ranks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _batches_of_step(self, rank: int) -> list[Mapping[str, Any]]:
-        batches = [next(self._streams[rank])]
-        while not self.loaders[rank].ends_step:
-            batches.append(next(self._streams[rank]))
-        return batches
 
 
 def _all_epochs(loader: TokenLoader) -> Iterator[Mapping[str, Any]]:

@@ -1,0 +1,62 @@
+"""``python -m tests.oracle``: compare all streams and members with the table; ``--make`` writes it anew."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.oracle import frozen
+from tests.oracle.forms import FORMS, SHARDPREP_SETS, WORLD_SIZES, DataSets
+
+
+def make(data: DataSets) -> None:
+    streams: dict[str, dict[str, list[str]]] = {}
+    for name in FORMS:
+        of_form: dict[str, list[str]] = {}
+        for _, found in frozen.stream(data, name, world_size=1, num_workers=0, resume_on=1):
+            for field, value in found.items():
+                of_form.setdefault(field, []).append(value)
+        streams[name] = of_form
+    members = {name: frozen.members_of(data[name]) for name in SHARDPREP_SETS}
+    frozen.write_table(streams, members)
+
+
+def problems(data: DataSets) -> list[str]:
+    """Compare each form on each number of ranks, without workers and with two."""
+    members: Any = frozen.read_table()["members"]
+    found = [
+        f"the members of {name} differ"
+        for name in SHARDPREP_SETS
+        if frozen.members_of(data[name]) != members[name]
+    ]
+    for name in FORMS:
+        for world_size in WORLD_SIZES:
+            for num_workers in (0, 2):
+                try:
+                    frozen.compare(data, name, world_size, num_workers)
+                except AssertionError as error:
+                    found.append(str(error))
+        print(name, flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--make", action="store_true", help="write the table anew before comparing with it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder
+        data = DataSets(Path(folder) / "data")
+        if args.make:
+            make(data)
+        found = problems(data)
+    print(*found, sep="\n")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""The data sets and the forms of batches whose streams are frozen.
+
+A form is a data set and arguments of ``get_llama3_dataloader``. Everything is small and the same on every
+machine: the texts come from ``hostile_texts``, the ids from a vocabulary that is spelled out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import webdataset
+from tokenizers import Tokenizer
+
+from tests.world import TURN, World, hostile_text, hostile_texts, save_tokenizer, tokenizer_dir
+
+NUM_STEPS = 50
+RESUME_AT = 23  # global batches before a run goes on, on another number of ranks
+WORLD_SIZES = (1, 2, 3, 8)
+GLOBAL_BATCH = 24  # which 1, 2, 3 and 8 ranks divide
+SEQ_LEN = 48
+# Blocks around a whole answer and its end: transformers' mask of such a template depends on no token that has
+# characters of both sides.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|eot_id|>{% endgeneration %}"
+    "{% else %}{{ m['content'] }}<|eot_id|>{% endif %}{% endfor %}"
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a loader reads and how it makes batches of it."""
+
+    data: str | tuple[str, ...]  # data sets; several are mixed
+    global_batch_size: int | None = GLOBAL_BATCH
+    accumulates: bool = False  # batches of one sample, so that a rank has several in a step
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def batch_size(self, world_size: int) -> int | None:
+        """Samples of a batch on one rank; None: all of its step."""
+        return 1 if self.accumulates else None
+
+
+FORMS = {
+    "documents": Form("documents", accumulates=True),
+    "grouped": Form("documents", 48, arguments={"group_by_length": 2}),
+    "packed_concat": Form("concat", arguments={"boundaries": "transformers"}),
+    "packed_best_fit": Form("best_fit", arguments={"boundaries": ["segment_ids", "position_ids"]}),
+    "packed_at_load": Form("documents", arguments={"seq_len": SEQ_LEN}),
+    "chat": Form("chat", accumulates=True, arguments={"boundaries": "segment_ids"}),
+    "mixture": Form(
+        ("korean", "english", "documents"),
+        arguments={
+            "weights_schedule": [
+                (0, {"korean": 0.5, "english": 0.3, "documents": 0.2}),
+                (20, {"korean": 0.1, "english": 0.2, "documents": 0.7}),
+                (37, {"korean": 0.6, "english": 0.4, "documents": 0.0}),
+            ]
+        },
+    ),
+    "batch_size_schedule": Form(
+        "concat", None, arguments={"batch_size_schedule": [(0, 24), (10, 48), (30, 72)]}
+    ),
+    "training_side": Form("split", arguments={"split": "train"}),
+    "validation_side": Form("split", arguments={"split": "validation"}),
+    "external_tars": Form("external", arguments={"model_id": tokenizer_dir, "shuffle": False}),
+    "first_script": Form("first_script", arguments={"model_id": tokenizer_dir, "seed": 5}),
+    "boundaries": Form(
+        "documents",
+        arguments={"seq_len": SEQ_LEN, "boundaries": ["position_ids", "segment_ids", "cu_seqlens"]},
+    ),
+    "shifted_targets": Form(
+        "concat", arguments={"targets": "shifted", "boundaries": ["position_ids", "segment_ids"]}
+    ),
+    "origins": Form("documents", arguments={"seq_len": SEQ_LEN, "origins": True}),
+    "max_length": Form("documents", arguments={"max_length": 20, "padding": "max_length"}),
+}
+
+
+class DataSets:
+    """The data sets of all forms below a folder; each is made when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        """What ``get_llama3_dataloader`` takes: a folder, or a pattern or list of tars."""
+        if name not in self._made:
+            self._made[name] = _MAKERS[name](self._folder / name)
+        return self._made[name]
+
+    def of(self, form: Form) -> Any:
+        """What the loader of a form reads."""
+        if isinstance(form.data, str):
+            return self[form.data]
+        return {name: self[name] for name in form.data}
+
+
+def arguments_of(form: Form) -> dict[str, Any]:
+    """The arguments of a form, with the folder of the tokenizer where it asks for one."""
+    return {name: value() if value is tokenizer_dir else value for name, value in form.arguments.items()} | (
+        {} if form.global_batch_size is None else {"global_batch_size": form.global_batch_size}
+    )
+
+
+def hostile_world(folder: Path) -> World:
+    """Three raw files: every line end, bad bytes, empty lines, broken records."""
+    records = [json.dumps({"text": text}, ensure_ascii=False) for text in hostile_texts(150, seed=2)]
+    records[7:7] = ["", "  ", "{", '{"text": null}', '{"other": 1}', '{"text": "\\ud800"}', '{"text": ""}']
+    return World(folder).raw(
+        {
+            "a.txt": hostile_text(180, seed=1).encode()
+            + b"\nbad \xff byte\n\n \t \r\nlast line, without an end",
+            "b.jsonl": "\n".join(records) + "\n",
+            "c.txt": "\ufeffa mark stands before the first line\r\n" + hostile_text(90, seed=3) + "\n",
+        }
+    )
+
+
+def _shardprep(**options: Any) -> Callable[[Path], Path]:
+    return lambda folder: hostile_world(folder).make(num_shards=3, max_bad_fraction=1, **options).data_dir
+
+
+def _source(seed: int, num_texts: int, most_words: int) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        world = World(folder).raw({"a.txt": hostile_text(num_texts, seed, most_words)})
+        return world.make(num_shards=2).data_dir
+
+    return make
+
+
+def conversations() -> list[list[dict[str, str]]]:
+    """Conversations of one to three questions with answers. One of them is left out."""
+    # A message with a control token would be left out.
+    every = hostile_texts(1500, seed=6, most_words=6)
+    texts = iter([text for text in every if len(text) < 200 and "<|" not in text])
+    chats = []
+    for number in range(130):
+        chat = [{"role": "system", "content": next(texts)}] if number % 3 == 0 else []
+        for _ in range(1 + number % 3):
+            chat += [{"role": "user", "content": next(texts)}, {"role": "assistant", "content": next(texts)}]
+        chats.append(chat)
+    chats[40][-1]["content"] += TURN
+    return chats
+
+
+def _chat(folder: Path) -> Path:
+    model = save_tokenizer(folder / "model", CHAT_TEMPLATE)
+    world = World(folder, tokenizer=model)
+    world.raw({"chats.jsonl": [{"messages": chat} for chat in conversations()]})
+    return world.make(record="chat", seq_len=SEQ_LEN, num_shards=3, max_bad_fraction=0.1).data_dir
+
+
+def _external(folder: Path) -> list[str]:
+    """Tars that webdataset wrote, of lists and of arrays, with other members between."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
+    folder.mkdir(parents=True)
+    documents = [tokenizer.encode(text).ids for text in hostile_texts(110, seed=7)]
+    for number in range(3):
+        with webdataset.TarWriter(str(folder / f"part-{number}.tar")) as writer:
+            for place, ids in enumerate(documents[number::3]):
+                is_array = (number + place) % 2
+                value: Any = np.array(ids, np.int64) if is_array else ids
+                name = "token_ids.npy" if is_array else "token_ids.json"
+                writer.write({"__key__": f"d{number}_{place}", name: value, "url.txt": f"u{place}"})
+    return [str(folder / "part-{0..1}.tar"), str(folder / "part-2.tar")]
+
+
+def _first_script(folder: Path) -> str:
+    """The tars of the script that this project began with: a line is a document, and a file is a tar."""
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
+    folder.mkdir(parents=True)
+    for shard in range(2):
+        lines = [line.strip() for line in hostile_texts(120, seed=8 + shard) if line.strip()]
+        with webdataset.TarWriter(str(folder / f"shard-{shard:05d}.tar")) as writer:
+            for number, line in enumerate(lines):
+                sample = {"__key__": f"sample_{shard}_{number:08d}", "text.txt": line}
+                writer.write({**sample, "token_ids.json": tokenizer.encode(line).ids})
+    return str(folder / "shard-{00000..00001}.tar")
+
+
+SHARDPREP_SETS: dict[str, Callable[[Path], Path]] = {
+    "documents": _shardprep(),
+    "documents_npy": _shardprep(token_format="npy", keep_text=False, append_eos=True),
+    "documents_as_files": _shardprep(doc="file", allow_special_tokens=True, add_special_tokens=False),
+    "concat": _shardprep(record="packed", seq_len=SEQ_LEN),
+    "best_fit": _shardprep(record="packed", seq_len=SEQ_LEN, pack="best_fit"),
+    "chat": _chat,
+    "split": _shardprep(validation_fraction=0.3),
+    "split_packed": _shardprep(record="packed", seq_len=SEQ_LEN, validation_fraction=0.3),
+    "korean": _source(4, 90, 10),
+    "english": _source(5, 130, 5),
+}
+_MAKERS: dict[str, Callable[[Path], Any]] = {
+    **SHARDPREP_SETS,
+    "external": _external,
+    "first_script": _first_script,
+}

@@ -1,0 +1,122 @@
+"""The frozen table: what is hashed, how a difference is told, and how the table was made.
+
+``python -m tests.oracle`` compares everything with the table, on all numbers of ranks and workers.
+``python -m tests.oracle --make`` writes it anew. The table in the repository was made with commit 707a289; a
+change of it changes what a running training would see next, and needs as good a reason as that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.oracle.forms import FORMS, NUM_STEPS, RESUME_AT, WORLD_SIZES, DataSets, arguments_of
+from tests.world import GlobalBatch, Ranks
+
+PATH = Path(__file__).with_name("frozen.json")
+FIELDS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids", "origins")
+Hashes = dict[str, str]
+
+
+def read_table() -> dict[str, Any]:
+    """Return the table: ``streams`` by form, field and step, ``members`` by data set and shard."""
+    table: dict[str, Any] = json.loads(PATH.read_bytes())
+    for of_form in table["streams"].values():
+        for name, hashes in of_form.items():
+            of_form[name] = hashes.split()
+    return table
+
+
+def write_table(streams: dict[str, dict[str, list[str]]], members: dict[str, Any]) -> None:
+    """Write the table, a field of a form in a line."""
+    joined = {
+        form: {name: " ".join(hashes) for name, hashes in fields.items()} for form, fields in streams.items()
+    }
+    text = json.dumps({"streams": joined, "members": members}, indent=1)
+    PATH.write_text(text + "\n", encoding="utf-8")
+
+
+def short_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def hashes_of(batch: GlobalBatch) -> Hashes:
+    """Hash each field of a global batch, in the order of its samples, and the samples in any order."""
+    fields = [name for name in FIELDS if name in batch[0]]
+    hashes = {name: short_hash([sample[name] for sample in batch]) for name in fields}
+    in_any_order = sorted(json.dumps([sample[name] for name in fields]) for sample in batch)
+    return {**hashes, "in_any_order": short_hash(in_any_order)}
+
+
+def stream(
+    data: DataSets, name: str, world_size: int, num_workers: int, resume_on: int, num_steps: int = NUM_STEPS
+) -> Iterator[tuple[str, Hashes]]:
+    """Yield where a global batch was delivered, in words, and its hashes.
+
+    The run goes on from its state after ``RESUME_AT`` steps on ``resume_on`` ranks.
+    """
+    form = FORMS[name]
+    state = None
+    stages = [(world_size, range(RESUME_AT)), (resume_on, range(RESUME_AT, num_steps))]
+    for num_ranks, steps in stages:
+        resumed = "" if state is None else f", resumed at {RESUME_AT} from {world_size} ranks"
+        told = f"form {name}, {num_ranks} ranks, {num_workers} workers{resumed}"
+        with Ranks(
+            data.of(form),
+            world_size=num_ranks,
+            batch_size=form.batch_size(num_ranks),
+            num_workers=num_workers,
+            state=state,
+            **arguments_of(form),
+        ) as ranks:
+            for step in steps:
+                where = f"{told}: global batch {step}"
+                try:
+                    batch = ranks.step()
+                except AssertionError as error:
+                    raise AssertionError(f"{where}: {error}") from error
+                yield where, hashes_of(batch)
+            state = ranks.state()
+
+
+def difference(frozen: dict[str, list[str]], step: int, where: str, found: Hashes) -> str:
+    """Say in which field a global batch first differs from the table, or return an empty text."""
+    expected = {name: of_steps[step] for name, of_steps in frozen.items()}
+    if found == expected:
+        return ""
+    if found.keys() != expected.keys():
+        return f"{where} has the fields {sorted(found)}, expected {sorted(expected)}"
+    differing = [name for name in found if found[name] != expected[name]]
+    if "in_any_order" not in differing:
+        return f"{where} has the right samples in another order"
+    same = [name for name in found if name not in differing]
+    return f"{where} differs first in {differing[0]} (differing: {differing}, equal: {same})"
+
+
+def compare(data: DataSets, name: str, world_size: int, num_workers: int, num_steps: int = NUM_STEPS) -> None:
+    """Raise AssertionError that names form, ranks, global batch and field where a stream is another one."""
+    frozen = read_table()["streams"][name]
+    resume_on = WORLD_SIZES[(WORLD_SIZES.index(world_size) + 1) % len(WORLD_SIZES)]
+    for step, (where, found) in enumerate(stream(data, name, world_size, num_workers, resume_on, num_steps)):
+        problem = difference(frozen, step, where, found)
+        assert not problem, problem
+
+
+def members_of(folder: Path) -> list[dict[str, Any]]:
+    """Of each shard: how many members its tar has, a hash of their names and one of their bytes, in order."""
+    shards = []
+    for path in sorted(folder.glob("shard-*.tar")):
+        with tarfile.open(path) as tar:
+            items = [(item.name, tar.extractfile(item).read()) for item in tar]  # type: ignore[union-attr]
+        content = hashlib.sha256()
+        for _, data in items:
+            content.update(len(data).to_bytes(8, "little") + data)
+        names = [name for name, _ in items]
+        shards.append(
+            {"num_members": len(items), "names": short_hash(names), "bytes": content.hexdigest()[:12]}
+        )
+    return shards

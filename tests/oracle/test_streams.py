@@ -1,0 +1,87 @@
+"""Batches and tars are those of commit 707a289, on every number of ranks and workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.oracle import frozen
+from tests.oracle.forms import FORMS, SHARDPREP_SETS, WORLD_SIZES, DataSets, arguments_of
+from tests.world import Ranks, World, hostile_text
+
+# Workers are processes: one number of ranks of each form has them. `python -m tests.oracle` tries all.
+CASES = [
+    pytest.param(
+        name,
+        world_size,
+        2 if (number + place) % 4 == 0 else 0,
+        id=f"{name}-{world_size}",
+        marks=[pytest.mark.processes] if (number + place) % 4 == 0 else [],
+    )
+    for number, name in enumerate(FORMS)
+    for place, world_size in enumerate(WORLD_SIZES)
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> DataSets:
+    """The data sets of all forms. Never written to."""
+    sets = DataSets(tmp_path_factory.mktemp("oracle"))
+    assert sets["chat"]  # made here, not in a test: templates are rendered in a process beside
+    return sets
+
+
+@pytest.mark.parametrize(("name", "world_size", "num_workers"), CASES)
+def test_a_form_delivers_the_frozen_batches_and_resumes_on_another_number_of_ranks(
+    data: DataSets, name: str, world_size: int, num_workers: int
+) -> None:
+    frozen.compare(data, name, world_size, num_workers)
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.accumulates])
+def test_a_run_that_stopped_inside_a_global_batch_gets_the_rest_of_it(data: DataSets, name: str) -> None:
+    form, step = FORMS[name], 5
+
+    def open_ranks(state: dict[str, object] | None = None) -> Ranks:
+        return Ranks(data.of(form), world_size=3, batch_size=1, state=state, **arguments_of(form))
+
+    with open_ranks() as ranks:
+        ranks.take(step)
+        begun = [ranks.batches_of_step(rank, most=3) for rank in range(3)]
+        state = ranks.state()
+    with open_ranks(state) as ranks:
+        rest = [ranks.batches_of_step(rank) for rank in range(3)]
+        batch = ranks.join([[*first, *last] for first, last in zip(begun, rest, strict=True)])
+        assert [len(each) for each in rest] == [5, 5, 5]
+        following = ranks.step()
+    where = f"form {name}, 3 ranks, resumed inside a global batch: global batch"
+    table = frozen.read_table()["streams"][name]
+    for number, found in [(step, batch), (step + 1, following)]:
+        problem = frozen.difference(table, number, f"{where} {number}", frozen.hashes_of(found))
+        assert not problem, problem
+
+
+@pytest.mark.parametrize("name", SHARDPREP_SETS)
+def test_the_members_of_tars_are_the_frozen_ones(data: DataSets, name: str) -> None:
+    expected = frozen.read_table()["members"][name]
+    found = frozen.members_of(data[name])
+    assert len(found) == len(expected), f"data set {name} has {len(found)} shards"
+    for shard_id, (of_shard, of_table) in enumerate(zip(found, expected, strict=True)):
+        assert of_shard == of_table, f"data set {name}, shard {shard_id}: its tar's members are others"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["shard-00000.tar", "shard-00000.idx", "digests/shard-00000.digests", "quarantine/shard-00000.jsonl"],
+)
+def test_a_shard_has_no_manifest_before_its_other_files_are_in_place(tmp_path: Path, name: str) -> None:
+    """A folder with the file's name makes the renaming fail, as a full disk would."""
+    raw = hostile_text(30).encode() + b"\nbad \xff byte\n"
+    world = World(tmp_path).raw({"a.txt": raw}).plan(num_shards=1, digests=True, max_bad_fraction=1)
+    (world.data_dir / name / "taken").mkdir(parents=True)
+    ended = world.main("shard", shard_id=0, output_dir=world.data_dir)
+    assert ended.code == 74, ended.text
+    assert name in ended.err
+    manifest = world.data_dir / "shard-00000.json"
+    assert not manifest.exists(), f"the manifest stands there, and {name} could not be put in its place"

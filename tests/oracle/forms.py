@@ -38,12 +38,15 @@ class Form:
 
     data: str | tuple[str, ...]  # data sets; several are mixed
     global_batch_size: int | None = GLOBAL_BATCH
-    accumulates: bool = False  # batches of one sample, so that a rank has several in a step
+    accumulates: bool = False  # a rank has two or three batches in a step
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def batch_size(self, world_size: int) -> int | None:
-        """Samples of a batch on one rank; None: all of its step."""
-        return 1 if self.accumulates else None
+        """Return the samples of a batch on one rank; None: all of its step."""
+        if not self.accumulates or self.global_batch_size is None:
+            return None
+        of_rank = self.global_batch_size // world_size
+        return of_rank // 3 if of_rank % 3 == 0 else of_rank // 2
 
 
 FORMS = {

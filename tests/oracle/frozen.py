@@ -63,8 +63,8 @@ def stream(
     state = None
     stages = [(world_size, range(RESUME_AT)), (resume_on, range(RESUME_AT, num_steps))]
     for num_ranks, steps in stages:
-        resumed = "" if state is None else f", resumed at {RESUME_AT} from {world_size} ranks"
-        told = f"form {name}, {num_ranks} ranks, {num_workers} workers{resumed}"
+        resumed = "" if state is None else f", resumed at {RESUME_AT} from world size {world_size}"
+        told = f"form {name}, world size {num_ranks}, {num_workers} workers{resumed}"
         with Ranks(
             data.of(form),
             world_size=num_ranks,
@@ -77,7 +77,7 @@ def stream(
                 where = f"{told}: global batch {step}"
                 try:
                     batch = ranks.step()
-                except AssertionError as error:
+                except Exception as error:
                     raise AssertionError(f"{where}: {error}") from error
                 yield where, hashes_of(batch)
             state = ranks.state()
@@ -98,7 +98,7 @@ def difference(frozen: dict[str, list[str]], step: int, where: str, found: Hashe
 
 
 def compare(data: DataSets, name: str, world_size: int, num_workers: int, num_steps: int = NUM_STEPS) -> None:
-    """Raise AssertionError that names form, ranks, global batch and field where a stream is another one."""
+    """Raise AssertionError that names form, world size, global batch and field where a stream is another one."""
     frozen = read_table()["streams"][name]
     resume_on = WORLD_SIZES[(WORLD_SIZES.index(world_size) + 1) % len(WORLD_SIZES)]
     for step, (where, found) in enumerate(stream(data, name, world_size, num_workers, resume_on, num_steps)):

@@ -119,11 +119,13 @@ def test_documents_are_those_that_a_separate_reader_finds(tmp_path: Path, name: 
     tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
     tokenizer.encode_special_tokens = True  # names of control tokens in a text stay text
     found = samples_of(world)
-    assert [text for _, text, _ in found] == [record.text for _, record in documents]
-    for _, text, ids in found:
-        assert ids == tokenizer.encode(text).ids, text
-    if num_shards == 1:
-        assert [key for key, _, _ in found] == [f"sample_0_{line:08d}" for line, _ in documents]
+    where = f"{name} in {num_shards} shards"
+    for number, ((key, text, ids), (line, record)) in enumerate(zip(found, documents, strict=False)):
+        assert text == record.text, f"{where}: document {number} has another text"
+        assert ids == tokenizer.encode(text).ids, f"{where}: document {number} has other ids"
+        if num_shards == 1:
+            assert key == f"sample_0_{line:08d}", f"{where}: document {number} is named for another line"
+    assert len(found) == len(documents), f"{where}: the number of documents"
 
     left_out = [(record.offset, record.reason) for record in records if record.reason]
     told = [(item["source_offset"], item["reason"]) for item in lines_of(world, "quarantine")]

@@ -44,18 +44,20 @@ def test_a_run_that_stopped_inside_a_global_batch_gets_the_rest_of_it(data: Data
     form, step = FORMS[name], 5
 
     def open_ranks(state: dict[str, object] | None = None) -> Ranks:
-        return Ranks(data.of(form), world_size=3, batch_size=1, state=state, **arguments_of(form))
+        return Ranks(
+            data.of(form), world_size=2, batch_size=form.batch_size(2), state=state, **arguments_of(form)
+        )
 
     with open_ranks() as ranks:
         ranks.take(step)
-        begun = [ranks.batches_of_step(rank, most=3) for rank in range(3)]
+        begun = [ranks.batches_of_step(rank, most=1) for rank in range(2)]
         state = ranks.state()
     with open_ranks(state) as ranks:
-        rest = [ranks.batches_of_step(rank) for rank in range(3)]
+        rest = [ranks.batches_of_step(rank) for rank in range(2)]
         batch = ranks.join([[*first, *last] for first, last in zip(begun, rest, strict=True)])
-        assert [len(each) for each in rest] == [5, 5, 5]
+        assert [len(each) for each in rest] == [2, 2]
         following = ranks.step()
-    where = f"form {name}, 3 ranks, resumed inside a global batch: global batch"
+    where = f"form {name}, world size 2, resumed inside a global batch: global batch"
     table = frozen.read_table()["streams"][name]
     for number, found in [(step, batch), (step + 1, following)]:
         problem = frozen.difference(table, number, f"{where} {number}", frozen.hashes_of(found))

@@ -1,0 +1,215 @@
+"""``python -m tests.oracle.breaks``: break a promise of the packages, and see that the oracle names it.
+
+Each break replaces a text of one file in a copy of the packages, and runs one test of the oracle on the copy.
+The test has to pass on the unbroken copy, to fail on the broken one, and to say so in the words that the
+table expects. A break whose text is not found is out of date: write it for the file that has its work now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.checkout import ROOT
+
+PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+_STREAM = "test_streams.py::test_a_form_delivers_the_frozen_batches_and_resumes_on_another_number_of_ranks"
+_MEMBERS = "test_streams.py::test_the_members_of_tars_are_the_frozen_ones"
+_MANIFEST = "test_streams.py::test_a_shard_has_no_manifest_before_its_other_files_are_in_place"
+_INPUTS = "test_inputs.py::test_documents_are_those_that_a_separate_reader_finds"
+
+
+@dataclass(frozen=True)
+class Break:
+    """What is broken, where, and which test says what about it."""
+
+    promise: str
+    path: str
+    old: str
+    new: str
+    test: str
+    words: str  # of the message, by which a reader knows where to look
+
+
+BREAKS = [
+    Break(
+        "labels are the ids of their places",
+        "loader/batches.py",
+        "np.where(is_real, ids, IGNORED)",
+        "np.where(is_real, np.roll(ids, -1, 1), IGNORED)",
+        f"{_STREAM}[documents-1]",
+        "form documents, world size 1, 2 workers: global batch 0 differs first in labels",
+    ),
+    Break(
+        "padding has no label",
+        "loader/batches.py",
+        "np.where(is_real, ids, IGNORED)",
+        "ids.copy()",
+        f"{_STREAM}[documents-2]",
+        "form documents, world size 2, 0 workers: global batch 0: padding has labels",
+    ),
+    Break(
+        "what the user says in a conversation has no label",
+        "loader/batches.py",
+        "labels[labels < 0] = IGNORED",
+        "labels &= ID_BITS",
+        f"{_STREAM}[chat-2]",
+        "form chat, world size 2, 0 workers: global batch 0 differs first in labels",
+    ),
+    Break(
+        "the last document of a block is there",
+        "preprocess/formats/lines.py",
+        'yield LineBlock(start, num_held + cut, b"".join(held), num_bytes)',
+        'yield LineBlock(start, num_held + cut, b"\\n".join(b"".join(held).split(b"\\n")[:-2]), num_bytes)',
+        f"{_INPUTS}[a.txt-1]",
+        "a.txt in 1 shards: document",
+    ),
+    Break(
+        "documents for validation are those with the least hashes",
+        "shardprep/format/digests.py",
+        "np.asarray(firsts < np.uint64(",
+        "np.asarray(firsts >= np.uint64(",
+        f"{_STREAM}[validation_side-1]",
+        "form validation_side, world size 1, 0 workers: global batch 0 differs first in input_ids",
+    ),
+    Break(
+        "a document ends with EOS where it is asked for",
+        "preprocess/make/engines.py",
+        "ids=np.insert(tokens.ids, tokens.offsets[1:], end_id),\n"
+        "            offsets=tokens.offsets + np.arange(len(tokens.offsets)),",
+        "ids=np.insert(tokens.ids, tokens.offsets[1:-1], end_id),\n"
+        "            offsets=tokens.offsets + np.arange(len(tokens.offsets)).clip(max=len(texts) - 1),",
+        f"{_MEMBERS}[concat]",
+        "data set concat, shard 0: its tar's members are others",
+    ),
+    Break(
+        "a manifest is written last",
+        "preprocess/make/shard_writer.py",
+        "        for file in files.values():\n            file.publish()",
+        "        publish_bytes(manifest_path(self._folder, self._shard_id), manifest.to_json())\n"
+        "        for file in files.values():\n            file.publish()",
+        f"{_MANIFEST}[shard-00000.tar]",
+        "the manifest stands there, and shard-00000.tar could not be put in its place",
+    ),
+    Break(
+        "a state counts the step that the loop holds",
+        "loader/token_loader.py",
+        "**at._asdict(),",
+        "**at._replace(step=max(at.step - 1, 0))._asdict(),",
+        f"{_STREAM}[documents-1]",
+        "form documents, world size 2, 2 workers, resumed at 23 from world size 1: global batch 23",
+    ),
+    Break(
+        "rank r has the r-th part of a global batch",
+        "loader/workers.py",
+        "return share(range(order.num_slots), rank, world_size)",
+        "return share(range(order.num_slots), (rank + 1) % world_size, world_size)",
+        f"{_STREAM}[grouped-2]",
+        "form grouped, world size 2, 0 workers: global batch 0 has the right samples in another order",
+    ),
+    Break(
+        "a resumed run keeps its schedule of weights",
+        "loader/token_loader.py",
+        "self._progress.load(position, skipped)",
+        "self._progress.load(position, skipped)\n"
+        "        if isinstance(self.order, Mixture):\n"
+        "            first = replace(self.order, stages=self.order.stages[:1])\n"
+        "            self._go_by(replace(self.chunks.plan, order=first))",
+        f"{_STREAM}[mixture-1]",
+        "form mixture, world size 2, 0 workers, resumed at 23 from world size 1: global batch 23",
+    ),
+    Break(
+        "positions begin at 0 in each document",
+        "loader/boundaries.py",
+        "np.subtract(_places(num_places), positions, out=positions)",
+        "np.remainder(_places(num_places), edges.shape[1], out=positions)",
+        f"{_STREAM}[packed_concat-2]",
+        "form packed_concat, world size 2, 0 workers: global batch 0: cu_seq_lens_q and position_ids tell",
+    ),
+    Break(
+        "each epoch has an order of its own",
+        "loader/order.py",
+        "hash_ints(self.seed, epoch, _WINDOWS, number, start)",
+        "hash_ints(self.seed, 0, _WINDOWS, number, start)",
+        f"{_STREAM}[first_script-1]",
+        "form first_script, world size 1",
+    ),
+    Break(
+        "a schedule of batch sizes holds to its last stage",
+        "loader/state.py",
+        "tuple((first, size // least) for first, size in schedule)",
+        "tuple((first, size // least) for first, size in schedule[:2])",
+        f"{_STREAM}[batch_size_schedule-1]",
+        "form batch_size_schedule, world size 2, 0 workers, resumed at 23 from world size 1: global batch 30",
+    ),
+]
+
+
+def copy_packages(folder: Path) -> None:
+    """Copy the packages and what the oracle needs of the tests."""
+    for name in (*PACKAGES, "tests/oracle"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "tests/world.py", "tests/plain_reader.py", "tests/checkout.py"):
+        shutil.copy(ROOT / name, folder / name)
+
+
+def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    """Run tests of the oracle on the packages of a folder."""
+    names = [f"tests/oracle/{test}" for test in tests]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--color=no", *names],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def outcome(each: Break, folder: Path) -> str:
+    """Break a promise in a copy, run its test, mend it again; returns what went wrong, or nothing."""
+    path = folder / each.path
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if text.count(each.old) != 1:
+        return f"out of date: {each.path} has its text {text.count(each.old)} times, expected once"
+    path.write_text(text.replace(each.old, each.new), encoding="utf-8")
+    done = run_tests(folder, each.test)
+    path.write_text(text, encoding="utf-8")
+    if done.returncode == 0:
+        return "NOT CAUGHT"
+    said = [line.removeprefix("E ").strip() for line in done.stdout.splitlines() if line.startswith("E ")]
+    if not any(each.words in line for line in said):
+        return f"caught in other words: {said[:3] or done.stdout[-500:]}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="promises with this text in them (default: all)")
+    args = parser.parse_args()
+    chosen = [each for each in BREAKS if args.only in each.promise]
+    num_wrong = 0
+    with tempfile.TemporaryDirectory() as name:
+        copy_packages(Path(name))
+        whole = run_tests(Path(name), *{each.test: None for each in chosen})
+        if whole.returncode:
+            print(whole.stdout)
+            print("the oracle fails on the packages as they are")
+            return 1
+        for each in chosen:
+            problem = outcome(each, Path(name))
+            num_wrong += bool(problem)
+            print(f"{each.promise}: {problem or each.words}", flush=True)
+    print(f"{len(chosen) - num_wrong} of {len(chosen)} breaks are caught in words that name them")
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

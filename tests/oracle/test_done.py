@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from loader import BrokenShard
 from tests.world import World, hostile_texts
 
 HEADER_BYTES, CHUNK_RECORDS = 64, 512
@@ -271,6 +272,35 @@ def test_a_forged_shard_is_found_though_its_hashes_are_right(
         world.verify()
         return
     check_found_and_made_again(world, whole(name))
+
+
+def test_a_loader_refuses_an_idx_that_does_not_fit_its_tar_and_never_delivers_other_ids(
+    whole: Callable[[str], World], tmp_path: Path
+) -> None:
+    for number, (change, (name, changes)) in enumerate(FORGED.items()):
+        if "records" not in changes or change == "a document more in a row":
+            continue  # that one is for verify to find: the loader takes a start of the next row
+        world = copy_of(whole(name), tmp_path / str(number))
+        forge(world, **changes)
+        if change in NOT_SEEN_BY_A_LOADER:
+            assert ids_in_order(world, name) == ids_in_order(whole(name), name), change
+            continue
+        with pytest.raises(BrokenShard) as found:
+            ids_in_order(world, name)
+        assert f"{BROKEN:05d}" in str(found.value), change
+
+
+# A loader asks nothing of these records but where the ids are.
+NOT_SEEN_BY_A_LOADER = {
+    "documents exchanged", "a document before the shard", "a document behind the shard",
+    "the last document from the next shard", "another id for validation",
+}  # fmt: skip
+
+
+def ids_in_order(world: World, name: str) -> list[Any]:
+    options = {"boundaries": "segment_ids"} if name == "packed" else {}
+    with world.ranks(global_batch_size=1, shuffle=False, **options) as ranks:
+        return ranks.take(len(ranks.loaders[0]))
 
 
 def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(

@@ -39,7 +39,7 @@ from typing import Any
 from tests.checkout import ROOT
 from tests.equivalent_mutants import EQUIVALENT
 
-# What is broken: the order of samples, how they are read and laid out, how shards are made, and which are done.
+# What is broken: the order of samples, how they are read and laid out, how shards are made, which are done.
 TARGETS = (
     "loader/order.py",
     "loader/mixture.py",
@@ -101,11 +101,13 @@ class Mutant:
         return (old[: self.start] + self.text.encode() + old[self.end :]).decode()
 
     def lines(self) -> tuple[str, str]:
-        """Return the changed lines as they were and as they are."""
-        old, new = (ROOT / self.path).read_text("utf-8").splitlines(), self.source().splitlines()
-        changed = [row[2:] for row in difflib.ndiff(old, new) if row.startswith("- ")]
-        made = [row[2:] for row in difflib.ndiff(old, new) if row.startswith("+ ")]
-        return " ".join(map(str.strip, changed)), " ".join(map(str.strip, made))
+        """Return the changed lines as they were and as they are, each on one line."""
+        old = (ROOT / self.path).read_bytes()
+        begin = old.rfind(b"\n", 0, self.start) + 1
+        end = old.index(b"\n", self.end)
+        new = old[begin : self.start] + self.text.encode() + old[self.end : end]
+        was, made = (" ".join(map(str.strip, each.decode().splitlines())) for each in (old[begin:end], new))
+        return was, made
 
     def diff(self) -> str:
         old, new = (ROOT / self.path).read_text("utf-8").splitlines(), self.source().splitlines()
@@ -388,7 +390,8 @@ def run_pytest(folder: Path, plugin: Any, tests: Iterable[str]) -> int:
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile("mutants", deadline=None, phases=phases, database=None)
     words = [
-        f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}", "--exitfirst", "--quiet", "--tb=short",
+        f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}",
+        "--exitfirst", "--quiet", "--tb=short",
         "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder / 'tests'}",
         "--hypothesis-profile=mutants",
     ]  # fmt: skip

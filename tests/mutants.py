@@ -21,6 +21,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -59,7 +60,8 @@ LIBRARIES = (
 )  # fmt: skip
 FIRST_S = 8  # CPU time of the tests that each mutant is given first
 STANDS_STILL_S = 90  # without 0.1 s of CPU time: it waits for something that never comes
-TIMES_THE_ORACLE = 3  # in CPU time
+TIMES_AS_LONG = 3  # as without the change, in CPU time
+STARTING_S = 20  # CPU time besides
 MOST_MEMORY_BYTES = 12 << 30
 MOST_FILE_BYTES = 1 << 30
 
@@ -91,6 +93,9 @@ class Mutant:
     start: int
     end: int
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} {self.operator}"
 
     @property
     def module(self) -> str:
@@ -404,6 +409,7 @@ class Child:
 
     folder: Path
     work: Callable[[Path], int]
+    most_s: float = 1e6  # of CPU time
     pid: int = 0
     used_s: float = 0.0  # of CPU time
     moved_at: float = 0.0  # when it last used some
@@ -433,7 +439,7 @@ class Child:
             sys.stdout.flush()
             os._exit(code)
 
-    def ended(self, most_s: float) -> int | str | None:
+    def ended(self) -> int | str | None:
         """Return the exit code, or why it was ended; None while it runs."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid:
@@ -443,8 +449,8 @@ class Child:
         used_s = ticks / os.sysconf("SC_CLK_TCK")
         if used_s > self.used_s + 0.1:
             self.used_s, self.moved_at = used_s, time.monotonic()
-        if used_s > most_s:
-            why = f"it took more than {most_s:.0f} s of CPU time"
+        if used_s > self.most_s:
+            why = f"it took more than {self.most_s:.0f} s of CPU time"
         elif time.monotonic() - self.moved_at > STANDS_STILL_S:
             why = f"it stood still for {STANDS_STILL_S} s"
         else:
@@ -474,7 +480,7 @@ def observe(folder: Path) -> Seen:
 
     child = Child(folder, work)
     child.start()
-    while (ended := child.ended(most_s=1e6)) is None:
+    while (ended := child.ended()) is None:
         time.sleep(0.2)
     if ended != 0:
         sys.exit(f"the oracle is not green on the product as it is ({ended}):\n{child.output()[-5000:]}")
@@ -492,7 +498,6 @@ class Campaign:
     def __init__(self, folder: Path, seen: Seen, num_processes: int) -> None:
         self._folder, self._seen, self._num_processes = folder, seen, num_processes
         self._kills: dict[str, Counter[str]] = defaultdict(Counter)  # path -> test -> mutants that it caught
-        self._most_s = TIMES_THE_ORACLE * sum(seen.seconds.values()) + 30
         self._order: dict[Mutant, tuple[list[str], int]] = {}  # tests, and how many have their turn first
         self._num_mutants = 0
         self.survivors: list[Mutant] = []
@@ -515,12 +520,14 @@ class Campaign:
             while turns and len(running) < self._num_processes:
                 mutant, is_second = turns.popleft()
                 number += 1
-                child = Child(self._folder / str(number), self._work(mutant, is_second=is_second))
+                tests = self._tests_of(mutant, is_second=is_second)
+                most_s = TIMES_AS_LONG * sum(self._seen.seconds[test] for test in tests) + STARTING_S
+                child = Child(self._folder / str(number), self._work(mutant, tests), most_s)
                 child.start()
                 running.append((mutant, is_second, child))
             for each in [*running]:
                 mutant, is_second, child = each
-                ended = child.ended(self._most_s)
+                ended = child.ended()
                 if ended is None:
                     continue
                 running.remove(each)
@@ -541,9 +548,7 @@ class Campaign:
         tests, num_first = self._order[mutant]
         return tests[num_first:] if is_second else tests[:num_first]
 
-    def _work(self, mutant: Mutant, *, is_second: bool) -> Callable[[Path], int]:
-        tests = self._tests_of(mutant, is_second=is_second)
-
+    def _work(self, mutant: Mutant, tests: list[str]) -> Callable[[Path], int]:
         def work(folder: Path) -> int:
             if not tests:
                 return 0
@@ -564,8 +569,7 @@ class Campaign:
             killer = report.read_text("utf-8")
             self._kills[mutant.path][killer] += 1
             how = f"killed by {killer.rpartition('/')[2]}"
-        where = f"{self.num_tried}/{self._num_mutants} {mutant.path}:{mutant.line}"
-        print(f"{where} {mutant.operator}: {how} ({child.used_s:.0f} s)", flush=True)
+        print(f"{self.num_tried}/{self._num_mutants} {mutant}: {how} ({child.used_s:.0f} s)", flush=True)
         if ended == 0:
             print(mutant.diff(), flush=True)
         elif not report.exists():
@@ -579,8 +583,15 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="files whose path has this in it")
     parser.add_argument("--at", default="", help="all mutants of one line instead: loader/order.py:84")
     parser.add_argument("--processes", type=int, default=2, help="side by side (default: 2)")
+    parser.add_argument("--resume", default="", help="what an earlier campaign printed: go on behind it")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     return parser.parse_args(words)
+
+
+def killed_before(path: str) -> Counter[str]:
+    """Return the mutants that a campaign has killed, by what it printed."""
+    text = Path(path).read_text("utf-8")
+    return Counter(re.findall(r"^\d+/\d+ (.+?): (?:killed by|ended:)", text, re.MULTILINE))
 
 
 def main() -> int:
@@ -593,10 +604,16 @@ def main() -> int:
         mutants = [
             each for of_file in found.values() for each in of_file if f"{each.path}:{each.line}" == args.at
         ]
+    before = killed_before(args.resume) if args.resume else Counter()
+    num_killed = before.total()
+    for mutant in [*mutants]:
+        if before[str(mutant)]:
+            before[str(mutant)] -= 1
+            mutants.remove(mutant)
     print(f"{len(mutants)} of {sum(map(len, found.values()))} mutants of {len(found)} files", flush=True)
     if args.list:
         for mutant in mutants:
-            print(f"{mutant.path}:{mutant.line} {mutant.operator}\n{mutant.diff()}")
+            print(f"{mutant}\n{mutant.diff()}")
         return 0
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
@@ -613,11 +630,12 @@ def main() -> int:
             campaign.run(mutants)
         except KeyboardInterrupt:
             print("stopped")
-        share = len(campaign.survivors) / max(campaign.num_tried, 1)
-        print(f"\n{len(campaign.survivors)} of {campaign.num_tried} mutants survived, {share:.1%}", end="")
+        num_tried = campaign.num_tried + num_killed
+        share = len(campaign.survivors) / max(num_tried, 1)
+        print(f"\n{len(campaign.survivors)} of {num_tried} mutants survived, {share:.1%}", end="")
         print(f", in {(time.monotonic() - began) / 60:.0f} minutes")
         for mutant in campaign.survivors:
-            print(f"\n{mutant.path}:{mutant.line} {mutant.operator}\n{mutant.diff()}")
+            print(f"\n{mutant}\n{mutant.diff()}")
         return int(share > 0.05)
 
 

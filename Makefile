@@ -56,6 +56,8 @@ torture: install ## each fault of disks, files and processes, one by one (2 hour
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
 	$(BIN)/python -m tests.random_inputs $(RANDOM_ARGS)
 	$(BIN)/python -m tests.attention_families
+	$(BIN)/python -m tests.oracle
+	$(BIN)/python -m tests.oracle.breaks
 	$(BIN)/python -m tests.slurm.until_done --num_shards 40
 	LAW=all $(BIN)/python -m pytest -n0 tests/oracle/test_law.py
 	LFS_BREAKS=all LLAMA3_LINES=all HISTORIES=all ORIGINS=all MIXED=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_llama3.py tests/preprocess/test_engines.py tests/loader/test_amend.py tests/loader/test_amend_sizes.py tests/loader/test_origins.py tests/loader/test_mixed_inputs.py

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import functools
 import gzip
 import io
 import json
@@ -123,7 +124,7 @@ def _in_json(data: bytes, options: PlainOptions) -> Iterator[PlainRecord]:
         elif not text.strip(b" \t\r\n"):
             yield PlainRecord(begin)
         else:
-            yield _record(begin, fields, lambda text=text: _JsonValues(text))
+            yield _record(begin, fields, functools.partial(_JsonValues, text))
 
 
 class _Twice:
@@ -247,7 +248,7 @@ def _in_rows(groups: Iterator[Any], options: PlainOptions) -> Iterator[PlainReco
     fields, first = _Fields(options), 0
     for rows in groups:
         for number in range(rows.num_rows):
-            yield _record(first + number, fields, lambda rows=rows, number=number: _RowValues(rows, number))
+            yield _record(first + number, fields, functools.partial(_RowValues, rows, number))
         first += rows.num_rows
 
 

@@ -121,7 +121,7 @@ def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
 def hostile_texts(num_texts: int, seed: int = 0, most_words: int = 12) -> list[str]:
     """Korean, English, emoji, decomposed Hangul, control characters, names of special tokens.
 
-    Some are empty or blank, and one is 200 times as long as the others. No text holds a line end.
+    Some are empty or blank, and one is 50 times as long as the others. No text holds a line end.
     """
     chooser = random.Random(seed)
 
@@ -132,7 +132,7 @@ def hostile_texts(num_texts: int, seed: int = 0, most_words: int = 12) -> list[s
     for number in range(num_texts):
         num_words = below(most_words + 1)
         if number == num_texts // 2:
-            num_words = 200 * most_words
+            num_words = 50 * most_words
         texts.append(" ".join(_WORDS[below(len(_WORDS))] for _ in range(num_words)))
     return texts
 

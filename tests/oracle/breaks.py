@@ -51,16 +51,16 @@ BREAKS = [
         "loader/batches.py",
         "np.where(is_real, ids, IGNORED)",
         "ids.copy()",
-        f"{_STREAM}[documents-2]",
-        "form documents, world size 2, 0 workers: global batch 0: padding has labels",
+        f"{_STREAM}[grouped-1]",
+        "form grouped, world size 1, 0 workers: global batch 0: padding has labels",
     ),
     Break(
         "what the user says in a conversation has no label",
         "loader/batches.py",
         "labels[labels < 0] = IGNORED",
         "labels &= ID_BITS",
-        f"{_STREAM}[chat-2]",
-        "form chat, world size 2, 0 workers: global batch 0 differs first in labels",
+        f"{_STREAM}[chat-1]",
+        "form chat, world size 1, 0 workers: global batch 0 differs first in labels",
     ),
     Break(
         "the last document of a block is there",
@@ -110,8 +110,8 @@ BREAKS = [
         "loader/workers.py",
         "return share(range(order.num_slots), rank, world_size)",
         "return share(range(order.num_slots), (rank + 1) % world_size, world_size)",
-        f"{_STREAM}[grouped-2]",
-        "form grouped, world size 2, 0 workers: global batch 0 has the right samples in another order",
+        f"{_STREAM}[grouped-3]",
+        "form grouped, world size 3, 0 workers: global batch 0 has the right samples in another order",
     ),
     Break(
         "a resumed run keeps its schedule of weights",
@@ -121,8 +121,8 @@ BREAKS = [
         "        if isinstance(self.order, Mixture):\n"
         "            first = replace(self.order, stages=self.order.stages[:1])\n"
         "            self._go_by(replace(self.chunks.plan, order=first))",
-        f"{_STREAM}[mixture-1]",
-        "form mixture, world size 2, 0 workers, resumed at 23 from world size 1: global batch 23",
+        f"{_STREAM}[mixture-2]",
+        "form mixture, world size 3, 0 workers, resumed at 23 from world size 2: global batch 23",
     ),
     Break(
         "positions begin at 0 in each document",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tarfile
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,28 @@ def write_table(streams: dict[str, dict[str, list[str]]], members: dict[str, Any
     PATH.write_text(text + "\n", encoding="utf-8")
 
 
-def short_hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+def short_hash(parts: Iterable[bytes]) -> str:
+    """Hash parts with their lengths: moving a byte from one part to the next changes the hash."""
+    sha256 = hashlib.sha256()
+    for part in parts:
+        sha256.update(len(part).to_bytes(8, "little") + part)
+    return sha256.hexdigest()[:12]
 
 
 def hashes_of(batch: GlobalBatch) -> Hashes:
     """Hash each field of a global batch, in the order of its samples, and the samples in any order."""
-    fields = [name for name in FIELDS if name in batch[0]]
-    hashes = {name: short_hash([sample[name] for sample in batch]) for name in fields}
-    in_any_order = sorted(json.dumps([sample[name] for name in fields]) for sample in batch)
-    return {**hashes, "in_any_order": short_hash(in_any_order)}
+    fields = {
+        name: [array("q", sample[name]).tobytes() for sample in batch] for name in FIELDS if name in batch[0]
+    }
+    in_any_order = sorted(zip(*fields.values(), strict=True))
+    return {
+        **{name: short_hash(of_samples) for name, of_samples in fields.items()},
+        "in_any_order": short_hash(part for sample in in_any_order for part in sample),
+    }
 
 
 def stream(
-    data: DataSets, name: str, world_size: int, num_workers: int, resume_on: int, num_steps: int = NUM_STEPS
+    data: DataSets, name: str, world_size: int, num_workers: int, resume_on: int
 ) -> Iterator[tuple[str, Hashes]]:
     """Yield where a global batch was delivered, in words, and its hashes.
 
@@ -61,7 +70,7 @@ def stream(
     """
     form = FORMS[name]
     state = None
-    stages = [(world_size, range(RESUME_AT)), (resume_on, range(RESUME_AT, num_steps))]
+    stages = [(world_size, range(RESUME_AT)), (resume_on, range(RESUME_AT, NUM_STEPS))]
     for num_ranks, steps in stages:
         resumed = "" if state is None else f", resumed at {RESUME_AT} from world size {world_size}"
         told = f"form {name}, world size {num_ranks}, {num_workers} workers{resumed}"
@@ -97,11 +106,11 @@ def difference(frozen: dict[str, list[str]], step: int, where: str, found: Hashe
     return f"{where} differs first in {differing[0]} (differing: {differing}, equal: {same})"
 
 
-def compare(data: DataSets, name: str, world_size: int, num_workers: int, num_steps: int = NUM_STEPS) -> None:
-    """Raise AssertionError that names form, world size, global batch and field where a stream is another one."""
+def compare(data: DataSets, name: str, world_size: int, num_workers: int) -> None:
+    """Raise AssertionError that names form, world size, global batch and field of the first difference."""
     frozen = read_table()["streams"][name]
     resume_on = WORLD_SIZES[(WORLD_SIZES.index(world_size) + 1) % len(WORLD_SIZES)]
-    for step, (where, found) in enumerate(stream(data, name, world_size, num_workers, resume_on, num_steps)):
+    for step, (where, found) in enumerate(stream(data, name, world_size, num_workers, resume_on)):
         problem = difference(frozen, step, where, found)
         assert not problem, problem
 
@@ -112,11 +121,8 @@ def members_of(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("shard-*.tar")):
         with tarfile.open(path) as tar:
             items = [(item.name, tar.extractfile(item).read()) for item in tar]  # type: ignore[union-attr]
-        content = hashlib.sha256()
-        for _, data in items:
-            content.update(len(data).to_bytes(8, "little") + data)
-        names = [name for name, _ in items]
+        names = short_hash(name.encode() for name, _ in items)
         shards.append(
-            {"num_members": len(items), "names": short_hash(names), "bytes": content.hexdigest()[:12]}
+            {"num_members": len(items), "names": names, "bytes": short_hash(data for _, data in items)}
         )
     return shards

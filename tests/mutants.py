@@ -66,7 +66,7 @@ MOST_MEMORY_BYTES = 12 << 30
 MOST_FILE_BYTES = 1 << 30
 
 # Not part of what the product promises: what it says, and how fast it is.
-SAYING = {"debug", "info", "warning", "error", "exception", "log", "say", "warn", "print"}
+SAYING = {"debug", "info", "warning", "error", "exception", "log", "say", "warn", "print", "progress"}
 SPEED = {"max_workers", "buffering", "maxsize", "chunksize", "num_threads", "prefetch_factor", "timeout"}
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
 # What stands in the code, and goes with this wave: withdrawn documents, crcs, skipped steps, the stall watch,

@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 4
 # More arguments for the fault campaigns: make torture TORTURE_ARGS='--quick --only bit_flips'
 TORTURE_ARGS ?=
+# More arguments for the mutants: make mutants MUTANTS_ARGS='--num 400 --seed 1 --only loader/'
+MUTANTS_ARGS ?=
 # More arguments for the random input files: make torture RANDOM_ARGS='--files 500'
 RANDOM_ARGS ?=
 # More arguments for the benchmark: make bench_preprocess BENCH_ARGS=--quick
@@ -24,7 +26,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/test_versions
 
-.PHONY: help install demo test test_packages test_quick test_lowest test_newest torture lint bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
+.PHONY: help install demo test test_packages test_quick test_lowest test_newest torture mutants lint bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -60,7 +62,11 @@ torture: install ## each fault of disks, files and processes, one by one (2 hour
 	$(BIN)/python -m tests.oracle
 	$(BIN)/python -m tests.oracle.breaks
 	$(BIN)/python -m tests.slurm.until_done --num_shards 40
+	LAW=all $(BIN)/python -m pytest -n0 tests/oracle/test_law.py
 	LFS_BREAKS=all LLAMA3_LINES=all HISTORIES=all ORIGINS=all MIXED=all CHAT_MASKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_llama3.py tests/preprocess/test_engines.py tests/preprocess/test_chat_masks.py tests/loader/test_amend.py tests/loader/test_amend_sizes.py tests/loader/test_origins.py tests/loader/test_mixed_inputs.py
+
+mutants: install ## break the code in 200 small ways, and see whether the oracle notices each (20 minutes)
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 test_lowest: ## the tests with Python 3.10 and the lowest supported libraries, in .venv-lowest
 	.ci/test_versions lowest

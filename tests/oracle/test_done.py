@@ -1,0 +1,343 @@
+"""Which shards count as done: what verify finds, what status says, and what a worker makes again.
+
+Forged files have the hashes and sizes that they should have, so that each other check is needed. The records
+of an idx are as docs/format.md describes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from loader import BrokenShard
+from tests.world import World, hostile_texts
+
+HEADER_BYTES, CHUNK_RECORDS = 64, 512
+DOCUMENT = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("num_bytes", "<u4"),
+        ("num_tokens", "<u4"),
+        ("source", "<u4"),
+        ("source_offset", "<u8"),
+    ]
+)
+ROW = np.dtype([*DOCUMENT.descr, ("starts_offset", "<u8"), ("num_starts", "<u4")])
+SETS: Mapping[str, Mapping[str, Any]] = {
+    "json": {},
+    "npy": {"token_format": "npy", "keep_text": False},
+    "packed": {"record": "packed", "seq_len": 16, "digests": True},
+    "split": {"validation_fraction": 0.3},
+}
+BROKEN = 1  # the shard that is damaged, of three
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
+    """Verified data sets of 3 shards. Never written to."""
+    root = tmp_path_factory.mktemp("whole")
+
+    @functools.cache
+    def make(name: str) -> World:
+        texts = [
+            text for text in hostile_texts(240, seed=8, most_words=6) if text.strip() and len(text) < 300
+        ]
+        raw = {"a.txt": "\n".join(texts[:90]), "b.txt": "\n".join(texts[90:])}
+        return World(root / name).raw(raw).make(num_shards=3, **SETS[name])
+
+    return make
+
+
+def copy_of(world: World, folder: Path) -> World:
+    shutil.copytree(world.data_dir, folder / "data")
+    copy = World(folder, raw_dir=world.raw_dir)
+    copy.num_shards = world.num_shards
+    return copy
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return what equal data sets have equal: a manifest without its last key."""
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("shard-*.*")}
+    return {
+        name: data.partition(b'\n "run": ')[0] if name.endswith(".json") else data
+        for name, data in found.items()
+    }
+
+
+def path_of(world: World, suffix: str) -> Path:
+    folder = world.data_dir / "digests" if suffix == "digests" else world.data_dir
+    return folder / f"shard-{BROKEN:05d}.{suffix}"
+
+
+def check_found_and_made_again(world: World, original: World, *, fast: bool = False) -> None:
+    """Verify names the shard alone, the set is not whole, and the worker makes this shard again, no other."""
+    ended = world.main("verify", world.data_dir, fast=fast or None)
+    assert ended.code != 0, "verify found nothing"
+    assert f"{BROKEN:05d}" in ended.err
+    assert not {"shard-00000", "shard-00002", "shard 00000", "shard 00002"} & set(
+        ended.err.replace(":", " ").split()
+    )
+    assert not (world.data_dir / "index.json").exists()
+    before = {number: (world.data_dir / f"shard-{number:05d}.tar").stat().st_ino for number in (0, 2)}
+    world.run()
+    assert before == {number: (world.data_dir / f"shard-{number:05d}.tar").stat().st_ino for number in (0, 2)}
+    world.verify()
+    assert (world.data_dir / "index.json").exists()
+    assert contents(world.data_dir) == contents(original.data_dir)
+
+
+def cut(data: bytes) -> bytes:
+    return data[:-2]  # a line end is the last byte of some
+
+
+def flipped_first(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def flipped_middle(data: bytes) -> bytes:
+    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+
+
+@pytest.mark.parametrize("change", [cut, flipped_first, flipped_middle])
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("json", "tar"),
+        ("json", "idx"),
+        ("json", "json"),
+        ("packed", "tar"),
+        ("packed", "digests"),
+        ("split", "idx"),
+    ],
+)
+def test_a_damaged_file_is_found_and_its_shard_is_made_again(
+    whole: Callable[[str], World], tmp_path: Path, name: str, suffix: str, change: Callable[[bytes], bytes]
+) -> None:
+    world = copy_of(whole(name), tmp_path)
+    path = path_of(world, suffix)
+    path.write_bytes(change(path.read_bytes()))
+    check_found_and_made_again(world, whole(name))
+
+
+@pytest.mark.parametrize("suffix", ["tar", "idx", "json"])
+@pytest.mark.parametrize("what", ["missing", "cut"])
+def test_a_quick_look_finds_files_that_are_missing_or_have_another_size(
+    whole: Callable[[str], World], tmp_path: Path, suffix: str, what: str
+) -> None:
+    world = copy_of(whole("json"), tmp_path)
+    path = path_of(world, suffix)
+    data = path.read_bytes()
+    path.unlink()
+    if what == "cut":
+        path.write_bytes(cut(data))
+    check_found_and_made_again(world, whole("json"), fast=True)
+
+
+def test_the_files_of_another_shard_and_of_another_plan_are_not_a_shards_own(
+    whole: Callable[[str], World], tmp_path: Path
+) -> None:
+    for number, source in enumerate(
+        [whole("json").data_dir / "shard-00000", whole("npy").data_dir / "shard-00001"]
+    ):
+        world = copy_of(whole("json"), tmp_path / str(number))
+        for suffix in ("tar", "idx", "json"):
+            shutil.copy(f"{source}.{suffix}", path_of(world, suffix))
+        ended = world.main("verify", world.data_dir)
+        assert ended.code != 0
+        assert f"{BROKEN:05d}" in ended.err
+        assert not (world.data_dir / "index.json").exists()
+
+
+def forge(
+    world: World,
+    *,
+    records: Callable[[Any], Any] | None = None,
+    tar: Callable[[bytes], bytes] | None = None,
+    manifest: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Change a shard, and give it the hashes and sizes of what it is then."""
+    stated = json.loads(path_of(world, "json").read_bytes())
+    if records is not None:
+        path = path_of(world, "idx")
+        data = path.read_bytes()
+        dtype = ROW if stated["spec"]["record"] == "packed" else DOCUMENT
+        count = stated["counts"]["num_samples"]
+        changed = records(np.frombuffer(data, dtype, count, HEADER_BYTES).copy())
+        parts = [
+            changed[first : first + CHUNK_RECORDS].tobytes()
+            for first in range(0, len(changed), CHUNK_RECORDS)
+        ]
+        crcs = np.array([zlib.crc32(part) for part in parts], "<u4").tobytes()
+        path.write_bytes(data[:HEADER_BYTES] + b"".join(parts) + crcs)
+    if tar is not None:
+        path = path_of(world, "tar")
+        path.write_bytes(tar(path.read_bytes()))
+    if manifest is not None:
+        manifest(stated)
+    for suffix in ("tar", "idx"):
+        data = path_of(world, suffix).read_bytes()
+        stated[suffix] = {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    run = stated.pop("run")
+    del stated["content_sha256"]
+    canonical = json.dumps(stated, sort_keys=True, separators=(",", ":"))
+    stated["content_sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
+    path_of(world, "json").write_text(json.dumps({**stated, "run": run}, indent=1))
+
+
+def with_field(name: str, value: Callable[[Any], Any], row: int = 3) -> Callable[[Any], Any]:
+    """Change a field of one record."""
+
+    def change(records: Any) -> Any:
+        records[name][row] = value(records[name][row])
+        return records
+
+    return change
+
+
+def one_token_moved(records: Any) -> Any:
+    records["num_tokens"][3] += 1
+    records["num_tokens"][4] -= 1
+    return records
+
+
+def exchanged(records: Any) -> Any:
+    """Two documents change their places in the input."""
+    records["source_offset"][[3, 4]] = records["source_offset"][[4, 3]]
+    return records
+
+
+FORGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "as it was": ("json", {}),
+    "a sample less": ("json", {"records": lambda records: records[:-1]}),
+    "a token more": ("json", {"records": with_field("num_tokens", lambda number: number + 1)}),
+    "a token of another document": ("json", {"records": one_token_moved}),
+    "ids a byte later": ("json", {"records": with_field("offset", lambda offset: offset + 1)}),
+    "ids a byte shorter": ("json", {"records": with_field("num_bytes", lambda size: size - 1)}),
+    "ids behind the tar": ("json", {"records": with_field("offset", lambda _: 1 << 40)}),
+    "ids up to behind the tar": ("npy", {"records": with_field("offset", lambda _: 1 << 40)}),
+    "bytes that are no ids": ("npy", {"records": with_field("num_bytes", lambda size: size + 2)}),
+    "documents exchanged": ("json", {"records": exchanged}),
+    "a document before the shard": ("json", {"records": with_field("source_offset", lambda _: 0, row=0)}),
+    "a document behind the shard": ("json", {"records": with_field("source", lambda _: 2, row=-1)}),
+    "the last document from the next shard": (
+        "json", {"records": with_field("source_offset", lambda _: 1 << 30, row=-1)},
+    ),
+    "another id for validation": ("split", {"records": exchanged}),
+    "more tokens than a row": ("packed", {"records": with_field("num_tokens", lambda num: num + 1, row=0)}),
+    "starts behind the tar": ("packed", {"records": with_field("starts_offset", lambda _: 1 << 40)}),
+    "a document more in a row": ("packed", {"records": with_field("num_starts", lambda number: number + 1)}),
+    "no end of the tar": ("json", {"tar": lambda data: data[:-600] + b"x" + data[-599:]}),
+    "an id outside of the vocabulary": ("npy", {"tar": lambda data: set_ids(data)}),
+    "samples": ("json", {"manifest": lambda stated: add(stated["counts"], "num_samples", 1)}),
+    "tokens": ("packed", {"manifest": lambda stated: add(stated["counts"], "num_tokens", 1)}),
+    "input bytes": ("json", {"manifest": lambda stated: add(stated["counts"], "input_bytes", -1)}),
+    "samples for validation": (
+        "split", {"manifest": lambda stated: add(stated["counts"]["validation"], "num_samples", 1)},
+    ),
+    "documents for validation": (
+        "split", {"manifest": lambda stated: add(stated["counts"]["validation"], "num_documents", -1)},
+    ),
+    "another data set": ("json", {"manifest": lambda stated: add(stated["spec"], "append_eos", 1)}),
+    "no digests": ("packed", {"manifest": lambda stated: stated.pop("digests")}),
+}  # fmt: skip
+
+
+def add(values: dict[str, Any], name: str, number: int) -> None:
+    values[name] = bool(number) if isinstance(values[name], bool) else values[name] + number
+
+
+def set_ids(tar: bytes) -> bytes:
+    """Give the first document ids of 65,535."""
+    begin = tar.index(b"\x93NUMPY") + 128
+    return tar[:begin] + b"\xff\xff" + tar[begin + 2 :]
+
+
+@pytest.mark.parametrize("change", FORGED)
+def test_a_forged_shard_is_found_though_its_hashes_are_right(
+    whole: Callable[[str], World], tmp_path: Path, change: str
+) -> None:
+    name, changes = FORGED[change]
+    world = copy_of(whole(name), tmp_path)
+    forge(world, **changes)
+    if change == "as it was":  # or the others would be found for another reason
+        world.verify()
+        return
+    check_found_and_made_again(world, whole(name))
+
+
+def test_a_loader_refuses_an_idx_that_does_not_fit_its_tar_and_never_delivers_other_ids(
+    whole: Callable[[str], World], tmp_path: Path
+) -> None:
+    for number, (change, (name, changes)) in enumerate(FORGED.items()):
+        if "records" not in changes or change == "a document more in a row":
+            continue  # that one is for verify to find: the loader takes a start of the next row
+        world = copy_of(whole(name), tmp_path / str(number))
+        forge(world, **changes)
+        if change in NOT_SEEN_BY_A_LOADER:
+            assert ids_in_order(world, name) == ids_in_order(whole(name), name), change
+            continue
+        with pytest.raises(BrokenShard) as found:
+            ids_in_order(world, name)
+        assert f"{BROKEN:05d}" in str(found.value), change
+
+
+# A loader asks nothing of these records but where the ids are.
+NOT_SEEN_BY_A_LOADER = {
+    "documents exchanged", "a document before the shard", "a document behind the shard",
+    "the last document from the next shard", "another id for validation",
+}  # fmt: skip
+
+
+def ids_in_order(world: World, name: str) -> list[Any]:
+    options = {"boundaries": "segment_ids"} if name == "packed" else {}
+    with world.ranks(global_batch_size=1, shuffle=False, **options) as ranks:
+        return ranks.take(len(ranks.loaders[0]))
+
+
+def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(
+    whole: Callable[[str], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm is asked
+    original = whole("json")
+    world = World(tmp_path, raw_dir=original.raw_dir).plan(num_shards=3)
+
+    def status() -> tuple[str, bool]:
+        told = json.loads(world.main("status", world.data_dir, json=True).out)
+        return told["done"], told["verified"]
+
+    assert status() == ("", False)
+    world.run(0, 2)
+    assert status() == ("0,2", False)
+    world.run(1)
+    assert status() == ("0-2", False)
+    world.verify()
+    assert status() == ("0-2", True)
+    index = (world.data_dir / "index.json").read_bytes()
+    tar = path_of(world, "tar")
+    data = tar.read_bytes()
+    tar.write_bytes(flipped_middle(data))  # the size is right, and nobody has looked at it
+    assert status() == ("0-2", True)
+    assert world.main("verify", world.data_dir).code != 0
+    assert status() == ("0,2", False)
+    (world.data_dir / "index.json").write_bytes(index)  # verify said otherwise
+    assert status() == ("0,2", False)
+    world.run()
+    assert status() == ("0-2", True)
+    tar.write_bytes(cut(data))
+    assert status() == ("0,2", False)
+    tar.write_bytes(data)
+    shutil.copy(whole("npy").data_dir / "index.json", world.data_dir / "index.json")
+    assert status() == ("0-2", False)
+    path_of(world, "idx").unlink()
+    assert status() == ("0,2", False)
+    shutil.copy(whole("npy").data_dir / "shard-00001.json", path_of(world, "json"))
+    assert status()[0] == "0,2"

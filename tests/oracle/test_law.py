@@ -1,0 +1,399 @@
+"""The loader delivers what tests/oracle/law.py says, sample by sample, whatever happens to a run.
+
+Every document says its number by its first id, so a batch alone tells which samples it has. A machine of
+hypothesis drives the loader and the law side by side: it goes on, resumes on other ranks, jumps to earlier
+and later steps, and amends the run at borders. ``LAW=all`` runs many more of its histories.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.oracle.law import Run, Sample, Source, Weights
+from tests.world import Ranks, World
+
+IS_CAMPAIGN = os.environ.get("LAW") == "all"
+NUM_HISTORIES = {"plain": 150, "mixed": 300} if IS_CAMPAIGN else {"plain": 2, "mixed": 3}
+NUM_RULES = 12 if IS_CAMPAIGN else 6  # of a history
+EOS, FILLER, NUM_WORDS = 7999, 7900, 8000
+ROW = 4  # tokens
+FIRST_ID = {"web": 1, "code": 1001, "books": 1201, "wiki": 1401, "rows": 2001, "large": 3001, "many": 4001}
+SIZES = {"web": 700, "code": 130, "books": 90, "wiki": 60, "rows": 500, "large": 200, "many": 3100}
+LARGE_BYTES = 120_000  # of a sample of ``large``: blocks are as small as their bytes ask for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a run begins with."""
+
+    sources: Sequence[str]
+    size: int = 12  # L
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sizes: Sequence[tuple[int, int]] = ()  # a batch_size_schedule
+    weights: Sequence[tuple[int, Weights]] = ()
+    in_tokens: bool = False  # the weights are shares of tokens
+    later_ticks: Sequence[int] = (1, 2, 3, 4)  # of a step, by an amendment
+
+
+FORMS = {
+    "documents": Form(sources=["web"]),
+    "in order": Form(sources=["web"], options={"shuffle": False}),
+    "grouped": Form(sources=["web"], options={"group_by_length": 3}),
+    "rows": Form(sources=["rows"], options={"boundaries": "segment_ids"}),
+    "joined": Form(sources=["web"], options={"seq_len": ROW}),
+    "sizes by step": Form(sources=["web"], sizes=[(0, 24), (9, 12), (70, 36)]),
+    "large": Form(sources=["large"], size=2),
+    "many": Form(sources=["many"], size=512, later_ticks=(1, 2)),
+    "fewer": Form(sources=["many"], size=128, later_ticks=(1, 2)),
+    "mixture": Form(sources=["web", "code"], weights=[(0, {"web": 2, "code": 1})]),
+    "mixture by step": Form(
+        sources=["code", "web", "books"],
+        weights=[(0, {"code": 1}), (5, {"web": 3, "code": 1}), (75, {"web": 1, "books": 0.3})],
+    ),
+    "mixture by tokens": Form(
+        sources=["books", "code"], weights=[(0, {"books": 0.7, "code": 0.3})], in_tokens=True
+    ),
+    "mixture of groups": Form(
+        sources=["web", "wiki"], weights=[(0, {"web": 1, "wiki": 1})], options={"group_by_length": 2}
+    ),
+    "mixture joined": Form(
+        sources=["code", "wiki"], weights=[(0, {"code": 1, "wiki": 2})], options={"seq_len": ROW}
+    ),
+    "mixture of sizes by step": Form(
+        sources=["code", "books"], weights=[(0, {"code": 3, "books": 2})], sizes=[(0, 12), (3, 24)]
+    ),
+}
+MIXED = ("web", "code", "books", "wiki")
+
+
+def ids_of(source: str, number: int) -> list[int]:
+    """Return the ids of a document: its number, then up to four fillers; a row of ``rows`` is full."""
+    first = FIRST_ID[source] + number
+    if source == "rows":
+        return [first, FILLER, FILLER, EOS]
+    return [first, *range(FILLER, FILLER + number * number % 5)]
+
+
+@functools.cache
+def joined(source: str) -> list[int]:
+    """Return the stream of tokens that ``seq_len`` cuts into rows."""
+    return [token for number in range(SIZES[source]) for token in [*ids_of(source, number), EOS]]
+
+
+@dataclass(frozen=True)
+class Data:
+    root: Path
+
+    def source(self, name: str, form: Form) -> Source:
+        lengths = [len(ids_of(name, number)) for number in range(SIZES[name])]
+        if "seq_len" in form.options:
+            lengths = [ROW] * (len(joined(name)) // ROW)
+        return Source(lengths, sum(tar.stat().st_size for tar in (self.root / name / "data").glob("*.tar")))
+
+    def run(self, form: Form, seed: int) -> Run:
+        return Run(
+            {name: self.source(name, form) for name in form.sources},
+            sizes=form.sizes or [(0, form.size)],
+            weights=[(step, self.in_samples(form, weights)) for step, weights in form.weights],
+            seed=seed,
+            group=form.options.get("group_by_length", 1),
+            shuffle=form.options.get("shuffle", True),
+        )
+
+    def in_samples(self, form: Form, weights: Weights) -> Mapping[str, Any]:
+        if not form.in_tokens:
+            return weights
+        means = {name: Fraction(len(joined(name)) / SIZES[name] - 1) for name in weights}  # no EOS is stored
+        return {name: Fraction(str(weight)) / means[name] for name, weight in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    root = tmp_path_factory.mktemp("law")
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(NUM_WORDS)}, "w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=f"w{NUM_WORDS - 2}", eos_token=f"w{EOS}"
+    ).save_pretrained(root / "words")
+    for name, size in SIZES.items():
+        documents = [ids_of(name, number) for number in range(size)]
+        if name == "large":
+            write_large_tars(root / name / "data", documents)
+            continue
+        lines = [" ".join(f"w{token}" for token in ids if token != EOS) + "\n" for ids in documents]
+        World(root / name, tokenizer=root / "words").raw({"lines.txt": "".join(lines)}).make(
+            num_shards=3, **({"record": "packed", "seq_len": ROW} if name == "rows" else {})
+        )
+    return Data(root)
+
+
+def write_large_tars(folder: Path, documents: list[list[int]]) -> None:
+    """Write tars as webdataset's users do, with pictures that no language model reads."""
+    folder.mkdir(parents=True)
+    for shard in range(2):
+        with webdataset.TarWriter(str(folder / f"part-{shard}.tar")) as writer:
+            for number, ids in enumerate(documents):
+                if number * 2 // len(documents) == shard:
+                    picture = bytes(LARGE_BYTES)
+                    writer.write({"__key__": f"s{number}", "token_ids.json": ids, "picture.bin": picture})
+
+
+class Pair:
+    """The loaders of all ranks of a run, and the law beside them."""
+
+    def __init__(self, data: Data, form: Form, seed: int) -> None:
+        self.data, self.form, self.seed = data, form, seed
+        self.law = data.run(form, seed)
+        self.sizes, self.weights = form.sizes, form.weights
+        self.sources = [*form.sources]
+        self.ever = [*form.sources]  # that the run has had
+        self.step, self.amended_at = 0, 0
+        self.ranks = self.load(None)
+
+    def load(
+        self,
+        state: Mapping[str, Any] | None,
+        *,
+        world_size: int = 1,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> Ranks:
+        arguments: dict[str, Any] = {"order_batch_size": self.law.size, "seed": self.seed, "state": state}
+        if len(self.sizes) > 1:
+            arguments["batch_size_schedule"] = self.sizes
+        else:
+            arguments["global_batch_size"] = self.sizes[0][1] if self.sizes else self.form.size
+        folders: Any = {name: self.data.root / name / "data" for name in self.sources}
+        if self.weights:
+            arguments["weights_in"] = "tokens" if self.form.in_tokens else "samples"
+            if len(self.weights) > 1:
+                arguments["weights_schedule"] = self.weights
+            else:
+                arguments["weights"] = self.weights[0][1]
+        else:
+            (folders,) = folders.values()
+        arguments |= {**self.form.options, **options}
+        return Ranks(
+            folders,
+            model_id=self.data.root / "words",
+            world_size=world_size,
+            batch_size=batch_size or self.law.size // world_size,
+            **arguments,
+        )
+
+    def check(self, num_steps: int) -> None:
+        """Take steps, and compare each with the law."""
+        for _ in range(num_steps):
+            delivered, expected = self.ranks.step(), self.law.step(self.step)
+            told = [self.ids(sample) for sample in chain(*expected)]
+            assert [sample["input_ids"] for sample in delivered] == told, f"step {self.step}"
+            self.step += 1
+        state = self.ranks.state()
+        for loader in self.ranks.loaders:
+            assert loader.state_at(self.step) == state
+            assert loader.num_steps_delivered == self.step
+
+    def ids(self, sample: Sample) -> list[int]:
+        if "seq_len" not in self.form.options:
+            return ids_of(sample.source, sample.number)
+        tokens = joined(sample.source)
+        first = self.law.orders[sample.source].offset(sample.epoch, len(tokens)) + sample.number * ROW
+        return [tokens[place % len(tokens)] for place in range(first, first + ROW)]
+
+    def resume(self, step: int, **options: Any) -> None:
+        """Go on from the state after ``step`` steps, with new loaders."""
+        state = self.ranks.loaders[0].state_at(step)
+        self.ranks.close()
+        if step < self.step:
+            self.sources = [*self.ever]  # an earlier step may need a source that was dropped
+        self.ranks, self.step = self.load(state, **options), step
+
+    def first_of_epoch(self, epoch: int) -> int:
+        return next(step for step in range(10**6) if self.law.position(step)[0] == epoch)
+
+    def next_border(self, number: int) -> int | None:
+        """Return the step of one of the next borders behind the last amendment; None where there is none."""
+        first = max(self.step, self.amended_at + 1)
+        borders = [step for step in range(first, first + 500) if self.law.is_border(step)]
+        return borders[number] if number < len(borders) else None
+
+    def amend(
+        self,
+        *,
+        sizes: Sequence[tuple[int, int]] = (),
+        weights: Sequence[tuple[int, Weights]] = (),
+    ) -> None:
+        """Amend the run where it stands. ``sizes`` and ``weights`` are schedules, from step 0 on."""
+        if sizes:
+            self.sizes = sizes
+        if weights:
+            self.weights = weights
+            named = dict.fromkeys(chain(*(held for _, held in weights)))
+            self.sources = [*named]
+            self.ever += [name for name in named if name not in self.ever]
+        self.law.amend(
+            self.step,
+            {name: self.data.source(name, self.form) for name in self.sources},
+            sizes=[(max(first, self.step), size) for first, size in sizes],
+            weights=[
+                (max(first, self.step), self.data.in_samples(self.form, held)) for first, held in weights
+            ],
+        )
+        self.amended_at = self.step
+        state = self.ranks.loaders[0].state_at(self.step)
+        self.ranks.close()
+        self.ranks = self.load(state, amend=True)
+
+
+def mixtures() -> st.SearchStrategy[Weights]:
+    return st.dictionaries(st.sampled_from(MIXED), st.sampled_from([1, 2, 7, 0.3]), min_size=1)
+
+
+def schedules(values: st.SearchStrategy[Any], step: int) -> st.SearchStrategy[Any]:
+    """Return what holds from a step on: one value, or two."""
+    later = st.tuples(st.integers(step + 1, step + 70), values)
+    return st.tuples(st.tuples(st.just(0), values), later) | st.tuples(st.tuples(st.just(0), values))
+
+
+def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedStateMachine]:
+    """Return a machine that drives runs of one form."""
+    group = form.options.get("group_by_length", 1)
+    numbers_of_ticks = st.sampled_from(form.later_ticks)
+
+    class Histories(RuleBasedStateMachine):
+        @initialize(seed=st.integers(0, 2**63))
+        def begin(self, seed: int) -> None:
+            self.pair = Pair(data, form, seed)
+
+        @rule(drawn=st.data(), num_steps=st.integers(1, 4), loaders=st.sampled_from(["old", "new", "new"]))
+        def go_on(self, drawn: st.DataObject, num_steps: int, loaders: str) -> None:
+            """With new loaders: on other ranks, with other batches, anywhere in the run's past and future."""
+            if loaders == "new":
+                size = self.pair.law.size
+                worlds = [world for world in (1, 2, 3, 4, 6) if size // group % world == 0]
+                world = drawn.draw(st.sampled_from(worlds))
+                share = size // world
+                batch_sizes = [number for number in range(1, share + 1) if share % number == 0]
+                self.pair.resume(
+                    drawn.draw(st.just(self.pair.step) | st.integers(0, 400)),
+                    world_size=world,
+                    batch_size=drawn.draw(st.sampled_from(batch_sizes[-3:])),
+                    num_workers=drawn.draw(st.sampled_from(workers)),
+                )
+            self.pair.check(num_steps)
+
+        @rule(drawn=st.data(), border=st.integers(0, 1))
+        def amend_sizes(self, drawn: st.DataObject, border: int) -> None:
+            step = self.pair.next_border(border)
+            # Sizes stay while a change of weights lies ahead: its tick would move, and whether its round
+            # begins anew then is not promised.
+            assume(step is not None and not self.pair.law.weights_change_after(step))
+            sizes = drawn.draw(schedules(numbers_of_ticks, step))
+            self.amend(step, sizes, ())
+
+        @precondition(lambda self: form.weights)
+        @rule(drawn=st.data(), border=st.integers(0, 1), also_sizes=st.booleans())
+        def amend_weights(self, drawn: st.DataObject, border: int, also_sizes: bool) -> None:
+            step = self.pair.next_border(border)
+            assume(step is not None)
+            weights = drawn.draw(schedules(mixtures(), step))
+            assume(self.pair.law.has_other_weights(step, weights[0][1]))
+            self.amend(step, drawn.draw(schedules(numbers_of_ticks, step)) if also_sizes else (), weights)
+
+        def amend(
+            self, step: int, sizes: Sequence[tuple[int, int]], weights: Sequence[tuple[int, Weights]]
+        ) -> None:
+            self.pair.resume(step)
+            self.pair.amend(
+                sizes=[(first, num_ticks * self.pair.law.size) for first, num_ticks in sizes], weights=weights
+            )
+            self.pair.check(2)
+
+        def teardown(self) -> None:
+            if hasattr(self, "pair"):
+                self.pair.ranks.close()
+
+    return Histories
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_first_steps_and_those_around_the_end_of_an_epoch_are_the_laws(data: Data, form: str) -> None:
+    pair = Pair(data, FORMS[form], seed=11)
+    pair.check(3)
+    pair.resume(pair.first_of_epoch(1) - 1)
+    pair.check(3)
+    pair.ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_the_law_and_the_loader_give_each_sample_of_an_epoch_once(data: Data, form: str) -> None:
+    """All but fewer than a step takes. Of a mixture, each source has epochs of its own."""
+    pair = Pair(data, FORMS[form], seed=5)
+    num_steps = min(pair.first_of_epoch(2), 150)
+    expected = Counter(chain(*(chain(*pair.law.step(step)) for step in range(num_steps))))
+    assert max(expected.values()) == 1
+    epochs = Counter((sample.source, sample.epoch) for sample in expected)
+    for (source, epoch), count in epochs.items():
+        if (source, epoch + 1) in epochs and not form.startswith("mix"):
+            assert len(pair.law.orders[source].lengths) - count < max(size for _, size in pair.law.sizes)
+    delivered = Counter[tuple[int, ...]]()
+    for step in pair.ranks.take(num_steps):
+        delivered.update(tuple(sample["input_ids"]) for sample in step)
+    told = Counter[tuple[int, ...]]()
+    for sample, count in expected.items():
+        told[tuple(pair.ids(sample))] += count
+    assert delivered == told
+    if pair.law.tick_of(num_steps) == sum(len(pair.law.step(step)) for step in range(num_steps)):
+        # Today ticks that an epoch leaves unused are counted, too.
+        counts = Counter(sample.source for sample in expected)
+        assert pair.ranks.loaders[0].source_samples == (counts if FORMS[form].weights else {})
+    pair.ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(data: Data, form: str) -> None:
+    run_machine(data, FORMS[form], [0], NUM_HISTORIES["mixed" if FORMS[form].weights else "plain"])
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("form", ["grouped", "mixture"])
+def test_a_run_is_the_laws_with_workers(data: Data, form: str) -> None:
+    run_machine(data, FORMS[form], [0, 1, 2], num_histories=1)
+
+
+def run_machine(data: Data, form: Form, workers: Sequence[int], num_histories: int) -> None:
+    run_state_machine_as_test(
+        machine(data, form, workers),
+        settings=settings(
+            max_examples=num_histories,
+            stateful_step_count=NUM_RULES,
+            derandomize=not IS_CAMPAIGN,
+            database=None,
+        ),
+    )

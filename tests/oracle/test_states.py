@@ -1,0 +1,125 @@
+"""A state that is damaged, or of another run, is refused, or the run goes on as it would have."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loader import OtherRun, ShardprepError, UsageError
+from tests.world import Ranks, World, hostile_text
+
+MIXED = {"weights": {"ko": 2, "en": 1}, "weights_in": "samples", "global_batch_size": 6}
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {"global_batch_size": 6},
+    "schedule": {"batch_size_schedule": [(0, 6), (5, 12)]},
+    "mixture": MIXED,
+    "amended": MIXED,
+}
+WRONG = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", [], {}, True)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("states")
+    for seed, name in enumerate(("ko", "en")):
+        World(root / name).raw({"a.txt": hostile_text(160, seed)}).make()
+    World(root / "packed").raw({"a.txt": hostile_text(160)}).make(record="packed", seq_len=16)
+    return root
+
+
+def open_ranks(root: Path, form: str, **options: Any) -> Ranks:
+    folders: Any = root / "ko" / "data"
+    if "weights" in {**FORMS[form], **options}:
+        folders = {name: root / name / "data" for name in ("ko", "en")}
+    return Ranks(options.pop("folder", folders), **{**FORMS[form], **options})
+
+
+def state_of(root: Path, form: str) -> dict[str, Any]:
+    with open_ranks(root, form) as ranks:
+        state = json.loads(json.dumps(ranks.loaders[0].state_at(64)))
+    if form == "amended":
+        with open_ranks(root, form, weights={"ko": 1, "en": 3}, amend=True, state=state) as ranks:
+            ranks.take(2)
+            state = ranks.state()
+    return state
+
+
+def damaged(state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the state without each of its values in turn, and with others in its place."""
+    for key in state:
+        without = copy.deepcopy(state)
+        del without[key]
+        yield f"no {key}", without
+        texts = [state[key][:-1], state[key] + "0"] if isinstance(state[key], str) else []
+        for wrong in [*WRONG, *texts]:
+            if wrong != state[key] or type(wrong) is not type(state[key]):
+                yield f"{key} {wrong!r}", {**copy.deepcopy(state), key: wrong}
+        if isinstance(state[key], dict):
+            for how, value in damaged(state[key]):
+                yield f"{key}: {how}", {**copy.deepcopy(state), key: value}
+
+
+# Other values of these are states as good as any.
+FREE = ("epoch", "step", "num_micro", "skipped", "block_samples", "window_samples")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_damaged_state_is_refused_or_makes_no_difference(data: Path, form: str) -> None:
+    state = state_of(data, form)
+    options = {"weights": {"ko": 1, "en": 3}} if form == "amended" else {}
+    num_refused = num_free = 0
+    with open_ranks(data, form, **options) as ranks:
+        (loader,) = ranks.loaders
+
+        def next_step() -> Any:
+            ids = next(iter(loader))["input_ids"].tolist()
+            return ids, [loader.state_dict()[name] for name in ("epoch", "step", "num_micro")]
+
+        loader.load_state_dict(state)
+        expected = next_step()
+        for how, other in damaged(state):
+            try:
+                loader.load_state_dict(other)
+            except ShardprepError:
+                num_refused += 1
+                continue
+            if any(name in how for name in FREE):
+                num_free += 1
+            else:
+                assert next_step() == expected, how
+    assert num_refused > 100
+    assert num_free < 25
+
+
+def test_the_state_of_another_run_is_refused(data: Path) -> None:
+    state = state_of(data, "plain")
+    others: list[dict[str, Any]] = [
+        {"seed": 1}, {"shuffle": False}, {"group_by_length": 2}, {"max_length": 5}, {"seq_len": 16},
+        {"global_batch_size": 12}, {"folder": data / "en" / "data"}, {"folder": data / "packed" / "data"},
+        {"folder": [data / "ko" / "data", data / "en" / "data"]}, dict(MIXED),
+        {"global_batch_size": None, "batch_size_schedule": [(0, 12), (70, 6)]},
+    ]  # fmt: skip
+    for options in others:
+        with open_ranks(data, "plain", **options) as ranks:
+            for loader in ranks.loaders:
+                with pytest.raises(OtherRun):
+                    loader.load_state_dict(state)
+
+
+def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path) -> None:
+    with open_ranks(data, "plain", batch_size=2) as ranks:
+        (loader,) = ranks.loaders
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+        assert not loader.ends_step
+    with open_ranks(data, "plain", batch_size=3) as ranks, pytest.raises(UsageError):
+        ranks.loaders[0].load_state_dict(state)
+    with open_ranks(data, "plain", batch_size=2, world_size=3) as ranks, pytest.raises(UsageError):
+        ranks.loaders[0].load_state_dict(state)

@@ -33,18 +33,16 @@ from loader.batches import (
 from loader.boundaries import Boundary, boundary_names
 from loader.find_shards import (
     InputShards,
-    ReadCheck,
     ShardSet,
     SizeCheck,
     SplitName,
-    check_read_check,
     document_split,
     find_sources,
 )
 from loader.mixture import Mixture, Schedule
 from loader.order import ORDER_VERSION, Order
 from loader.ranks import find_process_rank
-from loader.reading import STALL_WARNING_S, ReaderContext, ReaderIndex
+from loader.reading import ReaderContext, ReaderIndex
 from loader.samples import LongDocuments, SampleRules, Samples, make_samples
 from loader.staged_copies import warn_of_missing_copies
 from loader.state import Ramp, RunSteps, ramp_sizes
@@ -227,9 +225,7 @@ def get_llama3_dataloader(
     device_mesh: Any = None,
     process_group: Any = None,
     staged_dir: str | os.PathLike[str] | None = None,
-    read_check: ReadCheck = "none",
     cache_dir: str | os.PathLike[str] | None = None,
-    stall_warning_s: float = STALL_WARNING_S,
 ) -> TokenLoader:
     """Return batches of a data set's token ids for this rank, shuffled anew each epoch.
 
@@ -334,10 +330,7 @@ def get_llama3_dataloader(
         Storage:
             staged_dir: a folder on this node that ``shardprep stage DATA --to`` has filled. A shard without a
                 whole copy there is read from where it was found. Batches and state do not change.
-            read_check: ``"crc"`` compares what is read with the checksums of ``shardprep verify DATA
-                --crcs``, and refuses a flipped bit by tar, sample and bytes.
             cache_dir: where webdataset copies tars that are no local files.
-            stall_warning_s: log a read that takes longer than this many seconds, with its shard.
 
     Returns:
         A TokenLoader; see there for epochs and for the state. Batches hold int64[batch_size, seq]
@@ -391,9 +384,7 @@ def get_llama3_dataloader(
     warn_of_missing_copies(shards, staged_dir)
     context = ReaderContext(
         reader_index=ReaderIndex(number=who.rank, count=who.world_size),
-        stall_warning_s=stall_warning_s,
         staged_dir=staged_dir,
-        compares_crcs=check_read_check(read_check, shards, looks=who.rank == 0),
     )
     size_check = SizeCheck(shards) if who.rank == 0 else None
     tokenizer = choose_tokenizer(shards, model_id)

@@ -21,7 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
@@ -65,13 +65,10 @@ from shardprep.format.manifest import (
     read_manifest,
 )
 from shardprep.format.names import (
-    CRCS_DIR,
     INDEX_NAME,
     LEAST_FRACTION,
     MOST_FRACTION,
     PLAN_NAME,
-    crcs_command,
-    crcs_path,
     id_ranges,
     idx_path,
     manifest_path,
@@ -508,34 +505,6 @@ def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
         expected=None if missing else first.expected_bytes,
         remedy=remedy,
     )
-
-
-ReadCheck = Literal["none", "crc"]
-
-
-def check_read_check(read_check: ReadCheck, shards: ShardSet, *, looks: bool) -> bool:
-    """Whether crc32s are to be compared.
-
-    ``looks``: list the folders of crc32s, so that missing ones are known at the start; one rank is enough.
-    """
-    check_choice("read_check", read_check, ReadCheck)
-    for source in shards.sources if read_check == "crc" else ():
-        if isinstance(source, ExternalTar):
-            raise UsageError(
-                f'{source.path} is a tar of others, of which there are no crc32s; read_check="crc" is for '
-                "data sets that shardprep wrote"
-            )
-        if not looks:
-            continue
-        place = source.folder / CRCS_DIR
-        found = set(with_retries(f"{place} cannot be listed", partial(names_in, place)))
-        wanted = [crcs_path(source.folder, shard_id).name for shard_id in source.shard_ids.tolist()]
-        if missing := [name for name in wanted if name not in found]:
-            raise MissingShard(
-                f'read_check is "crc", and {len(missing)} of {len(wanted)} shards have no crc32s in {place}, '
-                f"such as {missing[0]}; run: {crcs_command(source.folder)}, where the data set lies on disk"
-            )
-    return read_check == "crc"
 
 
 class ExcludedShards:

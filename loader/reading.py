@@ -1,8 +1,8 @@
 """Open shards, and read the bytes of any set of samples: neighbours in one read, each byte once.
 
-``OpenShards`` holds what a process has open, and tries again after errors; ``StallWatch`` logs which shard a
-read hangs in. Opening checks sizes and headers. A small idx is read at once, of a large one only the parts
-that are asked for; without an idx the headers of the tar are scanned instead.
+``OpenShards`` holds what a process has open, and tries again after errors. Opening checks
+sizes and headers. A small idx is read at once, of a large one only the parts that are asked for; without an
+idx the headers of the tar are scanned instead.
 
 ``opening_order`` chooses with which shard a process begins. If every rank and worker began with the lowest,
 the start of a job would be as slow as the one storage target (OST) that holds it. Batches do not depend on
@@ -15,12 +15,9 @@ import contextlib
 import logging
 import os
 import resource
-import threading
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -33,14 +30,13 @@ from loader.staged_copies import StagedCopies, recheck_command
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry
-from shardprep.format.idx import RecordFile, open_crcs, open_idx
+from shardprep.format.idx import RecordFile, open_idx
 from shardprep.format.names import idx_path
 
 logger = logging.getLogger(__name__)
 
-Part = Literal["tar", "idx", "crcs"]  # a file of a shard
+Part = Literal["tar", "idx"]  # a file of a shard
 MAX_OPEN_SHARDS = 128
-STALL_WARNING_S = 60.0
 HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
 
 
@@ -56,22 +52,19 @@ class OpenShard:
     row_tokens: int  # of a packed row, else 0
     has_mask: bool  # a byte per token of each row says which have a label
     remedy: str
-    crcs: RecordFile | None  # open, where they are to be compared
     is_copy: bool = False  # staged, so the data set has the same bytes
     sums: dict[str, Int64s] = field(default_factory=dict)  # what its readers keep with it
 
     def close(self) -> None:
         self.tar.close()
-        for records in (self.idx, self.crcs):
-            if records is not None:
-                records.file.close()
+        if self.idx is not None:
+            self.idx.file.close()
 
 
-def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path | None = None) -> OpenShard:
-    """Open one shard of a source; with ``crcs_from``, the crc32s that lie in this data set, too."""
+def open_shard(source: DatasetShards | ExternalTar, row: int) -> OpenShard:
+    """Open one shard of a source."""
     path, remedy = source.path_of(row), source.remedy_of(row)
     expected = source.tar_bytes if isinstance(source, ExternalTar) else int(source.tar_bytes[row])
-    crcs: RecordFile | None = None
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
         try:
             tar = opened.enter_context(ReadFile(path))
@@ -89,11 +82,9 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
         if isinstance(source, ExternalTar):
             samples: TarSamples | RecordFile = source.samples
         else:
-            # Of a tar alone nobody can tell which samples are for validation, nor where crc32s belong.
-            can_scan = crcs_from is None and source.num_validation is None
+            # Of a tar alone nobody can tell which samples are for validation.
+            can_scan = source.num_validation is None
             samples = _samples_of(source, row, opened, can_scan=can_scan)
-            if crcs_from is not None:
-                crcs = _crcs_of(source, row, opened, crcs_from)
         idx: RecordFile | None = None
         held: Any = None
         if isinstance(samples, TarSamples):
@@ -118,7 +109,6 @@ def open_shard(source: DatasetShards | ExternalTar, row: int, *, crcs_from: Path
         row_tokens=source.row_tokens,
         has_mask=source.has_mask,
         remedy=remedy,
-        crcs=crcs,
     )
 
 
@@ -149,18 +139,6 @@ def _samples_of(
     return samples
 
 
-def _crcs_of(source: DatasetShards, row: int, opened: contextlib.ExitStack, folder: Path) -> RecordFile:
-    """The crc32s of a shard's samples, open."""
-    crcs = open_crcs(folder, source.spec, int(source.shard_ids[row]), str(source.tar_sha256[row]))
-    opened.enter_context(crcs.file)
-    if crcs.num_samples != source.num_samples[row]:
-        raise BrokenShard(
-            f"{crcs.file.path} has the crc32s of {crcs.num_samples} of {source.num_samples[row]} samples; "
-            f"{crcs.remedy}"
-        )
-    return crcs
-
-
 class OpenShards:
     """The shards that a process has open, by their number through all sources: the latest ones.
 
@@ -168,15 +146,11 @@ class OpenShards:
     fails is tried again; a copy that cannot be read is left, and the shard opened in its data set.
     """
 
-    def __init__(
-        self, shards: ShardSet, *, copies: StagedCopies | None, compares_crcs: bool, stall_warning_s: float
-    ) -> None:
+    def __init__(self, shards: ShardSet, *, copies: StagedCopies | None) -> None:
         self._shards = shards
         self._copies = copies
-        self._compares_crcs = compares_crcs
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self.max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
-        self._watch = StallWatch(stall_warning_s)
 
     def opened(self, number: int) -> OpenShard:
         """A shard, opened if it is not; counted through all sources."""
@@ -189,31 +163,26 @@ class OpenShards:
         source, row = self._shards.locate(number)
         path = source.path_of(row)
         for delay_s in (*RETRY_DELAYS_S, None):
-            self._watch.begin(path, 0)
             try:
                 self._open[number] = self._opened(source, row)
                 break
             except (OSError, BrokenShard, ReadWriteError) as error:
-                self._watch.end()
                 wait_to_retry(f"{path} cannot be opened", error, delay_s)
-            finally:
-                self._watch.end()
         return self._open[number]
 
     def _opened(self, source: DatasetShards | ExternalTar, row: int) -> OpenShard:
         """A shard's staged copy, if there is one that can be opened; else the shard itself."""
         if isinstance(source, ExternalTar):
             return open_shard(source, row)
-        crcs_from = source.folder if self._compares_crcs else None  # copies have none of their own
         if self._copies is not None and (copy := self._copies.find(source, row)) is not None:
             try:
-                shard = open_shard(copy, row, crcs_from=crcs_from)
+                shard = open_shard(copy, row)
             except (OSError, ShardprepError) as error:
                 self._copies.leave(copy.folder, error)
             else:
                 remedy = f"run: {recheck_command(source, copy.folder)}"
                 return replace(shard, is_copy=True, remedy=remedy)
-        return open_shard(source, row, crcs_from=crcs_from)
+        return open_shard(source, row)
 
     def fill(self, number: int, offset: int, target: memoryview, part: Part = "tar") -> None:
         """Read bytes of a shard's file, all; those of one that is not open after all are left unread."""
@@ -224,18 +193,15 @@ class OpenShards:
             if opened is None:
                 return
             file = opened.file if isinstance(opened, RecordFile) else opened
-            self._watch.begin(file.path, offset + done)
             try:
                 while done < len(target):
                     done += file.read_some(target[done:], offset + done)
             except (OSError, BrokenShard) as error:
-                if part == "crcs" or not self.leave_copy(shard, error):
+                if not self.leave_copy(shard, error):
                     wait_to_retry(f"{file.path} cannot be read at byte {offset + done}", error, delay_s)
                 self.drop(number)  # a stale handle stays stale
             else:
                 return
-            finally:
-                self._watch.end()
 
     def leave_copy(self, shard: OpenShard, error: Exception) -> bool:
         """Leave a shard that cannot be read if it is a copy; whether it was: opening it anew helps then."""
@@ -249,47 +215,6 @@ class OpenShards:
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()
-        self._watch.close()
-
-
-class StallWatch:
-    """A thread that logs a warning for every ``limit_s`` that one read goes on. 0.3 us per read.
-
-    A server of a parallel file system that is gone blocks a read for minutes, and all other ranks with it.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._reading: tuple[float, Path, int] | None = None
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def begin(self, path: Path, offset: int) -> None:
-        """A read begins; the thread starts with the first one, in the process that reads."""
-        self._reading = (time.monotonic(), path, offset)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="stall watch", daemon=True)
-            self._thread.start()
-
-    def end(self) -> None:
-        self._reading = None
-
-    def close(self) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _watch(self) -> None:
-        said = 0.0
-        while not self._ended.wait(self._limit_s / 4):
-            reading, now = self._reading, time.monotonic()
-            if reading is None or now - max(reading[0], said) < self._limit_s:
-                continue
-            said = now
-            logger.warning(
-                "%s: reading at byte %d has taken %.0f s and goes on; is the file system of this shard up?",
-                reading[1], reading[2], now - reading[0],
-            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,11 +242,6 @@ def opening_order(shards: Int64s, reader_index: ReaderIndex) -> Int64s:
     return np.concatenate([shards[first:], shards[:first]])
 
 
-try:  # the same numbers: 1.2 us for 32 KiB, where zlib's takes 9 to 19
-    from isal.isal_zlib import crc32
-except ImportError:
-    from zlib import crc32
-
 _ALIGN_BYTES = 64
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
 _MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
@@ -333,9 +253,7 @@ class ReaderContext:
     """How the processes of a rank read; whatever opens shards is given it."""
 
     reader_index: ReaderIndex = ReaderIndex()
-    stall_warning_s: float = STALL_WARNING_S  # a read that takes longer is logged
     staged_dir: str | os.PathLike[str] | None = None  # where copies of shards may lie on this node
-    compares_crcs: bool = False  # of what is read of each sample of a data set
 
 
 class SampleBytes(NamedTuple):
@@ -379,12 +297,9 @@ class ShardReader:
         self._reader_index = (
             reader_index if worker is None else reader_index.of_worker(worker.id, worker.num_workers)
         )
-        self._compares_crcs = context.compares_crcs
         self._files = OpenShards(
             shards,
             copies=None if context.staged_dir is None else StagedCopies(context.staged_dir),
-            compares_crcs=context.compares_crcs,
-            stall_warning_s=context.stall_warning_s,
         )
         self.opened = self._files.opened  # no call more: it is asked several times per read
         self._buffer = np.empty(0, np.uint8)
@@ -469,7 +384,7 @@ class ShardReader:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _file_records(self, number: int, part: Part, rows: slice) -> npt.NDArray[np.void] | None:
-        """Some records of a shard's idx or crc32s; None where it was opened anew, without that file."""
+        """Some records of a shard's idx; None where it was opened anew, without that file."""
         file: RecordFile | None = getattr(self.opened(number), part)
         if file is None:
             return None
@@ -481,7 +396,7 @@ class ShardReader:
         try:
             return file.records(rows, chunks)
         except BrokenShard as error:
-            if part != "idx" or not self._files.leave_copy(self.opened(number), error):
+            if not self._files.leave_copy(self.opened(number), error):
                 raise
         self._files.drop(number)
         return None
@@ -554,15 +469,7 @@ class ShardReader:
             *(each.tolist() for each in (places.shard[first], begin, end - begin, to_buffer)), strict=True
         ):
             self._files.fill(number, at, self._buffer.data[to : to + size])
-        starts = offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
-        if self._compares_crcs:
-            spans = np.stack([starts, num_bytes])
-            for begins, ends in pairwise([*first.tolist(), len(offset)]):
-                number, row = int(places.shard[begins]), int(places.row[begins])
-                rows = slice(row, row + ends - begins)
-                to_tar = int(offset[begins] - starts[begins])
-                self._compare_crcs(number, rows, column, spans[:, begins:ends], to_tar)
-        return starts
+        return offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
 
     def _grow(self, num_bytes: int) -> None:
         used, self._used = self._used, self._used + num_bytes
@@ -570,30 +477,6 @@ class ShardReader:
             grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
             grown[:used] = self._buffer[:used]
             self._buffer = grown
-
-    def _compare_crcs(self, number: int, rows: slice, column: str, places: Int64s, to_tar: int) -> None:
-        """Compare the crc32 of what was read of each sample with those that ``verify --crcs`` wrote.
-
-        ``places``: int64[2, samples], byte in the buffer and number of bytes; ``to_tar``: what makes a byte
-        of the tar of the first. A copy that differs is left, and read elsewhere. Raises BrokenShard.
-        """
-        expected = self._file_records(number, "crcs", rows)
-        while expected is not None:
-            wrong = _first_wrong(self._buffer.data, places, expected[column])
-            if wrong is None:
-                return
-            begin, size = places[:, wrong].tolist()
-            shard = self.opened(number)
-            error = BrokenShard(
-                f"{shard.tar.path}: bytes {begin + to_tar} to {begin + to_tar + size}, of sample "
-                f"{rows.start + wrong}, have not the crc32 that verify --crcs found; the file changed, or a "
-                f"disk or memory fails: shardprep verify {quoted(shard.tar.path.parent)} tells"
-            )
-            if not self._files.leave_copy(shard, error):
-                raise error
-            self._files.drop(number)
-            first, end = int(places[0].min()), int(places.sum(axis=0).max())
-            self._files.fill(number, first + to_tar, self._buffer.data[first:end])
 
     def _check_sizes(self, found: SampleBytes) -> None:
         """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
@@ -621,14 +504,6 @@ def _stretches(rows: Int64s) -> list[slice]:
     """Ascending rows as stretches of consecutive ones."""
     bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
     return [slice(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(bounds)]
-
-
-def _first_wrong(buffer: memoryview, places: Int64s, expected: npt.NDArray[np.uint32]) -> int | None:
-    """The first of some stretches of a buffer whose crc32 is not the expected one; None for none."""
-    begins, sizes = places.tolist()
-    found = [crc32(buffer[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
-    wrong = np.array(found, np.uint32) != expected
-    return int(wrong.argmax()) if wrong.any() else None
 
 
 def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenShard:

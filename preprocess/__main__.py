@@ -168,8 +168,6 @@ def verify(args: argparse.Namespace) -> int:
     from shardprep.format.done import remove_findings, standing_findings
     from shardprep.format.shard_making import source_lines
 
-    if args.fast and args.crcs:
-        raise UsageError("--crcs reads every shard, and --fast none; leave one out")
     if args.deep is not None and args.deep < 1:
         raise UsageError.of_value("--deep", args.deep, "a number of shards from 1")
     folder = args.output_dir
@@ -181,7 +179,6 @@ def verify(args: argparse.Namespace) -> int:
             folder,
             plan,
             fast=args.fast,
-            crcs=args.crcs,
             progress=lambda _: progress.add(1),
             standing={} if args.deep is not None else standing,
         )
@@ -340,7 +337,7 @@ def _rewrite_flags(parser: argparse.ArgumentParser) -> None:
     text = "folder of the new data set; one on the same file system shares its files"
     parser.add_argument("--output_dir", metavar="PATH", type=Path, required=True, help=text)
     _making_flags(parser)
-    parser.set_defaults(shards=None, fast=False, crcs=False, deep=None)
+    parser.set_defaults(shards=None, fast=False, deep=None)
 
 
 def _clean_flags(parser: argparse.ArgumentParser) -> None:
@@ -355,8 +352,6 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     tier.add_argument("--fast", action="store_true", help=text)
     text = "also read the input of N shards by a second reader, and compare (default: 0; without N: 3)"
     tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
-    text = 'also write crcs/, which the loader\'s read_check="crc" compares'
-    parser.add_argument("--crcs", action="store_true", help=text)
     text = "for --deep, folder of the input, if it moved (default: the plan's)"
     parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
 

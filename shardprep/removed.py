@@ -16,6 +16,7 @@ FLAGS = {
     "--pfl": _STRIPE,
     "--dom": _STRIPE,
     "--num_readers": "docs/lustre.md says which layout to choose; --stripe sets it",
+    "--crcs": "verify and stage compare hashes; Lustre has checksums of its own on the wire",
     "--text": "the report is a page for a browser, or --json",
     "--card": "the report is a page for a browser, or --json",
     "--lang": "the report is in English",

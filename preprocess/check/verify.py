@@ -1,15 +1,12 @@
-"""``verify``: prove a data set whole and write index.json; with ``--crcs`` crcs/.
+"""``verify``: prove a data set whole and write index.json.
 
 The fast tier compares manifests, sizes and coverage. The full one reads every byte back, once: hashes, places
-and every token id. ``--crcs`` takes the crc32 of each sample's bytes in the same read, for the loader's
-``read_check="crc"``, at 0.5 to 2 s of CPU per gigabyte (one core; the rest takes 4 to 20, the most for JSON).
+and every token id, at 4 to 20 s of CPU per gigabyte (one core; the most for JSON).
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,20 +20,15 @@ from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import BrokenShard, OtherPlan, ReadWriteError, ShardprepError
 from shardprep.files import (
-    NOT_THERE,
-    STALE_AFTER_S,
     HashedFile,
     errors_named,
-    make_subfolder,
     publish_bytes,
-    read_regular,
-    remove_temporaries,
     with_retries,
 )
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.done import Finding, refuse_found
-from shardprep.format.idx import ChunkCrcs, crcs_dtype, crcs_header, read_idx
+from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import (
     DatasetIndex,
@@ -48,12 +40,9 @@ from shardprep.format.manifest import (
     merge_manifests,
 )
 from shardprep.format.names import (
-    CRCS_DIR,
     INDEX_NAME,
     TAR_END,
-    crcs_path,
     remake_command,
-    shard_name,
     tar_path,
 )
 from shardprep.format.shards import RawIds, ids_of, raw_ids
@@ -61,24 +50,6 @@ from shardprep.format.withdrawals import read_left_out, read_withdrawals
 
 Records = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
-
-
-def _publish_crcs(folder: Path, manifest: Manifest, crcs: Records) -> None:
-    """Write crcs/shard-N.crc of a proved shard unless it is there and right.
-
-    Raises CannotWrite, ReadWriteError or BrokenShard.
-    """
-    shard_id, chunks = manifest.shard_id, ChunkCrcs(crcs.dtype)
-    chunks.add(crcs.tobytes())
-    head = crcs_header(manifest.spec, shard_id, manifest.tar.sha256)
-    content = head + crcs.tobytes() + chunks.table()
-    path = crcs_path(folder, shard_id)
-    with contextlib.suppress(*NOT_THERE, BrokenShard):
-        if read_regular(path, max_bytes=len(content)) == content:
-            return
-    make_subfolder(folder, CRCS_DIR)
-    remove_temporaries(path.parent, shard_name(shard_id), older_than_s=STALE_AFTER_S)
-    publish_bytes(path, content)
 
 
 class _Wrong(Exception):
@@ -103,7 +74,6 @@ def verify_dataset(
     *,
     fast: bool,
     progress: Callable[[int], None],
-    crcs: bool = False,
     standing: Mapping[int, Finding] | None = None,
 ) -> tuple[list[Problem], DatasetIndex | None]:
     """Check every shard of a plan; where all are right, publish index.json and return it.
@@ -112,7 +82,6 @@ def verify_dataset(
     hashes, sample and token counts, places, every id, the tar's end. Both compare the tokenizer's files.
     ``standing``: what a more thorough verify found, which this one cannot take back. A shard that cannot be
     read is tried again, and then a problem of ReadWriteError, which says nothing of the shard.
-    ``crcs``: the full one also writes the crc32s that the loader's ``read_check`` compares.
     ``progress`` is told each shard's tar bytes. Raises NotFound or OtherTokenizer for a changed tokenizer,
     BrokenShard for lists of withdrawn documents that are not as they were, and what publishing raises.
     """
@@ -130,7 +99,7 @@ def verify_dataset(
         check_sizes(folder, manifest)
         _check_coverage(plan, manifest, sizes[shard_id])
         if not fast:
-            _check_bytes(folder, plan, manifest, crcs=crcs)
+            _check_bytes(folder, plan, manifest)
         refuse_found(folder, standing or {}, [shard_id])
         return manifest
 
@@ -178,7 +147,7 @@ def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
             raise _Wrong(f"the manifest of {name} has {has} {what}, other than the plan")
 
 
-def _check_bytes(folder: Path, plan: Plan, manifest: Manifest, *, crcs: bool) -> None:
+def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
     """Compare every byte of a shard's files with its hash, and what they hold; the tar is read once.
 
     A wrong hash is told before what follows from it. Raises BrokenShard, MissingShard or ReadWriteError.
@@ -187,13 +156,11 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest, *, crcs: bool) ->
     with errors_named(path), HashedFile(path) as tar:
         try:
             records = _check_idx(folder, plan, manifest)
-            found = _check_ids(manifest.spec, tar, records, crcs=crcs)
+            _check_ids(manifest.spec, tar, records)
         except (ShardprepError, _Wrong):
             check_hashes(folder, manifest, tar_sha256=tar.sha256())
             raise
         check_hashes(folder, manifest, tar_sha256=tar.sha256())
-    if crcs:
-        _publish_crcs(folder, manifest, found)
 
 
 def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
@@ -265,16 +232,15 @@ def _check_places(manifest: Manifest, records: Records) -> None:
         )
 
 
-def _check_ids(spec: DatasetSpec, tar: HashedFile, records: Records, *, crcs: bool) -> Records:
+def _check_ids(spec: DatasetSpec, tar: HashedFile, records: Records) -> None:
     """That every id is one of the vocabulary, each JSON list has its tokens, and the tar has its end.
 
-    Places were checked. Returns the crc32s of all samples; with ``crcs`` alone they are filled in. A million
-    tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises _Wrong, BrokenShard or ReadWriteError.
+    Places were checked. A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises _Wrong,
+    BrokenShard or ReadWriteError.
     """
-    in_tar = np.argsort(records["offset"], kind="stable")  # as the idx, but for samples for validation
-    records = records[in_tar]
-    found = np.zeros(len(records), crcs_dtype(spec.kind))
-    raws = _read_forward(tar, records, spec.seq_len, found if crcs else None)
+    # In the tar they stand as in the idx, but for samples for validation.
+    records = records[np.argsort(records["offset"], kind="stable")]
+    raws = _read_forward(tar, records)
     try:
         for ids in ids_of(spec, records, raws):
             if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
@@ -286,33 +252,12 @@ def _check_ids(spec: DatasetSpec, tar: HashedFile, records: Records, *, crcs: bo
         raise _Wrong(f"{tar.path} holds token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
         raise _Wrong(f"{tar.path} does not end in two zero blocks")
-    return found[np.argsort(in_tar)]
 
 
-def _read_forward(tar: HashedFile, records: Records, seq_len: int, crcs: Records | None) -> Iterator[RawIds]:
-    """The bytes of all ids in their order, and of each sample the crc32s that ``crcs`` has.
-
-    Document starts and loss masks stand before the ids of their member, so they are read first, and the tar
-    forgets what no later sample needs.
-    """
-    places = [
-        name for name in ("offset", "starts_offset", "mask_offset") if name in (records.dtype.names or ())
-    ]
-    first_needed = np.minimum.reduce([records[name] for name in places]).astype(np.int64)
-    first_needed = np.minimum.accumulate(first_needed[::-1])[::-1]
-    others = [name for name in ("starts", "mask") if crcs is not None and name in (crcs.dtype.names or ())]
+def _read_forward(tar: HashedFile, records: Records) -> Iterator[RawIds]:
+    """Yield the bytes of all ids in their order; the tar forgets what no later sample needs."""
+    first_needed = np.minimum.accumulate(records["offset"].astype(np.int64)[::-1])[::-1]
     for raw in raw_ids(records, tar.read):
-        if crcs is not None:
-            group, data = records[raw.rows], memoryview(raw.data)
-            begins = group["offset"].astype(np.int64) - raw.begin
-            spans = list(zip(begins.tolist(), (begins + group["num_bytes"]).tolist(), strict=True))
-            is_begin = spans[0][0] == 0
-            for column in others if is_begin else ():
-                sizes = 4 * group["num_starts"] if column == "starts" else np.full(len(group), seq_len)
-                parts = zip(group[f"{column}_offset"].tolist(), sizes.tolist(), strict=True)
-                crcs[column][raw.rows] = [zlib.crc32(tar.read(*part)) for part in parts]
-            before = 0 if is_begin else int(crcs["ids"][raw.rows.start])
-            crcs["ids"][raw.rows] = [zlib.crc32(data[max(begin, 0) : end], before) for begin, end in spans]
         yield raw
         is_end = raw.is_last and raw.rows.stop < len(records)
         tar.forget(int(first_needed[raw.rows.stop]) if is_end else raw.begin)

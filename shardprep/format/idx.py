@@ -1,9 +1,7 @@
-"""shard-N.idx: where each sample lies in the tar, and where it came from; and crcs/shard-N.crc.
+"""shard-N.idx: where each sample lies in the tar, and where it came from.
 
-Both are files of records: 64 bytes of header, one record of fixed size per sample, and a crc32 for each 512
-records. They are read, never mapped: where a file system fails, a mapped page is a SIGBUS. crcs/shard-N.crc
-has the crc32 of what the loader reads of each sample, written by ``verify --crcs`` for the loader's
-``read_check="crc"``. Nothing else needs it, and it may be deleted.
+A file of records: 64 bytes of header, one record of fixed size per sample, and a crc32 for each 512 records.
+It is read, never mapped: where a file system fails, a mapped page is a SIGBUS.
 """
 
 from __future__ import annotations
@@ -21,14 +19,12 @@ from shardprep.format.checked_json import unknown_version
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import (
     FORMAT_VERSION,
-    crcs_command,
-    crcs_path,
     idx_path,
     remake_command,
     rerun_command,
 )
 
-HEADER_BYTES = 64  # of IDX_HEADER, and of CRCS_HEADER
+HEADER_BYTES = 64  # of IDX_HEADER
 CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
 CHUNK_CRC = np.dtype("<u4")
 IDX_MAGIC = b"shardidx"
@@ -62,27 +58,8 @@ IDX_ROW = np.dtype(
 )
 # mask_offset: byte in the tar of the row's part of loss_mask, a byte per token
 IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
-CRCS_MAGIC = b"shardcrc"
-CRCS_HEADER = np.dtype(
-    [
-        ("magic", "S8"),
-        ("version", "<u4"),
-        ("kind", "<u4"),  # position in IDX_KINDS
-        ("shard_id", "<u4"),
-        ("tar_sha256", "S16"),  # the first 16 hex digits
-        ("zero", "V28"),
-    ]
-)
-CRCS_DOCUMENT = np.dtype([("ids", "<u4")])  # of the num_bytes at the offset that the idx has
-CRCS_ROW = np.dtype([("ids", "<u4"), ("starts", "<u4")])  # of its part of doc_starts, too
-CRCS_CHAT_ROW = np.dtype([("ids", "<u4"), ("starts", "<u4"), ("mask", "<u4")])  # and of loss_mask
-# The records of each kind of samples, in its idx and in its crc32s; a new kind comes last.
-_KINDS = {
-    "json": (IDX_DOCUMENT, CRCS_DOCUMENT),
-    "npy": (IDX_DOCUMENT, CRCS_DOCUMENT),
-    "packed": (IDX_ROW, CRCS_ROW),
-    "chat": (IDX_CHAT_ROW, CRCS_CHAT_ROW),
-}
+# The records of each kind of samples; a new kind comes last.
+_KINDS = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 IDX_KINDS = tuple(_KINDS)
 MAX_SAMPLES = 2**40
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
@@ -120,12 +97,11 @@ class RecordFile:
 
     def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
         """``header``: its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
-        is_idx = header.startswith(IDX_MAGIC)
-        self.dtype = idx_dtype(kind) if is_idx else crcs_dtype(kind)
+        self.dtype = idx_dtype(kind)
         self.remedy = remedy
         self.file = ReadFile(path)
         try:
-            self._check_header(header, IDX_HEADER if is_idx else CRCS_HEADER)
+            self._check_header(header)
             self.num_samples = self._count_records()
             self.checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # chunks, once compared
             crcs_bytes = len(self.checked) * CHUNK_CRC.itemsize
@@ -135,25 +111,23 @@ class RecordFile:
             raise
         self.crcs = np.frombuffer(crcs, CHUNK_CRC)
 
-    def _check_header(self, expected: bytes, dtype: np.dtype[Any]) -> None:
+    def _check_header(self, expected: bytes) -> None:
         header = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         path, magic = self.file.path, expected[:8]
         if len(header) < HEADER_BYTES or not header.startswith(magic):
-            what = "an idx" if dtype is IDX_HEADER else "a file of crc32s"
             raise BrokenShard(
-                f"{path} is not {what}: it begins {header[:8]!r}, expected {magic!r}",
+                f"{path} is not an idx: it begins {header[:8]!r}, expected {magic!r}",
                 path=path,
                 found=header[:8],
                 expected=magic,
                 remedy=self.remedy,
             )
-        found, wanted = (np.frombuffer(each, dtype)[0] for each in (header, expected))
+        found, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (header, expected))
         if (version := int(found["version"])) != FORMAT_VERSION:
             raise unknown_version(path, version)
-        for name in dtype.names or ():
+        for name in IDX_HEADER.names or ():
             if found[name] != wanted[name]:
-                error = OtherPlan if dtype is IDX_HEADER else BrokenShard
-                raise error(
+                raise OtherPlan(
                     f"{path} was written for {name} {found[name]}, expected {wanted[name]}",
                     path=path,
                     found=found[name],
@@ -235,7 +209,7 @@ class RecordFile:
 
 def idx_dtype(kind: str) -> np.dtype[Any]:
     """Of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
-    return _KINDS[kind][0]
+    return _KINDS[kind]
 
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
@@ -286,30 +260,6 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
         0,
     )
     return np.array([fields], IDX_HEADER).tobytes()
-
-
-def crcs_dtype(kind: str) -> np.dtype[Any]:
-    """Of a record: CRCS_DOCUMENT, CRCS_ROW or CRCS_CHAT_ROW."""
-    return _KINDS[kind][1]
-
-
-def crcs_header(spec: DatasetSpec, shard_id: int, tar_sha256: str) -> bytes:
-    """The 64 bytes that begin a file of crc32s; of the tar's sha256, the first 16 hex digits count."""
-    digits = tar_sha256[:16].encode()
-    fields = (CRCS_MAGIC, FORMAT_VERSION, IDX_KINDS.index(spec.kind), shard_id, digits, bytes(28))
-    return np.array([fields], CRCS_HEADER).tobytes()
-
-
-def open_crcs(folder: Path, spec: DatasetSpec, shard_id: int, tar_sha256: str) -> RecordFile:
-    """Open the crc32s of a shard's samples, and check that they are of this tar.
-
-    Raises MissingShard, UnknownVersion or BrokenShard; OSError where the file system fails.
-    """
-    path, remedy = crcs_path(folder, shard_id), crcs_command(folder)
-    try:
-        return RecordFile(path, spec.kind, crcs_header(spec, shard_id, tar_sha256), remedy)
-    except NOT_THERE:
-        raise MissingShard(f'{path} is missing, and read_check is "crc"', remedy=remedy) from None
 
 
 def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:

@@ -37,7 +37,6 @@ QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
 DIGESTS_DIR = "digests"
 FIELDS_DIR = "fields"
-CRCS_DIR = "crcs"
 WITHDRAWN_DIR = "withdrawn"
 LEFT_OUT_DIR = "left_out"  # of a data set that rewrite made: the lists of the one that it was made from
 DOC_STARTS_FIELD = "doc_starts.npy"
@@ -63,7 +62,6 @@ quarantine_path = _path_of(f"{QUARANTINE_DIR}/{{}}.jsonl")
 ids_path = _path_of(f"{IDS_DIR}/{{}}.jsonl")
 digests_path = _path_of(f"{DIGESTS_DIR}/{{}}.digests")
 fields_path = _path_of(f"{FIELDS_DIR}/{{}}.jsonl")
-crcs_path = _path_of(f"{CRCS_DIR}/{{}}.crc")
 # Of the files that a manifest vouches for, by their names there.
 VOUCHED_PATHS = {
     "tar": tar_path,
@@ -99,11 +97,6 @@ def token_field(record: Record, token_format: TokenFormat) -> str:
 def rerun_command(shard_id: int, folder: Path) -> str:
     """What a user types to make one shard again."""
     return f"shardprep --shard_id {shard_id} --output_dir {quoted(folder)}"
-
-
-def crcs_command(folder: Path) -> str:
-    """What a user types to have the crc32s that the loader's read_check compares."""
-    return f"shardprep verify {quoted(folder)} --crcs"
 
 
 def remake_command(shard_id: int, folder: Path) -> str:

@@ -29,8 +29,6 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
     data = place / "data"
     if name == "load":
         return lambda: (0, loaded(data))
-    if name == "load checked":
-        return lambda: (0, loaded(data, read_check="crc"))
     if name == "load staged":
         return lambda: (0, loaded(data, staged_dir=place / "staged"))
     if name == "load tars":
@@ -48,7 +46,6 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
         "run": lambda: _preprocess("run", data, "--num_proc", 1),
         "verify": lambda: _preprocess("verify", data),
         "verify --fast": lambda: _preprocess("verify", data, "--fast"),
-        "verify --crcs": lambda: _preprocess("verify", data, "--crcs"),
         "stage": lambda: _stage(data, place / "staged"),
         "status": lambda: _slurm("status", data),
         "peek": lambda: _preprocess("peek", data, "--num", 3),

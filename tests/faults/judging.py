@@ -15,9 +15,7 @@ from tests.faults.small_data_sets import SmallDataSet, Stage
 
 Verdict = tuple[Kind, str]
 # Commands that leave no files, or none a second time.
-READERS = frozenset(
-    {"load", "load checked", "load tars", "load staged", "status", "peek", "doctor", "train_tokenizer"}
-)
+READERS = frozenset({"load", "load tars", "load staged", "status", "peek", "doctor", "train_tokenizer"})
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ HITS = (
     Hit("shard", "verified", "shard, done", 0.5),
     Hit("run", "planned", "run", 0.5),
     Hit("verify", "made", "verify", 1),
-    Hit("verify --crcs", "made", "verify --crcs", 0.5),
     Hit("stage", "verified", "stage", 1),
     Hit("submit", "planned", "submit", 0.5),
     Hit("report", "verified", "report", 0.5),

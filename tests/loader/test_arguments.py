@@ -89,7 +89,7 @@ def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data:
                 ("2", ("batch_size", "global_batch_size", "max_padded_tokens"), "a whole number"),
                 (True, ("seq_len", "pad_to_multiple_of", "num_workers", "prefetch_factor"), "a whole number"),
                 (1.0, ("tokens_per_batch", "rank", "world_size", "seed"), "a whole number"),
-                ("1", ("stall_warning_s", "validation_fraction"), "a number above 0"),
+                ("1", ("validation_fraction",), "a number above 0"),
             )
             for name in names
         ),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
-import logging
 import os
 import shutil
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,7 +21,6 @@ from loader.find_shards import find_shards
 from loader.reading import ShardReader
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
 from shardprep.format.idx import CHUNK_RECORDS
-from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -274,28 +271,6 @@ def test_opening_is_tried_again_too(made: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(time, "sleep", slept.append)
     assert epoch(load(made / "json")) == whole
     assert slept == [0.5, 1]
-
-
-def test_a_read_that_hangs_is_named_in_the_log_while_it_hangs(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = set(threading.enumerate())
-    said = threading.Event()
-    lines: list[Any] = []
-    logger = logging.getLogger("loader.reading")
-    monkeypatch.setattr(logger, "warning", lambda *args: (lines.append(args), said.set()))
-    real = os.preadv
-
-    def hanging(*args: Any) -> int:
-        assert said.wait(HANG_S), "nothing was said while the read hung"
-        return real(*args)
-
-    monkeypatch.setattr(os, "preadv", hanging)
-    assert epoch(load(made / "json", stall_warning_s=0.05))
-    template, path, *_ = lines[0]
-    assert "goes on; is the file system of this shard up?" in template
-    assert path.name.endswith(".tar")
-    assert not set(threading.enumerate()) - before
 
 
 def first_orders(folder: Path, **options: Any) -> list[list[int]]:

@@ -162,7 +162,7 @@ def test_the_same_documents_are_held_out_whatever_shards_tokenizer_and_record(
             assert train.ids == ids_of(
                 models[model], [text for text in every if not is_held(digest_of(text))]
             )
-        ended = prep.command("verify", out, "--crcs", "--deep", 3)
+        ended = prep.command("verify", out, "--deep", 3)
         assert ended.code == 0, ended.text
 
 
@@ -282,11 +282,11 @@ def test_the_loader_gives_the_planned_sides_on_every_world(
     prep: Prep, raws: dict[str, Path], tmp_path: Path, record: str
 ) -> None:
     data, model = make(prep, raws, tmp_path / "data", record), prep.model_dir
-    assert prep.command("verify", data, "--crcs").code == 0
+    assert prep.command("verify", data).code == 0
     for split, side in zip(("train", "validation"), sides_of(data), strict=True):
         by_world = [load(data, model, world, split=split) for world in (1, 2, 3)]
         assert by_world[1] == by_world[2] == by_world[0]
-        plain = load(data, model, size=1, split=split, shuffle=False, read_check="crc")
+        plain = load(data, model, size=1, split=split, shuffle=False)
         assert [token for step in plain for ids in step for token in ids] == side.ids
         if record == "documents":
             rows = load(data, model, size=1, split=split, shuffle=False, seq_len=16)

@@ -249,8 +249,8 @@ def test_pairs_of_documents_are_a_kind_of_samples_by_its_packer_and_two_lines(
     change(home / "shardprep/format/names.py", '"packed", "chat"]', '"packed", "chat", "pairs"]')
     change(
         home / "shardprep/format/idx.py",
-        '    "chat": (IDX_CHAT_ROW, CRCS_CHAT_ROW),\n',
-        '    "chat": (IDX_CHAT_ROW, CRCS_CHAT_ROW),\n    "pairs": (IDX_ROW, CRCS_ROW),\n',
+        '"chat": IDX_CHAT_ROW}',
+        '"chat": IDX_CHAT_ROW, "pairs": IDX_ROW}',
     )
     packing = home / "preprocess/make/packing.py"
     change(packing, "# By --pack; ", PAIR_ROWS)
@@ -263,7 +263,7 @@ def test_pairs_of_documents_are_a_kind_of_samples_by_its_packer_and_two_lines(
     plan = ("--input_dir", raw, "--output_dir", data, "--model_id", prep.model_dir, "--num_shards", 2)
     run(prep, home, "preprocess", "plan", *plan, "--record", "pairs", "--seq_len", 128)
     run(prep, home, "preprocess", "run", data, "--num_proc", 1)
-    run(prep, home, "preprocess", "verify", data, "--crcs", "--deep", 2)
+    run(prep, home, "preprocess", "verify", data, "--deep", 2)
     shown = run(prep, home, "preprocess", "peek", data, "--num", 99)
     assert shown.count("--- a document begins") == len(lines)
     assert "document 1 says so" in shown.split(" row 0: ")[1].split(" row 1: ")[0]

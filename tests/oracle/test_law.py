@@ -35,12 +35,12 @@ from tests.oracle.law import Run, Sample, Source, Weights
 from tests.world import Ranks, World
 
 IS_CAMPAIGN = os.environ.get("LAW") == "all"
-NUM_HISTORIES = {"plain": 150, "mixed": 300} if IS_CAMPAIGN else {"plain": 2, "mixed": 3}
+NUM_HISTORIES = {"plain": 150, "mixed": 300} if IS_CAMPAIGN else {"plain": 2, "mixed": 2}
 NUM_RULES = 12 if IS_CAMPAIGN else 6  # of a history
 EOS, FILLER, NUM_WORDS = 7999, 7900, 8000
 ROW = 4  # tokens
 FIRST_ID = {"web": 1, "code": 1001, "books": 1201, "wiki": 1401, "rows": 2001, "large": 3001, "many": 4001}
-SIZES = {"web": 700, "code": 130, "books": 90, "wiki": 60, "rows": 500, "large": 200, "many": 3100}
+SIZES = {"web": 700, "code": 130, "books": 90, "wiki": 60, "rows": 500, "large": 200, "many": 9000}
 LARGE_BYTES = 120_000  # of a sample of ``large``: blocks are as small as their bytes ask for
 
 
@@ -67,6 +67,7 @@ FORMS = {
     "large": Form(sources=["large"], size=2),
     "many": Form(sources=["many"], size=512, later_ticks=(1, 2)),
     "fewer": Form(sources=["many"], size=128, later_ticks=(1, 2)),
+    "long windows": Form(sources=["many"], size=2, options={"group_by_length": 2}),
     "mixture": Form(sources=["web", "code"], weights=[(0, {"web": 2, "code": 1})]),
     "mixture by step": Form(
         sources=["code", "web", "books"],
@@ -91,6 +92,8 @@ MIXED = ("web", "code", "books", "wiki")
 def ids_of(source: str, number: int) -> list[int]:
     """Return the ids of a document: its number, then up to four fillers; a row of ``rows`` is full."""
     first = FIRST_ID[source] + number
+    if source == "many":  # in two words
+        return [FIRST_ID[source] + number // 100, FIRST_ID[source] + 500 + number % 100]
     if source == "rows":
         return [first, FILLER, FILLER, EOS]
     return [first, *range(FILLER, FILLER + number * number % 5)]
@@ -311,7 +314,7 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
             # begins anew then is not promised.
             assume(step is not None and not self.pair.law.weights_change_after(step))
             sizes = drawn.draw(schedules(numbers_of_ticks, step))
-            self.amend(step, sizes, ())
+            self.amend(step, sizes, (), looks_back=drawn.draw(st.booleans()))
 
         @precondition(lambda self: form.weights)
         @rule(drawn=st.data(), border=st.integers(0, 1), also_sizes=st.booleans())
@@ -320,16 +323,25 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
             assume(step is not None)
             weights = drawn.draw(schedules(mixtures(), step))
             assume(self.pair.law.has_other_weights(step, weights[0][1]))
-            self.amend(step, drawn.draw(schedules(numbers_of_ticks, step)) if also_sizes else (), weights)
+            sizes = drawn.draw(schedules(numbers_of_ticks, step)) if also_sizes else ()
+            self.amend(step, sizes, weights, looks_back=drawn.draw(st.booleans()))
 
         def amend(
-            self, step: int, sizes: Sequence[tuple[int, int]], weights: Sequence[tuple[int, Weights]]
+            self,
+            step: int,
+            sizes: Sequence[tuple[int, int]],
+            weights: Sequence[tuple[int, Weights]],
+            *,
+            looks_back: bool,
         ) -> None:
             self.pair.resume(step)
             self.pair.amend(
                 sizes=[(first, num_ticks * self.pair.law.size) for first, num_ticks in sizes], weights=weights
             )
             self.pair.check(2)
+            if looks_back:  # the past is as it was, up to the amendment and across it
+                self.pair.resume(step - 1)
+                self.pair.check(2)
 
         def teardown(self) -> None:
             if hasattr(self, "pair"):
@@ -340,11 +352,16 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
-def test_the_first_steps_and_those_around_the_end_of_an_epoch_are_the_laws(data: Data, form: str) -> None:
+def test_the_first_steps_and_those_at_the_ends_of_a_window_and_of_an_epoch_are_the_laws(
+    data: Data, form: str
+) -> None:
     pair = Pair(data, FORMS[form], seed=11)
     pair.check(3)
-    pair.resume(pair.first_of_epoch(1) - 1)
-    pair.check(3)
+    (of_window, *_) = [order.window_ticks for order in pair.law.orders.values()]
+    of_epoch = pair.first_of_epoch(1)
+    for end in sorted({min(of_window, of_epoch), of_epoch}):
+        pair.resume(end - 1)
+        pair.check(3)
     pair.ranks.close()
 
 

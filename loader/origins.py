@@ -23,7 +23,7 @@ from shardprep.errors import NotFound, UsageError
 from shardprep.files import NOT_THERE
 from shardprep.format.dataset_spec import DatasetSpec, read_input_names
 from shardprep.format.idx import read_idx
-from shardprep.format.input_formats import place_text
+from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.kept_fields import KeptFields
 
 
@@ -60,7 +60,7 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
                 if (found := kept.of(sample, document)) is None:
                     raise UsageError(f"{address}: that sample has no document {document}")
                 number, offset, fields = found
-            place = place_text(_input_names(data.folder)[number], offset)
+            place = place_text(name_of_input(_input_names(data.folder), number), offset)
     return Origin(
         source=name,
         tar=data.path_of(row),

@@ -244,6 +244,7 @@ def opening_order(shards: Int64s, reader_index: ReaderIndex) -> Int64s:
 
 _ALIGN_BYTES = 64
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
+_MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes that an index says were compared
 _MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
 
@@ -316,9 +317,8 @@ class ShardReader:
         table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
         self._used = 0
         if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
-            self._buffer = np.empty(
-                len(samples) * self._shards.tar_bytes // self._shards.num_samples, np.uint8
-            )
+            num_bytes = len(samples) * self._shards.tar_bytes // self._shards.num_samples
+            self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)
         first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]
         for bounds in pairwise([*first[:: min(_SHARDS_AT_ONCE, self._files.max_open)].tolist(), len(shard)]):
             part = slice(*bounds)
@@ -462,6 +462,12 @@ class ShardReader:
             span = wrong.argmax()
             shard = self.opened(int(places.shard[first[span]]))
             raise _misplaced(shard, column, int(begin[span]), int(end[span]))
+        limit = places.limit[_first_of_parts(places.shard[1:] != places.shard[:-1])]
+        if (end - begin).sum() > limit.sum():
+            # Samples lie apart: they have no more than all bytes. A source may deliver one several times.
+            _, num_times = np.unique(np.stack([places.shard, places.row]), axis=1, return_counts=True)
+            if (end - begin).sum() > limit.sum() * num_times.max():
+                raise _misplaced(self.opened(int(places.shard[0])), column, int(begin.min()), int(end.max()))
         held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
         to_buffer = self._used + np.cumsum(held) - held
         self._grow(int(held.sum()))

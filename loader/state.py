@@ -121,7 +121,7 @@ def position_of(
                 expected="a whole number",
             ) from None
     position = Position(*counts)
-    if position.num_micro and state.get("layout") != dict(layout):
+    if position.num_micro and not _are_equal(state.get("layout"), dict(layout)):
         raise UsageError(
             f"the state was saved inside of a step, after {position.num_micro} batches of "
             f"{state.get('layout')}, this loader has {dict(layout)}; save it after the optimizer's step "
@@ -199,7 +199,15 @@ def is_same(name: str, saved: Any, mine: Any) -> bool:
         return is_same_schedule(saved, mine)
     if name == "sources" and isinstance(saved, str) and not _SOURCE_DATA.search(saved):
         return saved == _SOURCE_DATA.sub("", str(mine))  # states of 0.1.0 have them in ``data`` alone
-    return bool(saved == mine)
+    return _are_equal(saved, mine)
+
+
+def _are_equal(saved: Any, mine: Any) -> bool:
+    """Whether two values are; an array in a state is nothing that this loader has."""
+    try:
+        return bool(saved == mine)
+    except (RuntimeError, ValueError, TypeError):
+        return False
 
 
 def _short(value: Any) -> str:

@@ -38,7 +38,7 @@ from shardprep.files import NOT_THERE
 from shardprep.format.checked_json import load_json
 from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx, samples_holding
-from shardprep.format.input_formats import place_text
+from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.names import id_ranges
 from shardprep.format.withdrawals import Withdrawals, withdrawal_path
 
@@ -279,8 +279,7 @@ class SeenSource:
         if records is not None and isinstance(source, DatasetShards):
             record = records[number]
             names, of_input = self._input_names(source.folder), int(record["source"])
-            known = names[of_input] if of_input < len(names) else f"input {of_input}"
-            place = place_text(known, int(record["source_offset"]))
+            place = place_text(name_of_input(names, of_input), int(record["source_offset"]))
             num_documents = int(record["num_starts"]) if source.row_tokens else 1
         return DocumentPart(
             tar=source.path_of(row),

@@ -31,6 +31,7 @@ RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
 _VERSION = 1
 _MAX_BYTES = 64 << 20
 _MOST_REASON_CHARS = 2000
+_MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")
 
@@ -148,15 +149,25 @@ def read_attempts(folder: Path, plan_id: str) -> Attempts:
 
 def _is_log_of(folder: Path, log: str) -> bool:
     """Whether a log lies in DATA/jobs/logs, and is no link that leads elsewhere."""
+    if "\0" in log:
+        return False
     logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     return os.path.dirname(os.path.realpath(log)) == logs  # noqa: PTH120
+
+
+def _whole_of(value: Any) -> int:
+    """A number that a job or a process can have; -1 is a process that has gone. Raises ValueError."""
+    found = int(value)
+    if not -1 <= found < 1 << 63:
+        raise ValueError(f"the number {found}")
+    return found
 
 
 # Of the first and the last line, what is kept as it is said.
 _FACTS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("node", "user", "job_id", "raw_job_id", "log", "stage", "signal", "stopped_by"), str),
-    **dict.fromkeys(("index", "num_restarts", "pid", "pid_began", "num_cpus", "mem_mb"), int),
-    **dict.fromkeys(("exit_code", "killed_by", "left_s", "peak_bytes"), int),
+    **dict.fromkeys(("index", "num_restarts", "pid", "pid_began", "num_cpus", "mem_mb"), _whole_of),
+    **dict.fromkeys(("exit_code", "killed_by", "left_s", "peak_bytes"), _whole_of),
 }
 
 
@@ -178,7 +189,7 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
                 failures[number] = Failure(
                     shard_id=number, exit_code=int(data["exit_code"]), reason=str(data["reason"])
                 )
-        except (ValueError, AttributeError, LookupError, TypeError):
+        except (ValueError, OverflowError, AttributeError, LookupError, TypeError):
             continue
     facts = {**end, **begin}
     try:
@@ -188,14 +199,22 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
             identity=int(begin["identity"]),
             shards=ids_of_ranges(text, end=MAX_SHARDS + 1) if (text := str(begin.get("shards", ""))) else [],
             started_by=str(begin["by"]),
-            began=float(begin["time"]),
+            began=_time_of(begin),
             failures=failures,
-            ended=float(end["time"]) if "time" in end else None,
+            ended=_time_of(end) if "time" in end else None,
             is_out_of_memory=bool(end.get("oom", 0)),
             **{name: kind(facts[name]) for name, kind in _FACTS.items() if name in facts},
         )
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, OverflowError, LookupError, TypeError):
         return None
+
+
+def _time_of(line: Mapping[str, Any]) -> float:
+    """Seconds since 1970. Raises ValueError for a time that is none."""
+    found = float(line["time"])
+    if not 0 <= found <= _MAX_TIME_S:
+        raise ValueError(f"the time {found}")
+    return found
 
 
 def remove_finished(attempts: Iterable[Attempt], is_done: Sequence[bool]) -> None:

@@ -97,6 +97,9 @@ class Program:
         except OSError as error:
             say(f"error: {_unforeseen(error)}")
             return ReadWriteError.exit_code
+        except MemoryError as error:
+            say(f"error: out of memory ({error or 'no more is given'}); nothing that is done was lost")
+            return ReadWriteError.exit_code
         return int(code)
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:

@@ -133,7 +133,8 @@ class ReadFile:
 
     def read_beginning(self, offset: int, num_bytes: int) -> bytes:
         """The first of some bytes, or all; none at the file's end. Raises OSError."""
-        return os.pread(self._handle, num_bytes, offset)
+        # No more than there is: pread takes the memory before it reads.
+        return os.pread(self._handle, min(num_bytes, max(self.status().st_size - offset, 0)), offset)
 
     def read_some(self, target: memoryview, offset: int) -> int:
         """Read into ``target`` from a byte on; returns how many bytes, as reads may be short."""
@@ -146,7 +147,12 @@ class ReadFile:
         return count
 
     def read(self, offset: int, num_bytes: int) -> bytearray:
-        """All of some bytes."""
+        """All of some bytes, compared with the file's size before any memory is taken."""
+        if offset + num_bytes > self.num_bytes:
+            raise BrokenShard(
+                f"{self.path} has {self.num_bytes} bytes, and bytes {offset} to {offset + num_bytes} of it "
+                "are asked for: what names them is damaged, or the file was replaced"
+            )
         data = bytearray(num_bytes)
         view, done = memoryview(data), 0
         while done < num_bytes:
@@ -227,6 +233,21 @@ def read_with_status(path: Path | str, *, max_bytes: int) -> tuple[bytes, os.sta
         raise
     except OSError as error:
         raise _read_error(path, error) from error
+
+
+MAX_LINE_BYTES = 128 << 20  # a record has at most 64 MiB, of which a line of a side file repeats a part
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, each with its end.
+
+    Raises BrokenShard for a line of more than MAX_LINE_BYTES, and what ``read_regular`` raises.
+    """
+    with errors_named(path), os.fdopen(open_regular(path), "rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise BrokenShard(f"{path} has a line of more than {MAX_LINE_BYTES} bytes")
+            yield line
 
 
 def read_beginning(path: Path, num_bytes: int) -> bytes:

@@ -159,7 +159,7 @@ def log_tail(path: Path) -> str:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             return _BEGINS.split(file.read().decode("utf-8", "replace"))[-1]
-    except (OSError, ShardprepError):
+    except (OSError, ValueError, ShardprepError):  # ValueError: a NUL in its name
         return ""
 
 

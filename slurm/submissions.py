@@ -44,6 +44,7 @@ from slurm.request import JobRequest
 JOBS_FOLDER = "jobs"
 _FORMAT = "shardprep-submission"
 _MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
+_MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -139,18 +140,41 @@ def append_event(folder: Path, kind: str, **facts: Any) -> None:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """What happened to a data set, oldest first; a line that is cut short is left out."""
+    """What happened to a data set, oldest first; a line that is none of ours, or cut short, is left out."""
+    path = folder / JOBS_FOLDER / HISTORY_NAME
     try:
-        lines = read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
+        lines = read_regular(path, max_bytes=_MAX_BYTES).split(b"\n")
     except (*NOT_THERE, ShardprepError):
         return []
     events = []
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, BrokenShard):
             event = load_json(line)
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
+            if isinstance(event, dict):
+                _check_event(Fields(path, event))
                 events.append(event)
     return events
+
+
+def _check_event(fields: Fields) -> None:
+    """Check the types of an event's values. Raises BrokenShard, or ValueError for shards that are none."""
+
+    def is_str(value: object) -> bool:
+        return isinstance(value, str)
+
+    fields.number("time", _MAX_TIME_S)
+    fields.right("event", is_str, "a text")
+    for name in ("user", "why", "report"):
+        if fields.has(name):
+            fields.right(name, is_str, "a text")
+    for name in ("round", "number", "failed_core_s"):
+        if fields.has(name):
+            fields.number(name)
+    if fields.has("jobs"):
+        fields.list_of("jobs", is_str, "a job's number")
+    for found in fields.each("causes", Fields.fields).values() if fields.has("causes") else ():
+        ids_of_ranges(found.text("shards"), end=MAX_SHARDS + 1)
+        found.each("nodes", Fields.whole)
 
 
 def event_line(event: dict[str, Any]) -> str:

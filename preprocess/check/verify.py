@@ -28,7 +28,7 @@ from shardprep.files import (
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.done import Finding, refuse_found
-from shardprep.format.idx import read_idx
+from shardprep.format.idx import misplaced_samples, read_idx
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import (
     DatasetIndex,
@@ -213,18 +213,8 @@ def _is_in_bytes(plan: Plan, input_number: int) -> bool:
 
 def _check_places(manifest: Manifest, records: Records) -> None:
     """That ids, starts and masks lie within the tar, with the bytes that they must have."""
-    spec, shard_id, tar_bytes = manifest.spec, manifest.shard_id, manifest.tar.num_bytes
-    tokens, size = records["num_tokens"].astype(np.int64), records["num_bytes"]
-    wrong = records["offset"] + size > tar_bytes
-    if spec.kind == "json":
-        wrong |= size < np.maximum(2, 2 * tokens)  # [7] is the shortest of one token
-    elif spec.kind == "npy":
-        wrong |= size != tokens * spec.dtype.itemsize
-    else:
-        wrong |= (size != spec.seq_len * spec.dtype.itemsize) | (tokens < 1) | (tokens > spec.seq_len)
-        wrong |= records["starts_offset"] > tar_bytes - 4 * records["num_starts"].astype(np.int64)
-        if spec.kind == "chat":
-            wrong |= records["mask_offset"] > tar_bytes - spec.seq_len
+    shard_id, tar_bytes = manifest.shard_id, manifest.tar.num_bytes
+    wrong = misplaced_samples(manifest.spec, records, tar_bytes)
     if wrong.any():
         raise _Wrong(
             f"the idx of shard {shard_id:05d} places sample {int(wrong.argmax())} where it cannot be in a "

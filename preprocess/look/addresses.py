@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import orjson
 from preprocess.plan.plan_file import Plan, PlannedShard
 from shardprep.console import Progress, quoted
 from shardprep.errors import BrokenShard, NotFound, UsageError
-from shardprep.files import errors_named, open_regular
+from shardprep.files import read_lines
 from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import manifest_ids, read_manifest
@@ -89,7 +88,7 @@ def _place_of_id(folder: Path, plan: Plan, wanted: str) -> InInput:
     with Progress("looking for an id", len(shard_ids), unit="shards") as progress:
         for shard_id in shard_ids:
             for place, kept in ids_kept(folder, shard_id):
-                if kept == wanted:
+                if kept == wanted and 0 <= place.input_number < len(plan.inputs):
                     return place
             progress.add(1)
     raise NotFound(f"no document of a finished shard has the id {wanted}")
@@ -98,13 +97,15 @@ def _place_of_id(folder: Path, plan: Plan, wanted: str) -> InInput:
 def ids_kept(folder: Path, shard_id: int) -> Iterator[tuple[InInput, str]]:
     """Place and id of each document of a shard, as --id_field keeps them. Raises BrokenShard."""
     path, remedy = ids_path(folder, shard_id), f"run: {remake_command(shard_id, folder)}"
-    with errors_named(path), os.fdopen(open_regular(path), "rb") as lines:
-        for line in lines:
-            try:
-                input_number, offset, kept = orjson.loads(line)
-            except (ValueError, TypeError):
-                raise BrokenShard(f"{path} has the line {line[:60]!r}; {remedy}") from None
-            yield InInput(input_number, offset), kept
+    for line in read_lines(path):
+        try:
+            input_number, offset, kept = orjson.loads(line)
+            is_right = [type(input_number), type(offset), type(kept)] == [int, int, str]
+        except (ValueError, TypeError):
+            is_right = False
+        if not is_right:
+            raise BrokenShard(f"{path} has the line {line[:60]!r}; {remedy}") from None
+        yield InInput(input_number, offset), kept
 
 
 def samples_at(folder: Path, plan: Plan, place: InInput) -> list[tuple[int, int]]:

@@ -188,7 +188,9 @@ class NanoGpt(Exporter):
         return self.folder / ".done" / shard_name(shard_id)
 
     def is_done(self, shard_id: int) -> bool:
-        return size_of_file(self._target) is not None or super().is_done(shard_id)
+        if size_of_file(self._target) is not None:
+            return True
+        return super().is_done(shard_id) and size_of_file(self._partial) is not None
 
     def write(self, shard: ShardTokens) -> None:
         mark = self.last_file(shard.samples.shard_id)
@@ -213,13 +215,22 @@ class NanoGpt(Exporter):
     def finish(self) -> str:
         if size_of_file(self._target) is None:
             try:
-                self._partial.touch()
                 self._partial.rename(self._target)
                 sync_folder(self.folder)
+            except FileNotFoundError:  # an equal export, at the same time, has renamed it
+                if size_of_file(self._target) is None:
+                    raise ReadWriteError(f"{self._partial} went meanwhile; run this again") from None
             except OSError as error:
                 raise ReadWriteError(f"{self._target} cannot be put in its place: {error.strerror}") from None
+        found, expected = size_of_file(self._target), self.first_token[-1] * self._dtype.itemsize
+        if found != expected:
+            raise ReadWriteError(
+                f"{self._target} has {found} of {expected} bytes; remove it and run this again"
+            )
         with contextlib.suppress(OSError):  # temporaries may be there, of attempts that died
             remove_tree(self.last_file(0).parent)
+        with contextlib.suppress(OSError):  # which an equal export began after this one's was renamed
+            self._partial.unlink()
         return f'nanoGPT: np.memmap("{self._target}", dtype=np.{self._dtype.name}, mode="r")'
 
 
@@ -408,7 +419,12 @@ def export(args: argparse.Namespace) -> int:
         for shard_id in todo:
             with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id][0]) as samples:
                 lengths = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
-                exporter.write(ShardTokens(samples=samples, stored_lengths=lengths, put_eos=put_eos))
+                try:
+                    exporter.write(ShardTokens(samples=samples, stored_lengths=lengths, put_eos=put_eos))
+                except (CannotWrite, ReadWriteError):
+                    # An equal export at the same time, that was faster, has removed this one's temporaries.
+                    if not exporter.is_done(shard_id):
+                        raise
             progress.add(1)
     opened_by = exporter.finish()
     with contextlib.suppress(OSError):  # of attempts that died; whatever a living one would write is there
@@ -448,24 +464,35 @@ def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Say whose export the folder is, once. Raises Refused where it is another's, CannotWrite."""
+    """Say whose export the folder is, once; of two at the same time the first one does.
+
+    Raises Refused where it is another's, CannotWrite, ReadWriteError.
+    """
+    path = folder / _SETTINGS
     try:
-        found = load_json(read_regular(folder / _SETTINGS, max_bytes=1 << 20))
+        if size_of_file(path) is None:
+            make_folder(folder, parents=True)
+            others = [name for name in names_in(folder) if not TEMPORARY_NAME.fullmatch(name)]
+            if others and _SETTINGS not in others:
+                raise Refused(
+                    f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder",
+                    path=folder,
+                    found=others[0],
+                    expected="a fresh folder",
+                )
+            with PublishedFile(path) as file:
+                file.write(json.dumps(settings).encode())
+                file.sync()
+                file.publish_first()
+            sync_folder(folder)
+        found = load_json(read_regular(path, max_bytes=1 << 20))
     except NOT_THERE:
-        make_folder(folder, parents=True)
-        if others := [name for name in names_in(folder) if not TEMPORARY_NAME.fullmatch(name)]:
-            raise Refused(
-                f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder",
-                path=folder,
-                found=others[0],
-                expected="a fresh folder",
-            ) from None
-        publish_bytes(folder / _SETTINGS, json.dumps(settings).encode())
-        return
-    except ValueError:
+        raise ReadWriteError(f"{path} went meanwhile; run this again") from None
+    except (ValueError, BrokenShard):
         found = None
     there = found if isinstance(found, dict) else {}
-    if differing := ", ".join(name for name in settings if there.get(name) != settings[name]):
+    names = {**settings, **there}
+    if differing := ", ".join(name for name in names if there.get(name) != settings.get(name)):
         raise Refused(
             f"--output_dir {folder} holds another export: {differing} differ; choose a fresh folder"
         )

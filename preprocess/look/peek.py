@@ -34,7 +34,7 @@ from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, UsageError
 from shardprep.format.idx import read_idx
-from shardprep.format.input_formats import place_text
+from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.kept_fields import KeptFields
 from shardprep.format.manifest import read_manifest
 from shardprep.format.names import TOKENIZER_DIR, shard_name
@@ -207,7 +207,8 @@ def sample_lines(
     what = "row" if plan.spec.has_rows else "document"
     trained = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
     came = "begins in the document at" if begins_inside else "from"
-    place = place_text(plan.inputs[int(record["source"])].path, int(record["source_offset"]))
+    path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
+    place = place_text(path, int(record["source_offset"]))
     name = f"{shard_name(samples.shard_id)} {what} {number}"
     side = ", for validation" if number >= beside.num_train else ""
     begins = [0] * begins_inside + samples.starts(number).tolist()

@@ -54,6 +54,7 @@ _CHECKS: Sequence[Check] = ("fast", "full", "deep")
 _FORMAT = "shardprep-findings"
 _MAX_BYTES = 64 << 20
 _MOST_MESSAGE_CHARS = 2000
+_MOST_MESSAGES_CHARS = 8 << 20  # of all together: what is written must be readable
 _PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _SHORT_WAIT_S = 2e-4  # for the three files of a shard; a server takes longer
@@ -238,6 +239,7 @@ def publish_findings(
     before: dict[int, Finding] = {}
     with contextlib.suppress(BrokenShard):
         before = read_findings(folder, plan_id)
+    most_chars = min(_MOST_MESSAGE_CHARS, _MOST_MESSAGES_CHARS // len(of_shards))
     findings = {
         number: each
         for number, each in before.items()
@@ -246,7 +248,7 @@ def publish_findings(
     for shard_id, error in of_shards.items():
         if not (digest := _manifest_sha256(folder, shard_id)):
             continue
-        message = str(error)[:_MOST_MESSAGE_CHARS].encode("utf-8", "replace").decode().replace("\0", "?")
+        message = str(error)[:most_chars].encode("utf-8", "replace").decode().replace("\0", "?")
         stands = findings.get(shard_id)  # of a more thorough verify, which alone may take it back
         findings[shard_id] = Finding(
             shard=shard_id,

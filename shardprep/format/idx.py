@@ -18,7 +18,9 @@ from shardprep.files import NOT_THERE, ReadFile
 from shardprep.format.checked_json import unknown_version
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.names import (
+    BLOCK_BYTES,
     FORMAT_VERSION,
+    PACKED_MEMBER_BYTES,
     idx_path,
     remake_command,
     rerun_command,
@@ -245,6 +247,43 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
             return idx.read_all()
     except OSError as error:
         raise ReadWriteError(f"{idx_path(folder, shard_id)} cannot be read: {error.strerror}") from error
+
+
+def least_tar_bytes(spec: DatasetSpec, num_samples: _Number) -> _Number:
+    """Return the least bytes of a tar of so many samples: two blocks a document, the ids of a row."""
+    return num_samples * (spec.seq_len * spec.dtype.itemsize if spec.has_rows else 2 * BLOCK_BYTES)
+
+
+def misplaced_samples(
+    spec: DatasetSpec, records: npt.NDArray[np.void], tar_bytes: int
+) -> npt.NDArray[np.bool_]:
+    """Return which samples cannot be where an idx places them in a tar of this size: bool[samples].
+
+    Their ids, starts and masks must lie within the tar, with the bytes that they must have, and apart; what
+    belongs to a row stands near it. So whoever reads them takes memory by the tar's size at most.
+    """
+    tokens, size = records["num_tokens"].astype(np.int64), records["num_bytes"].astype(np.int64)
+    offset = records["offset"].astype(np.int64)
+    wrong = (offset < 0) | (offset > tar_bytes - size)
+    if spec.kind == "json":
+        wrong |= size < np.maximum(2, 2 * tokens)  # [7] is the shortest of one token
+    elif spec.kind == "npy":
+        wrong |= size != tokens * spec.dtype.itemsize
+    else:
+        row_bytes, num_starts = spec.seq_len * spec.dtype.itemsize, records["num_starts"].astype(np.int64)
+        wrong |= (size != row_bytes) | (tokens < 1) | (tokens > spec.seq_len) | (num_starts > spec.seq_len)
+        # A member has rows of about PACKED_MEMBER_BYTES, or one, and before them at most 9 bytes a token.
+        near = 16 * max(PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
+        places = [("starts_offset", 4 * num_starts)]
+        places += [("mask_offset", np.full(len(records), spec.seq_len))] if spec.kind == "chat" else []
+        for name, num_bytes in places:
+            begin = records[name].astype(np.int64)
+            wrong |= (begin < 0) | (begin > tar_bytes - num_bytes) | (begin < offset - near)
+    in_tar = np.argsort(offset, kind="stable")
+    ends = offset[in_tar] + size[in_tar]
+    overlaps = ends[:-1] > offset[in_tar][1:]
+    wrong[in_tar[:-1][overlaps]] = True
+    return wrong
 
 
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:

@@ -5,6 +5,7 @@ docs/architecture.md ("An input format") says what else to write for a new line.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -112,6 +113,11 @@ def input_kind(path: str) -> InputKind:
 def place_text(path: str, offset: int) -> str:
     """``ko_1.txt byte 4512``, ``a.parquet row 17``."""
     return f"{path} {input_kind(path).unit} {offset}"
+
+
+def name_of_input(names: Sequence[str], number: int) -> str:
+    """Return the name of an input by its number, which an idx or a side file may have got wrong."""
+    return names[number] if 0 <= number < len(names) else f"input {number}, which the plan does not have,"
 
 
 def known_suffixes() -> str:

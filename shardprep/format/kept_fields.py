@@ -6,8 +6,8 @@ found by the idx alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardprep.errors import BrokenShard
-from shardprep.files import ReadFile, errors_named, open_regular
+from shardprep.files import ReadFile, errors_named, read_lines
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import read_idx
 from shardprep.format.names import fields_path, remake_command
@@ -56,14 +56,14 @@ class KeptFields:
             return self._line(file, number) if number < end else None
 
     def _line_begins(self) -> npt.NDArray[np.int64]:
-        with errors_named(self._path), os.fdopen(open_regular(self._path), "rb") as file:
-            lengths = np.fromiter(map(len, file), np.int64)
+        lengths = np.fromiter(map(len, read_lines(self._path)), np.int64)
         return np.append(0, np.cumsum(lengths))
 
     def _line(self, file: ReadFile, number: int) -> KeptDocument:
         begin, end = self._begins[number : number + 2].tolist()
         line = bytes(file.read(begin, end - begin))
-        try:
-            return KeptDocument(*json.loads(line))
-        except (ValueError, TypeError):
-            raise BrokenShard(f"{self._path} has the line {line[:60]!r}; {self._remedy}") from None
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            found = KeptDocument(*json.loads(line))
+            if [*map(type, found)] == [int, int, dict]:
+                return found
+        raise BrokenShard(f"{self._path} has the line {line[:60]!r}; {self._remedy}")

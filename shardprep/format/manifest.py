@@ -25,7 +25,7 @@ from shardprep.files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_
 from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST_BYTES
-from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes
+from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes, least_tar_bytes
 from shardprep.format.names import (
     BLOCK_BYTES,
     INDEX_NAME,
@@ -43,6 +43,7 @@ from shardprep.format.shard_making import SourceCounts, sources_of, sum_of_sourc
 # What the first manifests of this version say of their run, which has no hash there. Nothing is added.
 _FIRST_RUN = {"engine", "shardprep", "python", "host", "slurm"}
 _FIRST_RUN |= {"num_cpus", "began", "wall_s", "cpu_s", "max_rss_bytes"}
+_MOST_LENGTH_STEPS = 64  # of a histogram: lengths are below 2**63
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 
 
@@ -74,6 +75,14 @@ class ShardCounts:
     validation: ValidationCounts | None = None  # of all the above; absent without a plan's fraction
 
 
+def counts_of(fields: Fields) -> ShardCounts:
+    """Return the counts of a manifest. Raises BrokenShard."""
+    counts = fields.all_of(ShardCounts)
+    if (num_steps := len(counts.length_histogram)) > _MOST_LENGTH_STEPS:
+        raise fields.wrong("length_histogram", f"a list of {num_steps}", f"at most {_MOST_LENGTH_STEPS}")
+    return counts
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """shard-N.json: written last, so that its presence says the shard is done."""
@@ -103,12 +112,17 @@ class Manifest:
     def from_json(fields: Fields) -> Manifest:
         """Raises BrokenShard, also where counts and sizes do not agree."""
         spec = DatasetSpec.from_json(fields.fields("spec"))
-        manifest = fields.all_of(Manifest, spec=spec, run=fields.run(_FIRST_RUN))
+        manifest = fields.all_of(
+            Manifest, spec=spec, counts=counts_of(fields.fields("counts")), run=fields.run(_FIRST_RUN)
+        )
         expected = idx_num_bytes(manifest.spec.kind, manifest.counts.num_samples)
         if manifest.idx.num_bytes != expected:
             what = f"{expected} for {manifest.counts.num_samples} samples"
             raise fields.wrong("idx.num_bytes", manifest.idx.num_bytes, what)
         counts, fraction = manifest.counts, spec.validation_fraction
+        if manifest.tar.num_bytes < (least := least_tar_bytes(spec, counts.num_samples)):
+            what = f"{least} or more for {counts.num_samples} samples"
+            raise fields.wrong("tar.num_bytes", manifest.tar.num_bytes, what)
         num_bytes = DIGEST_BYTES * counts.num_documents  # in rows, of those that have tokens
         if manifest.digests is not None and (
             manifest.digests.num_bytes > num_bytes
@@ -296,6 +310,7 @@ class DatasetIndex:
             "numbers, none below 0": (self.columns < 0).any(axis=1) | (samples > MAX_SAMPLES),
             "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(self.spec.kind, samples),
             "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
+            "tar_bytes, by num_samples": tar_bytes < least_tar_bytes(self.spec, samples.clip(0, MAX_SAMPLES)),
             "num_documents, by num_samples": (documents != samples) & (not has_rows),
             "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & has_rows,
             f"{VALIDATION_COLUMN}, by num_samples": (samples < self.columns[:, len(COLUMNS) :].T).any(axis=0),

@@ -99,6 +99,8 @@ class PartsFile:
         table.end()
         if len(blocks) != -(-num_rows // ROWS_PER_BLOCK):
             raise table.wrong("blocks", f"{len(blocks)} blocks", f"those of {num_rows} rows")
+        if (num_bytes := sum(size for _, size, _ in blocks)) > self._file.num_bytes:  # some are one another
+            raise table.wrong("blocks", f"{num_bytes} bytes", f"{self._file.num_bytes} at most")
         return Rows(self, name, num_rows, blocks, rows_of)
 
     def read_block(self, name: str, block: tuple[int, int, str], num_rows: int) -> Fields:

@@ -17,7 +17,7 @@ import orjson
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, ReadFile, errors_named, with_retries
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.idx import read_idx
+from shardprep.format.idx import misplaced_samples, read_idx
 from shardprep.format.names import remake_command, rerun_command, tar_path
 
 READ_BYTES = 4 << 20  # at once; a document of gigabytes is read in such pieces
@@ -32,7 +32,8 @@ class ShardSamples:
     def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int, part: slice = slice(None)) -> None:
         self.spec = spec
         self.shard_id = shard_id
-        self.records = read_idx(folder, spec, shard_id)[part]  # see idx_dtype, one per sample
+        records = read_idx(folder, spec, shard_id)
+        self.records = records[part]  # see idx_dtype, one per sample
         self.path = tar_path(folder, shard_id)
         self._remedy = remake_command(shard_id, folder)
         try:
@@ -40,6 +41,13 @@ class ShardSamples:
                 self._tar = ReadFile(self.path)
         except NOT_THERE:
             raise MissingShard(f"{self.path} is missing; run: {rerun_command(shard_id, folder)}") from None
+        wrong = misplaced_samples(spec, records, self._tar.num_bytes)
+        if wrong.any():
+            self._tar.close()
+            raise BrokenShard(
+                f"the idx of {self.path} places sample {int(wrong.argmax())} where it cannot be in a tar of "
+                f"{self._tar.num_bytes} bytes; run: {self._remedy}"
+            )
 
     def __enter__(self) -> ShardSamples:
         return self

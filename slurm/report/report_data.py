@@ -38,7 +38,14 @@ from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageE
 from shardprep.files import names_in, publish_bytes, size_of_file
 from shardprep.format.checked_json import Fields
 from shardprep.format.done import Finding, MadeShards, read_findings
-from shardprep.format.manifest import COLUMNS, DatasetIndex, ShardCounts, manifest_ids, read_index
+from shardprep.format.manifest import (
+    COLUMNS,
+    DatasetIndex,
+    ShardCounts,
+    counts_of,
+    manifest_ids,
+    read_index,
+)
 from shardprep.format.names import (
     INDEX_NAME,
     TOKENIZER_DIR,
@@ -149,7 +156,7 @@ def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[
         path = manifest_path(folder, shard_id)
         making, data = read_making(path, shard_id)
         fields = Fields(path, data)
-        counts = fields.fields("counts").all_of(ShardCounts)
+        counts = counts_of(fields.fields("counts"))
         texts = texts_of(fields.fields("run"))
         tar, idx = fields.stamp("tar"), fields.stamp("idx")
         for path, stamp in ((tar_path(folder, shard_id), tar), (idx_path(folder, shard_id), idx)):

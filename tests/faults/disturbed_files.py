@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from preprocess.plan.plan_file import need_plan
+from shardprep.errors import BrokenShard
+from shardprep.format.done import publish_findings
 from tests.faults.judging import undisturbed, verdict
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet, Stage, make_external_tar
@@ -39,6 +42,16 @@ def put_external_tars(data: Path) -> None:
     keep_tars_only(data)
     for path in data.glob("*.tar"):
         make_external_tar(path)
+
+
+def find_wrong(data: Path) -> None:
+    """A bit of a token id flips, and verify finds it."""
+    tar = data / "shard-00001.tar"
+    content = bytearray(tar.read_bytes())
+    content[HEADER_BYTES + 200] ^= 1
+    tar.write_bytes(content)
+    error = BrokenShard(f"{tar} has another sha256 than its manifest says")
+    publish_findings(data, need_plan(data).plan_id, [(1, error)])
 
 
 FILES = (
@@ -84,6 +97,8 @@ FILES = (
     ),
     DisturbedFile(name="quarantine/shard-00001.jsonl", stage="verified", commands=("verify",)),
     DisturbedFile(name="jobs/0000.json", stage="made", commands=("status",), is_json=True),
+    # No JSON of bad values with right hashes: findings that were forged away are no findings.
+    DisturbedFile(name="findings.json", stage="verified", commands=("shard 1",), prepare=find_wrong),
 )
 
 Fault = tuple[str, Callable[[Path], None]]  # in words, and what it does to the file

@@ -27,6 +27,7 @@ from preprocess.options import PrepConfig
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.done import publish_findings, read_findings
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index, read_manifest
 from slurm.submissions import read_submissions
@@ -55,7 +56,11 @@ def targets(place: Path) -> Iterator[tuple[str, st.SearchStrategy[Any], Check]]:
         "shard-00000.json": lambda: replace(read_manifest(data, 0), run={}),
         "shard-00000.idx": lambda: _read_idx(data, plan.spec),
         "jobs/0000.json": lambda: read_submissions(data),
+        "findings.json": lambda: read_findings(data, plan.plan_id),
     }
+    index = (data / "index.json").read_bytes()
+    publish_findings(data, plan.plan_id, [(0, BrokenShard("a hash differs"))])
+    (data / "index.json").write_bytes(index)  # which is removed where something is wrong
     for name, read in readers.items():
         yield name, _EDITS, _file_check(data / name, read)
         if name.endswith(".json"):

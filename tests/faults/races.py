@@ -29,6 +29,8 @@ WRITERS = (
     Hit("shard", "planned", "shard", 1),
     Hit("run", "planned", "run", 0.2),
     Hit("verify", "made", "verify", 0.5),
+    Hit("export nanogpt", "verified", "export nanogpt", 0.25),
+    Hit("export megatron", "verified", "export megatron", 0.25),
 )
 CROWDS = (Hit("shard", "planned", "shard"), Hit("stage", "verified", "stage"))  # stage waits for the other
 READING_INPUTS = (Hit("plan", "raw", "plan", 0.25), Hit("shard", "planned", "shard", 1))

@@ -207,7 +207,7 @@ def row_documents(
                 path: [None] * num if column is None else json_values(column.slice(first, num), kind)
                 for path, (column, kind) in columns.items()
             }
-            of_text = [values[path] for path in fields.text_paths]
+            of_text: list[Any] = [values[path] for path in fields.text_paths]
             texts: Sequence[str | UnusableText] = of_text[0]
             if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
                 texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]

@@ -120,7 +120,7 @@ def _xz_stream() -> lzma.LZMADecompressor:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    found: list[type[Exception]] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
+    found: list[Any] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
     with contextlib.suppress(ImportError):
         from isal import isal_zlib
 

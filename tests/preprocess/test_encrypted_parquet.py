@@ -22,7 +22,7 @@ TABLE = pyarrow.table({
 })  # fmt: skip
 
 
-class KeyService(encryption.KmsClient):  # type: ignore[misc]  # pyarrow has no types
+class KeyService(encryption.KmsClient):  # type: ignore[name-defined]  # pyarrow has no types
     """Keeps keys as they are."""
 
     def wrap_key(self, key: bytes, name: str) -> bytes:

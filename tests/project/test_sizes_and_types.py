@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -156,7 +157,7 @@ def test_a_side_file_of_one_endless_line_is_refused(prep: Prep, raw: Path, tmp_p
     from preprocess.__main__ import main
 
     for words in (["peek", str(data), "id:none"], ["peek", str(data)]):
-        assert ended_in_words(lambda words=words: (main(words), None)).code == 65
+        assert ended_in_words(functools.partial(lambda given: (main(given), None), words)).code == 65
 
 
 def test_a_plan_whose_blocks_are_all_the_same_bytes_is_refused(
@@ -176,7 +177,23 @@ def test_a_plan_whose_blocks_are_all_the_same_bytes_is_refused(
     assert (done.code, "plan.json" in done.text) == (65, True)
 
 
-VALUES = (3, None, "x", [], {}, [1], {"a": 1}, {"a": {}}, 2**70, -1, 1.5, True, float("nan"), "\ud800", [[]])
+VALUES: tuple[Any, ...] = (
+    3,
+    None,
+    "x",
+    [],
+    {},
+    [1],
+    {"a": 1},
+    {"a": {}},
+    2**70,
+    -1,
+    1.5,
+    True,
+    float("nan"),
+    "\ud800",
+    [[]],
+)
 CAUSES = (
     {"a": {"shards": 3, "nodes": {}}},
     {"a": {"shards": "0-", "nodes": {}}},

@@ -33,6 +33,7 @@ from typing import IO, Any, NamedTuple
 from preprocess.formats.text_fields import UnusableText
 from shardprep.console import guard_streams
 from shardprep.errors import ReadWriteError, Refused, UsageError
+from shardprep.format.checked_json import MAX_JSON_DEPTH
 from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 
@@ -237,6 +238,8 @@ def serve() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    # transformers walks through messages by functions that call themselves, some of them twice a level.
+    sys.setrecursionlimit(20 * MAX_JSON_DEPTH)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     guard_streams()

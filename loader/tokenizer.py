@@ -277,10 +277,8 @@ def _load(name: str) -> Any:
         return AutoTokenizer.from_pretrained(
             source, local_files_only=source != name or is_folder, trust_remote_code=False
         )
-    except (
-        BaseException
-    ) as error:  # transformers raises OSError, ValueError, and what the hub's client raises
-        if not is_library_fault(error):
+    except BaseException as error:
+        if not is_library_fault(error):  # of transformers, of the hub's client, of tokenizers
             raise
         raise no_tokenizer(name, words_of_fault(error)) from None
 

@@ -266,7 +266,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 def _is_nested_too_deep(text: str) -> bool:
     if text.count("[") + text.count("{") <= _MOST_LEVELS:
         return False
-    outside_of_strings = re.sub(r'"(\\.|[^"\\])*"', "", text, flags=re.DOTALL)
+    outside_of_strings = re.sub(r'"(?:\\.|[^"\\])*"?', "", text, flags=re.DOTALL)
     steps = ((char in "[{") - (char in "]}") for char in outside_of_strings)
     return max(itertools.accumulate(steps), default=0) > _MOST_LEVELS
 

@@ -41,6 +41,7 @@ from preprocess.formats.text_fields import UnusableText
 from preprocess.options import MaskRule
 from shardprep.console import counted, guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
+from shardprep.format.checked_json import MAX_JSON_DEPTH
 from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 
@@ -335,6 +336,8 @@ def serve() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel's end of a costly template leaves none
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if it were not installed
+    # transformers walks through messages by functions that call themselves, some of them twice a level.
+    sys.setrecursionlimit(20 * MAX_JSON_DEPTH)
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     guard_streams()

@@ -29,7 +29,8 @@ MOST = 2**63 - 1  # the largest number that the columns of an index can hold
 _HEX = re.compile("[0-9a-f]*")
 # Python's own limit is what is left of its stack, another one in each version; orjson's is 1,024.
 MAX_JSON_DEPTH = 512
-_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+# A string that does not end goes up to the end: from each of its quotes another one would begin else.
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 
 def is_too_deep(raw: bytes | bytearray) -> bool:
@@ -41,11 +42,12 @@ def is_too_deep(raw: bytes | bytearray) -> bool:
         return False
     depth = 0
     for found in _STRING_OR_BRACKET.finditer(raw):
-        if found[0] in (b"[", b"{"):
+        first = raw[found.start()]
+        if first in b"[{":
             depth += 1
             if depth > MAX_JSON_DEPTH:
                 return True
-        elif found[0] in (b"]", b"}"):
+        elif first in b"]}":
             depth -= 1
     return False
 

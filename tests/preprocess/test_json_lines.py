@@ -284,3 +284,23 @@ def test_records_of_512_levels_are_read_and_deeper_ones_left_out_whatever_the_in
     found = {entry["line"]: entry["reason"] for entry in map(json.loads, entries)}
     expected = {line: "bad_json" for line in range(len(lines)) if line % 3}
     assert found == {**expected, 12: "wrong_type"}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_conversation_of_512_levels_is_rendered_and_a_deeper_one_left_out(
+    prep: Prep, tmp_path: Path, raw: Path
+) -> None:
+    model = chat_model(prep.model_dir, tmp_path / "model", TAGGED)
+    form = '{"messages": [{"role": "user", "content": "a", "x": %s}, {"role": "assistant", "content": "b"}]}'
+    lines = [form % nested(kind, depth) for kind in ("list", "object") for depth in (509, 510)]
+    (raw / "a.jsonl").write_text("\n".join(lines) + "\n")
+    data = tmp_path / "data"
+    flags = ("--input_dir", raw, "--output_dir", data, "--model_id", model, "--max_bad_fraction", 1)
+    for words in (("plan", *flags, "--record", "chat"), ("shard", "--shard_id", 0, "--output_dir", data)):
+        ended = prep.command(*words)
+        assert ended.code == 0, ended.text
+    entries = (data / "quarantine" / "shard-00000.jsonl").read_text().splitlines()
+    assert [(entry["line"], entry["reason"]) for entry in map(json.loads, entries)] == [
+        (1, "bad_json"), (3, "bad_json")
+    ]  # fmt: skip

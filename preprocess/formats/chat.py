@@ -7,7 +7,7 @@ starts in about 2.5 s, renders about 3,000 short conversations per second, and i
 The assistant's parts are what the template puts between ``{% generation %}`` and ``{% endgeneration %}``. A
 template without these tags is rendered up to each turn of the assistant, with the prompt for it, and again
 with the turn: what came behind the first text is the assistant's. Both must be beginnings of the whole text.
-That takes quadratic time, so conversations of very many answers are left out.
+Both take quadratic time, so conversations of very many answers are left out.
 
 Templates come with models of other people. So the process has a limit of memory and, for each conversation,
 of CPU time, and it ends when the process that asks ends. A conversation over these limits fails the attempt.
@@ -54,9 +54,10 @@ _MOST_MEMORY_BYTES = 1 << 30  # beyond what importing transformers takes
 _OUT_OF_MEMORY = 99  # exit code of the process
 _MOST_RENDERED_CHARS = 16 << 20  # of one conversation; what is longer is left out
 _MOST_BATCH_BYTES = 256 << 20  # of answers for a batch, which has 0.5 MiB of messages
-# Work of a template without tags: answers x (characters + _MESSAGE_CHARS for each message). 3.5 s at most,
-# for 1,300 short messages.
-_MOST_WORK = 1 << 28
+# Rendering takes quadratic time: without tags two renderings for each answer, and with them transformers
+# joins at each what it has written so far. Work is answers x (characters + _MESSAGE_CHARS for each message);
+# this much takes 2 s. It is 700 short answers without tags, 8,000 with them.
+_MOST_WORK, _MOST_TAGGED_WORK = 1 << 28, 1 << 35
 _MESSAGE_CHARS = 256
 _LIBRARIES = ("transformers", "jinja2")
 _CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.formats.chat import serve; serve()"
@@ -502,8 +503,25 @@ class Conversations:
                     raise _Unusable("control_token", f"message {number} holds the control token {found[0]}")
         if not any(message["role"] == "assistant" for message in messages):
             raise _Unusable("no_assistant", "no message is the assistant's")
+        self._check_work(messages)
         # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
         return [{key: value for key, value in message.items() if value is not None} for message in messages]
+
+    def _check_work(self, messages: list[dict[str, Any]]) -> None:
+        num_answers = sum(message["role"] == "assistant" for message in messages)
+        num_chars = sum(map(len, _strings(messages)))
+        most, remedy = _MOST_TAGGED_WORK, ""
+        if not self._is_tagged:
+            most, remedy = (
+                _MOST_WORK,
+                "; put {% generation %} into a copy of the template, which may have more",
+            )
+        if num_answers * (num_chars + _MESSAGE_CHARS * len(messages)) > most:
+            raise _Unusable(
+                "too_many_answers",
+                f"{num_answers} answers in {len(messages)} messages of {num_chars} characters take too long "
+                f"to render{remedy}",
+            )
 
     def _tagged(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
         (text,), (spans,) = self._asked(messages, return_assistant_tokens_mask=True)
@@ -511,13 +529,6 @@ class Conversations:
 
     def _by_beginnings(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
         text = self._text(messages)
-        num_answers = sum(message["role"] == "assistant" for message in messages)
-        if num_answers * (len(text) + _MESSAGE_CHARS * len(messages)) > _MOST_WORK:
-            raise _Unusable(
-                "too_many_answers",
-                f"a template without {{% generation %}} is rendered twice for each of {num_answers} answers, "
-                f"of {len(text)} characters in {len(messages)} messages; put the tags into a copy of it",
-            )
         spans = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":

@@ -281,7 +281,7 @@ def bad_words(options: PlanOptions, reasons: set[str]) -> str:
         "no_assistant": "have nothing that the assistant wrote",
         "control_token": "hold a control token in a message (--allow_special_tokens lets it be one)",
         "template_error": "make the chat template fail",
-        "too_many_answers": "have more answers than a template without {% generation %} is rendered for",
+        "too_many_answers": "have so many answers that rendering takes too long",
         "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
         "mojibake": "were read in a wrong encoding and cannot be restored",
     }

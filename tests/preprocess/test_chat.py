@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from preprocess.formats import chat as chat_rendering
-from preprocess.plan.plan_file import need_plan
+from preprocess.plan.plan_file import need_plan, plan_id, publish_plan
 from shardprep.errors import BadInput, OtherTokenizer, ReadWriteError, Refused, UsageError
 from shardprep.format.shards import ShardSamples
 from shardprep.own_packages import HOME
@@ -526,22 +527,19 @@ def test_a_killed_command_leaves_no_renderer_behind(prep: Prep, raw: Path, tmp_p
     assert os.waitstatus_to_exitcode(status) == 1, "it ended by itself, before its limit"
 
 
-@pytest.mark.parametrize("name", ["tagged", "plain"])
-def test_conversations_of_very_many_answers_need_the_tags(
-    prep: Prep, tmp_path: Path, models: dict[str, Path], name: str
+@pytest.mark.parametrize(("name", "most"), [("plain", 700), ("tagged", 8000)])
+def test_conversations_of_so_many_answers_that_rendering_takes_too_long_are_left_out(
+    prep: Prep, tmp_path: Path, models: dict[str, Path], name: str, most: int
 ) -> None:
-    """Without them each answer is rendered twice with all before it: 2,000 turns would take 15 s."""
-    long_chat = [{"role": "user", "content": "more?"}, {"role": "assistant", "content": "more."}] * 1000
-    chats = [CHATS[0], long_chat]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    chats = [turns * (most // 10), turns * (most + most // 20), turns * (most * 5)]
     raw = write_chats(tmp_path / "raw", chats)
     out = make(prep, raw, tmp_path / "out", models[name], num_shards=1, max_bad_fraction=1.0)
-    if name == "tagged":
-        assert joined(out) == chat_sets.expected(models[name], chats)
-        return
-    (line,) = [json.loads(line) for line in (out / "quarantine" / "shard-00000.jsonl").open(encoding="utf-8")]
-    assert (line["line"], line["reason"]) == (1, "too_many_answers")
-    assert "1000 answers" in line["detail"]
-    assert joined(out) == chat_sets.searched(models[name], chats[:1])
+    lines = [json.loads(line) for line in (out / "quarantine" / "shard-00000.jsonl").open(encoding="utf-8")]
+    assert [line["line"] for line in lines] == [1, 2]
+    assert {line["reason"] for line in lines} == {"too_many_answers"}
+    assert f"{most + most // 20} answers" in lines[0]["detail"]
+    assert [sum(mask) for _, mask in joined(out)] == [2 * (most // 10)], "each answer and the end of its turn"
 
 
 def test_an_altered_template_is_refused(prep: Prep, raw: Path, tmp_path: Path) -> None:
@@ -561,6 +559,18 @@ def test_another_version_of_what_renders_is_refused(
     out = make(prep, raw, tmp_path / "out", models["tagged"])
     monkeypatch.setattr(chat_rendering, "chat_versions", lambda: "transformers 6.0, jinja2 4.0")
     with pytest.raises(Refused, match=r"here transformers 6\.0"):
+        prep.make(out)
+
+
+def test_a_plan_that_names_no_rule_for_masks_is_refused(
+    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    out = tmp_path / "out"
+    plan = prep.plan(raw, out, **OPTIONS, model_id=str(models["tagged"]))
+    older = dataclasses.replace(plan, options=dataclasses.replace(plan.options, chat_mask_rule=""))
+    (out / "plan.json").unlink()
+    publish_plan(dataclasses.replace(older, plan_id=plan_id(older)), out)
+    with pytest.raises(Refused, match="loss masks"):
         prep.make(out)
 
 

@@ -50,7 +50,7 @@ TARGETS = (
     "preprocess/make/packing.py",
     "preprocess/make/members.py",
     "preprocess/make/shard_writer.py",
-    "preprocess/done_shards.py",
+    "shardprep/format/done.py",
     "preprocess/check/verify.py",
 )
 ORACLE = ("tests/oracle",)  # files and folders of tests

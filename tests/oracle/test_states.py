@@ -139,4 +139,5 @@ def test_a_loaded_state_is_not_left_by_set_epoch_until_its_batches_came(data: Pa
         next(iter(loader))
         assert not loader.has_loaded_state
         loader.set_epoch(state["epoch"] + 1)
-        assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (state["epoch"] + 1, 0)
+        next(iter(loader))
+        assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (state["epoch"] + 1, 1)

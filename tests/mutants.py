@@ -73,8 +73,8 @@ QUIET = {"__repr__", "__str__", "_short", "opening_order"}  # functions: message
 # What stands in the code, and goes with this wave: withdrawn documents, crcs, skipped steps, the stall watch,
 # staged copies, OSTs, kept fields. Delete these words when it is gone.
 GOING = (
-    "withdraw", "crc", "skip", "watch", "stall", "staged", "copies", "leave_copy", "is_copy", "osts", "balance",
-    "_fields", "kept",
+    "withdraw", "crc", "skip", "watch", "stall", "staged", "copies", "leave_copy", "is_copy", "osts",
+    "balance", "_fields", "kept",
 )  # fmt: skip
 RELEASING = {"close", "flush", "cache_clear", "collect"}  # what memory and files are given back by
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {

@@ -16,11 +16,11 @@ import argparse
 import ast
 import contextlib
 import difflib
+import hashlib
 import importlib.abc
 import importlib.util
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -69,9 +69,13 @@ MOST_FILE_BYTES = 1 << 30
 SAYING = {"debug", "info", "warning", "error", "exception", "log", "say", "warn", "print", "progress"}
 SPEED = {"max_workers", "buffering", "maxsize", "chunksize", "num_threads", "prefetch_factor", "timeout"}
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
+QUIET = {"__repr__", "__str__", "_short", "opening_order"}  # functions: messages, and what is opened first
 # What stands in the code, and goes with this wave: withdrawn documents, crcs, skipped steps, the stall watch,
-# OSTs, kept fields. Delete these words when it is gone.
-GOING = ("withdraw", "crc", "skip", "watch", "osts", "_fields", "balance")
+# staged copies, OSTs, kept fields. Delete these words when it is gone.
+GOING = (
+    "withdraw", "crc", "skip", "watch", "stall", "staged", "copies", "leave_copy", "is_copy", "osts",
+    "balance", "_fields", "kept",
+)  # fmt: skip
 RELEASING = {"close", "flush", "cache_clear", "collect"}  # what memory and files are given back by
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -141,7 +145,7 @@ class Finder(ast.NodeVisitor):
         self.found.append(Mutant(self.path, node.lineno, operator, start, end, text))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if node.name in ("__repr__", "__str__") or any(word in node.name.lower() for word in GOING):
+        if node.name in QUIET or any(word in node.name.lower() for word in GOING):
             return
         for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
             self.visit(default)
@@ -268,14 +272,16 @@ def find_mutants(patterns: Iterable[str]) -> dict[str, list[Mutant]]:
 
 
 def choose(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant]:
-    """Choose mutants of all files, by their numbers."""
+    """Choose mutants of all files, by their numbers; the same ones though other lines change."""
     total = sum(map(len, found.values()))
+
+    def place(mutant: Mutant) -> str:
+        return hashlib.sha256(f"{seed} {mutant.path} {mutant.lines()}".encode()).hexdigest()
+
     chosen = []
-    for path, mutants in found.items():
-        share = min(len(mutants), -(-count * len(mutants) // total))
-        chosen += random.Random(f"{seed} {path}").sample(mutants, share)
-    random.Random(seed).shuffle(chosen)  # a campaign that is cut short has tried all files
-    return chosen
+    for mutants in found.values():
+        chosen += sorted(mutants, key=place)[: -(-count * len(mutants) // total)]
+    return sorted(chosen, key=place)  # a campaign that is cut short has tried all files
 
 
 class ChangedModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):

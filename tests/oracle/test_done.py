@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
@@ -341,3 +342,45 @@ def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(
     assert status() == ("0,2", False)
     shutil.copy(whole("npy").data_dir / "shard-00001.json", path_of(world, "json"))
     assert status()[0] == "0,2"
+
+
+@pytest.mark.parametrize("name", ["json", "packed"])
+def test_each_file_is_on_the_disk_before_its_name_and_the_manifests_name_comes_last(
+    whole: Callable[[str], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As a power cut would find them: the calls of the system, in their order."""
+    original = whole(name)
+    world = World(tmp_path, raw_dir=original.raw_dir).plan(num_shards=3, **SETS[name])
+    calls: list[tuple[str, Path]] = []
+    names: dict[Path, Path] = {}  # of temporary files, later
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def noted_fsync(fd: int) -> None:
+        calls.append(("sync", Path(f"/proc/self/fd/{fd}").readlink()))
+        fsync(fd)
+
+    def noted(call: Callable[..., None]) -> Callable[..., None]:
+        def renamed(source: Any, target: Any, **options: Any) -> None:
+            names[Path(source)] = Path(target)
+            calls.append(("name", Path(target)))
+            call(source, target, **options)
+
+        return renamed
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted(rename))
+    monkeypatch.setattr(os, "replace", noted(replace))
+    world.run(BROKEN)
+    calls = [(what, names.get(path, path)) for what, path in calls]
+    folder = world.data_dir
+    suffixes = ["tar", "idx", *(["digests"] if SETS[name].get("digests") else []), "json"]
+    files = [path_of(world, suffix) for suffix in suffixes]
+    assert [path for what, path in calls if what == "name"][-1] == files[-1]
+    for path in files:
+        assert calls.index(("sync", path)) < calls.index(("name", path)), path.name
+    manifest_named = calls.index(("name", files[-1]))
+    for path in files[:-1]:
+        named = calls.index(("name", path))
+        assert ("sync", path.parent) in calls[named:manifest_named], f"{path.name} may lose its name"
+    assert ("sync", folder) in calls[manifest_named:]
+    assert not [path.name for path in folder.rglob(".*")], "temporary files are left"

@@ -123,3 +123,21 @@ def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path
         ranks.loaders[0].load_state_dict(state)
     with open_ranks(data, "plain", batch_size=2, world_size=3) as ranks, pytest.raises(UsageError):
         ranks.loaders[0].load_state_dict(state)
+
+
+def test_a_loaded_state_is_not_left_by_set_epoch_until_its_batches_came(data: Path) -> None:
+    state = state_of(data, "plain")
+    with open_ranks(data, "plain") as ranks:
+        (loader,) = ranks.loaders
+        assert not loader.has_loaded_state
+        loader.load_state_dict(state)
+        assert loader.has_loaded_state
+        with pytest.raises(UsageError):
+            loader.set_epoch(state["epoch"] + 1)
+        loader.set_epoch(state["epoch"])
+        assert loader.state_dict()["step"] == state["step"]
+        next(iter(loader))
+        assert not loader.has_loaded_state
+        loader.set_epoch(state["epoch"] + 1)
+        next(iter(loader))
+        assert (loader.state_dict()["epoch"], loader.state_dict()["step"]) == (state["epoch"] + 1, 1)

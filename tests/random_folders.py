@@ -18,6 +18,8 @@ _OF_REPOSITORIES = (
     "CMakeLists.txt", "SHA256SUMS.txt", "robots.txt",
 )  # fmt: skip
 _NOTES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_CACHES = ("cache-1f.arrow", "cache-0a1b2c_00001_of_00002.arrow")
+_ICEBERG = ("v1.metadata.json", "version-hint.text")
 _STEMS = (
     "a", "b", "_a", "__b", "_c=d", "B", "part-00001", "data.v1", "가나 다", "x y", "a,b", "license_plates",
     "readmes", "noticeboard", "line\nend", "-dash", "[x]", "state",
@@ -33,7 +35,7 @@ PATTERNS = ("", "", "*.md", "*.MD*,readme*", ".m*,.*txt", "*", "part-?????,*.log
 
 def _name(rng: random.Random) -> str:
     if rng.random() < 0.2:
-        return rng.choice(_OF_REPOSITORIES + _NOTES)
+        return rng.choice(_OF_REPOSITORIES + _NOTES + _CACHES + _ICEBERG)
     return rng.choice(("", "", "", "", ".", "._")) + rng.choice(_STEMS) + rng.choice(_SUFFIXES)
 
 
@@ -76,7 +78,7 @@ def _is_also(name: str, also: str) -> bool:
 
 def _is_usual(name: str) -> bool:
     """Whether a file of this name is taken without ``--also``."""
-    is_noted = name in _NOTES or name in _OF_REPOSITORIES
+    is_noted = name in _NOTES + _OF_REPOSITORIES + _CACHES + _ICEBERG
     return not _is_underscored(name) and name[0] != "." and INPUT.fullmatch(name) is not None and not is_noted
 
 
@@ -93,6 +95,12 @@ TRUE_REASONS: dict[str, Callable[[Path], bool]] = {
     "unknown suffix": lambda path: not path.is_dir() and not INPUT.fullmatch(path.name),
     "file of a repository": lambda path: path.is_file() and path.name in _OF_REPOSITORIES,
     "note of datasets": lambda path: path.is_file() and path.name in _NOTES,
+    "cache of datasets": lambda path: path.is_file() and path.name in _CACHES,
+    "note of Iceberg": lambda path: path.is_file() and path.name in _ICEBERG,
+    # These three are met in no random folder: see test_foreign_folders.py.
+    "compressed form of a file that is taken": lambda _: False,
+    "old version in a Delta table": lambda _: False,
+    "other split": lambda _: False,
     "hidden": lambda path: path.name[0] == ".",
     "begins with _": lambda path: _is_underscored(path.name),
     "AppleDouble": lambda path: path.name[:2] == "._" and not path.is_dir(),

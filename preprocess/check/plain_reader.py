@@ -32,7 +32,8 @@ from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
 from preprocess.options import PlanOptions
 from preprocess.plan.plan_file import Plan
-from shardprep.errors import Refused
+from shardprep.command_line import needs
+from shardprep.errors import Refused, UsageError
 from shardprep.format.input_formats import InputKind, input_kind
 
 _MOST_HELD_BYTES = 64 << 20  # see "Documents left out" in docs/format.md
@@ -118,11 +119,13 @@ def _kind(part: ByteRange) -> InputKind:
 
 
 def _zstd(path: Path) -> Any:
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-    else:
-        from backports import zstd
-
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError:
+        raise UsageError(needs(".zst", "backports.zstd")) from None
     return zstd.open(path, options={zstd.DecompressionParameter.window_log_max: 31})
 
 

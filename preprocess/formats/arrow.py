@@ -122,7 +122,7 @@ def _check_padding(file: OpenInput, position: int, end: int) -> None:
     if not position:
         return  # what stands before the first one is not known
     between = file.read(position, min(end, position + _MOST_PADDING_BYTES))
-    if len(between) < end - position or between.replace(CONTINUES, b"").strip(b"\0"):
+    if len(between) != end - position or between.replace(CONTINUES, b"").strip(b"\0"):
         raise _broken(file, f"its footer does not list what stands at byte {position}")
 
 

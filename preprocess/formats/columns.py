@@ -203,7 +203,7 @@ def row_documents(
             num = min(most, batch.num_rows - first)
             while num > 1 and _num_bytes(columns.values(), first, num) > 8 * reading.batch_bytes:
                 num //= 2
-            values = {
+            values: dict[FieldPath, list[Any]] = {
                 path: [None] * num if column is None else json_values(column.slice(first, num), kind)
                 for path, (column, kind) in columns.items()
             }

@@ -124,7 +124,7 @@ def _errors() -> tuple[type[Exception], ...]:
     with contextlib.suppress(ImportError):
         from isal import isal_zlib
 
-        found.append(isal_zlib.error)
+        found.append(getattr(isal_zlib, "error"))  # noqa: B009 - its types call it an error, and no class
     with contextlib.suppress(UsageError):
         found.append(load_zstd().ZstdError)
     return tuple(found)

@@ -78,7 +78,7 @@ def json_values(array: Any, kind: Any) -> list[Any]:
         return [[[*pair.values()] for pair in row] if isinstance(row, list) else row for row in rows]
     if types.is_run_end_encoded(kind):
         return json_values(compute.run_end_decode(array), kind.value_type)
-    if types.is_nested(kind) and hasattr(kind, "value_type"):
+    if hasattr(kind, "value_type"):  # lists of any kind
         return _lists(array, kind.value_type)
     if (of_number := _of_numbers(kind)) is not None:
         return [None if value is None else of_number(value) for value in array.to_pylist()]

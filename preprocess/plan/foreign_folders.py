@@ -6,9 +6,11 @@ make it likely that they hold the same.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -50,6 +52,7 @@ _SPLIT_WORDS = {
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 _BEGINNING_BYTES = 64 << 10
+_NUM_THREADS = 16
 
 
 def why_no_folder(name: str) -> str | None:
@@ -103,15 +106,18 @@ def compressed_copies(root: Path, paths: Iterable[str]) -> list[str]:
     for path in paths:
         is_packed = bool(input_kind(path).compression)
         forms.setdefault(path.rpartition(".")[0] if is_packed else path, []).append(path)
-    copies: list[str] = []
-    for plain, group in forms.items():
-        if len(group) == 1:
-            continue
+
+    def copies_among(plain: str, group: list[str]) -> list[str]:
         # A plain one goes before all others: shards may begin inside of it.
         first, *others = sorted(group, key=lambda path: (path != plain, path))
         beginning = _beginning_of_text(root / first)
-        copies += [path for path in others if beginning and _beginning_of_text(root / path) == beginning]
-    return copies
+        return [path for path in others if beginning and _beginning_of_text(root / path) == beginning]
+
+    groups = [(plain, group) for plain, group in forms.items() if len(group) > 1]
+    if not groups:
+        return []
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:  # to open a file is a round trip
+        return list(itertools.chain.from_iterable(pool.map(lambda of: copies_among(*of), groups)))
 
 
 def _beginning_of_text(path: Path) -> bytes | None:

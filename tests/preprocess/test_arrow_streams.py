@@ -85,6 +85,12 @@ def test_all_streams_of_a_file_are_read_wherever_shards_begin(
     prep: Prep, raw: Path, kind: str, num_shards: int
 ) -> None:
     data, texts = READ[kind]
+    if kind == "a file of before 0.15":
+        try:
+            options = pyarrow.ipc.IpcReadOptions(included_fields=[0])
+            pyarrow.ipc.open_file(data, options=options).get_batch(0)
+        except OSError:
+            pytest.skip("this pyarrow cannot read some columns of it")
     (raw / "a.arrow").write_bytes(data)
     ended = plan_of(prep, raw, "--num_shards", num_shards)
     assert ended.code == 0, ended.text

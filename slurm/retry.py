@@ -215,7 +215,7 @@ def _finish(state: DatasetState, max_attempts: int) -> int:
     """Where ``retry`` sends nothing: verify what is done and write the report, or say why this stops."""
     folder = state.folder
     if not state.is_verified and len(state.made.done) == state.plan.num_shards:
-        command = [sys.executable, "-m", "preprocess", "verify", folder]
+        command = [sys.executable, "-m", "preprocess", "verify", str(folder)]
         # From a folder of ours: Python imports modules of the current one, which may be the data set.
         code = subprocess.run(command, cwd=HOME, check=False).returncode
         if code:
@@ -228,7 +228,7 @@ def _finish(state: DatasetState, max_attempts: int) -> int:
             words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
         return _stop(state, "; ".join(words) or "shards are missing that may run where it cannot be seen")
     output = folder / REPORT_NAME
-    command = [sys.executable, "-m", "slurm", "report", folder, "--output", output]
+    command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
     subprocess.run(command, cwd=HOME, check=False)
     append_event(folder, "finished", report=str(output))
     say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")

@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -50,7 +50,7 @@ def planned(prep: Prep, raw: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def forge_plan(folder: Path, **changes: object) -> None:
+def forge_plan(folder: Path, **changes: Any) -> None:
     """Put a plan with other values in its place, with the id and the hashes that follow."""
     plan = dataclasses.replace(need_plan(folder), **changes)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
@@ -117,7 +117,12 @@ def with_side_files(prep: Prep, raw: Path, tmp_path: Path) -> Path:
     lines = [f'{{"text": "text {number}", "id": "{number}", "url": "u"}}' for number in range(60)]
     (raw / "a.jsonl").write_text("\n".join([*lines, "no json"]))
     folder = tmp_path / "data"
-    options = {"id_field": "id", "keep_fields": "url", "digests": True, "max_bad_fraction": 0.5}
+    options: dict[str, Any] = {
+        "id_field": "id",
+        "keep_fields": "url",
+        "digests": True,
+        "max_bad_fraction": 0.5,
+    }
     prep.plan(raw, folder, num_shards=1, **options)
     return folder
 

@@ -35,7 +35,7 @@ from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _READ_FILES = ("tokenizer.json", "tokenizer_config.json")
 _OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")  # of transformers 4; they add or name tokens
-_MAX_FILE_BYTES = 1 << 30  # the largest tokenizers known have 40 MB
+_MAX_FILE_BYTES = 256 << 20  # the largest tokenizers known have 40 MB
 
 
 @dataclass(frozen=True, kw_only=True)

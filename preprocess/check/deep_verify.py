@@ -42,7 +42,7 @@ from preprocess.make.worker import load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import Plan
 from shardprep.errors import BrokenShard, ShardprepError
-from shardprep.files import errors_named
+from shardprep.files import read_lines, read_regular
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.manifest import Manifest, ValidationCounts, read_manifest
@@ -371,7 +371,9 @@ class _Shard:
         self._is_validation = is_validation
         self._records = iter(records[cut:] if is_validation else records[:cut])
         self._remedy = f"run: {remake_command(shard_id, folder)}"
-        data = digests_path(folder, shard_id).read_bytes() if manifest.digests is not None else b""
+        data = b""
+        if manifest.digests is not None:
+            data = read_regular(digests_path(folder, shard_id), max_bytes=manifest.digests.num_bytes)
         found = [data[at : at + _DIGEST_BYTES] for at in range(0, len(data), _DIGEST_BYTES)]
         cut = len(found) - validation.num_documents
         self._digests = iter(found[cut:] if is_validation else found[:cut])
@@ -612,5 +614,4 @@ def _compare_values(
 
 def _lines_of(path: Path) -> Iterator[Any]:
     """The values of a file of JSON lines, whose hash was compared. Raises ReadWriteError."""
-    with errors_named(path), path.open("rb") as file:
-        yield from map(json.loads, file)
+    return map(json.loads, read_lines(path))

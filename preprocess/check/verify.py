@@ -20,6 +20,7 @@ from preprocess.plan.plan_file import Plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import BrokenShard, OtherPlan, ReadWriteError, ShardprepError
 from shardprep.files import (
+    RETRIED,
     HashedFile,
     errors_named,
     publish_bytes,
@@ -85,7 +86,8 @@ def verify_dataset(
     ``progress`` is told each shard's tar bytes. Raises NotFound or OtherTokenizer for a changed tokenizer,
     BrokenShard for lists of withdrawn documents that are not as they were, and what publishing raises.
     """
-    check_tokenizer_files(folder, plan.tokenizer_files)
+    tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
+    with_retries(f"the tokenizer in {folder} cannot be read", tokenizer)
     read_withdrawals(folder, plan.plan_id)
     read_left_out(folder, plan.options.rewritten)
     problems: list[Problem] = []
@@ -112,11 +114,10 @@ def verify_dataset(
             text = f"{wrong}; run: {remake_command(shard_id, folder)}"
             return Problem(shard_id=shard_id, error=wrong.kind(text))
         except ShardprepError as error:
-            if isinstance(error, ReadWriteError):
+            if isinstance(error.__context__, OSError) and error.__context__.errno in RETRIED:
                 is_away.set()
             return Problem(shard_id=shard_id, error=error)
         except OSError as error:
-            is_away.set()
             return Problem(shard_id=shard_id, error=ReadWriteError(f"{error.filename}: {error.strerror}"))
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:

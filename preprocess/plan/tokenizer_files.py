@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-MAX_TOKENIZER_BYTES = 1 << 30  # the largest known have 40 MB
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest known have 40 MB
 
 
 def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:

@@ -109,9 +109,10 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
     """Raise BrokenShard if verify found one of these shards wrong."""
     if wrong := sorted(findings.keys() & set(shard_ids)):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
         raise BrokenShard(
-            f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: "
-            f"{findings[wrong[0]].message}; to make again what is wrong: shardprep run {quoted(folder)}"
+            f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}; to make "
+            f"again what is wrong, run: shardprep run {quoted(folder)}"
         )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,10 +154,14 @@ def test_a_side_file_of_one_endless_line_is_refused(prep: Prep, raw: Path, tmp_p
     prep.make(data)
     for name in ("ids", "fields"):
         os.truncate(data / name / "shard-00000.jsonl", 60 << 30)  # of which nothing is on disk
-    from preprocess.__main__ import main
+    for words in (["peek", data, "id:none"], ["peek", data]):
+        assert ended_in_words(partial(_command, prep, words)).code == 65
 
-    for words in (["peek", str(data), "id:none"], ["peek", str(data)]):
-        assert ended_in_words(functools.partial(lambda given: (main(given), None), words)).code == 65
+
+def _command(prep: Prep, words: list[object]) -> tuple[int, None]:
+    done = prep.command(*words)
+    print(done.text)
+    return done.code, None
 
 
 def test_a_plan_whose_blocks_are_all_the_same_bytes_is_refused(
@@ -216,3 +220,45 @@ def test_a_history_of_wrong_types_ends_no_command(place: Callable[[str], Path]) 
     for name in ("status", "report"):
         ended = ended_in_words(command(name, folder, []))
         assert ended.code == 0, ended
+
+
+def test_records_of_attempts_of_wrong_types_end_no_command(place: Callable[[str], Path]) -> None:
+    """A record for each value of each name, and one that is right."""
+    folder = place("documents")
+    data = folder / "data"
+    (data / "shard-00000.json").unlink()
+    identity = {"plan_id": need_plan(data).plan_id, "identity": data.stat().st_ino}
+    begin = {
+        "event": "begin",
+        "by": "run",
+        **identity,
+        "shards": "0",
+        "time": 1000.0,
+        "node": "n",
+        "user": "u",
+    }
+    begin |= {
+        "num_cpus": 1,
+        "pid": 1,
+        "pid_began": 3,
+        "job_id": "7",
+        "index": 0,
+        "num_restarts": 0,
+        "log": "/x",
+    }
+    failure = {"event": "failure", "shard": 0, "exit_code": 65, "reason": "r"}
+    end = {"event": "end", "time": 1001.0, "exit_code": 65, "stage": "work", "killed_by": 9, "signal": "s"}
+    end |= {"stopped_by": "x", "left_s": 3, "oom": 1, "peak_bytes": 5}
+    right = [begin, failure, end]
+    values = (*VALUES, -(2**70), "9" * 5000, 1e300, float("inf"), "0-9999999", "\0")
+    attempts = [right]
+    for number, line in enumerate(right):
+        for name in line:
+            before, behind = right[:number], right[number + 1 :]
+            attempts += [[*before, {**line, name: value}, *behind] for value in values]
+    (data / "jobs" / "attempts").mkdir(parents=True)
+    for number, lines in enumerate(attempts):
+        path = data / "jobs" / "attempts" / f"7_{number}.r0"
+        path.write_text("\n".join(map(json.dumps, lines)))
+    for reader in ("status", "report"):
+        assert ended_in_words(command(reader, folder, [])).code == 0

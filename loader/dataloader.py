@@ -233,7 +233,8 @@ def get_llama3_dataloader(
 
         loader = get_llama3_dataloader("DATA", batch_size=8, seq_len=4096, boundaries="transformers")
         for batch in loader:
-            loss = model(**batch.to(device)).loss
+            num_labels = loader.labels_per_rank(device)
+            loss = model(**batch.to(device), num_items_in_batch=num_labels).loss
 
     Whole documents, padded; a global batch of 512 on any number of ranks, resumed behind a checkpoint:
 

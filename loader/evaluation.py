@@ -63,7 +63,7 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     if loader.step_batches.shifts_targets and type(inner).__module__.startswith("transformers."):
         raise UsageError(
             f'the loader has targets="shifted", and {type(inner).__name__} shifts labels by one place '
-            'itself, so its loss would be of the token after the next one; make the loader with targets="same"'
+            'itself, so its loss would be of the token after the next one; pass targets="same"'
         )
     losses = LossMean.of_loader(loader)
     device, was_training = next(model.parameters()).device, model.training

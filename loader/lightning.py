@@ -47,7 +47,8 @@ class LoaderCallback(Callback):
         loader, loops = _loader_of(trainer), checkpoint["loops"]["fit_loop"]
         batches = loops["epoch_loop.batch_progress"]
         current, total = batches["current"], batches["total"]
-        if not loader.has_untrained:
+        trained = loader.progress.to_save
+        if trained == loader.progress.delivered:
             # Between the optimizer's step and Lightning's own counts, as at the end of a batch.
             step = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
             for counts in (step["total"], step["current"]):
@@ -56,7 +57,8 @@ class LoaderCallback(Callback):
                 counts["processed"] = counts["ready"]
             return
         # The next batch is the first of a step, and Lightning tells by its number where the step ends.
-        difference = loader.num_trained_of_epoch - current["completed"]
+        run, within = loader.run, trained.num_micro % loader.run.num_batches
+        difference = run.order_step(trained) * run.num_batches + within - current["completed"]
         if difference:
             for counts in (current, total):
                 counts.update(dict.fromkeys(counts, counts["completed"] + difference))

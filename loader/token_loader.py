@@ -701,20 +701,9 @@ class TokenLoader(DataLoader[Batch]):
         self._progress.trained = self._progress.delivered
 
     @property
-    def next_position(self) -> Position:
-        """Where the next ``iter()`` begins."""
-        return self._progress.next
-
-    @property
-    def num_trained_of_epoch(self) -> int:
-        """Batches of this rank that are trained, of the epoch that it stands in; see ``follow``."""
-        at = self._progress.to_save
-        return self.run.order_step(at) * self.run.num_batches + at.num_micro % self.run.num_batches
-
-    @property
-    def has_untrained(self) -> bool:
-        """Whether batches were delivered that no optimizer's step has seen; see ``follow``."""
-        return self._progress.to_save != self._progress.delivered
+    def progress(self) -> RunProgress:
+        """Positions in the run: of what was delivered, of a state, and of the next ``iter()``."""
+        return self._progress
 
     def _state_of(self, at: Position, skipped: SkippedSteps) -> dict[str, Any]:
         """Always the same keys: torch.distributed.checkpoint reads those that a fresh loader's state has."""

@@ -211,7 +211,7 @@ class EpochsOfLoader:
     def count(self, args: Any) -> int:
         """Return ``max_steps`` of a training that begins now. Raises UsageError where there is no step left,
         or one would be no global batch."""
-        run, start = self.loader.run, self.loader.next_position
+        run, start = self.loader.run, self.loader.progress.next
         first = run.step_of(start)
         max_steps: int = args.max_steps
         if max_steps <= 0:
@@ -247,7 +247,7 @@ class EpochsOfLoader:
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
     """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
     next steps."""
-    run, start = loader.run, loader.next_position
+    run, start = loader.run, loader.progress.next
     step = run.step_of(start)
     if start.num_micro:
         raise UsageError(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.children import run_child
 from tests.documented import examples_of
@@ -84,27 +85,55 @@ def train_by_page(run, seen):
         "trainer": {
             "use_cpu": True, "ddp_backend": "gloo", "report_to": [], "disable_tqdm": True,
             "logging_strategy": "no", "save_strategy": "steps", "save_steps": run["last"],
+            "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0,
         },
         "lightning": {
             "accelerator": "cpu", "devices": run["world"], "logger": False, "enable_progress_bar": False,
             "default_root_dir": f"{OUT}/lightning", "enable_model_summary": False,
             "strategy": "ddp" if run["world"] > 1 else "auto",
+            "accumulate_grad_batches": run.get("accumulated", 1),
         },
     }
+    config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config["gradient_accumulation_steps"] = run.get("accumulated", 1)
     names = {
         "DATA": DATA, "CHECKPOINT": f"{OUT}/{run['checkpoint']}", "num_steps": run["last"], "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "device": "cpu", "num_ranks": run["world"], "rank": int(os.environ["RANK"]),
         "more_arguments": more.get(run["page"]),
-        "config": {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        "config": config,
     }
     exec(compile(run["code"], run["page"], "exec"), names)
+    keep_weights(run, model)
     if run["page"] == "trainer":
         epoch = names["trainer"].state.epoch
         assert abs(epoch - run["last"] / run["steps"]) < 1e-9, f"epoch is {epoch} after step {run['last']}"
     kept.append(names)  # where DDP ends it holds the GIL and waits for gloo, which may want it: examples/
     if dist.is_initialized():
         dist.destroy_process_group()
+
+def keep_weights(run, model):
+    parameters = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
+    path = pathlib.Path(f"{OUT}/{run['name']}.weights")
+    path.write_text(json.dumps([each.detach().flatten().tolist() for each in parameters]))
+
+def train_by_hand(run, seen):
+    # Gradient descent on the mean over the labels of a global batch, which one process computes at once.
+    model = make_model([])
+    loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0)
+    for _, batch in zip(range(run["last"]), loader):
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        losses = [
+            -logits[row, at].log_softmax(0)[label]
+            for row, labels in enumerate(batch["labels"])
+            for at, label in enumerate(labels[1:])
+            if label != -100
+        ]
+        gradients = torch.autograd.grad(sum(losses) / len(losses), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients):
+                parameter -= 0.1 * gradient
+    keep_weights(run, model)
 
 def evaluate_in_trainer(run, seen):
     class OwnTrainer(LoaderMixin, Trainer):
@@ -391,6 +420,11 @@ class Runs:
         assert not any(codes), f"{name} ended with {codes}\n" + "\n--- next rank\n".join(logs)
         return [json.loads((self._folder / f"{name}-{rank}.json").read_text()) for rank in range(len(codes))]
 
+    def weights(self, name: str) -> list[list[float]]:
+        """Of each parameter, in the end."""
+        found: list[list[float]] = json.loads((self._folder / f"{name}.weights").read_text())
+        return found
+
 
 @pytest.fixture(scope="module")
 def seen(data: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
@@ -403,6 +437,8 @@ def seen(data: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
     environ = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
     environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(site)}
     pages = [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in page_runs(page)]
+    pages += [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in layout_runs(page)]
+    pages.append(run_of("by hand", "train_by_hand", 1, last=LAYOUT_STEPS))
     runs = [*pages, *evaluations(), *(run_of(how, how, WORLDS.get(how, 1)) for how in OTHERS)]
     command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
     run_child(command, env=environ, cwd=folder)
@@ -434,6 +470,28 @@ def page_runs(page: str) -> list[dict[str, Any]]:
     ]
 
 
+LAYOUT_STEPS = 3
+LAYOUTS = [(1, 8), (1, 1), (2, 2)]  # ranks, samples of a batch; 1, 8 and 2 batches are accumulated
+
+
+def layout_runs(page: str) -> list[dict[str, Any]]:
+    runs = []
+    for world, batch_size in LAYOUTS:
+        code = code_of(page, 0)
+        for written in (
+            "batch_size=4",
+            "batch_size=8 // num_ranks",
+            "batch_size=8 // self.trainer.world_size",
+        ):
+            code = code.replace(written, f"batch_size={batch_size}")
+        assert f"batch_size={batch_size}" in code
+        name = f"{page} of {world} x {batch_size}"
+        accumulated = GLOBAL_BATCH // (world * batch_size)
+        shared = {"page": page, "code": code, "steps": STEPS, "checkpoint": name, "last": LAYOUT_STEPS}
+        runs.append(run_of(name, "train_by_page", world, accumulated=accumulated, **shared))
+    return runs
+
+
 def digests(ranks: list[list[Any]], accumulated: int) -> list[str]:
     """sha256 of every global batch: of each rank its micro-batches, a rank after the other."""
     found = []
@@ -461,6 +519,19 @@ def test_a_frameworks_page_stopped_and_resumed_on_another_world_sees_every_globa
     assert len(set(whole)) == len(whole) == END
     for run, count in zip(runs, accumulated, strict=True):
         assert digests(seen[run["name"]], count) == whole[run["first"] : run["last"]], run["name"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_frameworks_page_trains_the_same_weights_on_every_layout(seen: Runs, page: str) -> None:
+    """Documents have 0 to 4 labels, so a mean of means would be off by far more."""
+    needs, _ = PAGES[page]
+    pytest.importorskip(needs)
+    assert seen["by hand"] == [[]]
+    expected = [torch.tensor(each) for each in seen.weights("by hand")]
+    for run in layout_runs(page):
+        assert len(seen[run["name"]]) == run["world"]
+        for found, weight in zip(seen.weights(run["name"]), expected, strict=True):
+            torch.testing.assert_close(torch.tensor(found), weight, msg=run["name"], rtol=1e-4, atol=1e-6)
 
 
 def test_a_trainer_that_is_given_the_loader_for_a_data_set_says_what_to_write(

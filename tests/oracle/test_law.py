@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import webdataset
-from hypothesis import assume, settings
+from hypothesis import assume, reject, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -312,15 +312,17 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
             step = self.pair.next_border(border)
             # Sizes stay while a change of weights lies ahead: its tick would move, and whether its round
             # begins anew then is not promised.
-            assume(step is not None and not self.pair.law.weights_change_after(step))
+            if step is None or self.pair.law.weights_change_after(step):
+                reject()
             sizes = drawn.draw(schedules(numbers_of_ticks, step))
             self.amend(step, sizes, (), looks_back=drawn.draw(st.booleans()))
 
-        @precondition(lambda self: form.weights)
+        @precondition(lambda self: bool(form.weights))
         @rule(drawn=st.data(), border=st.integers(0, 1), also_sizes=st.booleans())
         def amend_weights(self, drawn: st.DataObject, border: int, also_sizes: bool) -> None:
             step = self.pair.next_border(border)
-            assume(step is not None)
+            if step is None:
+                reject()
             weights = drawn.draw(schedules(mixtures(), step))
             assume(self.pair.law.has_other_weights(step, weights[0][1]))
             sizes = drawn.draw(schedules(numbers_of_ticks, step)) if also_sizes else ()

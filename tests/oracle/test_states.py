@@ -20,7 +20,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "mixture": MIXED,
     "amended": MIXED,
 }
-WRONG = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", [], {}, True)
+WRONG: tuple[Any, ...] = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", [], {}, True)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def open_ranks(root: Path, form: str, **options: Any) -> Ranks:
 
 def state_of(root: Path, form: str) -> dict[str, Any]:
     with open_ranks(root, form) as ranks:
-        state = json.loads(json.dumps(ranks.loaders[0].state_at(64)))
+        state: dict[str, Any] = json.loads(json.dumps(ranks.loaders[0].state_at(64)))
     if form == "amended":
         with open_ranks(root, form, weights={"ko": 1, "en": 3}, amend=True, state=state) as ranks:
             ranks.take(2)

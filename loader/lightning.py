@@ -5,19 +5,18 @@ trainer = lightning.Trainer(max_steps=1000, use_distributed_sampler=False, callb
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
-if find_spec("lightning"):
-    from lightning.pytorch import Callback
-else:  # the same library by its other name
-    from pytorch_lightning import Callback
+# The same library by its two names.
+_library: Any = import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
 
-class LoaderCallback(Callback):
+class LoaderCallback(_library.Callback):  # type: ignore[misc]  # the library has types only where it is there
     """Lets each checkpoint be of the optimizer's steps that are done, wherever inside of a step it is saved.
 
     Lightning saves inside of a step where Slurm requeues the job, where an exception ends the training, and

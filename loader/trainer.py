@@ -97,7 +97,7 @@ class LoaderMixin:
         finally:
             args.max_steps = given
 
-    def get_train_dataloader(self) -> EpochsOfLoader:
+    def get_train_dataloader(self) -> Any:
         """What Trainer asks for, instead of a ``train_dataset``."""
         return self._steps
 

@@ -95,7 +95,8 @@ def train_by_page(run, seen):
         },
     }
     config = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    config["gradient_accumulation_steps"] = run.get("accumulated", 1)
+    # DeepSpeed's default clips gradients, which the hand does not
+    config |= {"gradient_accumulation_steps": run.get("accumulated", 1), "gradient_clipping": 0}
     names = {
         "DATA": DATA, "CHECKPOINT": f"{OUT}/{run['checkpoint']}", "num_steps": run["last"], "model": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),

@@ -205,7 +205,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def by_hand(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], list[torch.Tensor]]:
     """The batches of each update, and the weights of gradient descent on the mean over a step's labels."""
-    model, updates = SmallModel(), []
+    model = SmallModel()
+    updates: list[list[list[int]]] = []
     loader = get_llama3_dataloader(data, GLOBAL_BATCH, data, num_workers=0)
     while len(updates) < END:
         for batch in loader:
@@ -213,8 +214,9 @@ def by_hand(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], list[t
             loss = losses / (batch["labels"][:, 1:] != -100).sum()
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             with torch.no_grad():
+                rate = 0.5 * min(len(updates) / num_warm_up, 1) if num_warm_up else 0.5
                 for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                    parameter -= 0.5 * (min(len(updates) / num_warm_up, 1) if num_warm_up else 1) * gradient
+                    parameter.sub_(gradient, alpha=rate)
             half = GLOBAL_BATCH // ACCUMULATED
             updates.append([part.tolist() for part in batch["input_ids"][:, 0].split(half)])
             if len(updates) == END:

@@ -10,7 +10,8 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.external_tars import save_word_tokenizer, write_numbered_tars
+from tests.external_tars import write_numbered_tars
+from tests.word_tokenizers import save_word_tokenizer
 
 pytestmark = pytest.mark.processes
 

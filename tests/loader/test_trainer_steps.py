@@ -165,7 +165,8 @@ def test_shifted_targets_are_refused_where_trainer_computes_the_loss(data: Path,
             return super().compute_loss(*args, **kwargs)
 
     class Computes(OwnTrainer):
-        def compute_loss(self, model: Any, inputs: Any, **_: Any) -> Any:
+        def compute_loss(self, *args: Any, **_: Any) -> Any:
+            model, inputs = args
             logits = model(**{**inputs, "labels": inputs["input_ids"]}).logits
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
 
@@ -181,7 +182,12 @@ def test_shifted_targets_are_refused_where_trainer_computes_the_loss(data: Path,
 def test_shifted_targets_are_refused_where_a_model_of_transformers_is_evaluated(data: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=200, **sizes))
     shifted = load(data, seq_len=16, targets="shifted")
     with pytest.raises(UsageError, match="targets"):

@@ -16,7 +16,7 @@ from shardprep.errors import UsageError
 _library: Any = import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
 
-class LoaderCallback(_library.Callback):  # type: ignore[misc]  # the library has types only where it is there
+class LoaderCallback(_library.Callback):
     """Lets each checkpoint be of the optimizer's steps that are done, wherever inside of a step it is saved.
 
     Lightning saves inside of a step where Slurm requeues the job, where an exception ends the training, and

@@ -71,7 +71,7 @@ SPEED = {"max_workers", "buffering", "maxsize", "chunksize", "num_threads", "pre
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
 QUIET = {"__repr__", "__str__", "_short", "opening_order"}  # functions: messages, and what is opened first
 # What stands in the code, and goes with this wave: withdrawn documents, crcs, skipped steps, the stall watch,
-# staged copies, OSTs, kept fields. Delete these words when it is gone.
+# staged copies, OSTs, kept fields; functions for long documents. Delete these words when it is gone.
 GOING = (
     "withdraw", "crc", "skip", "watch", "stall", "staged", "copies", "leave_copy", "is_copy", "osts",
     "balance", "_fields", "kept",
@@ -145,7 +145,8 @@ class Finder(ast.NodeVisitor):
         self.found.append(Mutant(self.path, node.lineno, operator, start, end, text))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if node.name in QUIET or any(word in node.name.lower() for word in GOING):
+        is_going = any(word in node.name.lower() for word in GOING) or "long" in node.name.split("_")
+        if node.name in QUIET or is_going:
             return
         for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
             self.visit(default)
@@ -215,6 +216,8 @@ class Finder(ast.NodeVisitor):
             self._add(node, f"{node.value} to {node.value + 1}", f"({node.value + 1})")
 
     def _negate(self, node: Any) -> None:
+        if any(word in ast.unparse(node.test).lower() for word in GOING):
+            return  # what is done then goes, too
         if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
             if isinstance(node.test, (ast.Name, ast.Attribute, ast.Call, ast.BoolOp)):  # others are swapped
                 self._add(node.test, "condition negated", f"(not ({ast.unparse(node.test)}))")

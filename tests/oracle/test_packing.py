@@ -81,7 +81,7 @@ def test_rows_are_those_of_a_plain_packer(
     options: dict[str, Any] = {"record": "packed", "seq_len": seq_len, "pack": pack.__name__}
     world.make(num_shards=1, validation_fraction=validation_fraction, **options)
     tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
-    end = tokenizer.token_to_id(EOS)
+    end: Any = tokenizer.token_to_id(EOS)
     limit = int((validation_fraction or 0) * 2**64)
     sides: dict[str, Rows] = {"train": [], "validation": []}
     for text, encoding in zip(every, tokenizer.encode_batch(every), strict=True):

@@ -20,7 +20,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "mixture": MIXED,
     "amended": MIXED,
 }
-WRONG = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", [], {}, True)
+WRONG: tuple[Any, ...] = (None, -1, 0, 10**6, 1.5, "", "x", "1; 2: 3", [], {}, True)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def open_ranks(root: Path, form: str, **options: Any) -> Ranks:
 
 def state_of(root: Path, form: str) -> dict[str, Any]:
     with open_ranks(root, form) as ranks:
-        state = json.loads(json.dumps(ranks.loaders[0].state_at(64)))
+        state: dict[str, Any] = json.loads(json.dumps(ranks.loaders[0].state_at(64)))
     if form == "amended":
         with open_ranks(root, form, weights={"ko": 1, "en": 3}, amend=True, state=state) as ranks:
             ranks.take(2)
@@ -55,7 +55,10 @@ def damaged(state: Any) -> Iterator[tuple[str, Any]]:
         without = copy.deepcopy(state)
         del without[key]
         yield f"no {key}", without
-        texts = [state[key][:-1], state[key] + "0"] if isinstance(state[key], str) else []
+        texts = []
+        if isinstance(state[key], str):
+            backwards = "; ".join(reversed(state[key].split("; ")))
+            texts = [state[key][:-1], state[key] + "0", *([backwards] if backwards != state[key] else [])]
         for wrong in [*WRONG, *texts]:
             if wrong != state[key] or type(wrong) is not type(state[key]):
                 yield f"{key} {wrong!r}", {**copy.deepcopy(state), key: wrong}
@@ -110,6 +113,20 @@ def test_the_state_of_another_run_is_refused(data: Path) -> None:
             for loader in ranks.loaders:
                 with pytest.raises(OtherRun):
                     loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("steps", [(5,), (0, 9, 9), (0, 9, 5), (0, -1), (0, 2.5)])
+def test_a_schedule_begins_at_step_0_and_ascends(data: Path, steps: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError):
+        open_ranks(data, "plain", weights_schedule=[(step, MIXED["weights"]) for step in steps], weights=None)
+    with pytest.raises(UsageError):
+        open_ranks(
+            data,
+            "plain",
+            global_batch_size=None,
+            batch_size=6,
+            batch_size_schedule=[(step, 6 + 6 * number) for number, step in enumerate(steps)],
+        )
 
 
 def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path) -> None:

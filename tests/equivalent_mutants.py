@@ -9,6 +9,18 @@ SPEED = "time alone"
 MESSAGE = "words of a message"
 
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "loader/state.py",
+        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), 0)]):",
+        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][(1)]), 0)]):",
+        "the end of the last stage is at or behind the end that is asked for",
+    ),
+    (
+        "loader/state.py",
+        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), 0)]):",
+        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), (1))]):",
+        "the end of the last stage is at or behind the end that is asked for",
+    ),
     ("preprocess/done_shards.py", "_MAX_BYTES = 64 << 20", "_MAX_BYTES = (65) << 20", LIMIT),
     (
         "preprocess/make/members.py",
@@ -21,6 +33,12 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "_IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted",
         "_IDX_ROWS = 1 << (17)  # read at a time where a whole column of the idx is wanted",
         LIMIT,
+    ),
+    (
+        "preprocess/make/members.py",
+        "self._num_held += int(sums[end - 1]) - before",
+        "self._num_held += int(sums[end - (2)]) - before",
+        MEMORY,
     ),
     (
         "loader/reading.py",

@@ -9,6 +9,13 @@ SPEED = "time alone"
 MESSAGE = "words of a message"
 
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
+    ("loader/order.py", "keeps_tail: bool = False", "keeps_tail: bool = True", "every caller says it"),
+    (
+        "preprocess/make/members.py",
+        "for num_digits in range(1, width - 1):",
+        "for num_digits in range(1, (width + 1)):",
+        "the loop ends at the first length that no id has",
+    ),
     (
         "loader/state.py",
         "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), 0)]):",
@@ -22,18 +29,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "the end of the last stage is at or behind the end that is asked for",
     ),
     ("preprocess/done_shards.py", "_MAX_BYTES = 64 << 20", "_MAX_BYTES = (65) << 20", LIMIT),
-    (
-        "preprocess/make/members.py",
-        "_BLOCK_TOKENS = 1 << 16  # of a long document, written at once",
-        "_BLOCK_TOKENS = 1 << (17)  # of a long document, written at once",
-        LIMIT,
-    ),
-    (
-        "loader/reading.py",
-        "_IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted",
-        "_IDX_ROWS = 1 << (17)  # read at a time where a whole column of the idx is wanted",
-        LIMIT,
-    ),
+    ("preprocess/make/members.py", "_BLOCK_TOKENS = 1 << 16", "_BLOCK_TOKENS = 1 << (17)", LIMIT),
+    ("loader/reading.py", "_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
     (
         "preprocess/make/members.py",
         "self._num_held += int(sums[end - 1]) - before",

@@ -136,6 +136,8 @@ def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path
         next(batches)
         state = loader.state_dict()
         assert not loader.ends_step
+        with pytest.raises(ShardprepError):
+            loader.load_state_dict({**state, "num_micro": 3})  # a step has 3 batches
     with open_ranks(data, "plain", batch_size=3) as ranks, pytest.raises(UsageError):
         ranks.loaders[0].load_state_dict(state)
     with open_ranks(data, "plain", batch_size=2, world_size=3) as ranks, pytest.raises(UsageError):

@@ -115,6 +115,19 @@ def test_the_state_of_another_run_is_refused(data: Path) -> None:
                     loader.load_state_dict(state)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "position",
+    [{"epoch": -1}, {"step": -1}, {"num_micro": -1}, {"step": 10**6}, {"num_micro": 10**6}],
+    ids=str,
+)
+def test_a_position_that_no_run_has_is_refused(data: Path, form: str, position: dict[str, int]) -> None:
+    options = {"weights": {"ko": 1, "en": 3}} if form == "amended" else {}
+    state = state_of(data, form)
+    with open_ranks(data, form, **options) as ranks, pytest.raises(ShardprepError):
+        ranks.loaders[0].load_state_dict({**state, **position})
+
+
 @pytest.mark.parametrize("steps", [(5,), (0, 9, 9), (0, 9, 5), (0, -1), (0, 2.5)])
 def test_a_schedule_begins_at_step_0_and_ascends(data: Path, steps: tuple[Any, ...]) -> None:
     with pytest.raises(UsageError):

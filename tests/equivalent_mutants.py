@@ -2,10 +2,59 @@
 
 from __future__ import annotations
 
-READS = "samples are read in other parts; what is read stays the same"
+LIMIT = "a limit of files or of memory that no promise names"
 MEMORY = "memory alone"
+READS = "samples are read in other parts; what is read stays the same"
+SPEED = "time alone"
+MESSAGE = "words of a message"
 
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
+    ("loader/order.py", "keeps_tail: bool = False", "keeps_tail: bool = True", "every caller says it"),
+    (
+        "preprocess/make/members.py",
+        "for num_digits in range(1, width - 1):",
+        "for num_digits in range(1, (width + 1)):",
+        "the loop ends at the first length that no id has",
+    ),
+    (
+        "loader/state.py",
+        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), 0)]):",
+        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][(1)]), 0)]):",
+        "the end of the last stage is at or behind the end that is asked for",
+    ),
+    (
+        "loader/state.py",
+        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), 0)]):",
+        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), (1))]):",
+        "the end of the last stage is at or behind the end that is asked for",
+    ),
+    ("preprocess/done_shards.py", "_MAX_BYTES = 64 << 20", "_MAX_BYTES = (65) << 20", LIMIT),
+    ("preprocess/make/members.py", "_BLOCK_TOKENS = 1 << 16", "_BLOCK_TOKENS = 1 << (17)", LIMIT),
+    ("loader/reading.py", "_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
+    (
+        "preprocess/make/members.py",
+        "self._num_held += int(sums[end - 1]) - before",
+        "self._num_held += int(sums[end - (2)]) - before",
+        MEMORY,
+    ),
+    (
+        "loader/reading.py",
+        "if self._used > len(self._buffer):",
+        "if (self._used >= len(self._buffer)):",
+        MEMORY,
+    ),
+    (
+        "loader/reading.py",
+        "self._buffer = np.empty(0, np.uint8)",
+        "self._buffer = np.empty((1), np.uint8)",
+        MEMORY,
+    ),
+    (
+        "loader/reading.py",
+        "is_cut |= (gap_bytes < 0) | (gap_bytes > _MOST_GAP_BYTES)",
+        "is_cut |= (gap_bytes < 0) | ((gap_bytes >= _MOST_GAP_BYTES))",
+        READS,
+    ),
     (
         "loader/reading.py",
         "gap_bytes = offset[1:] - (offset + found.num_bytes)[:-1]",
@@ -13,9 +62,69 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         READS,
     ),
     (
+        "loader/reading.py",
+        "is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])",
+        "is_cut_here = is_cut | (mask_offset[1:] != ((mask_offset - sizes))[:-1])",
+        READS,
+    ),
+    (
+        "loader/reading.py",
+        "while len(self._open) >= self.max_open:",
+        "while (len(self._open) > self.max_open):",
+        READS,
+    ),
+    (
+        "preprocess/done_shards.py",
+        "with ThreadPoolExecutor(1 if is_quick else _NUM_THREADS) as pool:",
+        "with ThreadPoolExecutor((2) if is_quick else _NUM_THREADS) as pool:",
+        SPEED,
+    ),
+    (
+        "loader/state.py",
+        "while len(known) <= epoch and known[-1] < last_stage:",
+        "while (len(known) <= epoch or known[-1] < last_stage):",
+        SPEED,
+    ),
+    (
+        "preprocess/check/verify.py",
+        'has = "some" if is_there else "no"',
+        'has = "some" if (not (is_there)) else "no"',
+        MESSAGE,
+    ),
+    (
+        "loader/order.py",
+        "filling = block_bytes * num_samples // max(num_bytes, 1)",
+        "filling = block_bytes * num_samples // max(num_bytes, (2))",
+        "a tar has 1,024 bytes at least",
+    ),
+    (
+        "loader/order.py",
+        "blocks, place = np.arange(num_blocks + 1), block",
+        "blocks, place = np.arange(num_blocks + (2)), block",
+        "one block more is permuted, and none asks for it",
+    ),
+    (
         "loader/chunks.py",
         "begins = begins[np.diff(begins, prepend=-1) > 0]",
         "begins = begins[np.diff(begins, prepend=-(2)) > 0]",
         "any number below 0 stands before the first begin, which is 0",
+    ),
+    (
+        "loader/mixture.py",
+        "if not self.num_first and not any(each.cut_end for each in self.stages):",
+        "if (not (not self.num_first and (not any((each.cut_end for each in self.stages))))):",
+        "the state says the same shares in another spelling",
+    ),
+    (
+        "loader/mixture.py",
+        "if not self.num_first and not any(each.cut_end for each in self.stages):",
+        "if (self.num_first) and not any(each.cut_end for each in self.stages):",
+        "the state says the same shares in another spelling",
+    ),
+    (
+        "loader/mixture.py",
+        "if not self.num_first and not any(each.cut_end for each in self.stages):",
+        "if not self.num_first and (any((each.cut_end for each in self.stages))):",
+        "the state says the same shares in another spelling",
     ),
 )

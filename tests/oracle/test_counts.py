@@ -130,6 +130,19 @@ def test_a_manifest_counts_what_its_shard_holds(tmp_path: Path, form: str, num_s
             num_bytes=sum(len(line.raw) + 1 for line in every if line.source == source),
             num_quarantined=sum(line.source == source and line.reason != "" for line in every),
         )
+    for source in ("en", "ko"):
+        lengths = Counter[str]()
+        for manifest in manifests:
+            for length, (count, tokens) in (
+                manifest["run"]["texts"].get(source, {"lengths": {}})["lengths"].items()
+            ):
+                lengths.update({f"documents of {length}": count, f"tokens of {length}": tokens})
+        expected = Counter[str]()
+        for line, size in zip(documents, sizes, strict=True):
+            if line.source == source:
+                rounded = size >> max(size.bit_length() - 4, 0) << max(size.bit_length() - 4, 0)
+                expected.update({f"documents of {rounded}": 1, f"tokens of {rounded}": size})
+        assert lengths == expected
     check_side_files(world, every, has_order=form != "best_fit")
 
 

@@ -55,7 +55,10 @@ def damaged(state: Any) -> Iterator[tuple[str, Any]]:
         without = copy.deepcopy(state)
         del without[key]
         yield f"no {key}", without
-        texts = [state[key][:-1], state[key] + "0"] if isinstance(state[key], str) else []
+        texts = []
+        if isinstance(state[key], str):
+            backwards = "; ".join(reversed(state[key].split("; ")))
+            texts = [state[key][:-1], state[key] + "0", *([backwards] if backwards != state[key] else [])]
         for wrong in [*WRONG, *texts]:
             if wrong != state[key] or type(wrong) is not type(state[key]):
                 yield f"{key} {wrong!r}", {**copy.deepcopy(state), key: wrong}
@@ -112,6 +115,33 @@ def test_the_state_of_another_run_is_refused(data: Path) -> None:
                     loader.load_state_dict(state)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "position",
+    [{"epoch": -1}, {"step": -1}, {"num_micro": -1}, {"step": 10**6}, {"num_micro": 10**6}],
+    ids=str,
+)
+def test_a_position_that_no_run_has_is_refused(data: Path, form: str, position: dict[str, int]) -> None:
+    options = {"weights": {"ko": 1, "en": 3}} if form == "amended" else {}
+    state = state_of(data, form)
+    with open_ranks(data, form, **options) as ranks, pytest.raises(ShardprepError):
+        ranks.loaders[0].load_state_dict({**state, **position})
+
+
+@pytest.mark.parametrize("steps", [(5,), (0, 9, 9), (0, 9, 5), (0, -1), (0, 2.5)])
+def test_a_schedule_begins_at_step_0_and_ascends(data: Path, steps: tuple[Any, ...]) -> None:
+    with pytest.raises(UsageError):
+        open_ranks(data, "plain", weights_schedule=[(step, MIXED["weights"]) for step in steps], weights=None)
+    with pytest.raises(UsageError):
+        open_ranks(
+            data,
+            "plain",
+            global_batch_size=None,
+            batch_size=6,
+            batch_size_schedule=[(step, 6 + 6 * number) for number, step in enumerate(steps)],
+        )
+
+
 def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path) -> None:
     with open_ranks(data, "plain", batch_size=2) as ranks:
         (loader,) = ranks.loaders
@@ -119,6 +149,8 @@ def test_a_state_inside_of_a_step_goes_on_with_the_same_batches_alone(data: Path
         next(batches)
         state = loader.state_dict()
         assert not loader.ends_step
+        with pytest.raises(ShardprepError):
+            loader.load_state_dict({**state, "num_micro": 3})  # a step has 3 batches
     with open_ranks(data, "plain", batch_size=3) as ranks, pytest.raises(UsageError):
         ranks.loaders[0].load_state_dict(state)
     with open_ranks(data, "plain", batch_size=2, world_size=3) as ranks, pytest.raises(UsageError):

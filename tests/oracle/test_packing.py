@@ -1,0 +1,99 @@
+"""Packed rows are those of a plain packer, over more rows than are open at a time and than a member holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.world import EOS, World, hostile_texts, tokenizer_dir
+
+OPEN_ROWS = 1024  # of best fit: the fullest one is closed where there would be more
+Rows = list[list[int]]
+
+
+def concat(documents: Rows, seq_len: int) -> Rows:
+    """Join all documents, and cut wherever a row ends."""
+    stream = [*chain(*documents)]
+    return [stream[first : first + seq_len] for first in range(0, len(stream), seq_len)]
+
+
+def best_fit(documents: Rows, seq_len: int) -> Rows:
+    """Put each document whole into the fullest row that has room, of equally full ones into the one that was
+    filled first. Documents longer than a row are cut, and each part begins a row."""
+    closed: Rows = []
+    open_rows: Rows = []  # the one that was filled last stands last
+    for document in documents:
+        parts = [document[first : first + seq_len] for first in range(0, len(document), seq_len)]
+        for number, part in enumerate(parts):
+            fitting = [row for row in open_rows if len(row) + len(part) <= seq_len and number == 0]
+            if fitting:
+                row = max(fitting, key=len)
+                place = [row is other for other in open_rows].index(True)
+                open_rows.append(open_rows.pop(place) + part)
+            else:
+                if len(open_rows) == OPEN_ROWS:
+                    fullest = max(open_rows, key=len)
+                    closed.append(open_rows.pop([fullest is other for other in open_rows].index(True)))
+                open_rows.append(part)
+            if len(open_rows[-1]) == seq_len:
+                closed.append(open_rows.pop())
+    return closed + sorted(open_rows, key=len, reverse=True)
+
+
+def short_texts() -> Iterator[str]:
+    """Documents of which no two fit into a row of 16, then some that do, and some that are longer."""
+    for number in range(1100):
+        yield "abcdefgh"[: 7 + number % 2] + "zyx"[number % 3]
+    yield from ("x" * (number % 5) + "w" for number in range(60))
+    yield from ("v" * (10 + number) for number in range(50))
+
+
+def long_texts() -> Iterator[str]:
+    """More than a member's 512 KiB of ids on each side."""
+    for text in hostile_texts(330, seed=21, most_words=500):
+        yield text.replace("<|", "< |").strip()[:8000] + "."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pack", "texts", "seq_len"),
+    [
+        (best_fit, short_texts, 16), (concat, short_texts, 16),
+        (best_fit, long_texts, 512), (concat, long_texts, 512),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("validation_fraction", [None, 0.4])
+def test_rows_are_those_of_a_plain_packer(
+    tmp_path: Path,
+    pack: Callable[[Rows, int], Rows],
+    texts: Callable[[], Iterator[str]],
+    seq_len: int,
+    validation_fraction: float | None,
+) -> None:
+    every = [*texts()]
+    world = World(tmp_path).raw({"a.jsonl": [{"text": text} for text in every]})
+    options: dict[str, Any] = {"record": "packed", "seq_len": seq_len, "pack": pack.__name__}
+    world.make(num_shards=1, validation_fraction=validation_fraction, **options)
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
+    end: Any = tokenizer.token_to_id(EOS)
+    limit = int((validation_fraction or 0) * 2**64)
+    sides: dict[str, Rows] = {"train": [], "validation": []}
+    for text, encoding in zip(every, tokenizer.encode_batch(every), strict=True):
+        is_held = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") < limit
+        sides["validation" if is_held else "train"].append([*encoding.ids, end])
+    for side, documents in sides.items():
+        if side == "validation" and validation_fraction is None:
+            continue
+        arguments = {} if validation_fraction is None else {"split": side}
+        with world.ranks(global_batch_size=1, shuffle=False, **arguments) as ranks:
+            rows = ranks.take(len(ranks.loaders[0]))
+        assert [row["input_ids"] for (row,) in rows] == pack(documents, seq_len), side
+    if texts is long_texts:
+        most_ids = 512 * 1024 // 2
+        assert sum(map(len, chain(*sides.values()))) > most_ids, "one member holds all"

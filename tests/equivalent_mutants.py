@@ -28,7 +28,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), (1))]):",
         "the end of the last stage is at or behind the end that is asked for",
     ),
-    ("preprocess/done_shards.py", "_MAX_BYTES = 64 << 20", "_MAX_BYTES = (65) << 20", LIMIT),
+    ("shardprep/format/done.py", "_MAX_BYTES = 64 << 20", "_MAX_BYTES = (65) << 20", LIMIT),
     ("preprocess/make/members.py", "_BLOCK_TOKENS = 1 << 16", "_BLOCK_TOKENS = 1 << (17)", LIMIT),
     ("loader/reading.py", "_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
     (
@@ -74,7 +74,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         READS,
     ),
     (
-        "preprocess/done_shards.py",
+        "shardprep/format/done.py",
         "with ThreadPoolExecutor(1 if is_quick else _NUM_THREADS) as pool:",
         "with ThreadPoolExecutor((2) if is_quick else _NUM_THREADS) as pool:",
         SPEED,

@@ -1,8 +1,7 @@
 """What Slurm shows of the jobs that make a data set: its submissions', those of attempts, and plain sbatch's.
 
-squeue says what waits and runs. ``sacct -D`` is asked only how an attempt ended whose record has no end;
-where there are no accounts, that is not known some minutes later. Times are UTC: a colleague's shell may have
-another zone.
+squeue says what waits and runs, and how a job ended for some minutes more (MinJobAge). Times are UTC: a
+colleague's shell may have another zone.
 
 A job is a submission's if its id, user and time of submission are those of the record in DATA/jobs: a
 controller that lost its state gives old ids to other jobs. One that Slurm started again has a later time,
@@ -18,18 +17,16 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from preprocess.attempts import Attempt
-from shardprep.errors import ShardprepError
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from slurm.commands import (
     SlurmAway,
-    SlurmMissing,
     SlurmRefused,
     read_config,
     seconds_of,
@@ -79,7 +76,7 @@ class TaskAttempt(JobIdentity):
 
 
 def _exit_code(text: str) -> int:
-    """A shell's exit code, of ``65:0`` (squeue from 23.02 on, and sacct) or ``16640`` (as wait() has it)."""
+    """A shell's exit code, of ``65:0`` (squeue from 23.02 on) or ``16640`` (as wait() has it)."""
     match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
     if not match:
         raise ValueError(f"an exit code of {text[:40]!r}")
@@ -99,8 +96,8 @@ def _local_time(text: str) -> str:
         return ""
 
 
-# What squeue and sacct are asked for -> the field of TaskAttempt. A command, and in sacct a job's name, may
-# hold a "|", so they stand last. StartTime: of what waits, the scheduler's estimate.
+# What squeue is asked for -> the field of TaskAttempt. A command may hold a "|", so it stands last.
+# StartTime: of what waits, the scheduler's estimate.
 _QUEUE_FIELDS = {
     "ArrayJobID": "job_id", "ArrayTaskID": "index", "State": "state", "Reason": "reason",
     "exit_code": "exit_code", "NodeList": "node", "TimeUsed": "elapsed_s", "JobID": "", "UserName": "user",
@@ -108,10 +105,6 @@ _QUEUE_FIELDS = {
     "Name": "name",
 }  # fmt: skip
 _TYPED_FIELDS = {"WorkDir": "work_dir", "Command": "command"}
-_ACCOUNT_FIELDS = {
-    "JobID": "job_id", "State": "state", "ExitCode": "exit_code", "NodeList": "node",
-    "ElapsedRaw": "elapsed_s", "User": "user", "Submit": "submit_time", "End": "", "JobName": "name",
-}  # fmt: skip
 _READERS: dict[str, Callable[[str], Any]] = {  # of the fields that are no plain texts
     "state": lambda text: text.split(" ")[0],  # CANCELLED by 0
     "num_restarts": int,
@@ -127,16 +120,7 @@ def parse_queue(text: str) -> list[TaskAttempt]:
 
     Raises ValueError for a line that is cut short or no such line.
     """
-    return _parse(text, _QUEUE_FIELDS | _TYPED_FIELDS, least=len(_QUEUE_FIELDS))
-
-
-def parse_accounts(text: str) -> list[TaskAttempt]:
-    """sacct's lines of allocations -> attempts. Raises ValueError for a line that is no such line."""
-    return _parse(text, _ACCOUNT_FIELDS, least=len(_ACCOUNT_FIELDS))
-
-
-def _parse(text: str, fields: Mapping[str, str], least: int) -> list[TaskAttempt]:
-    """The fields from ``least`` on may be missing."""
+    fields, least = _QUEUE_FIELDS | _TYPED_FIELDS, len(_QUEUE_FIELDS)
     attempts = []
     for line in text.splitlines():
         values = line.split("|", len(fields) - 1)
@@ -144,11 +128,10 @@ def _parse(text: str, fields: Mapping[str, str], least: int) -> list[TaskAttempt
             raise ValueError(f"{len(values)} of {least} fields in {line[:200]!r}")
         named = zip(fields.values(), values, strict=False)
         facts = {name: _READERS.get(name, str)(value) for name, value in named if name}
-        job_id, _, of_task = facts.pop("job_id").partition("_")  # sacct writes JOB_INDEX
+        job_id, index = facts.pop("job_id"), facts.pop("index")
         if not re.fullmatch(r"[0-9]{1,10}", job_id):
             raise ValueError(f"a job id of {job_id[:40]!r}")
-        indices = _indices(facts.pop("index", of_task))
-        attempts += [TaskAttempt(job_id=job_id, index=index, **facts) for index in indices]
+        attempts += [TaskAttempt(job_id=job_id, index=each, **facts) for each in _indices(index)]
     return attempts
 
 
@@ -196,45 +179,6 @@ def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[
     return _queued("--array", "--states=all", f"--jobs={listed}", cluster=cluster)
 
 
-def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
-    """What the accounts keep of these jobs, a requeued task's earlier attempts first; [] without accounts.
-
-    Raises SlurmAway where there are accounts and their server gives no answer.
-    """
-    ids = sorted(set(job_ids), key=int)
-    if not ids:
-        return []
-    options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}")
-    fields = f"--format={','.join(_ACCOUNT_FIELDS)}"
-    try:  # 'Slurm accounting storage is disabled'
-        return _ask(parse_accounts, "is disabled", "sacct", *options, fields, cluster=cluster)
-    except SlurmMissing:
-        return []
-
-
-def attempts_by_task(
-    accounts: Iterable[TaskAttempt], queue: Sequence[TaskAttempt]
-) -> dict[tuple[str, int], list[TaskAttempt]]:
-    """(job, index) -> its attempts, oldest first; what squeue says of the last one is the newer truth.
-
-    Only squeue can say that a task waits or runs: the accounts lag, and where they missed the end of a job
-    they show it as running for ever.
-    """
-    found: dict[tuple[str, int], list[TaskAttempt]] = {}
-    for attempt in accounts:
-        if not attempt.is_live or attempt.state == "REQUEUED":
-            found.setdefault(attempt.key, []).append(attempt)
-    queued = {attempt.key for attempt in queue}
-    for key in found.keys() - queued:
-        while found[key] and found[key][-1].is_live:
-            found[key].pop()
-    for attempt in queue:
-        attempts = found.setdefault(attempt.key, [])
-        if attempt.is_live or not attempts or attempts[-1].is_live:
-            attempts.append(attempt)
-    return {key: attempts for key, attempts in found.items() if attempts}
-
-
 TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
 PLAIN = -1  # index N makes shard N
 _SCRIPT = "prep_array.sh"
@@ -252,7 +196,6 @@ class ShownJobs:
     strays: list[str] = field(default_factory=list)  # held jobs of ours that no record names
     unrecorded: list[str] = field(default_factory=list)  # others, which wait or run
     away: str = ""  # why Slurm gave no answer
-    accounts_away: str = ""  # why its accounts gave none, where there are any
     cluster: str = ""  # which one answered
 
     def last_task(self, key: TaskKey) -> TaskAttempt | None:
@@ -266,18 +209,16 @@ class ShownJobs:
     def task_of(self, attempt: Attempt) -> TaskAttempt | None:
         """What Slurm says of the task of an attempt, in whatever way the task was submitted.
 
-        The accounts do not number restarts; squeue numbers the last.
+        squeue shows the last start of a task alone.
         """
-        tasks, number = self._by_job.get(attempt.key, []), attempt.num_restarts
-        if tasks and tasks[-1].num_restarts == number:
-            return tasks[-1]
-        return tasks[number] if number < len(tasks) - 1 else None
+        tasks = self._by_job.get(attempt.key, [])
+        return tasks[-1] if tasks and tasks[-1].num_restarts == attempt.num_restarts else None
 
 
 def find_shown_jobs(
     folder: Path, plan_id: str, submissions: Sequence[Submission], open_attempts: Sequence[Attempt]
 ) -> ShownJobs:
-    """Ask squeue what waits and runs, and the accounts of what it no longer shows and no record ends.
+    """Ask squeue what waits and runs.
 
     A held job whose name is this data set's, and that no record names, is of a command that sends it just
     now, or was cut short. Raises SlurmAway.
@@ -288,19 +229,21 @@ def find_shown_jobs(
     with ThreadPoolExecutor(3) as pool:
         queue = pool.submit(queued_attempts, [*recorded, *(job_id for job_id, _ in plain)])
         mine = pool.submit(_queued, f"--user={user}", typed=True)
-        config = pool.submit(read_config).result() if submissions else {}
+        asked = pool.submit(read_config) if submissions else None
         queued = queue.result()
         own = [each for each in mine.result() if each.is_live and each.job_id not in recorded]
+        is_plain = any(each.command.endswith(_SCRIPT) for each in own)
+        config = asked.result() if asked else read_config() if is_plain else {}
     shown = ShownJobs(cluster=config.get("ClusterName", ""))
     for cluster in sorted({each.cluster for each in submissions}):
         there = [each for each in submissions if each.cluster == cluster]
-        _add_submitted(shown, cluster, there, queued, open_attempts)
+        _add_submitted(shown, cluster, there, queued)
     if re.search(r"\b(jobs|all)\b", config.get("PrivateData", "")):
         seen = {number for number, _, _ in shown.attempts}
         for sent in submissions:
             if sent.user != user and sent.number not in seen:
                 shown.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
-    tasks = _plain_tasks(shown, folder, plain, queued, own)
+    tasks = _plain_tasks(folder, plain, queued, own, config.get("SLURM_VERSION", "0"))
     for each in tasks:
         shown.attempts.setdefault((PLAIN, *each.key), []).append(each)
     known, begin = {each.job_id for each in tasks}, names_begin(folder, plan_id)
@@ -313,11 +256,11 @@ def find_shown_jobs(
 
 
 def _plain_tasks(
-    shown: ShownJobs,
     folder: Path,
     attempts: Mapping[tuple[str, int], Attempt],
     queued: Iterable[TaskAttempt],
     own: Sequence[TaskAttempt],
+    version: str,
 ) -> list[TaskAttempt]:
     """The tasks of plain sbatch: those of attempts without an end, and this user's own that make a shard."""
 
@@ -326,11 +269,16 @@ def _plain_tasks(
 
     tasks = [each for each in queued if has_record(each)]
     keys = {each.key for each in tasks}
-    ended = _accounted(shown, {job_id for job_id, _ in attempts.keys() - keys})
-    tasks += [each for each in ended if each.key not in keys and has_record(each) and not each.is_live]
     began = {(each.job_id, each.user): each.began for each in attempts.values()}
-    others = [each for each in _with_typed_words(own) if each.key not in keys]
-    return tasks + [each for each in others if _is_same_array(each, began) or _makes_shard_of(each, folder)]
+    # squeue from 23 on shows the script without its arguments: a task is known once one of its array began.
+    has_words = int(version.partition(".")[0]) < 23
+    others = [each for each in own if each.key not in keys]
+    return tasks + [
+        each
+        for each in others
+        if _is_same_array(each, began)
+        or ((has_words or " " in each.command) and _makes_shard_of(each, folder))
+    ]
 
 
 def find_live_jobs(submissions: Sequence[Submission]) -> list[str]:
@@ -347,35 +295,6 @@ def find_live_jobs(submissions: Sequence[Submission]) -> list[str]:
             continue
         live |= {each.job_id for sent in there for each in _jobs_of(sent, queued) if each.is_live}
     return sorted(live, key=int)
-
-
-def _accounted(shown: ShownJobs, job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
-    """What the accounts keep of these jobs; where they are away, that is noted."""
-    try:
-        return accounted_attempts(job_ids, cluster)
-    except SlurmAway as error:
-        shown.accounts_away = str(error)
-        return []
-
-
-def _with_typed_words(own: Sequence[TaskAttempt]) -> Sequence[TaskAttempt]:
-    """The tasks with all that was typed: a newer squeue shows the script alone, the accounts keep the line.
-
-    Where neither says it, there is no command.
-    """
-    bare = {each.job_id for each in own if each.command.endswith(_SCRIPT)}
-    if not bare:
-        return own
-    options = ("--allocations", "--noheader", "--parsable2", f"--jobs={','.join(sorted(bare, key=int))}")
-    typed: dict[str, str] = {}
-    with contextlib.suppress(ShardprepError):  # no accounts, or they are away
-        lines = slurm_answer(str.splitlines, "sacct", *options, "--format=JobID,SubmitLine")
-        typed = {re.split("[_|]", line)[0]: f"{_SCRIPT}{line.partition(_SCRIPT)[2]}" for line in lines}
-    if bare - typed.keys() and int(read_config().get("SLURM_VERSION", "0").partition(".")[0]) < 23:
-        return own  # this squeue shows arguments, where there are any
-    return [
-        replace(each, command=typed.get(each.job_id, "")) if each.job_id in bare else each for each in own
-    ]
 
 
 def _is_same_array(task: TaskAttempt, began: Mapping[tuple[str, str], float]) -> bool:
@@ -410,7 +329,6 @@ def _add_submitted(
     cluster: str,
     submissions: Sequence[Submission],
     queue: Sequence[TaskAttempt],
-    open_attempts: Sequence[Attempt],
 ) -> None:
     """Add the tasks of the submissions to one cluster. ``queue``: what this host's cluster shows."""
     asked = None
@@ -422,24 +340,13 @@ def _add_submitted(
             why = f"cluster {cluster} cannot be seen from {shown.cluster}"
             shown.hidden |= {each.number: why for each in submissions}
             return
-    # Of an attempt that has no end in its record and does not run, the accounts may know why.
-    live = {each.key for each in queue if each.is_live}
-    arrays = {array.job_id for each in submissions for array in each.arrays}
-    unexplained = {each.job_id for each in open_attempts if each.key not in live} & arrays
-    accounts = _accounted(shown, unexplained, asked)
     for sent in submissions:
-        ended, queued = _jobs_of(sent, accounts, are_numbered=False), _jobs_of(sent, queue)
-        for (job_id, index), attempts in attempts_by_task(ended, queued).items():
-            shown.attempts[sent.number, job_id, index] = attempts
+        for each in _jobs_of(sent, queue):
+            shown.attempts.setdefault((sent.number, *each.key), []).append(each)
 
 
-def _jobs_of(
-    submission: Submission, attempts: Iterable[TaskAttempt], *, are_numbered: bool = True
-) -> list[TaskAttempt]:
-    """Those of the attempts that are of its jobs. One that was started again has a later time.
-
-    ``are_numbered``: whether each says how often it was started again; the accounts do not.
-    """
+def _jobs_of(submission: Submission, attempts: Iterable[TaskAttempt]) -> list[TaskAttempt]:
+    """Those of the attempts that are of its jobs. One that was started again has a later time."""
     jobs = {job.job_id: job for job in submission.jobs}
 
     def is_own(attempt: TaskAttempt) -> bool:
@@ -447,9 +354,8 @@ def _jobs_of(
         if job is None or attempt.user != job.user:
             return False
         if attempt.name == job.name:
-            may_be_later = attempt.num_restarts > 0 or not are_numbered
             return attempt.submit_time == job.submit_time or (
-                may_be_later and attempt.submit_time > job.submit_time
+                attempt.num_restarts > 0 and attempt.submit_time > job.submit_time
             )
         # A person may have changed the name, but calls no job as another submission's.
         return attempt.submit_time == job.submit_time and not attempt.name.startswith(f"{JOB_NAME}-")

@@ -26,7 +26,7 @@ from shardprep.own_packages import HOME
 from slurm.commands import ask_patiently
 from slurm.request import COMMANDS, JobRequest, with_variables
 from slurm.send import Sending, check_recorded, leave_controller, prepare, send_prepared
-from slurm.site import check_folder, find_limits
+from slurm.site import check_folder, find_site
 from slurm.state import (
     NODE_FAIL,
     OUT_OF_MEMORY,
@@ -75,9 +75,7 @@ def _retry(args: argparse.Namespace) -> int:
             rounds = counted(args.max_rounds, "round")
             return _stop(state, f"not made after {rounds} (--max_rounds): {missing}")
         if sending is None:
-            waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
-            request = _trusted(state, _base_request(state), changes)
-            leave_controller(args, state, state.next_number, request, waited)
+            leave_controller(args, state, _trusted(state, _base_request(state), changes))
             return 0
     if sending is not None:
         return send_prepared(args, sending, prepared)
@@ -118,7 +116,7 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
     if not again:
         return None
     base = _base_request(state)
-    max_mem_mb = find_limits(_trusted(state, base, changes)).max_mem_mb
+    max_mem_mb = find_site(_trusted(state, base, changes).partition).max_mem_mb
     nodes = failing_nodes(state.attempts.own)
     groups: dict[JobRequest, list[int]] = {}
     for shard in again:
@@ -126,17 +124,25 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
-    before = state.submissions[-1].sources if state.submissions else {}
-    sources = {**before, **dict.fromkeys(changes, "given to retry")}
-    return prepare(state, list(groups.items()), args.shards_per_task, sources=sources)
+    return prepare(state, list(groups.items()), args.shards_per_task)
 
 
 def _base_request(state: DatasetState) -> JobRequest:
     """The newest submission's request; without one what a plain task had."""
     if state.submissions:
         return state.submissions[-1].arrays[0].request
-    num_cpus = [each.num_cpus for each in state.attempts.own if each.job_id and each.num_cpus]
-    return JobRequest(cpus_per_task=num_cpus[-1]) if num_cpus else JobRequest()
+    plain = [each for each in state.attempts.own if each.job_id and each.num_cpus]
+    if not plain:
+        return JobRequest()
+    had = plain[-1]
+    return JobRequest(
+        partition=had.partition or None,
+        account=had.account or None,
+        qos=had.qos or None,
+        cpus_per_task=had.num_cpus or 1,
+        mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
+        time_min=had.time_min,
+    )
 
 
 def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
@@ -217,7 +223,7 @@ def _finish(state: DatasetState, max_attempts: int) -> int:
     """Where ``retry`` sends nothing: verify what is done and write the report, or say why this stops."""
     folder = state.folder
     if not state.is_verified and len(state.made.done) == state.plan.num_shards:
-        command = [sys.executable, "-m", "preprocess", "verify", folder]
+        command = [sys.executable, "-m", "preprocess", "verify", str(folder)]
         # From a folder of ours: Python imports modules of the current one, which may be the data set.
         code = subprocess.run(command, cwd=HOME, check=False).returncode
         if code:
@@ -230,7 +236,7 @@ def _finish(state: DatasetState, max_attempts: int) -> int:
             words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
         return _stop(state, "; ".join(words) or "shards are missing that may run where it cannot be seen")
     output = folder / REPORT_NAME
-    command = [sys.executable, "-m", "slurm", "report", folder, "--output", output]
+    command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
     subprocess.run(command, cwd=HOME, check=False)
     append_event(folder, "finished", report=str(output))
     say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")

@@ -92,6 +92,15 @@ _STOPPED_BY = {
     "cancel": CANCELLED,
     "cancelled step": _STEP_STOPPED,
 }
+# What Slurm writes into a task's log about its end -> ``stopped_by`` of a record. Slurm forgets it sooner.
+_WORDS_OF_LOGS = (
+    (r"oom[-_]kill|': Out Of Memory'|exceeded (job )?memory limit", OUT_OF_MEMORY),
+    ("DUE TO TIME LIMIT", "time limit"),
+    ("DUE TO NODE FAILURE|srun: error: Node failure", "node failure"),
+    ("DUE TO PREEMPTION", "preemption"),
+    (r"\*\*\* JOB .* CANCELLED AT", "cancel"),
+    (r"\*\*\* STEP .* CANCELLED AT", "cancelled step"),
+)
 _WARNED_S = 900  # before its time limit a task is warned by USR1, where sbatch --signal asked for it
 _TAIL_BYTES = 16 << 10
 _NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
@@ -153,14 +162,18 @@ def exit_cause(code: int) -> str:
     return _EXIT_CAUSES.get(code, f"exit code {code}") if code else NO_MANIFEST
 
 
-def log_tail(path: Path) -> str:
-    """The last 16 KiB of what a log's last attempt wrote; empty where there is no such file."""
+def log_tail(path: Path, num_later: int = 0) -> str:
+    """Return what a log's last attempt wrote, or one with so many behind it, of its last 16 KiB.
+
+    Empty where there is no such file.
+    """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return _BEGINS.split(file.read().decode("utf-8", "replace"))[-1]
+            parts = _BEGINS.split(file.read().decode("utf-8", "replace"))
     except (OSError, ShardprepError):
         return ""
+    return parts[-1 - num_later] if num_later < len(parts) else ""
 
 
 def last_lines(log: str, number: int = 3) -> list[str]:
@@ -220,6 +233,7 @@ class DatasetState:
     made: MadeShards
     is_verified: bool
     shards: list[ShardState]  # shard N at N
+    without_record: list[str]  # tasks that ended and left no record, JOB_INDEX
     shown: ShownJobs
 
     @property
@@ -338,8 +352,8 @@ def find_state(
         if if_away is None or "Permission denied" not in str(error):
             raise
         recorded, unreadable = [], [str(error)]
-    submissions = [each for each in recorded if each.identity in (None, identity)]
-    foreign = [each for each in recorded if each.identity not in (None, identity)]
+    submissions = [each for each in recorded if each.identity == identity]
+    foreign = [each for each in recorded if each.identity != identity]
     before = read_attempts(folder, plan.plan_id)
     open_attempts = [each for each in before.own if each.ended is None and each.job_id]
     has_jobs = bool(submissions or open_attempts)
@@ -357,12 +371,13 @@ def find_state(
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
     now = {each.path: each for each in read_attempts(folder, plan.plan_id).own}
     attempts = Attempts(
-        own=[_with_slurms_end(now[each.path], shown) for each in before.own if each.path in now],
+        own=_with_ends([now[each.path] for each in before.own if each.path in now], shown),
         foreign=before.foreign,
         unreadable=[*unreadable, *before.unreadable],
     )
     if made is None:
         made = first if first and not shown.attempts else find_made_shards(folder, plan.spec)
+    shards, without_record = _shard_states(folder, plan.num_shards, made, submissions, attempts, shown)
     return DatasetState(
         folder=folder,
         plan=plan,
@@ -372,21 +387,35 @@ def find_state(
         attempts=attempts,
         made=made,
         is_verified=is_verified(folder, plan.spec, made),
-        shards=_shard_states(folder, plan.num_shards, made, submissions, attempts, shown),
+        shards=shards,
+        without_record=without_record,
         shown=shown,
     )
 
 
-def _with_slurms_end(attempt: Attempt, shown: ShownJobs) -> Attempt:
-    """The attempt, with the end that Slurm alone can know; it is recorded before Slurm forgets it."""
-    task = None if attempt.stopped_by else shown.task_of(attempt)
-    if not task or task.state not in _STATES:
-        return attempt
-    ended_s = attempt.began + task.elapsed_s if attempt.ended is None else attempt.ended
-    attempt = replace(attempt, stopped_by=task.state, ended=ended_s)
-    if task.user == user_name():
-        append_end(attempt)
-    return attempt
+def _with_ends(attempts: Sequence[Attempt], shown: ShownJobs) -> list[Attempt]:
+    """Add what Slurm alone knows of an end; it is recorded before Slurm forgets it.
+
+    squeue tells it for some minutes. Later the last lines of the log do, where the record has no cause.
+    """
+    last_restart: dict[tuple[str, int], int] = {}
+    for each in attempts:
+        last_restart[each.key] = max(each.num_restarts, last_restart.get(each.key, 0))
+    found = []
+    for each in attempts:
+        task = shown.task_of(each)
+        stopped_by, ended = "", each.ended
+        if not each.stopped_by and task is not None and task.state in _STATES:
+            stopped_by, ended = task.state, ended or each.began + task.elapsed_s
+        elif each.is_unexplained and each.log and not (shown.away or (task and task.is_live)):
+            log = log_tail(Path(each.log), last_restart[each.key] - each.num_restarts)
+            stopped_by = next((name for words, name in _WORDS_OF_LOGS if re.search(words, log)), "")
+        if stopped_by:
+            each = replace(each, stopped_by=stopped_by, ended=ended or each.began)
+            if each.user == user_name():
+                append_end(each)
+        found.append(each)
+    return found
 
 
 def _shard_states(
@@ -396,18 +425,19 @@ def _shard_states(
     submissions: Sequence[Submission],
     attempts: Attempts,
     shown: ShownJobs,
-) -> list[ShardState]:
+) -> tuple[list[ShardState], list[str]]:
+    """Return every shard, and the tasks that ended without a record and left a shard unmade."""
     tried: list[list[ShardAttempt]] = [[] for _ in range(num_shards)]
-    not_begun: set[int] = set()
+    not_begun: dict[int, str] = {}
     found = _all_attempts(folder, submissions, attempts.own, shown)
     for _, shard_id, attempt in sorted(found, key=lambda each: each[0]):
-        if attempt is None:
-            not_begun.add(shard_id)
+        if isinstance(attempt, str):
+            not_begun[shard_id] = attempt
         elif shard_id < num_shards:
             tried[shard_id].append(attempt)
     nothing: StateName = "not visible" if attempts.unreadable else "not submitted"
     order: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")
-    states = []
+    states, without_record = [], set[str]()
     for shard_id, of_shard in enumerate(tried):
         if shard_id in made.done:
             states.append(ShardState(shard_id=shard_id, state="done"))
@@ -415,14 +445,16 @@ def _shard_states(
         kinds = {each.state for each in of_shard}
         state = next((each for each in order if each in kinds), nothing)
         is_cut = shard_id in not_begun and state == "not submitted"
+        if is_cut:
+            without_record.add(not_begun[shard_id])
         states.append(ShardState(shard_id=shard_id, state=state, attempts=of_shard, has_not_begun=is_cut))
-    return states
+    return states, sorted(without_record)
 
 
 def _all_attempts(
     folder: Path, submissions: Sequence[Submission], records: Sequence[Attempt], shown: ShownJobs
-) -> Iterator[tuple[float, int, ShardAttempt | None]]:
-    """(when, shard, the attempt at it); None for a task that ended before it began.
+) -> Iterator[tuple[float, int, ShardAttempt | str]]:
+    """(when, shard, the attempt at it); the task alone where it ended and left no record.
 
     A submission is later than the one before, whatever the nodes' clocks say.
     """
@@ -445,7 +477,7 @@ def _all_attempts(
         task, name = shown.last_task((submission.number, array.job_id, index)), f"{array.job_id}_{index}"
         if is_told(task, (array.job_id, index)):
             continue
-        attempt = None
+        attempt: ShardAttempt | str = name
         if task is None and submission.number in shown.hidden:
             attempt = ShardAttempt(state="not visible", task=name, array=array)
         elif task and (task.is_live or cause_of_task(task)):

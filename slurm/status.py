@@ -1,4 +1,4 @@
-"""``status``: a report as data (``--json``), text, metrics and a screen (``--watch``); ``logs``.
+"""``status``: a report as data (``--json``) and text, drawn again and again (``--watch``); ``logs``.
 
 States and causes come from ``slurm.state``; tokens, times, memory and nodes from the manifests of the shards
 that are done.
@@ -14,7 +14,6 @@ import shlex
 import shutil
 import statistics
 import sys
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,20 +31,18 @@ from shardprep.console import (
     print_lines,
     printable,
     shards_text,
-    short_number,
     short_time,
 )
 from shardprep.errors import NotFound, ReadWriteError
-from shardprep.files import publish_bytes
-from shardprep.format.names import WITHDRAWN_DIR, id_ranges, ids_of_ranges
+from shardprep.format.names import WITHDRAWN_DIR, id_ranges
 from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
 from slurm.commands import ask_patiently
-from slurm.resource_use import asked_for, core_hours, resource_use
 from slurm.state import (
     BAD_INPUT,
     NODE_FAIL,
     OUT_OF_MEMORY,
     TIMEOUT,
+    VANISHED,
     DatasetState,
     ShardState,
     StateName,
@@ -86,7 +83,7 @@ _REASONS = {
 }
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
 _MAX_BAD_FRACTION = r"--max[_-]bad[_-]fraction[ =]([0-9]*\.?[0-9]+)"
-STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
+STATUS_VERSION = 2  # of --json: it grows where a field goes or changes its meaning, not where one is added
 MOST_TAILS = 8  # logs whose last lines are read
 _MOST_SLOW = 3  # shards and nodes that are named
 
@@ -97,16 +94,14 @@ def status(args: argparse.Namespace) -> int:
     while True:
         state = find_state(args.output_dir, plan, if_away=lambda _: None)
         data = report(state)
-        if args.metrics:
-            publish_bytes(args.metrics, metrics_text(data).encode("utf-8"))
-        if args.watch and not args.json and sys.stdout.isatty():
-            width, height = shutil.get_terminal_size()
-            can_draw = "utf" in (sys.stdout.encoding or "").lower()
-            lines = screen_lines(data, width=max(width, 20), ascii_only=not can_draw)[: max(height - 1, 1)]
-            draw("\033[H" + "".join(f"{line}\033[K\n" for line in lines) + "\033[J")
-        else:
-            print_lines(*([json.dumps(data)] if args.json else report_lines(data)))
+        lines = [json.dumps(data)] if args.json else report_lines(data)
         goes_on = state.live_job_ids() or (state.shown.away and state.ids("not visible"))
+        if args.watch and not args.json and sys.stdout.isatty():
+            last = "Ctrl-C ends this look, the jobs go on" if goes_on else lines[-1]
+            rows = screen_rows([*lines[:-1], last], *shutil.get_terminal_size())
+            draw("\033[H" + "".join(f"{row}\033[K\n" for row in rows) + "\033[J")
+        else:
+            print_lines(*lines)
         if not args.watch or not goes_on or not output_is_read():
             return 0
         time.sleep(POLL_S)
@@ -192,7 +187,6 @@ def report(state: DatasetState) -> dict[str, Any]:
         "unrecorded_jobs": state.shown.unrecorded,
         "slurm_away": state.shown.away,
         "why_not_visible": state.why_not_visible(),
-        "accounts_away": state.shown.accounts_away,
         "suspended": id_ranges(
             each.shard_id for each in state.shards if any(attempt.is_suspended for attempt in each.attempts)
         ),
@@ -204,9 +198,7 @@ def report(state: DatasetState) -> dict[str, Any]:
         "withdrawn": _withdrawn(state),
         "slow_shards": _slow_shards(made),
         "slow_nodes": _slow_nodes(made),
-        "efficiency": resource_use(state, made),
-        "core_hours": core_hours(state, made),
-        "asked_for": asked_for(state),
+        "unexplained": _unexplained(state),
     }
 
 
@@ -282,6 +274,18 @@ def _slow_nodes(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
         if others and len(own) > 1 and (share := statistics.median(own) / statistics.median(others)) < 0.7:
             found.append((share, node))
     return [{"node": node, "speed": round(share, 2)} for share, node in sorted(found)[:_MOST_SLOW]]
+
+
+def _unexplained(state: DatasetState) -> str:
+    """Return the command that may tell how tasks ended of which no record does; "" where there are none."""
+    tasks = set(state.without_record)
+    for shard in state.shards:
+        if shard.cause == VANISHED and shard.attempts[-1].record and shard.attempts[-1].record.job_id:
+            tasks.add(shard.attempts[-1].task)
+    if not tasks:
+        return ""
+    listed = sorted(tasks)[:_MOST_FAILURES]
+    return f"sacct -D -j {','.join(listed)} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
 
 
 def _waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
@@ -380,11 +384,8 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines += [f"  not done, {why}" for why in data["broken"].values()][:_MOST_FAILURES]
     slow = [f"{it['shard']:05d} ({short_time(it['wall_s'])} on {it['node']})" for it in data["slow_shards"]]
     nodes = [f"{it['node']} ({it['speed']:.0%} of the others' speed)" for it in data["slow_nodes"]]
-    asked = [f"{name} {item['value']} ({item['source']})" for name, item in data["asked_for"].items()]
     lines += [f"  slowest shards: {', '.join(slow)}"] if slow else []
     lines += [f"  slow nodes: {', '.join(nodes)}"] if nodes else []
-    lines += _efficiency_lines(data)
-    lines += [f"  asked for: {', '.join(asked)}"] if asked else []
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
@@ -410,7 +411,7 @@ _NOTES = {  # field -> what it says to people, most pressing first
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
     "foreign_jobs": "jobs of the folder that this one was copied from are left alone: {0} "
     "(to end them: scancel {0})",
-    "accounts_away": "Slurm's accounts give no answer, so causes are from records: {}",
+    "unexplained": "no record says how these ended; Slurm's accounts may, where there are any: {}",
 }
 
 
@@ -432,24 +433,6 @@ def notes(data: dict[str, Any]) -> list[str]:
             f"the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
         )
     return found
-
-
-def _efficiency_lines(data: dict[str, Any]) -> list[str]:
-    used, hours = data["efficiency"], data["core_hours"]
-    if not used:
-        return []
-    of = f" of {used['mem_mb']}" if used["mem_mb"] else ""
-    by = "" if used["num_processes"] == 1 else f" by the largest of {used['num_processes']} processes"
-    limit = f" of {used['time_min']} min" if used["time_min"] else ""
-    asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
-    shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory{by}"
-    longest = f"{short_time(used['longest_task_s'])}{limit} for the longest task"
-    wasted = "" if hours["failed"] is None else f", {hours['failed']:.3g} of them by attempts that failed"
-    return [
-        f"  used: {shares}, {longest}",
-        f"  core-hours: {hours['used']:.3g}{wasted}",
-        f"  next time ask for: {asked} (submit --auto does)",
-    ]
 
 
 def next_line(data: dict[str, Any]) -> str:
@@ -497,149 +480,28 @@ def _retry_command(data: dict[str, Any], folder: str) -> str:
     return again if {*data["causes"]} <= {OUT_OF_MEMORY, TIMEOUT} else f"correct the cause, then: {again}"
 
 
-def metrics_text(data: dict[str, Any]) -> str:
-    """The report as lines of metrics; what is not known has no line.
+def screen_rows(lines: Sequence[str], width: int, height: int) -> list[str]:
+    """Return lines as rows of a terminal: broken at blanks, the last line at the bottom, whole.
 
-    Names and labels are an interface: they stay.
+    A Korean letter takes two cells. Where there are more rows than the terminal has, those before the last
+    line are left out; ``status`` without ``--watch`` prints them all.
     """
-    lines: list[str] = []
-
-    def add(name: str, text: str, label: str, values: dict[str, float | None]) -> None:
-        known = {key: value for key, value in values.items() if value is not None}
-        lines.extend([f"# HELP shardprep_{name} {text}", f"# TYPE shardprep_{name} gauge"] if known else [])
-        for key, value in known.items():
-            labels = {"folder": data["folder"], **({label: key} if label else {})}
-            lines.append(f"shardprep_{name}{_labels(labels)} {value}")
-
-    def add_number(name: str, text: str, value: float | None) -> None:
-        add(name, text, "", {"": value})
-
-    names = [name.replace(" ", "_") for name in _STATES]
-    states = {name: float(data[f"num_{name}"]) for name in names}
-    add("shards", "Shards of the data set by state.", "state", {**states})
-    causes = {cause: float(_number(ids)) for cause, ids in data["causes"].items()}
-    add("shards_failed", "Failed shards by cause.", "cause", {**causes})
-    add_number("tokens", "Tokens of the shards that are done.", data["num_tokens"])
-    add_number("tokens_per_second", "Tokens per second since the newest submission.", data["tokens_per_s"])
-    add_number("seconds_left", "Seconds until what is queued will be made, at this speed.", data["left_s"])
-    hours = {"all": data["core_hours"]["used"], "failed": data["core_hours"]["failed"]}
-    add("core_hours", "Core-hours of all attempts, and of those that failed.", "kind", hours)
-    add_number("verified", "1 where index.json is there.", float(data["verified"]))
-    add_number("slurm_answers", "1 where Slurm said what waits and runs.", float(not data["slurm_away"]))
-    return "\n".join([*lines, ""])
+    rows = [row for line in lines[:-1] for row in _rows_of(line, width)]
+    last = _rows_of(lines[-1], width)
+    return [*rows[: max(height - 1 - len(last), 0)], *last]
 
 
-def _number(ids: str) -> int:
-    return len(ids_of_ranges(ids)) if ids else 0
-
-
-def _labels(labels: dict[str, str]) -> str:
-    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-    return "{" + ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items()) + "}"
-
-
-_SIGNS = {  # of the bar: state -> sign, and the one for a terminal without UTF-8
-    "done": "█#", "running": "▓=", "pending": "░-", "failed": "×x", "not visible": "??", "not submitted": "·."
-}  # fmt: skip
-_COLUMN = 13  # where what is said of a kind begins
-_MOST_LINES = 23  # a terminal has 24, and the cursor is in the last
-_MOST_ROWS = 4  # of one kind: causes, reasons, nodes
-
-
-def screen_lines(data: dict[str, Any], *, width: int = 80, ascii_only: bool = False) -> list[str]:
-    """The report as a screen of at most 23 lines, none of them longer than ``width``."""
-    counts = {name: data[f"num_{name.replace(' ', '_')}"] for name in _SIGNS}
-    signs = {name: both[ascii_only] for name, both in _SIGNS.items()}
-    cells = {name: max(width * each // data["num_shards"], min(1, each)) for name, each in counts.items()}
-    cells[max(cells, key=lambda name: cells[name])] += width - sum(cells.values())  # each kind has a cell
-    words = [f"{signs[name]} {number:,} {name}" for name, number in counts.items() if number]
-    speed = f"{short_number(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
-    left = f"about {short_time(data['left_s'])} left" if data["left_s"] is not None else ""
-    top = [
-        _both_ends(f"shardprep {data['folder']}", time.strftime("%H:%M:%S"), width),
-        "".join(signs[name] * number for name, number in cells.items()),
-        _both_ends("  ".join(words), f"{data['num_done'] / data['num_shards']:.1%}", width),
-        "",
-        "   ".join(filter(None, (f"{short_number(data['num_tokens'])} tokens", speed, left))),
-    ]
-    goes_on = data["running"] or data["pending"] or (data["slurm_away"] and data["not_visible"])
-    last = "Ctrl-C ends this look, the jobs go on" if goes_on else next_line(data)
-    end = [*_last_failure_lines(data, width), "", last]
-    kinds = _kinds(data, width)
-    for most in range(_MOST_ROWS, 0, -1):  # fewer of each kind, until all kinds have room
-        rows = [row for name, texts in kinds.items() for row in _rows(name, texts, most)]
-        if len(top) + len(rows) + len(end) <= _MOST_LINES:
-            break
-    lines = [cut(line, width) for line in (*top, *rows, *end[:-1])]
-    return [*lines, *(_wrapped(last, width) if last.startswith("next: ") else [cut(last, width)])]
-
-
-def _kinds(data: dict[str, Any], width: int) -> dict[str, list[str]]:
-    waiting = []
-    for item in data["waits_for"]:
-        starts = f"expected at {item['starts'][11:16]}; " if item["starts"] else ""
-        waiting.append(f"{shards_text(item['shards'])}: {starts}{item['means'] or item['reason']}")
-    unseen = f"{shards_text(data['not_visible'])} ({data['why_not_visible']})"
-    slow = [f"{it['node']} at {it['speed']:.0%} of the others' speed" for it in data["slow_nodes"]]
-    return {
-        "Slurm": textwrap.wrap(data["slurm_away"], max(width - _COLUMN, 20))[:2],
-        "not visible": [unseen] if data["not_visible"] else [],
-        "note": notes(data),
-        "waits for": waiting,
-        "failed": [f"{_number(ids)} {cause}: {shards_text(ids)}" for cause, ids in data["causes"].items()],
-        "restarted": [f"{counted(number, 'task')} after {how}" for how, number in data["restarts"].items()],
-        "slow nodes": slow,
-    }
-
-
-def cut(line: str, width: int) -> str:
-    """A line that fits into ``width`` cells (a Korean letter takes two), control characters as escapes."""
-    clean = printable(line)
-    if num_cells(clean) <= width:
-        return clean
-    while num_cells(clean) > max(width - 3, 0):
-        clean = clean[:-1]
-    return (clean + "...")[:width]
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """A command whole, over as many lines as it takes."""
-    clean, lines = printable(line), [""]
-    for char in clean:
-        if num_cells(lines[-1] + char) > width:
-            lines.append("")
-        lines[-1] += char
-    return lines
-
-
-def _both_ends(left: str, right: str, width: int) -> str:
-    left = cut(left, width - len(right) - 1)
-    return left + " " * (width - num_cells(left) - len(right)) + right
-
-
-def _rows(name: str, texts: Sequence[str], most: int) -> list[str]:
-    shown = list(texts[:most])
-    if (more := len(texts) - most) > 0:
-        shown[-1] = f"and {more + 1} more" if most > 1 else f"{shown[-1]}, and {more} more"
-    return [f"{name if row == 0 else '':<{_COLUMN}}{text}" for row, text in enumerate(shown)]
-
-
-def _last_failure_lines(data: dict[str, Any], width: int) -> list[str]:
-    """The failure of the attempt that ended last, with the last line of its log."""
-    if not data["failures"]:
-        return []
-    last = max(data["failures"], key=lambda item: (item["ended"], item["shard"]))
-    where = f" on {last['node']}" if last["node"] else ""
-    lines = ["", *_rows("last failed", [f"shard {last['shard']:05d}{where}: {last['cause']}"], 1)]
-    said = last["last_lines"][-1:]
-    return [*lines, *(" " * _COLUMN + _both_parts(line, width - _COLUMN) for line in said)]
-
-
-def _both_parts(line: str, width: int) -> str:
-    """A long line's beginning, which says who, and its end, which says why."""
-    if num_cells(line) <= width:
-        return line
-    head = cut(line, width // 3)
-    while num_cells(line) > width - num_cells(head) - 1:
-        line = line[1:]
-    return f"{head} {line}"
+def _rows_of(line: str, width: int) -> list[str]:
+    """Break a line at blanks, where it has any, into rows of at most ``width`` cells, indented as it is."""
+    text = printable(line)
+    indent = " " * min(len(text) - len(text.lstrip(" ")) + 2, width // 2)
+    rows = [""]
+    for word in re.findall(r" *[^ ]+", text):
+        if rows[-1].strip() and num_cells(rows[-1] + word) > width:
+            rows.append(indent)
+            word = word.lstrip(" ")
+        for char in word:  # one that is wider than the terminal, such as a path
+            if num_cells(rows[-1] + char) > width:
+                rows.append(indent)
+            rows[-1] += char
+    return rows

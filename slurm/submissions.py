@@ -95,8 +95,7 @@ class Submission:
     verify_job_id: str
     verify_name: str
     verify_submit_time: str
-    sources: dict[str, str]  # field of the request -> where its value came from; not the defaults
-    identity: int | None = None  # of the folder; None in a record of an older version
+    identity: str  # of the folder, see ``folder_identity``
     # Whether this user wrote the record, and nobody else can write to it. It is not in the file.
     is_own: bool = field(default=True, compare=False)
 

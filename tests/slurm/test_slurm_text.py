@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -11,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.attempts import Attempt, Failure
+from preprocess.attempts import Attempt, Failure, folder_identity
 from shardprep.errors import UsageError
 from shardprep.format.names import ids_of_ranges, idx_path, manifest_path, tar_path
 from slurm.commands import minutes_of
-from slurm.queue import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
+from slurm.queue import TaskAttempt
 from slurm.request import JobRequest
 from slurm.retry import retry_request
 from slurm.script import array_script
 from slurm.send import parse_job
-from slurm.site import find_limits, tasks_of_shards
+from slurm.site import find_site, tasks_of_shards
 from slurm.state import (
     BAD_INPUT,
     NO_MANIFEST,
@@ -43,18 +44,12 @@ from slurm.submissions import JobArray, Submission, SubmittedMeanwhile, read_sub
 from slurm.submissions import publish_submission as publish
 from tests.checkout import ROOT
 from tests.children import run_child
+from tests.conftest import seal
 from tests.slurm.fake_slurm import FakeSlurm, ended, write_record
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ACCOUNTS = """\
-7_0|OUT_OF_MEMORY|0:125|n1|2|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_1|NODE_FAIL|0:0|n2|30|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_1|CANCELLED by 0|0:0|n1|5|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_[2-3%2]|PENDING|0:0|None assigned|0|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-8|COMPLETED|0:0|n1|2|root|2026-11-22T01:52:04|2026-11-22T01:52:09|a | b
-"""
 WHEN = "2026-11-22T01:52:04"
 SHOWN = f"JobId=7 JobName=shardprep-0123 UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
 
@@ -163,27 +158,14 @@ def test_shards_are_shared_evenly_among_as_many_tasks_as_fit() -> None:
 
 
 @pytest.mark.processes
-def test_the_smallest_limit_counts(fake: FakeSlurm) -> None:
-    config = "MaxArraySize = 1001\nMaxJobCount = {}\nSchedulerParameters = x,max_array_tasks=500\n"
-    fake.answers("config", config.format(10000))
-    assert find_limits(JobRequest()).max_tasks == 500
-    fake.answers("config", config.format(400))
-    limits = find_limits(JobRequest())
-    assert (limits.max_tasks, limits.why["max_tasks"]) == (399, "MaxJobCount"), "one is left for verify"
-
-
-@pytest.mark.processes
-def test_partition_limits_are_of_the_named_or_the_default_partition(fake: FakeSlurm) -> None:
-    fake.answers(
-        "partitions",
-        "PartitionName=a MaxTime=02:00:00 Default=NO\nPartitionName=b MaxTime=UNLIMITED Default=YES\n",
-    )
-    fake.answers("sinfo", "a|4000|4\na|8000|2\nb|16000+|64\n")
-    found = [find_limits(JobRequest(partition=name)) for name in ("a", None, "gone")]
-    assert [(each.partition, each.max_time_min, each.max_mem_mb, each.max_cpus) for each in found] == [
-        ("a", 120, 8000, 4),
-        ("b", None, 16000, 64),
-        ("", None, None, None),
+def test_the_nodes_and_the_time_limit_are_of_the_named_or_the_default_partition(fake: FakeSlurm) -> None:
+    fake.answers("sinfo", "a|idle|4000|4|2:00:00\na|mixed|8000|2|2:00:00\nb*|idle|16000+|64|infinite\n")
+    found = [find_site(name) for name in ("a", None, "gone", "a,b")]
+    assert [(each.max_mem_mb, each.max_cpus, each.max_time_min) for each in found] == [
+        (8000, 4, 120),
+        (16000, 64, None),
+        (None, None, None),
+        (16000, 64, None),
     ]
 
 
@@ -203,19 +185,6 @@ def test_what_slurm_granted_is_read_off_the_job() -> None:
     assert (job.mem_mb, job.time_min) == (None, 1440)
 
 
-def test_the_queue_is_the_newer_truth_of_a_tasks_last_ended() -> None:
-    queue = parse_queue(
-        f"7|1|RUNNING|None|0|n3|1:05|12|root|{WHEN}|N/A|N/A|0|s|\n"
-        f"7|2-3%2|PENDING|Resources|0||0:00|7|root|{WHEN}|N/A|N/A|0|s|\n"
-        f"9|N/A|FAILED|x|16640|n1|0:02|9|root|{WHEN}|N/A|N/A|0|s-verify|\n"
-    )
-    assert len(queue) == 4
-    runs = attempts_by_task(parse_accounts(ACCOUNTS), queue)
-    assert [run.state for run in runs["7", 1]] == ["NODE_FAIL", "CANCELLED", "RUNNING"]
-    assert [run.state for run in runs["7", 3]] == ["PENDING"]
-    assert runs["9", 0][-1].exit_code == 65
-
-
 def _task(state: str, code: int = 0) -> TaskAttempt:
     return TaskAttempt(
         job_id="7", name="shardprep-0123", user="root", submit_time=WHEN, index=0, state=state, exit_code=code
@@ -225,7 +194,7 @@ def _task(state: str, code: int = 0) -> TaskAttempt:
 def _attempt(**facts: Any) -> Attempt:
     """Of shards 0 and 1; shard 1 is one that failed of its own, with 65."""
     failures = {1: Failure(shard_id=1, exit_code=65, reason="1 document cannot be decoded")}
-    fields: dict[str, Any] = {"path": Path("7_0.r0"), "plan_id": "p", "identity": 1, "shards": [0, 1]}
+    fields: dict[str, Any] = {"path": Path("7_0.r0"), "plan_id": "p", "identity": "1.2", "shards": [0, 1]}
     fields |= {"started_by": "submit", "began": 1.0, "failures": failures, "ended": 2.0, "stage": "work"}
     return Attempt(**fields | facts)
 
@@ -240,7 +209,7 @@ def _attempt(**facts: Any) -> Attempt:
         ({"exit_code": 75, "signal": "TERM", "stopped_by": "preemption"}, None, "PREEMPTED"),
         ({"exit_code": 75, "signal": "TERM", "stopped_by": "cancel"}, None, "CANCELLED"),
         ({"exit_code": 75, "signal": "TERM", "stopped_by": "cancel"}, _task("PREEMPTED"), "PREEMPTED"),
-        ({"exit_code": 75, "signal": "USR1", "left_s": 58}, None, TIMEOUT),
+        ({"exit_code": 75, "signal": "USR1", "stopped": 942, "end_time": 1000}, None, TIMEOUT),
         ({"exit_code": 75, "signal": "USR1"}, None, STOPPED),
         ({"exit_code": 75, "stage": "start"}, None, SRUN_FAILED),
         ({"exit_code": 75, "killed_by": 9}, None, "killed by signal 9"),
@@ -303,7 +272,7 @@ def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
 def _submission(arrays: list[JobArray]) -> Submission:
     return Submission(
         number=0, plan_id="p", cluster="c", user="root", submitted=1.5, arrays=arrays, verify_job_id="9",
-        verify_name="shardprep-0123-verify", verify_submit_time=WHEN, sources={},
+        verify_name="shardprep-0123-verify", verify_submit_time=WHEN, identity="1.2",
     )  # fmt: skip
 
 
@@ -351,16 +320,19 @@ def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_lists_t
     num_shards, num_failed, data, commands = 2_000, 10, tmp_path / "O", tmp_path / "bin"
     prep.plan(sample_dir, data, num_shards=num_shards)
     prep.make(data, 0)
-    manifest = manifest_path(data, 0).read_text()
+    manifest = json.loads(manifest_path(data, 0).read_text())
     for shard_id in range(1, num_shards - num_failed):
         for path in (tar_path, idx_path):
             path(data, shard_id).symlink_to(path(data, 0))
-        manifest_path(data, shard_id).write_text(manifest)
+        manifest["shard_id"] = shard_id
+        manifest_path(data, shard_id).write_text(json.dumps(manifest))
+        seal(manifest_path(data, shard_id))
     (data / "jobs" / "logs").mkdir(parents=True)
-    publish(data, _submission([_array(tasks=[str(i) for i in range(num_shards)])]))
+    sent = _submission([_array(tasks=[str(i) for i in range(num_shards)])])
+    publish(data, dataclasses.replace(sent, identity=folder_identity(data)))
     commands.mkdir()
     config = "printf 'ClusterName = c\\nMaxArraySize = 1001\\n'"
-    bodies = {"sacct": "true", "squeue": "true", "scontrol": config}
+    bodies = {"squeue": "true", "scontrol": config}
     for name, body in bodies.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n")
         (commands / name).chmod(0o755)
@@ -376,7 +348,7 @@ def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_lists_t
     assert "failed, read or write error (74): shards 1990-1999" in done.stdout
     seen = json.loads((tmp_path / "seen.json").read_text())
     started = {name: seen.get(f"start {name}", 0) for name in bodies}
-    assert started == {"squeue": 2, "sacct": 0, "scontrol": 1}, "every record has its end"
+    assert started == {"squeue": 2, "scontrol": 1}
     assert not seen["numpy"], "its 0.1 s"
     assert seen["open .log"] == 8, "the newest failures'"
     few = 6  # plan.json, its tokenizer, a submission, index.json

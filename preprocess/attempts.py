@@ -51,7 +51,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class AttemptRecord:
     """One attempt at some shards, as its record says. What was not measured is None."""
 
     path: Path
@@ -114,11 +114,11 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempts:
+class AttemptRecords:
     """The records of a data set."""
 
-    own: list[Attempt]  # oldest first
-    foreign: list[Attempt]  # of the folder that this one was copied from
+    own: list[AttemptRecord]  # oldest first
+    foreign: list[AttemptRecord]  # of the folder that this one was copied from
     unreadable: list[str]  # what could not be read, and why
 
 
@@ -135,16 +135,16 @@ def folder_identity(folder: Path) -> str:
         raise ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
 
 
-def read_attempts(folder: Path, plan_id: str) -> Attempts:
+def read_attempts(folder: Path, plan_id: str) -> AttemptRecords:
     """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
     identity = folder_identity(folder)
-    own: list[Attempt] = []
-    foreign: list[Attempt] = []
+    own: list[AttemptRecord] = []
+    foreign: list[AttemptRecord] = []
     unreadable: list[str] = []
     try:
         names = names_in(folder / ATTEMPTS_FOLDER)
     except ShardprepError as error:
-        return Attempts(own=[], foreign=[], unreadable=[str(error)])
+        return AttemptRecords(own=[], foreign=[], unreadable=[str(error)])
     for name in names:
         if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
             continue
@@ -163,7 +163,7 @@ def read_attempts(folder: Path, plan_id: str) -> Attempts:
             is_own = attempt.plan_id == plan_id and attempt.identity == identity
             (own if is_own else foreign).append(attempt)
     own.sort(key=lambda each: (each.began, each.path.name))
-    return Attempts(own=own, foreign=foreign, unreadable=unreadable)
+    return AttemptRecords(own=own, foreign=foreign, unreadable=unreadable)
 
 
 def _is_log_of(folder: Path, log: str) -> bool:
@@ -196,7 +196,7 @@ def _events_of(content: bytes) -> list[Any]:
     return events
 
 
-def _attempt_of(path: Path, content: bytes) -> Attempt | None:
+def _attempt_of(path: Path, content: bytes) -> AttemptRecord | None:
     """The attempt; None without a first line. Where a job's number came again, the last counts."""
     begin: dict[str, Any] = {}
     end: dict[str, Any] = {}
@@ -219,7 +219,7 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
     if str(facts.get("mem_mb")) == "0":  # Slurm limits nothing
         del facts["mem_mb"]
     try:
-        return Attempt(
+        return AttemptRecord(
             path=path,
             plan_id=str(begin["plan_id"]),
             identity=str(begin["identity"]),
@@ -235,7 +235,7 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
         return None
 
 
-def remove_finished(attempts: Iterable[Attempt], is_done: Sequence[bool]) -> None:
+def remove_finished(attempts: Iterable[AttemptRecord], is_done: Sequence[bool]) -> None:
     """Remove the records of ended attempts whose shards are all made by now; what fails is left."""
     for attempt in attempts:
         if attempt.ended is not None and all(is_done[each] for each in attempt.shards if each < len(is_done)):
@@ -251,7 +251,7 @@ def append_failure(failure: Failure) -> None:
         append_line(Path(path), {**line, "reason": reason})
 
 
-def append_end(attempt: Attempt) -> None:
+def append_end(attempt: AttemptRecord) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it; what fails is left out."""
     end = {"event": "end", "time": attempt.ended, "stopped_by": attempt.stopped_by}
     append_line(attempt.path, end | ({"oom": 1} if attempt.stopped_by == "OUT_OF_MEMORY" else {}))

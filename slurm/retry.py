@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from preprocess.attempts import Attempt
+from preprocess.attempts import AttemptRecord
 from preprocess.plan.plan_file import need_plan
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
@@ -32,7 +32,7 @@ from slurm.state import (
     OUT_OF_MEMORY,
     TIMEOUT,
     DatasetState,
-    ShardState,
+    Shard,
     chosen_shards,
     find_state,
     reason_to_leave,
@@ -117,7 +117,7 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
         return None
     base = _base_request(state)
     max_mem_mb = find_site(_trusted(state, base, changes).partition).max_mem_mb
-    nodes = failing_nodes(state.attempts.own)
+    nodes = failing_nodes(state.records.own)
     groups: dict[JobRequest, list[int]] = {}
     for shard in again:
         request = _trusted(state, retry_request(shard, base, max_mem_mb, nodes), changes)
@@ -130,8 +130,8 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
 def _base_request(state: DatasetState) -> JobRequest:
     """The newest submission's request; without one what a plain task had."""
     if state.submissions:
-        return state.submissions[-1].arrays[0].request
-    plain = [each for each in state.attempts.own if each.job_id and each.num_cpus]
+        return _without_dependency(state.submissions[-1].arrays[0].request)
+    plain = [each for each in state.records.own if each.job_id and each.num_cpus]
     if not plain:
         return JobRequest()
     had = plain[-1]
@@ -143,6 +143,12 @@ def _base_request(state: DatasetState) -> JobRequest:
         mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
         time_min=had.time_min,
     )
+
+
+def _without_dependency(request: JobRequest) -> JobRequest:
+    """Return a request that waits for no job of its user's own: Slurm may have forgotten it."""
+    words = [each for each in shlex.split(request.sbatch_args) if not each.startswith("--dependency=")]
+    return request.changed(sbatch_args=shlex.join(words))
 
 
 def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
@@ -170,7 +176,7 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
 
 
 def retry_request(
-    shard: ShardState, base: JobRequest, max_mem_mb: int | None, failing: Sequence[str] = ()
+    shard: Shard, base: JobRequest, max_mem_mb: int | None, failing: Sequence[str] = ()
 ) -> JobRequest:
     """The last attempt's request, with what its failure asks for.
 
@@ -179,7 +185,7 @@ def retry_request(
     """
     last = shard.attempts[-1] if shard.attempts else None
     array = last.array if last else None
-    request = array.request if array else base
+    request = _without_dependency(array.request) if array else base
     if last and last.cause == OUT_OF_MEMORY:
         mem_mb = array.mem_mb if array else last.record.mem_mb if last.record else None
         if mem_mb:
@@ -201,7 +207,7 @@ def retry_request(
     return request
 
 
-def failing_nodes(attempts: Iterable[Attempt], at_least: int = 2) -> list[str]:
+def failing_nodes(attempts: Iterable[AttemptRecord], at_least: int = 2) -> list[str]:
     """Nodes that went down alone ``at_least`` times, with tasks of this data set: a retry leaves them out.
 
     What ended within ten minutes of the one before is one incident: a node that goes down takes all its tasks

@@ -122,7 +122,7 @@ def prepare_submit(
         say(f"{counted(len(queued), 'shard')} wait or run already: {id_ranges(queued)}")
     missing = state.ids("failed", "not submitted")
     unseen = state.ids("not visible")
-    if shard_ids is not None or (dry_run and state.shown.away):
+    if shard_ids is not None or (dry_run and state.queue.away):
         missing, unseen = sorted([*missing, *unseen]), []
     if unseen:
         say(
@@ -161,9 +161,9 @@ def _room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
 
 def check_recorded(state: DatasetState) -> None:
     """Raises SlurmRefused where jobs run of which nobody can say what they make: it would be made twice."""
-    if state.shown.unrecorded:
+    if state.queue.unrecorded:
         raise SlurmRefused(
-            f"jobs {', '.join(state.shown.unrecorded)} of this data set wait or run, and no file in "
+            f"jobs {', '.join(state.queue.unrecorded)} of this data set wait or run, and no file in "
             f"{state.folder / JOBS_FOLDER} says which shards they make (was it emptied?); wait until they "
             f"have ended, or end them: shardprep cancel {quoted(state.folder)}"
         )
@@ -430,10 +430,10 @@ def _controller(args: argparse.Namespace, state: DatasetState, request: JobReque
 def leave_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
     """Leave a controller behind the jobs that wait or run, where there is none."""
     own = os.environ.get("SLURM_JOB_ID")
-    if others := [each for each in state.shown.controllers if each != own]:
+    if others := [each for each in state.queue.controllers if each != own]:
         print_lines(f"job {others[0]} waits already to send again what fails (--until_done)")
         return
-    job_ids = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
+    job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
     job_id = submit_script(_controller(args, state, request), *after)
     append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
@@ -443,7 +443,7 @@ def leave_controller(args: argparse.Namespace, state: DatasetState, request: Job
 def _tell_controller(state: DatasetState, job_id: str) -> None:
     """Say what a new controller does, and cancel those before it: two would both send what fails."""
     own = os.environ.get("SLURM_JOB_ID")
-    if before := [each for each in state.shown.controllers if each != own]:
+    if before := [each for each in state.queue.controllers if each != own]:
         with contextlib.suppress(ShardprepError):
             slurm_output("scancel", *before)
     print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")

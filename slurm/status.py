@@ -30,6 +30,7 @@ from shardprep.console import (
     output_is_read,
     print_lines,
     printable,
+    quoted,
     shards_text,
     short_time,
 )
@@ -37,14 +38,16 @@ from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.names import WITHDRAWN_DIR, id_ranges
 from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
 from slurm.commands import ask_patiently
+from slurm.queue import meaning_of
 from slurm.state import (
     BAD_INPUT,
     NODE_FAIL,
     OUT_OF_MEMORY,
     TIMEOUT,
     VANISHED,
+    Attempt,
     DatasetState,
-    ShardState,
+    Shard,
     StateName,
     cause_of,
     find_state,
@@ -56,46 +59,23 @@ from slurm.state import (
 from slurm.submissions import event_line, read_events
 
 POLL_S = 5.0
-# The beginning of Slurm's reason -> what it means for who waits.
-_REASONS = {
-    "Resources": "the next free nodes are for it",
-    "Priority": "other jobs go before it",
-    "JobArrayTaskLimit": "as many run at once as --max_parallel allows",
-    "JobHeldUser": "held; scontrol release lets it go on",
-    "JobHeldAdmin": "held by an administrator; ask them",
-    "launch failed requeued held": "held, because it could not be started; scontrol release tries again",
-    "BeginTime": "its start time has not come; one that was started again waits a little",
-    "Dependency": "it waits for another job",
-    "ReqNodeNotAvail": "the nodes that it needs are down, drained or reserved; sinfo -R",
-    "Nodes required for job": "the nodes that it needs are down, drained or reserved; sinfo -R",
-    "PartitionDown": "the partition is down; ask an administrator",
-    "PartitionInactive": "the partition is inactive; ask an administrator",
-    "PartitionNodeLimit": "no job of this size may ever run in the partition: cancel, and ask for less",
-    "PartitionTimeLimit": "the partition allows no job so long: cancel, and ask for less --time_min",
-    "PartitionConfig": "no node of the partition is so large: cancel, and ask for less",
-    "BadConstraints": "no node has what is asked for: cancel, and change --constraint",
-    "Reservation": "its reservation has not begun",
-    "InvalidAccount": "the account may not be used: cancel, and change --account",
-    "InvalidQOS": "the QOS may not be used: cancel, and change --qos",
-    "Assoc": "a limit of the account is reached",
-    "QOS": "a limit of the QOS is reached",
-    "MaxMem": "a limit of memory is reached",
-}
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
 _MAX_BAD_FRACTION = r"--max[_-]bad[_-]fraction[ =]([0-9]*\.?[0-9]+)"
 STATUS_VERSION = 2  # of --json: it grows where a field goes or changes its meaning, not where one is added
 MOST_TAILS = 8  # logs whose last lines are read
+# Of --until_done: the last of these in the history says whether a controller should be there.
+_ENDS_OF_CONTROLLERS = {"submit", "retry", "cancel", "finished", "stopped"}
 _MOST_SLOW = 3  # shards and nodes that are named
 
 
 def status(args: argparse.Namespace) -> int:
     """``status DATA``: where every shard is, and why what failed did."""
-    plan = need_plan(args.output_dir)
+    plan, state = need_plan(args.output_dir), None
     while True:
-        state = find_state(args.output_dir, plan, if_away=lambda _: None)
+        state = find_state(args.output_dir, plan, if_away=lambda _: None, before=state)
         data = report(state)
         lines = [json.dumps(data)] if args.json else report_lines(data)
-        goes_on = state.live_job_ids() or (state.shown.away and state.ids("not visible"))
+        goes_on = state.live_job_ids() or (state.queue.away and state.ids("not visible"))
         if args.watch and not args.json and sys.stdout.isatty():
             last = "Ctrl-C ends this look, the jobs go on" if goes_on else lines[-1]
             rows = screen_rows([*lines[:-1], last], *shutil.get_terminal_size())
@@ -108,16 +88,24 @@ def status(args: argparse.Namespace) -> int:
 
 
 def wait_for_jobs(folder: Path) -> int:
-    """One bar over the whole data set until no job of it is queued; 0 only where it is verified then."""
+    """One bar over the whole data set until no job of it is queued; 0 only where it is verified then.
+
+    It ends, too, where jobs wait for what only a person can do, and no other job goes on.
+    """
     plan = need_plan(folder)
+    state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
+
+    def look() -> DatasetState:
+        return find_state(folder, plan, before=state)
+
     with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
         while True:
-            state = ask_patiently(lambda: find_state(folder, plan))
+            state = ask_patiently(look)
             fresh = set(state.ids("done")) - done
             done |= fresh
             progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.jobs_to_wait_for():
+            if not state.jobs_to_wait_for() or state.waits_for_a_person():
                 break
             time.sleep(POLL_S)
     print_lines(*report_lines(report(state)))
@@ -166,34 +154,35 @@ def report(state: DatasetState) -> dict[str, Any]:
         "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
         "remedies": {cause: remedy_of(cause) for cause in by_cause},
         "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, 3, {})),
-        "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.has_not_begun),
+        "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
         "other_plan": id_ranges(state.made.other_plan),
         "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
         "verify": state.verify,
         "verified": state.is_verified,
-        "foreign_jobs": state.foreign_jobs,
+        "foreign_jobs": state.queue.foreign,
         "can_write": os.access(state.folder, os.W_OK),
         "accepting_args": _accepting_args(state),
-        "num_foreign_attempts": len(state.attempts.foreign),
-        "unreadable": state.attempts.unreadable,
+        "num_foreign_attempts": len(state.records.foreign),
+        "unreadable": state.records.unreadable,
         "has_slurm": shutil.which("sbatch") is not None,
-        "has_jobs": bool(state.submissions or any(each.job_id for each in state.attempts.own)),
+        "has_jobs": bool(state.submissions or any(each.job_id for each in state.records.own)),
         "history": read_events(state.folder),
-        "controller_jobs": state.shown.controllers,
-        "held_jobs": state.held,
-        "stray_jobs": state.shown.strays,
-        "unrecorded_jobs": state.shown.unrecorded,
-        "slurm_away": state.shown.away,
+        "controller_jobs": state.queue.controllers,
+        "held_jobs": sorted(state.held_jobs(), key=int),
+        "stray_jobs": state.queue.strays,
+        "unrecorded_jobs": state.queue.unrecorded,
+        "slurm_away": state.queue.away,
         "why_not_visible": state.why_not_visible(),
         "suspended": id_ranges(
             each.shard_id for each in state.shards if any(attempt.is_suspended for attempt in each.attempts)
         ),
-        "waits_for": _waits_for(state.shards),
+        "waits_for": waits_for(state),
         "wrong": id_ranges(state.made.wrong),
         "findings": {str(number): each.message for number, each in state.made.wrong.items()},
         **_speed(state, made),
+        "controller_lost": _lost_controller(state),
         "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
         "withdrawn": _withdrawn(state),
         "slow_shards": _slow_shards(made),
@@ -235,19 +224,40 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     if not recent:
         return {**numbers, "tokens_per_s": None, "left_s": None}
     queued = state.ids("running", "pending")
-    until = time.time() + clock_s if queued else max(each.ended for each in recent)
-    took_s = max(until - min(each.began for each in recent), 1e-3)
+    until = time.time() if queued else max(each.ended for each in recent) - clock_s
+    took_s = max(until - (since or min(each.began for each in recent)), 1e-3)
     sizes = state.plan.shard_bytes() if queued else []  # it reads every part of the plan
     queued_bytes = sum(sizes[shard_id] for shard_id in queued)
     bytes_per_s = sum(each.input_bytes for each in recent) / took_s
     running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
     if max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent):
         bytes_per_s = 0  # a task takes much longer than any so far: nobody knows how long
+    left_s = round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None
+    waits = waits_for(state)
+    if not running or any(each["to_type"] for each in waits):
+        left_s = None  # what waits begins nobody knows when
+    elif left_s is not None:  # what begins later is not made earlier
+        starts = [
+            time.mktime(time.strptime(each["starts"], "%Y-%m-%dT%H:%M:%S"))
+            for each in waits
+            if each["starts"]
+        ]
+        left_s = max([left_s, *(round(each - time.time()) for each in starts)])
     return {
         **numbers,
         "tokens_per_s": round(sum(each.num_tokens for each in recent) / took_s),
-        "left_s": round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None,
+        "left_s": left_s,
     }
+
+
+def _lost_controller(state: DatasetState) -> str:
+    """Return the job of --until_done that is gone and has not said why it stopped; "" where there is none."""
+    last: dict[str, Any] = {}
+    for event in read_events(state.folder):
+        if event["event"] in _ENDS_OF_CONTROLLERS:
+            last = event
+    job_id = str(last.get("controller", ""))
+    return "" if state.queue.away or job_id in state.queue.controllers else job_id
 
 
 def _slow_shards(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
@@ -278,7 +288,7 @@ def _slow_nodes(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
 
 def _unexplained(state: DatasetState) -> str:
     """Return the command that may tell how tasks ended of which no record does; "" where there are none."""
-    tasks = set(state.without_record)
+    tasks = {shard.without_record for shard in state.shards if shard.without_record}
     for shard in state.shards:
         if shard.cause == VANISHED and shard.attempts[-1].record and shard.attempts[-1].record.job_id:
             tasks.add(shard.attempts[-1].task)
@@ -288,25 +298,31 @@ def _unexplained(state: DatasetState) -> str:
     return f"sacct -D -j {','.join(listed)} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
 
 
-def _waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
-    """Why shards are pending, in Slurm's word and in ours, and when the first is expected to start."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for shard in shards:
+def waits_for(state: DatasetState) -> list[dict[str, Any]]:
+    """Return why shards are pending, in Slurm's word and in ours, and what a person must type, if so."""
+    found: dict[str, list[tuple[int, Attempt]]] = {}
+    for shard in state.shards:
         if shard.state == "pending":
             attempt = next(each for each in shard.attempts if each.state == "pending")
-            found.setdefault(attempt.reason, []).append((shard.shard_id, attempt.start_time))
-    return [
-        {
-            "reason": reason,
-            "means": next((words for word, words in _REASONS.items() if reason.startswith(word)), ""),
-            "shards": id_ranges(shard_id for shard_id, _ in waiting),
-            "starts": min((starts for _, starts in waiting if starts), default=""),
-        }
-        for reason, waiting in found.items()
-    ]
+            found.setdefault(attempt.reason, []).append((shard.shard_id, attempt))
+    folder, waits = quoted(state.folder), []
+    for reason, waiting in found.items():
+        means, remedy = meaning_of(reason)
+        jobs = sorted({attempt.task.partition("_")[0] for _, attempt in waiting}, key=int)
+        commands = {"release": f"scontrol release {','.join(jobs)}", "cancel": f"shardprep cancel {folder}"}
+        waits.append(
+            {
+                "reason": reason,
+                "means": means,
+                "to_type": commands.get(remedy, ""),
+                "shards": id_ranges(shard_id for shard_id, _ in waiting),
+                "starts": min((each.start_time for _, each in waiting if each.start_time), default=""),
+            }
+        )
+    return waits
 
 
-def _failures(failed: Sequence[ShardState]) -> list[dict[str, Any]]:
+def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
     """The last attempt at each failed shard; the end of its log for the newest few."""
     last = {shard.shard_id: shard.attempts[-1] for shard in failed}
     ended = {
@@ -333,13 +349,13 @@ def _failures(failed: Sequence[ShardState]) -> list[dict[str, Any]]:
 
 def _restarts(state: DatasetState) -> dict[str, int]:
     """Attempts of tasks that Slurm started again afterwards, counted by how they ended."""
-    own = [each for each in state.attempts.own if each.job_id and each.shards]
+    own = [each for each in state.records.own if each.job_id and each.shards]
     last = {each.key: each for each in own}
     found: Counter[str] = Counter()
     for each in own:
         made = [state.made.done.get(shard_id) for shard_id in each.shards]
         if last[each.key] is not each or all(of and of.job_id == each.job_id for of in made):
-            cause = cause_of(each, state.shown.task_of(each), each.shards[0])
+            cause = cause_of(each, state.queue.job_of(each), each.shards[0])
             found[f"{cause} on {each.node}" if cause == NODE_FAIL else cause] += 1
     return dict(found)
 
@@ -367,6 +383,7 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in queued if data[name]]
     for item in data["waits_for"]:
         means = f": {item['means']}" if item["means"] else ""
+        means += f"; type: {item['to_type']}" if item["to_type"] else ""
         starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
         wait = "waits" if item["shards"].isdecimal() else "wait"
         lines.append(f"    {shards_text(item['shards'])} {wait} for {item['reason']}{means}{starts}")
@@ -411,6 +428,8 @@ _NOTES = {  # field -> what it says to people, most pressing first
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
     "foreign_jobs": "jobs of the folder that this one was copied from are left alone: {0} "
     "(to end them: scancel {0})",
+    "controller_lost": "job {0} of --until_done is gone and did not say why (killed, its time limit, or the "
+    "folder was moved); its log: jobs/logs/control-{0}.log; to go on: shardprep retry --until_done",
     "unexplained": "no record says how these ended; Slurm's accounts may, where there are any: {}",
 }
 
@@ -440,9 +459,12 @@ def next_line(data: dict[str, Any]) -> str:
     folder = shlex.quote(data["folder"])
     if data["slurm_away"] and data["has_jobs"]:
         return f"next: the same again, when Slurm answers: shardprep status {folder}"
+    stuck = [each["to_type"] for each in data["waits_for"] if each["to_type"]]
     if data["held_jobs"] and data["can_write"]:
         ids = ",".join(data["held_jobs"])
         return f"next: scontrol release {ids} (they are held), or: shardprep cancel {folder}"
+    if stuck and not data["running"] and data["can_write"]:
+        return f"next: {stuck[0]}"
     if (data["running"] or data["pending"]) and not data["held_jobs"]:
         return f"next: shardprep status {folder} --watch"
     if not data["can_write"] and not data["verified"]:

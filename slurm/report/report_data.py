@@ -232,7 +232,7 @@ def _attempts(state: DatasetState, status: Mapping[str, Any]) -> dict[str, Any]:
             shards[cause].update(ids_of_ranges(found["shards"]))
             nodes[cause].update(found["nodes"])
     retried = sorted(shards.items(), key=lambda item: (-len(item[1]), item[0]))
-    ended = [each for each in state.attempts.own if each.ended is not None and each.node]
+    ended = [each for each in state.records.own if each.ended is not None and each.node]
     return {
         "submissions": [_submission(state, submission) for submission in state.submissions],
         "retried": [
@@ -252,7 +252,7 @@ def _records(state: DatasetState) -> list[dict[str, Any]]:
     tried = [attempt for shard in state.shards for attempt in shard.attempts]
     running = {id(each.record) for each in tried if each.state in ("running", "not visible")}
     found = []
-    for each in [each for each in state.attempts.own if each.shards][-_MAX_RECORDS:]:
+    for each in [each for each in state.records.own if each.shards][-_MAX_RECORDS:]:
         left = [shard_id for shard_id in each.shards if shard_id not in state.made.done]
         shard_id = next(iter([*each.failures, *left, *each.shards]))
         failure = each.failures.get(shard_id)
@@ -266,7 +266,7 @@ def _records(state: DatasetState) -> list[dict[str, Any]]:
                 "shards": id_ranges(each.shards),
                 "num_shards": len(each.shards),
                 "num_made_by_now": len(each.shards) - len(left),
-                "cause": "" if id(each) in running else cause_of(each, state.shown.task_of(each), shard_id),
+                "cause": "" if id(each) in running else cause_of(each, state.queue.job_of(each), shard_id),
                 "message": failure.reason if failure else "",
             }
         )
@@ -281,7 +281,7 @@ def _submission(state: DatasetState, submission: Submission) -> dict[str, Any]:
     arrays = submission.arrays
     tasks = [shards for array in arrays for shards in array.shards_of_tasks()]
     job_ids = [array.job_id for array in arrays]
-    failed = [each for each in state.attempts.own if each.job_id in job_ids]
+    failed = [each for each in state.records.own if each.job_id in job_ids]
 
     def most(name: str) -> int | None:  # None, which is no limit, where one of them is None
         values = [getattr(array, name) for array in arrays]

@@ -16,6 +16,7 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +26,7 @@ from preprocess.plan.plan_file import need_plan
 from shardprep.format.names import tar_path
 from slurm.request import JobRequest
 from slurm.script import names_begin
+from slurm.state import find_state
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.slurm.fake_slurm import (
@@ -456,3 +458,191 @@ def test_a_colleague_sees_what_is_done_of_a_set_submitted_with_umask_077(
     assert "not visible" in said
     assert f"its owner can type: chmod -R a+rX {shlex.quote(str(data_dir))}" in said
     assert "failed" not in said
+
+
+def killed_log(data: Path, words: str) -> Path:
+    path = data / "jobs" / "logs" / "1_0.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"shardprep: node n1: shard 0 begins\n{words}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO TIME LIMIT ***", "TIMEOUT"),
+        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO NODE FAILURE ***", "NODE_FAIL"),
+        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO PREEMPTION ***", "PREEMPTED"),
+        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T01:52:04 ***", "CANCELLED"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", "OUT_OF_MEMORY"),
+        ("srun: error: n1: task 0: Out Of Memory", "OUT_OF_MEMORY"),
+        ("nothing of that kind", "ended without a word (killed, or its node failed)"),
+    ],
+)  # fmt: skip
+def test_a_task_that_was_killed_has_the_cause_that_the_end_of_its_log_tells(
+    fake: FakeSlurm, data_dir: Path, words: str, cause: str
+) -> None:
+    """Its record has no end, and Slurm has forgotten it; what the log says is kept when the log is gone."""
+    submitted(data_dir)
+    log = killed_log(data_dir, words)
+    write_record(data_dir, "1_0", log=str(log))
+    assert status(data_dir)["causes"] == {cause: "0"}
+    log.unlink()
+    assert status(data_dir)["causes"] == {cause: "0"}
+    asked = "sacct -D -j 1_0" in slurm("status", data_dir)
+    assert asked == cause.startswith("ended"), "what may know more is told"
+
+
+def test_of_a_task_that_was_started_again_each_start_has_the_cause_of_its_own_part_of_the_log(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    log = killed_log(data_dir, "*** JOB 7 ON n1 CANCELLED AT now DUE TO NODE FAILURE ***")
+    with log.open("a") as file:
+        file.write(
+            "shardprep: node n2: shard 0 begins\n*** JOB 7 ON n2 CANCELLED AT now DUE TO TIME LIMIT ***\n"
+        )
+    for number in range(2):
+        write_record(data_dir, "1_0", num_restarts=number, time=1000 + number, log=str(log))
+    assert status(data_dir)["causes"] == {"TIMEOUT": "0"}
+    assert status(data_dir)["restarts"] == {"NODE_FAIL on n1": 1}
+    slurm("retry", data_dir, "--time_min", 7, "--dry_run")
+
+
+def test_a_task_without_a_record_that_slurm_has_forgotten_is_said_to_have_left_none(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    make_done(data_dir, 0, 1, 2, 3)
+    said = slurm("status", data_dir)
+    assert "ended before they began: shard 4" in said
+    assert "sacct -D -j 1_4 " in said
+
+
+def test_two_folders_of_one_inode_number_on_two_file_systems_are_two(data_dir: Path, tmp_path: Path) -> None:
+    identity = folder_identity(data_dir)
+    assert identity.partition(".")[0] == str(data_dir.stat().st_ino)
+    shown = run_child(["stat", "-fLc", "%i", data_dir]).stdout.strip()
+    assert identity.partition(".")[2] == shown, "as the batch script, which runs on nodes, has it from stat"
+
+
+def test_retry_after_plain_sbatch_asks_for_what_the_task_had(fake: FakeSlurm, data_dir: Path) -> None:
+    environ = {"SLURM_JOB_PARTITION": "amx-part", "SLURM_MEM_PER_NODE": "3000", "SLURM_JOB_ACCOUNT": "mine"}
+    environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)
+    task(fake, data_dir, 1, "--input_dir", "/no/such/folder", code=66, **environ)
+    script = slurm("retry", data_dir, "--shards", 1, "--dry_run")
+    for option in ("partition=amx-part", "account=mine", "mem=3000M", "time=45", "cpus-per-task=1"):
+        assert f"#SBATCH --{option}\n" in script, option
+
+
+@pytest.mark.parametrize(
+    ("reason", "command"),
+    [
+        ("launch failed requeued held", "scontrol release 1"),
+        ("PartitionTimeLimit", "shardprep cancel {}"),
+        ("QOSGrpCPUMinutesLimit", "shardprep cancel {}"),
+        ("AssocMaxWallDurationPerJobLimit", "shardprep cancel {}"),
+        ("QOSGrpCPURunMinutesLimit", None),
+        ("Resources", None),
+    ],
+)
+def test_what_waits_for_a_person_is_told_with_what_to_type_and_ends_a_wait(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, reason: str, command: str | None
+) -> None:
+    submitted(data_dir)
+    verify = f"1|0-4|PENDING|{reason}|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|x|\n"
+    verify += f"2|N/A|PENDING|Dependency|0:0||0:00|2|root|{WHEN}|N/A|N/A|0|y|\n"
+    fake.answers("squeue", verify)
+    said = slurm("status", data_dir)
+    assert ("left" in said.splitlines()[1]) is False, "nobody knows when they begin"
+    last = said.splitlines()[-1]
+    if command is None:
+        assert last.endswith("--watch")
+        return
+    assert command.format(data_dir) in last
+    clock = SimpleNamespace(**{**vars(time), "sleep": lambda _: pytest.fail("it waits")})
+    monkeypatch.setattr("slurm.status.time", clock)
+    slurm("submit", data_dir, "--wait", code=74)
+
+
+def test_a_controller_that_died_is_told_with_its_log_and_what_to_type(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    slurm("submit", data_dir, "--until_done")
+    assert "job 3 of --until_done is gone" in slurm("status", data_dir)
+    assert "control-3.log" in slurm("status", data_dir)
+    name = f"{names_begin(data_dir, need_plan(data_dir).plan_id)}0-control"
+    fake.answers("squeue", f"3|N/A|PENDING|Dependency|0:0||0:00|3|root|{WHEN}|N/A|N/A|0|{name}|\n")
+    assert "is gone" not in slurm("status", data_dir)
+    slurm("cancel", data_dir)
+    fake.answers("squeue", "")
+    assert "is gone" not in slurm("status", data_dir), "somebody ended it"
+
+
+def test_another_submit_with_until_done_leaves_one_controller(fake: FakeSlurm, data_dir: Path) -> None:
+    slurm("submit", data_dir, "--until_done", "--shards", "0-2")
+    name = f"{names_begin(data_dir, need_plan(data_dir).plan_id)}0-control"
+    fake.answers("squeue", f"3|N/A|PENDING|Dependency|0:0||0:00|3|root|{WHEN}|N/A|N/A|0|{name}|\n")
+    assert "--shards 0-2" in fake.sent()[2], "it keeps to the shards that were asked for"
+    slurm("submit", data_dir, "--until_done", "--shards", "3")
+    assert fake.calls("scancel") == ["3"]
+    make_done(data_dir, *range(5))
+    assert "job 3 waits already" in slurm("submit", data_dir, "--until_done")
+    assert len(fake.sent()) == 6
+
+
+def test_the_controller_is_submitted_before_the_jobs_are_released_or_nothing_is(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """A limit of jobs that has no room for it: the array is made of fewer tasks until it has."""
+    real = f'"{fake.place}/sbatch.sh" "$@"'
+    refuse = "echo 'sbatch: error: Job violates accounting/QOS policy (job submit limit)' >&2; exit 1"
+    body = f"""script=$(cat)
+if [[ $script = *-control* && ! -e "{fake.place}/refused" ]]; then touch "{fake.place}/refused"; {refuse}; fi
+printf '%s\\n' "$script" | {real}"""
+    fake.answers_by("sbatch", body)
+    said = slurm("submit", data_dir, "--until_done")
+    assert "5 shards become 2 tasks" in said
+    assert fake.calls("scancel") == ["1 2"], "what was sent before, not yet released"
+    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 3,4"]
+
+
+def test_the_verify_job_has_time_for_all_bytes_where_a_task_has_it_for_a_shard(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("preprocess.plan.plan_file.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
+    shown = slurm("submit", data_dir, "--time_min", 2, "--until_done", "--dry_run").splitlines()
+    limits = [line for line in shown if line.startswith("#SBATCH --time=")]
+    assert limits == ["#SBATCH --time=2", "#SBATCH --time=52", "#SBATCH --time=52"]
+    fake.answers("sinfo", "cpu*|idle|4000|4|30:00\n")
+    assert "#SBATCH --time=30\n" in slurm("submit", data_dir, "--time_min", 2, "--dry_run"), "the partition's"
+
+
+def test_a_dependency_of_the_users_own_is_passed_on(fake: FakeSlurm, data_dir: Path) -> None:
+    slurm("submit", data_dir, "--sbatch_args", "--dependency=afterok:99")
+    assert "#SBATCH --dependency=afterok:99\n" in fake.sent()[0]
+    assert "--dependency=afterany:1" in fake.calls("sbatch")[-1], "the verify job waits for its array"
+    slurm("retry", data_dir)
+    assert "afterok:99" not in fake.sent()[2], "which may be gone by then"
+
+
+def test_a_poll_asks_slurm_once_and_reads_no_manifest_again(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(data_dir)
+    make_done(data_dir, 0, 1)
+    fake.answers("squeue", squeue_line("2-4", "RUNNING"))
+    plan = need_plan(data_dir)
+    state = find_state(data_dir, plan)
+    before = {name: len(fake.calls(name)) for name in ("squeue", "scontrol")}
+    make_done(data_dir, 2)
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *args, **kw: (opened.append(str(path)), real(path, *args, **kw))[1]
+    )
+    again = find_state(data_dir, plan, before=state)
+    assert again.ids("done") == [0, 1, 2]
+    assert [path[-9:] for path in opened if "shard-" in path] == ["0002.json"]
+    now = {name: len(fake.calls(name)) for name in before}
+    assert now == {**before, "squeue": before["squeue"] + 1}

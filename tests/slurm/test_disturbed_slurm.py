@@ -280,10 +280,8 @@ def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(
         make_done(data_dir, 0)
         record.unlink(missing_ok=True)
 
-    real = shown_jobs.find_shown_jobs
-    monkeypatch.setattr(
-        dataset_state, "find_shown_jobs", lambda *given: (real(*given), finish(), real(*given))[2]
-    )
+    real = shown_jobs.find_queue
+    monkeypatch.setattr(dataset_state, "find_queue", lambda *given: (real(*given), finish(), real(*given))[2])
     state = status(data_dir)
     assert (state["done"], state["failed"]) == ("0", "")
 

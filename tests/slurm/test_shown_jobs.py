@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from preprocess.attempts import Attempt
+from preprocess.attempts import AttemptRecord
 from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from shardprep.format.done import publish_findings
@@ -182,10 +182,10 @@ def test_status_says_why_shards_wait_and_when_they_are_expected_to_start(
     assert "expected to start at 2026-11-23 08:00:00" in text
 
 
-def lost(node: str, ended: float) -> Attempt:
+def lost(node: str, ended: float) -> AttemptRecord:
     """An attempt whose node went down."""
     facts: dict[str, Any] = {"path": Path("r"), "plan_id": "", "identity": "1.2", "shards": [0], "began": 0.0}
-    return Attempt(**facts, started_by="submit", node=node, ended=ended, stopped_by="NODE_FAIL")
+    return AttemptRecord(**facts, started_by="submit", node=node, ended=ended, stopped_by="NODE_FAIL")
 
 
 def test_a_retry_excludes_nodes_that_failed_twice_alone_and_none_after_a_power_cut() -> None:

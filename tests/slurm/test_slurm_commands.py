@@ -83,8 +83,8 @@ def test_cancel_leaves_jobs_alone_that_only_have_the_same_numbers(
 def test_a_site_that_renames_jobs_is_followed(fake: FakeSlurm, data_dir: Path) -> None:
     fake.answers("job", JOB.replace("{name}", "the sites name"))
     slurm("submit", data_dir)
-    jobs = read_submissions(data_dir)[0].jobs
-    assert {(job.name, job.user) for job in jobs} == {("the sites name", "root")}
+    sent = read_submissions(data_dir)[0]
+    assert ({job.name for job in sent.jobs}, sent.user) == ({"the sites name"}, "root")
     fake.answers("squeue", f"1|0-4|PENDING|None|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|the sites name|\n")
     assert status(data_dir)["pending"] == "0-4"
 
@@ -97,8 +97,7 @@ def test_wait_where_all_is_queued_already_waits_and_does_not_end_with_0_unverifi
     queue = fake.place / "squeue"
     queue.write_text(f"1|0-4|PENDING|None|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|{NAME}|\n")
     once = f"cat {shlex.quote(str(queue))}; : >{shlex.quote(str(queue))}"
-    # Jobs are asked for by name, too: that question must not use the answer up.
-    fake.answers_by("squeue", f'case "$*" in *--user=*) ;; *) {once} ;; esac')
+    fake.answers_by("squeue", f'case "$*" in *--user=root*) {once} ;; esac')
     said = slurm("submit", data_dir, "--wait", code=74)
     assert "5 shards wait or run already" in said
     assert "ended before they began: shards 0-4" in said
@@ -221,7 +220,7 @@ def test_an_answer_that_is_cut_short_or_garbage_is_an_error_that_shows_it(
 ) -> None:
     submitted(data_dir)
     fake.answers("squeue", text)
-    words = "squeue --noheader --array answered what cannot be read"
+    words = "squeue --noheader --user=root answered what cannot be read"
     assert words in slurm("cancel", data_dir, code=74)
     assert not fake.calls("scancel")
     state = status(data_dir)

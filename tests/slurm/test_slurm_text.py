@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.attempts import Attempt, Failure, folder_identity
+from preprocess.attempts import AttemptRecord, Failure, folder_identity
 from shardprep.errors import UsageError
 from shardprep.format.names import ids_of_ranges, idx_path, manifest_path, tar_path
 from slurm.commands import minutes_of
-from slurm.queue import TaskAttempt
+from slurm.queue import Job
 from slurm.request import JobRequest
 from slurm.retry import retry_request
 from slurm.script import array_script
@@ -33,8 +33,8 @@ from slurm.state import (
     STOPPED,
     TIMEOUT,
     VANISHED,
-    ShardAttempt,
-    ShardState,
+    Attempt,
+    Shard,
     cause_of,
     last_lines,
     reason_to_leave,
@@ -66,12 +66,12 @@ def _array(**changes: Any) -> JobArray:
     return JobArray(request=request, **{**fields, **changes})
 
 
-def _failed(*causes: str, **changes: Any) -> ShardState:
+def _failed(*causes: str, **changes: Any) -> Shard:
     attempts = [
-        ShardAttempt(array=_array(**changes), task="7_0", cause=cause, state="failed", node="n1")
+        Attempt(array=_array(**changes), task="7_0", cause=cause, state="failed", node="n1")
         for cause in causes
     ]
-    return ShardState(shard_id=0, state="failed", attempts=attempts)
+    return Shard(shard_id=0, state="failed", attempts=attempts)
 
 
 @pytest.mark.processes
@@ -185,18 +185,18 @@ def test_what_slurm_granted_is_read_off_the_job() -> None:
     assert (job.mem_mb, job.time_min) == (None, 1440)
 
 
-def _task(state: str, code: int = 0) -> TaskAttempt:
-    return TaskAttempt(
+def _task(state: str, code: int = 0) -> Job:
+    return Job(
         job_id="7", name="shardprep-0123", user="root", submit_time=WHEN, index=0, state=state, exit_code=code
     )
 
 
-def _attempt(**facts: Any) -> Attempt:
+def _attempt(**facts: Any) -> AttemptRecord:
     """Of shards 0 and 1; shard 1 is one that failed of its own, with 65."""
     failures = {1: Failure(shard_id=1, exit_code=65, reason="1 document cannot be decoded")}
     fields: dict[str, Any] = {"path": Path("7_0.r0"), "plan_id": "p", "identity": "1.2", "shards": [0, 1]}
     fields |= {"started_by": "submit", "began": 1.0, "failures": failures, "ended": 2.0, "stage": "work"}
-    return Attempt(**fields | facts)
+    return AttemptRecord(**fields | facts)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def _attempt(**facts: Any) -> Attempt:
     ],
 )  # fmt: skip
 def test_a_cause_is_of_the_record_and_where_that_has_no_end_of_slurm(
-    facts: dict[str, Any], task: TaskAttempt | None, cause: str
+    facts: dict[str, Any], task: Job | None, cause: str
 ) -> None:
     assert cause_of(_attempt(**facts), task, 0) == cause
     assert remedy_of(cause)
@@ -255,7 +255,7 @@ def test_a_retry_asks_for_what_the_cause_says() -> None:
     assert (
         retry_request(_failed("CANCELLED", request={"exclude": "n1"}), base, None, ["n2"]).exclude == "n1,n2"
     )
-    assert retry_request(ShardState(shard_id=0, state="not submitted"), base, None) == base
+    assert retry_request(Shard(shard_id=0, state="not submitted"), base, None) == base
 
 
 def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
@@ -348,7 +348,7 @@ def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_lists_t
     assert "failed, read or write error (74): shards 1990-1999" in done.stdout
     seen = json.loads((tmp_path / "seen.json").read_text())
     started = {name: seen.get(f"start {name}", 0) for name in bodies}
-    assert started == {"squeue": 2, "scontrol": 1}
+    assert started == {"squeue": 1, "scontrol": 1}, "one question for the jobs of one user"
     assert not seen["numpy"], "its 0.1 s"
     assert seen["open .log"] == 8, "the newest failures'"
     few = 6  # plan.json, its tokenizer, a submission, index.json

@@ -9,6 +9,7 @@ DATA/jobs/history.jsonl, which ``status`` shows.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -68,14 +69,15 @@ def _retry(args: argparse.Namespace) -> int:
 
     state, sending = prepared()
     if args.until_done and not args.dry_run:
+        request = _trusted(state, _base_request(state), changes)
         if sending is None and not state.ids("running", "pending"):
-            return _finish(state, args.max_attempts)
+            return _end(state, _why_not_verified(args, state), request)
         if args.round > args.max_rounds:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
             rounds = counted(args.max_rounds, "round")
-            return _stop(state, f"not made after {rounds} (--max_rounds): {missing}")
+            return _end(state, f"not made after {rounds} (--max_rounds): {missing}", request)
         if sending is None:
-            leave_controller(args, state, _trusted(state, _base_request(state), changes))
+            leave_controller(args, state, request)
             return 0
     if sending is not None:
         return send_prepared(args, sending, prepared)
@@ -124,7 +126,7 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
-    return prepare(state, list(groups.items()), args.shards_per_task)
+    return prepare(state, list(groups.items()), args.shards_per_task, until_done=args.until_done)
 
 
 def _base_request(state: DatasetState) -> JobRequest:
@@ -225,31 +227,42 @@ def failing_nodes(attempts: Iterable[AttemptRecord], at_least: int = 2) -> list[
     return sorted(node for node, number in counts.items() if number >= at_least)
 
 
-def _finish(state: DatasetState, max_attempts: int) -> int:
-    """Where ``retry`` sends nothing: verify what is done and write the report, or say why this stops."""
-    folder = state.folder
-    if not state.is_verified and len(state.made.done) == state.plan.num_shards:
-        command = [sys.executable, "-m", "preprocess", "verify", str(folder)]
+def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
+    """Verify where all shards are made; return why that is not so, or "". Nothing is left to send."""
+    if state.is_verified:
+        return ""
+    missing = set(range(state.plan.num_shards)) - state.made.done.keys()
+    if not missing:
+        command = [sys.executable, "-m", "preprocess", "verify", str(state.folder)]
         # From a folder of ours: Python imports modules of the current one, which may be the data set.
         code = subprocess.run(command, cwd=HOME, check=False).returncode
-        if code:
-            return _stop(state, "verify fails, its words are in this log")
-    elif not state.is_verified:
-        words = []
-        for cause, shards in state.failed_by_cause().items():
-            why = reason_to_leave(shards[0], max_attempts, {}) or "left out"
-            ids = id_ranges(each.shard_id for each in shards)
-            words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
-        return _stop(state, "; ".join(words) or "shards are missing that may run where it cannot be seen")
-    output = folder / REPORT_NAME
-    command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
-    subprocess.run(command, cwd=HOME, check=False)
-    append_event(folder, "finished", report=str(output))
-    say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
-    return 0
+        return "verify fails, its words are in this log" if code else ""
+    words = []
+    for cause, shards in state.failed_by_cause().items():
+        why = reason_to_leave(shards[0], args.max_attempts, {}) or "left out"
+        ids = id_ranges(each.shard_id for each in shards)
+        words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
+    wanted = chosen_shards(args.output_dir, args.shards)
+    if wanted is not None and not missing & wanted:
+        words.append(
+            f"made are {shards_text(args.shards)}, as asked for; {shards_text(id_ranges(missing))} are not"
+        )
+    return "; ".join(words) or "shards are missing that may run where it cannot be seen"
 
 
-def _stop(state: DatasetState, why: str) -> int:
-    append_event(state.folder, "stopped", why=why)
-    say(f"error: only a person can help now: {why}")
-    return ReadWriteError.exit_code
+def _end(state: DatasetState, why: str, request: JobRequest) -> int:
+    """End --until_done: write the report, or say why only a person can go on; tell whom --notify names."""
+    folder, code = state.folder, ReadWriteError.exit_code if why else 0
+    if why:
+        append_event(folder, "stopped", why=why)
+        say(f"error: only a person can help now: {why}")
+    else:
+        output = folder / REPORT_NAME
+        command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
+        subprocess.run(command, cwd=HOME, check=False)
+        append_event(folder, "finished", report=str(output))
+        say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
+    if request.notify:
+        result = {"SHARDPREP_RESULT": "not verified" if why else "verified", "SHARDPREP_EXIT_CODE": str(code)}
+        subprocess.run(["bash", "-c", request.notify], env={**os.environ, **result}, check=False)
+    return code

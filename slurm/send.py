@@ -74,7 +74,12 @@ def submit(args: argparse.Namespace) -> int:
     def prepared() -> tuple[DatasetState, Sending | None]:
         shard_ids = chosen_shards(args.output_dir, args.shards)
         return prepare_submit(
-            args.output_dir, request, args.shards_per_task, shard_ids=shard_ids, dry_run=args.dry_run
+            args.output_dir,
+            request,
+            args.shards_per_task,
+            shard_ids=shard_ids,
+            dry_run=args.dry_run,
+            until_done=args.until_done,
         )
 
     try:
@@ -109,6 +114,7 @@ def prepare_submit(
     *,
     shard_ids: Container[int] | None = None,
     dry_run: bool = False,
+    until_done: bool = False,
 ) -> tuple[DatasetState, Sending | None]:
     """Check everything and choose the missing shards that are not queued; None where there are none.
 
@@ -135,7 +141,8 @@ def prepare_submit(
         return state, None
     for line in _room_lines(state, missing):
         say(line)
-    return state, prepare(state, [(request, missing)], shards_per_task, dry_run=dry_run)
+    groups = [(request, missing)]
+    return state, prepare(state, groups, shards_per_task, dry_run=dry_run, until_done=until_done)
 
 
 def _warn_of_dry_run(error: SlurmAway) -> None:
@@ -176,10 +183,12 @@ def prepare(
     *,
     most_tasks: int | None = None,
     dry_run: bool = False,
+    until_done: bool = False,
 ) -> Sending:
     """Preflight of every group, of shards that are asked for in the same way. Writes and submits nothing.
 
-    ``most_tasks``: of each array, where Slurm is known to take no more.
+    ``most_tasks``: of each array, where Slurm is known to take no more. With ``until_done`` the verify job
+    notifies nobody: the controller does, when all is over.
     """
     name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}"
     arrays: list[ArrayToSend] = []
@@ -201,7 +210,8 @@ def prepare(
             cluster, limit = site.cluster, site.max_time_min
     request = groups[0][0]
     verify_min = _verify_min(state, request, limit)
-    verify = verify_script(state.folder, name + VERIFY, state.plan.num_shards, request, time_min=verify_min)
+    quiet = request.changed(notify=None) if until_done else request
+    verify = verify_script(state.folder, name + VERIFY, state.plan.num_shards, quiet, time_min=verify_min)
     return Sending(
         state=state,
         groups=groups,
@@ -284,8 +294,8 @@ class Sending:
     def with_fewer_tasks(self) -> Sending:
         """Return the same shards in half as many tasks. Raises SlurmRefused where Slurm takes none."""
         most = max(len(array.tasks) for array in self.arrays) // 2
-        fewer = prepare(self.state, self.groups, self.shards_per_task, most_tasks=most)
-        return replace(fewer, controller=self.controller)
+        until_done = bool(self.controller)
+        return prepare(self.state, self.groups, self.shards_per_task, most_tasks=most, until_done=until_done)
 
     def send(self) -> tuple[Submission, str]:
         """Submit the arrays held, a verify job after them and what is queued already, and the controller.

@@ -646,3 +646,32 @@ def test_a_poll_asks_slurm_once_and_reads_no_manifest_again(
     assert [path[-9:] for path in opened if "shard-" in path] == ["0002.json"]
     now = {name: len(fake.calls(name)) for name in before}
     assert now == {**before, "squeue": before["squeue"] + 1}
+
+
+def test_until_done_tells_whom_notify_names_once_at_its_end(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    notify = f'echo "$SHARDPREP_RESULT" >>{told}'
+    slurm("submit", data_dir, "--until_done", "--notify", notify)
+    assert not any("shardprep_notify=" in script for script in fake.sent()), (
+        "no verify job before the end does"
+    )
+    make_done(data_dir, 0, 1, 2, 3)
+    write_record(data_dir, "1_4", ended(65))
+    slurm("retry", data_dir, "--until_done", code=74)
+    assert told.read_text() == "not verified\n"
+
+
+def test_clean_removes_the_logs_of_tasks_once_all_is_verified(prep: Prep, data_dir: Path) -> None:
+    logs = data_dir / "jobs" / "logs"
+    logs.mkdir(parents=True)
+    names = ("7_0.log", "verify-8.log", "control-9.log")
+    for name in names:
+        (logs / name).write_text("words\n")
+    assert prep.command("clean", data_dir).code == 0
+    assert sorted(path.name for path in logs.iterdir()) == sorted(names)
+    assert prep.command("run", data_dir).code == 0
+    assert prep.command("verify", data_dir).code == 0
+    assert prep.command("clean", data_dir).code == 0
+    assert sorted(path.name for path in logs.iterdir()) == ["control-9.log", "verify-8.log"]

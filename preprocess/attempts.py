@@ -82,12 +82,16 @@ class AttemptRecord:
     partition: str = ""
     account: str = ""
     qos: str = ""
-    is_out_of_memory: bool = False
 
     @property
     def key(self) -> tuple[str, int]:
         """Job and index, as Slurm's queue names the task."""
         return self.job_id, self.index
+
+    @property
+    def is_out_of_memory(self) -> bool:
+        """Whether Slurm said so, or its log."""
+        return self.stopped_by == "OUT_OF_MEMORY"
 
     @property
     def left_s(self) -> float | None:
@@ -228,7 +232,6 @@ def _attempt_of(path: Path, content: bytes) -> AttemptRecord | None:
             began=float(begin["time"]),
             failures=failures,
             ended=float(end["time"]) if "time" in end else None,
-            is_out_of_memory=bool(end.get("oom", 0)),
             **{name: kind(facts[name]) for name, kind in _FACTS.items() if name in facts},
         )
     except (ValueError, LookupError, TypeError):
@@ -254,7 +257,7 @@ def append_failure(failure: Failure) -> None:
 def append_end(attempt: AttemptRecord) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it; what fails is left out."""
     end = {"event": "end", "time": attempt.ended, "stopped_by": attempt.stopped_by}
-    append_line(attempt.path, end | ({"oom": 1} if attempt.stopped_by == "OUT_OF_MEMORY" else {}))
+    append_line(attempt.path, end)
 
 
 def append_line(path: Path, content: dict[str, Any]) -> bool:

@@ -245,7 +245,8 @@ def find_queue(
     users = {me, *(each.user for each in (*submissions, *foreign)), *(each.user for each in plain.values())}
     users.discard("")
     with ThreadPoolExecutor(4) as pool:
-        read = pool.submit(read_config) if submissions and not config else None
+        has_sent = bool(submissions or foreign)
+        read = pool.submit(read_config) if has_sent and not config else None
         asked = [pool.submit(jobs_of_user, user) for user in sorted(users)]
         config = read.result() if read else config
         here = [job for each in asked for job in each.result()]

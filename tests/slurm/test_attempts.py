@@ -110,22 +110,9 @@ def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(
     submitted(data_dir)
     again = [dataclasses.replace(submission().arrays[0], job_id="3")]
     submitted(data_dir, number=1, arrays=again, submitted=2.5, verify_job_id="4")
-    write_record(data_dir, "3_0", ended(75, oom=1))
+    write_record(data_dir, "3_0", ended(75, stopped_by="OUT_OF_MEMORY"))
     fake.answers("squeue", squeue_line("0", "NODE_FAIL"))
     assert status(data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
-
-
-def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, data_dir: Path) -> None:
-    """Also where the node's script lived long enough to write an end of its own."""
-    submitted(data_dir)
-    write_record(data_dir, "1_0")
-    path = write_record(data_dir, "1_1", {**ended(1), "time": 1000})
-    for _ in range(2):
-        fake.answers("squeue", squeue_line("0-1", "NODE_FAIL"))
-        assert status(data_dir)["causes"] == {"NODE_FAIL": "0-1"}
-    assert path.read_text().count("NODE_FAIL") == 1
-    fake.answers("squeue", "")
-    assert status(data_dir)["causes"] == {"NODE_FAIL": "0-1"}
 
 
 def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
@@ -370,7 +357,7 @@ def test_until_done_leaves_a_controller_behind_the_jobs_that_does_the_same_behin
     assert "--job-name=" + names_begin(data_dir, need_plan(data_dir).plan_id) + "0-control" in controller
     assert "--dependency=afterany:1:2" in fake.calls("sbatch")[-1]
     make_done(data_dir, 0, 1, 2, 3)
-    write_record(data_dir, "1_4", ended(75, oom=1))
+    write_record(data_dir, "1_4", ended(75, stopped_by="OUT_OF_MEMORY"))
     slurm("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 1)
     assert "shards_of=(4)" in fake.sent()[3]
     assert "#SBATCH --mem=200M" in fake.sent()[3], "twice the 100 MB that it had"
@@ -465,32 +452,6 @@ def killed_log(data: Path, words: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"shardprep: node n1: shard 0 begins\n{words}\n")
     return path
-
-
-@pytest.mark.parametrize(
-    ("words", "cause"),
-    [
-        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO TIME LIMIT ***", "TIMEOUT"),
-        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO NODE FAILURE ***", "NODE_FAIL"),
-        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO PREEMPTION ***", "PREEMPTED"),
-        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-22T01:52:04 ***", "CANCELLED"),
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", "OUT_OF_MEMORY"),
-        ("srun: error: n1: task 0: Out Of Memory", "OUT_OF_MEMORY"),
-        ("nothing of that kind", "ended without a word (killed, or its node failed)"),
-    ],
-)  # fmt: skip
-def test_a_task_that_was_killed_has_the_cause_that_the_end_of_its_log_tells(
-    fake: FakeSlurm, data_dir: Path, words: str, cause: str
-) -> None:
-    """Its record has no end, and Slurm has forgotten it; what the log says is kept when the log is gone."""
-    submitted(data_dir)
-    log = killed_log(data_dir, words)
-    write_record(data_dir, "1_0", log=str(log))
-    assert status(data_dir)["causes"] == {cause: "0"}
-    log.unlink()
-    assert status(data_dir)["causes"] == {cause: "0"}
-    asked = "sacct -D -j 1_0" in slurm("status", data_dir)
-    assert asked == cause.startswith("ended"), "what may know more is told"
 
 
 def test_of_a_task_that_was_started_again_each_start_has_the_cause_of_its_own_part_of_the_log(

@@ -510,7 +510,7 @@ def test_each_submission_is_told_with_where_its_tasks_failed_and_none_of_the_fre
     publish_submission(
         own_folder, dataclasses.replace(first, number=1, arrays=[again], verify_job_id="4", submitted=99.0)
     )
-    write_record(own_folder, "1_1", ended(75, oom=1))
+    write_record(own_folder, "1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
     shards = {"OUT_OF_MEMORY": "1", "TIMEOUT": "3"}
     causes = {cause: {"shards": ids, "nodes": {"n1": 1}} for cause, ids in shards.items()}
     append_event(own_folder, "retry", number=1, causes=causes)

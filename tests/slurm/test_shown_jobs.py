@@ -14,14 +14,12 @@ from shardprep.errors import BrokenShard
 from shardprep.format.done import publish_findings
 from slurm import commands
 from slurm.commands import SlurmAway, ask_patiently
-from slurm.queue import parse_queue
 from slurm.request import JobRequest
 from slurm.retry import failing_nodes
 from slurm.send import prepare_submit
-from slurm.state import NO_LOG, cause_of_task, find_state, log_tail
+from slurm.state import find_state, log_tail
 from slurm.submissions import SubmittedMeanwhile, read_submissions
 from tests.slurm.fake_slurm import (
-    QUEUES,
     FakeSlurm,
     ended,
     make_done,
@@ -195,15 +193,6 @@ def test_a_retry_excludes_nodes_that_failed_twice_alone_and_none_after_a_power_c
     alone = [lost("n3", day * 200_000) for day in (4, 5) for _ in range(9)]
     assert failing_nodes(alone[:9]) == [], "nine tasks, one incident"
     assert failing_nodes(power_cut + again + alone) == ["n3"]
-
-
-def test_a_log_that_could_not_be_opened_has_slurms_own_number_in_every_form() -> None:
-    """22.05 prints 4021 for it, sacct 0:53."""
-    line = QUEUES["22.05.8"].splitlines()[0].replace("|16640|", "|4021|")
-    newer = line.replace("|4021|", "|15:53|")
-    codes = [run.exit_code for text in (line, newer) for run in parse_queue(text)]
-    assert codes == [181, 181]
-    assert [cause_of_task(run) for run in parse_queue(line)] == [NO_LOG]
 
 
 def test_what_verify_found_wrong_is_not_done_until_it_is_made_anew(fake: FakeSlurm, data_dir: Path) -> None:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.attempts import AttemptRecord, Failure, folder_identity
+from preprocess.attempts import folder_identity
 from shardprep.errors import UsageError
 from shardprep.format.names import ids_of_ranges, idx_path, manifest_path, tar_path
 from slurm.commands import minutes_of
-from slurm.queue import Job
 from slurm.request import JobRequest
 from slurm.retry import retry_request
 from slurm.script import array_script
@@ -24,21 +23,13 @@ from slurm.send import parse_job
 from slurm.site import find_site, tasks_of_shards
 from slurm.state import (
     BAD_INPUT,
-    NO_MANIFEST,
-    NODE_FAIL,
     OUT_OF_MEMORY,
     SETUP,
-    SETUP_ENDED,
-    SRUN_FAILED,
-    STOPPED,
     TIMEOUT,
-    VANISHED,
     Attempt,
     Shard,
-    cause_of,
     last_lines,
     reason_to_leave,
-    remedy_of,
 )
 from slurm.submissions import JobArray, Submission, SubmittedMeanwhile, read_submissions
 from slurm.submissions import publish_submission as publish
@@ -183,57 +174,6 @@ def test_what_slurm_granted_is_read_off_the_job() -> None:
     assert (job.mem_mb, job.time_min) == (6144, None)
     job = parse_job(SHOWN + "NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0")
     assert (job.mem_mb, job.time_min) == (None, 1440)
-
-
-def _task(state: str, code: int = 0) -> Job:
-    return Job(
-        job_id="7", name="shardprep-0123", user="root", submit_time=WHEN, index=0, state=state, exit_code=code
-    )
-
-
-def _attempt(**facts: Any) -> AttemptRecord:
-    """Of shards 0 and 1; shard 1 is one that failed of its own, with 65."""
-    failures = {1: Failure(shard_id=1, exit_code=65, reason="1 document cannot be decoded")}
-    fields: dict[str, Any] = {"path": Path("7_0.r0"), "plan_id": "p", "identity": "1.2", "shards": [0, 1]}
-    fields |= {"started_by": "submit", "began": 1.0, "failures": failures, "ended": 2.0, "stage": "work"}
-    return AttemptRecord(**fields | facts)
-
-
-@pytest.mark.parametrize(
-    ("facts", "task", "cause"),
-    [
-        ({"exit_code": 65}, None, BAD_INPUT),
-        ({"exit_code": 74}, None, "read or write error (74)"),
-        ({"exit_code": 75, "is_out_of_memory": True}, None, OUT_OF_MEMORY),
-        ({"exit_code": 75, "signal": "TERM", "stopped_by": "time limit"}, None, TIMEOUT),
-        ({"exit_code": 75, "signal": "TERM", "stopped_by": "preemption"}, None, "PREEMPTED"),
-        ({"exit_code": 75, "signal": "TERM", "stopped_by": "cancel"}, None, "CANCELLED"),
-        ({"exit_code": 75, "signal": "TERM", "stopped_by": "cancel"}, _task("PREEMPTED"), "PREEMPTED"),
-        ({"exit_code": 75, "signal": "USR1", "stopped": 942, "end_time": 1000}, None, TIMEOUT),
-        ({"exit_code": 75, "signal": "USR1"}, None, STOPPED),
-        ({"exit_code": 75, "stage": "start"}, None, SRUN_FAILED),
-        ({"exit_code": 75, "killed_by": 9}, None, "killed by signal 9"),
-        ({"exit_code": 3, "stage": "set-up"}, None, SETUP_ENDED),
-        ({"exit_code": 0}, None, NO_MANIFEST),
-        ({"ended": None}, None, VANISHED),
-        ({"ended": None}, _task("NODE_FAIL"), NODE_FAIL),
-        ({"ended": None}, _task("CANCELLED"), "CANCELLED"),
-    ],
-)  # fmt: skip
-def test_a_cause_is_of_the_record_and_where_that_has_no_end_of_slurm(
-    facts: dict[str, Any], task: Job | None, cause: str
-) -> None:
-    assert cause_of(_attempt(**facts), task, 0) == cause
-    assert remedy_of(cause)
-
-
-def test_a_shard_that_failed_of_its_own_has_its_own_cause_whatever_became_of_the_others() -> None:
-    assert cause_of(_attempt(exit_code=75, stopped_by="time limit"), _task("TIMEOUT"), 1) == BAD_INPUT
-    killed = {
-        1: Failure(shard_id=1, exit_code=74, reason="its process was killed by signal 9 (out of memory?)")
-    }
-    assert cause_of(_attempt(exit_code=74, failures=killed), None, 1) == "killed by signal 9"
-    assert cause_of(_attempt(exit_code=74, failures=killed, is_out_of_memory=True), None, 1) == OUT_OF_MEMORY
 
 
 def test_last_lines_leave_out_frame_progress_bars_and_what_srun_says_of_a_worker_that_spoke() -> None:

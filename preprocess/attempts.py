@@ -79,6 +79,7 @@ class AttemptRecord:
     stopped_by: str = ""  # of a log: time limit, node failure, preemption, cancel, cancelled step; or a state
     stopped: int = 0  # when it was told so
     end_time: int = 0  # of its time limit; 0 where Slurm does not say it
+    limit: str = ""  # where ``end_time`` is 0: its time limit, as squeue shows it
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -179,7 +180,7 @@ def _is_log_of(folder: Path, log: str) -> bool:
 # Of the first and the last line, what is kept as it is said.
 _FACTS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("node", "user", "job_id", "log", "stage", "signal", "stopped_by"), str),
-    **dict.fromkeys(("partition", "account", "qos"), str),
+    **dict.fromkeys(("limit", "partition", "account", "qos"), str),
     **dict.fromkeys(("index", "num_restarts", "pid", "pid_began", "num_cpus", "mem_mb"), int),
     **dict.fromkeys(("exit_code", "killed_by", "stopped", "end_time"), int),
 }

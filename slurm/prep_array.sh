@@ -107,6 +107,9 @@ end_record() {
   [[ -n $record ]] || { ((code)) && begin_record; } # the worker may have made the plan meanwhile
   [[ -z $record ]] || printf '%s\n' end "time=$(now)" "exit_code=$code" "stage=$stage" "killed_by=$killed_by" \
     "signal=$stop_signal" "stopped=$stopped" >&"$record"
+  # Before 24.11 a task is not told its time limit, which a retry asks for again.
+  [[ -z $record || -n ${SLURM_JOB_END_TIME:-} || $code = 0 ]] ||
+    printf 'limit=%s\n' "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l)" >&"$record"
 } 2>/dev/null
 trap 'end_record $?' EXIT
 begin_record

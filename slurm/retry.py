@@ -24,7 +24,7 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from shardprep.own_packages import HOME
-from slurm.commands import ask_patiently
+from slurm.commands import ask_patiently, minutes_of
 from slurm.request import COMMANDS, JobRequest, with_variables
 from slurm.send import Sending, check_recorded, leave_controller, prepare, send_prepared
 from slurm.site import check_folder, find_site
@@ -143,7 +143,7 @@ def _base_request(state: DatasetState) -> JobRequest:
         qos=had.qos or None,
         cpus_per_task=had.num_cpus or 1,
         mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
-        time_min=had.time_min,
+        time_min=had.time_min or minutes_of(had.limit),
     )
 
 

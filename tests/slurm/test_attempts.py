@@ -487,9 +487,15 @@ def test_two_folders_of_one_inode_number_on_two_file_systems_are_two(data_dir: P
     assert identity.partition(".")[2] == shown, "as the batch script, which runs on nodes, has it from stat"
 
 
-def test_retry_after_plain_sbatch_asks_for_what_the_task_had(fake: FakeSlurm, data_dir: Path) -> None:
+@pytest.mark.parametrize("is_told", [True, False])
+def test_retry_after_plain_sbatch_asks_for_what_the_task_had(
+    fake: FakeSlurm, data_dir: Path, is_told: bool
+) -> None:
+    """An older Slurm does not tell a task its time limit."""
     environ = {"SLURM_JOB_PARTITION": "amx-part", "SLURM_MEM_PER_NODE": "3000", "SLURM_JOB_ACCOUNT": "mine"}
-    environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)
+    if is_told:
+        environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)
+    fake.answers_by("squeue", '[[ "$*" != *%l* ]] || echo 45:00')
     task(fake, data_dir, 1, "--input_dir", "/no/such/folder", code=66, **environ)
     script = slurm("retry", data_dir, "--shards", 1, "--dry_run")
     for option in ("partition=amx-part", "account=mine", "mem=3000M", "time=45", "cpus-per-task=1"):
@@ -636,3 +642,15 @@ def test_clean_removes_the_logs_of_tasks_once_all_is_verified(prep: Prep, data_d
     assert prep.command("verify", data_dir).code == 0
     assert prep.command("clean", data_dir).code == 0
     assert sorted(path.name for path in logs.iterdir()) == ["control-9.log", "verify-8.log"]
+
+
+def test_a_verify_job_that_ran_out_of_time_is_told_with_its_log(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    make_done(data_dir, *range(5))
+    log = data_dir / "jobs" / "logs" / "verify-2.log"
+    log.parent.mkdir()
+    log.write_text("*** JOB 2 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO TIME LIMIT ***\n")
+    write_record(data_dir, "2_0", shards="", log=str(log))
+    said = slurm("status", data_dir)
+    assert f"the verify job did not end well: TIMEOUT; its log: {log}" in said
+    assert said.splitlines()[-1] == f"next: shardprep verify {data_dir}"

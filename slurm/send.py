@@ -338,13 +338,13 @@ class Sending:
             if self.cluster and slurm_output("scontrol", "show", "federation").startswith("Federation:"):
                 here = [f"--clusters={self.cluster}"]
 
-        def submitted(script: str, *options: str) -> ShownJob:
+        def submitted(script: str, *options: str) -> dict[str, Any]:
             job_ids.append(submit_script(script, "--hold", *here, *options, known=job_ids))
             return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
 
         arrays = []
         for request, tasks, script in self.arrays:
-            shown = submitted(script)._asdict()
+            shown = submitted(script)
             del shown["user"]
             arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
         verify_ids = {submission.verify_job_id for submission in self.state.submissions}
@@ -354,12 +354,12 @@ class Sending:
             number=self.state.next_number,
             plan_id=self.state.plan.plan_id,
             cluster=self.cluster,
-            user=verify.user,
+            user=verify["user"],
             submitted=round(time.time(), 3),
             arrays=arrays,
             verify_job_id=job_ids[-1],
-            verify_name=verify.name,
-            verify_submit_time=verify.submit_time,
+            verify_name=verify["name"],
+            verify_submit_time=verify["submit_time"],
             identity=folder_identity(self.state.folder),
         )
 
@@ -518,18 +518,11 @@ def _cancel_by_name(script: str, known: Sequence[str]) -> str:
     )
 
 
-class ShownJob(NamedTuple):
-    """What Slurm made of a job: its name, user and time of submission, a task's memory and time limit."""
+def parse_job(text: str) -> dict[str, Any]:
+    """``scontrol --oneliner show job`` -> what Slurm made of a job: the fields of JobArray, and its user.
 
-    name: str
-    user: str
-    submit_time: str
-    mem_mb: int | None
-    time_min: int | None
-
-
-def parse_job(text: str) -> ShownJob:
-    """``scontrol --oneliner show job`` -> the job. Raises ValueError where it is cut short or no job."""
+    Raises ValueError where it is cut short or no job.
+    """
     named = re.search(r"\bJobName=(.*?) UserId=([^\s(]+)\(", text)
     fields = r"\b(MinMemoryNode|MinMemoryCPU|NumCPUs|TimeLimit|SubmitTime)=(\S+)"
     values = dict(re.findall(fields, text))
@@ -538,5 +531,10 @@ def parse_job(text: str) -> ShownJob:
         raise ValueError("no job's name, user, time of submission and memory")
     if "MinMemoryCPU" in values:
         mem_mb = int(mem_mb) * int(values.get("NumCPUs", "1").split("-")[0])
-    time_min = minutes_of(values.get("TimeLimit", ""))
-    return ShownJob(named[1], named[2], values["SubmitTime"], int(mem_mb) or None, time_min)
+    return {
+        "name": named[1],
+        "user": named[2],
+        "submit_time": values["SubmitTime"],
+        "mem_mb": int(mem_mb) or None,
+        "time_min": minutes_of(values.get("TimeLimit", "")),
+    }

@@ -37,7 +37,7 @@ from shardprep.console import (
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.names import WITHDRAWN_DIR, id_ranges
 from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
-from slurm.commands import ask_patiently
+from slurm.commands import ask_patiently, user_name
 from slurm.queue import meaning_of
 from slurm.state import (
     BAD_INPUT,
@@ -267,8 +267,10 @@ def _lost_controller(state: DatasetState) -> str:
     for event in read_events(state.folder):
         if event["event"] in _ENDS_OF_CONTROLLERS:
             last = event
+    if not state.submissions or state.queue.away or last.get("user") != user_name():
+        return ""  # of the folder that this one was copied from, or of a colleague
     job_id = str(last.get("controller", ""))
-    return "" if state.queue.away or job_id in state.queue.controllers else job_id
+    return "" if job_id in state.queue.controllers else job_id
 
 
 def _slow_shards(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:

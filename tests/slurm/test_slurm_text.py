@@ -169,11 +169,17 @@ def test_slurms_times_are_minutes(text: str, minutes: int | None) -> None:
 
 def test_what_slurm_granted_is_read_off_the_job() -> None:
     job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M")
-    assert (job.name, job.user, job.mem_mb, job.time_min) == ("shardprep-0123", "root", 300, 1)
+    assert job == {
+        "name": "shardprep-0123",
+        "user": "root",
+        "submit_time": WHEN,
+        "mem_mb": 300,
+        "time_min": 1,
+    }
     job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G")
-    assert (job.mem_mb, job.time_min) == (6144, None)
+    assert (job["mem_mb"], job["time_min"]) == (6144, None)
     job = parse_job(SHOWN + "NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0")
-    assert (job.mem_mb, job.time_min) == (None, 1440)
+    assert (job["mem_mb"], job["time_min"]) == (None, 1440)
 
 
 def test_last_lines_leave_out_frame_progress_bars_and_what_srun_says_of_a_worker_that_spoke() -> None:

@@ -417,7 +417,9 @@ def _with_ends(records: Sequence[AttemptRecord], queue: Queue) -> list[AttemptRe
         if not each.stopped_by and job is not None and job.state in _STATES:
             stopped_by, ended = job.state, ended or each.began + job.elapsed_s
         elif each.is_unexplained and each.log and not (queue.away or (job and job.is_live)):
-            log = log_tail(Path(each.log), last_restart[each.key] - each.num_restarts)
+            path = Path(each.log)  # prep_array.sh moves it away when the task is started again
+            moved = path.with_name(f"{path.stem}.before-restart-{each.num_restarts + 1}.log")
+            log = log_tail(moved) or log_tail(path, last_restart[each.key] - each.num_restarts)
             stopped_by = next((name for words, name in _WORDS_OF_LOGS if re.search(words, log)), "")
         if stopped_by:
             each = replace(each, stopped_by=stopped_by, ended=ended or each.began)

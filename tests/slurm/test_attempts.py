@@ -454,11 +454,15 @@ def killed_log(data: Path, words: str) -> Path:
     return path
 
 
+@pytest.mark.parametrize("has_moved", [False, True])
 def test_of_a_task_that_was_started_again_each_start_has_the_cause_of_its_own_part_of_the_log(
-    fake: FakeSlurm, data_dir: Path
+    fake: FakeSlurm, data_dir: Path, has_moved: bool
 ) -> None:
+    """A submission's log goes on; plain sbatch's is moved away when Slurm starts the task again."""
     submitted(data_dir)
     log = killed_log(data_dir, "*** JOB 7 ON n1 CANCELLED AT now DUE TO NODE FAILURE ***")
+    if has_moved:
+        log.rename(log.with_name("1_0.before-restart-1.log"))
     with log.open("a") as file:
         file.write(
             "shardprep: node n2: shard 0 begins\n*** JOB 7 ON n2 CANCELLED AT now DUE TO TIME LIMIT ***\n"
@@ -467,7 +471,6 @@ def test_of_a_task_that_was_started_again_each_start_has_the_cause_of_its_own_pa
         write_record(data_dir, "1_0", num_restarts=number, time=1000 + number, log=str(log))
     assert status(data_dir)["causes"] == {"TIMEOUT": "0"}
     assert status(data_dir)["restarts"] == {"NODE_FAIL on n1": 1}
-    slurm("retry", data_dir, "--time_min", 7, "--dry_run")
 
 
 def test_a_task_without_a_record_that_slurm_has_forgotten_is_said_to_have_left_none(

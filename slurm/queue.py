@@ -55,6 +55,7 @@ _REASONS = (
     ("JobHeldUser|job requeued in held", "held; scontrol release lets it go on", "release"),
     ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
     ("launch failed requeued held", "held, as its node could not start it (a prolog failed?)", "release"),
+    ("JobHoldMaxRequeue|ReservationDeleted", "held; scontrol release lets it go on", "release"),
     ("BeginTime", "its start time has not come; one that was started again waits a little", ""),
     ("DependencyNever", "the job that it waits for failed: cancel, and submit anew", "cancel"),
     ("Dependency", "it waits for another job", ""),

@@ -160,7 +160,7 @@ def report(state: DatasetState) -> dict[str, Any]:
         "other_plan": id_ranges(state.made.other_plan),
         "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
         "verify": state.verify,
-        "verify_failed": _why_verify_failed(state),
+        "verify_trouble": _verify_trouble(state),
         "verified": state.is_verified,
         "foreign_jobs": state.queue.foreign,
         "can_write": os.access(state.folder, os.W_OK),
@@ -192,14 +192,17 @@ def report(state: DatasetState) -> dict[str, Any]:
     }
 
 
-def _why_verify_failed(state: DatasetState) -> str:
-    """Return how the newest verify job ended that left the data set unverified, and where its log is."""
-    job_id = state.submissions[-1].verify_job_id if state.submissions else ""
-    record = next((each for each in reversed(state.records.own) if job_id and each.job_id == job_id), None)
-    job = state.queue.job_of(record) if record else None
-    if record is None or state.is_verified or state.queue.away or (job and job.is_live):
+def _verify_trouble(state: DatasetState) -> str:
+    """Return how the newest verify job ended that left the data set unverified, or why it never begins."""
+    if not state.submissions or state.is_verified or state.queue.away:
         return ""
-    return f"{cause_of(record, job, -1)}; its log: {record.log}"
+    last = state.submissions[-1]
+    job = state.queue.jobs.get((last.number, last.verify_job_id, 0))
+    if job and job.is_live:
+        means, who = meaning_of(job.reason) if job.is_waiting else ("", "")
+        return f"waits for {job.reason}: {means}" if who else ""
+    records = [each for each in state.records.own if each.job_id == last.verify_job_id]
+    return f"ended, {cause_of(records[-1], job, -1)}; its log: {records[-1].log}" if records else ""
 
 
 def _accepting_args(state: DatasetState) -> str:
@@ -438,7 +441,7 @@ _NOTES = {  # field -> what it says to people, most pressing first
     "stray_jobs": "held jobs that no record names: {}: a submission goes on, or was cut short",
     "suspended": "suspended: {}; to go on: scontrol resume JOB",
     "wrong": "found wrong by verify: {}; not done, to be made anew",
-    "verify_failed": "the verify job did not end well: {}",
+    "verify_trouble": "the verify job {}",
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
     "foreign_jobs": "jobs of the folder that this one was copied from are left alone: {0} "
     "(to end them: scancel {0})",

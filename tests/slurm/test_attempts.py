@@ -30,6 +30,7 @@ from slurm.state import find_state
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.slurm.fake_slurm import (
+    NAME,
     WHEN,
     FakeSlurm,
     ended,
@@ -655,5 +656,8 @@ def test_a_verify_job_that_ran_out_of_time_is_told_with_its_log(fake: FakeSlurm,
     log.write_text("*** JOB 2 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO TIME LIMIT ***\n")
     write_record(data_dir, "2_0", shards="", log=str(log))
     said = slurm("status", data_dir)
-    assert f"the verify job did not end well: TIMEOUT; its log: {log}" in said
+    assert f"the verify job ended, TIMEOUT; its log: {log}" in said
     assert said.splitlines()[-1] == f"next: shardprep verify {data_dir}"
+    waits = squeue_line("N/A", "PENDING", "PartitionTimeLimit", job="2", name=f"{NAME}-verify")
+    fake.answers("squeue", waits)
+    assert "the verify job waits for PartitionTimeLimit: " in slurm("status", data_dir)

@@ -163,7 +163,10 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
             )
             return
         has = f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB" if site.nodes else ""
-        raise type(refusal(error))(
-            f"{error}. Asked for: {shlex.join(request.sbatch_options())}{has}. "
+        kind, hint = type(refusal(error)), ""
+        if kind is TooManyTasks:
+            hint = "A limit of jobs? Wait for your others (squeue --me), or give another --qos or --account. "
+        raise kind(
+            f"{error}. Asked for: {shlex.join(request.sbatch_options())}{has}. {hint}"
             "Nothing was written or submitted"
         ) from None

@@ -310,8 +310,8 @@ def _unexplained(state: DatasetState) -> str:
             tasks.add(shard.attempts[-1].task)
     if not tasks:
         return ""
-    listed = sorted(tasks)[:_MOST_FAILURES]
-    return f"sacct -D -j {','.join(listed)} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
+    listed = shlex.quote(",".join(sorted(tasks)[:_MOST_FAILURES]))
+    return f"sacct -D -j {listed} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
 
 
 def waits_for(state: DatasetState) -> list[dict[str, Any]]:

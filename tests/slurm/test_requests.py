@@ -88,8 +88,8 @@ def test_retry_takes_no_command_from_a_record_that_others_can_write_to_and_shows
     assert f"--{name}={value}" in said
     assert len(fake.sent()) == 2, "nothing of it was sent"
     slurm("retry", data_dir, f"--{name}={value}", *until_done)
-    record = (data_dir / "jobs" / "0001.json").read_text()
-    assert value in "".join([*fake.sent()[2:], record]), "the user's own word"
+    new_record = (data_dir / "jobs" / "0001.json").read_text()
+    assert value in "".join([*fake.sent()[2:], new_record]), "the user's own word"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

@@ -206,14 +206,5 @@ fi
   echo "shardprep: node $node: $what was killed $why; the same sbatch line makes it again" >&2
   rc=75
 }
-# For `shardprep status`, where Slurm keeps no accounts.
-if [[ -n ${shardprep_verified:-} ]]; then # of a verify job: one line to grep, and whom to tell
-  SHARDPREP_RESULT=verified
-  ((rc == 0)) || SHARDPREP_RESULT="not verified:"
-  echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
-  export SHARDPREP_RESULT=${SHARDPREP_RESULT%:} SHARDPREP_EXIT_CODE=$rc
-  [[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" ||
-    echo "shardprep: node $node: --notify ended with exit code $?" >&2
-fi
 ((rc == 0)) && [[ -z ${shardprep_what:-} ]] || echo "shardprep: node $node: $what ended with exit code $rc" >&2
 exit "$rc"

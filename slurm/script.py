@@ -94,7 +94,19 @@ def verify_script(
     ]
     head += [f"shardprep_notify={shlex.quote(request.notify)}"] if request.notify else []
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
-    return _script(options, small, head)
+    first, _, last = _script(options, small, head).rpartition(_LAST_LINES)
+    return f"{first}{_VERIFY_END}{_LAST_LINES}{last}"
+
+
+# What a verify job's script has before its last lines: a line to grep, and whom to tell.
+_VERIFY_END = """SHARDPREP_RESULT=verified
+((rc == 0)) || SHARDPREP_RESULT="not verified:"
+echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
+export SHARDPREP_RESULT=${SHARDPREP_RESULT%:} SHARDPREP_EXIT_CODE=$rc
+[[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" ||
+  echo "shardprep: node $node: --notify ended with exit code $?" >&2
+"""
+_LAST_LINES = "((rc == 0)) && [["
 
 
 def _settings(request: JobRequest) -> dict[str, str]:

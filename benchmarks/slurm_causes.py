@@ -3,11 +3,11 @@
     python benchmarks/slurm_causes.py            as root, some six minutes; it starts a cluster of its own
 
 Tasks run out of memory and time, are killed, cancelled, preempted, held and suspended; a node is killed under
-its Python, DATA/jobs is emptied, the folder of the logs is full, the accounts are stopped. Printed is a table
+its Python, DATA/jobs is emptied, the folder of the logs is full. Printed is a table
 of what was done, what status said, and whether that is right. Then one ``retry`` mends what is missing, and
 the shards are compared with those of an undisturbed run. Another data set of forty shards is submitted by two
-terminals at once, with ``--auto``, at MaxArraySize 7; while it runs, slurmctld is killed three
-times and slurmdbd once. Exit code 1 where something is not right.
+terminals at once, at MaxArraySize 7; while it runs, slurmctld is killed three times. Exit code 1 where
+something is not right.
 """
 
 from __future__ import annotations
@@ -125,7 +125,6 @@ def main() -> int:
         purged_records(site)
         full_log_folder(site)
         forty_shards(site)
-        accounts_stopped(site, site.folder / "full")
         return 0 if all(is_right for _, _, is_right in site.rows) else 1
 
 
@@ -232,7 +231,7 @@ def look(site: Site, data: Path) -> None:
 
 
 def forty_shards(site: Site) -> None:
-    """Two terminals, --auto, MaxArraySize 7; slurmctld killed three times, slurmdbd in between."""
+    """Two terminals, MaxArraySize 7; slurmctld killed three times."""
     raw, data, undisturbed = (site.folder / name for name in ("raw40", "forty", "forty_undisturbed"))
     raw.mkdir()
     for number in range(40):
@@ -241,7 +240,7 @@ def forty_shards(site: Site) -> None:
         site.prep("plan", "--input_dir", raw, "--output_dir", folder, "--model_id", site.folder / "model")
     usual = ("--partition", "main", "--cpus_per_task", 1, "--max_parallel", 1)
     site.slurm("submit", data, *usual, "--shards", 39)
-    command = [sys.executable, "-m", "slurm", "submit", str(data), "--auto", *map(str, usual)]
+    command = [sys.executable, "-m", "slurm", "submit", str(data), *map(str, usual)]
     terminals = [
         subprocess.Popen(
             command, env=site.environ, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -254,13 +253,10 @@ def forty_shards(site: Site) -> None:
     sent = [shard_id for array in arrays for word in array["tasks"] for shard_id in ids_of_ranges(word)]
     num_arrays = [sum("job " in line and " task" in line for line in text.splitlines()) for text in said]
     site.row(
-        "40 shards, MaxArraySize 7, `--auto`, two `submit` at once",
+        "40 shards, MaxArraySize 7, two `submit` at once",
         f"{len(arrays[-1]['tasks'])} tasks for {len(sent) - 1} shards; arrays sent by each: {num_arrays}",
         sorted(sent) == list(range(40)) and sorted(num_arrays) == [0, 1],
     )
-    sources = site.status(data)["asked_for"]
-    words = {sources[name]["source"].partition(" ")[0] for name in ("partition", "mem_gb")}
-    site.row("where its values came from", ", ".join(sorted(words)), words == {"flag", "auto:"})
     controllers_killed(site, data)
     wait_until(
         lambda: not {"running", "pending", "not_visible"} & {n for n, ids in site.status(data).items() if ids}
@@ -285,7 +281,7 @@ def controllers_killed(site: Site, data: Path) -> None:
         saved_s = (site.folder / "c" / "state" / "job_state").stat().st_mtime
         return len(stamps(data)) > len(made) + 1 and saved_s > sent_s + 1
 
-    for number in range(3):
+    for _ in range(3):
         wait_until(has_more)
         made.update(stamps(data))
         os.kill(int((site.folder / "c" / "pid" / "slurmctld").read_text()), signal.SIGKILL)
@@ -294,12 +290,8 @@ def controllers_killed(site: Site, data: Path) -> None:
         num_unseen += state["num_not_visible"] > 0
         site.run("slurmctld", "-f", site.environ["SLURM_CONF"])
         wait_until(lambda: "is UP" in site.run("scontrol", "ping", check=False))
-        if number == 1:
-            stop_accounts(site)
-            wrongly += site.status(data)["causes"]
-            site.run("env", f"MYSQL_UNIX_PORT={site.folder / 'c' / 'db.socket'}", "slurmdbd")
     site.row(
-        "slurmctld killed three times while they ran, slurmdbd in between",
+        "slurmctld killed three times while they ran",
         f"not visible ({num_unseen} times of 3); failed: {', '.join(wrongly) or 'none'}",
         num_unseen == 3 and not wrongly,
     )
@@ -341,18 +333,6 @@ def full_log_folder(site: Site) -> None:
     state = site.status(data)
     said = f"done {state['done']}" if state["done"] else ", ".join(state["causes"])
     site.row("the folder of the logs is full", said, state["done"] == "0-1")
-
-
-def accounts_stopped(site: Site, data: Path) -> None:
-    stop_accounts(site)
-    began_s = time.perf_counter()
-    state = site.status(data)
-    took_s = time.perf_counter() - began_s
-    site.row("slurmdbd killed", f"done {state['done']} ({took_s:.0f} s)", state["done"] == "0-1")
-
-
-def stop_accounts(site: Site) -> None:
-    os.kill(int((site.folder / "c" / "pid" / "slurmdbd").read_text()), signal.SIGKILL)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

@@ -401,7 +401,9 @@ PROGRAM = Program(
             "make the data set anew without the documents that are withdrawn", _rewrite_flags, rewrite
         ),
         "clean": Command(
-            "remove temporary files of finished shards, and those older than 24 hours", _clean_flags, clean
+            "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
+            _clean_flags,
+            clean,
         ),
         "train_tokenizer": Command(
             "train a byte-level BPE like Llama 3's",

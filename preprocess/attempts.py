@@ -1,9 +1,10 @@
 """Attempt records: one file in DATA/jobs/attempts for each attempt that runs, or that left a shard unmade.
 
-``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own: JSON lines of what began, of each
-shard that failed, and of how it ended, which is missing while the attempt runs or where it was killed. An
-attempt that made all its shards removes its file, so a finished data set has none. A record has the inode
-number of the folder that it was written in, which a copy lacks and a move within the file system keeps.
+``slurm/prep_array.sh`` writes the record of a job's task, ``run`` its own: what began, each shard that
+failed, and how it ended, which is missing while the attempt runs or where it was killed. These events are
+JSON lines; those of the script are a word and NAME=VALUE lines. An attempt that made all its shards removes
+its file, so a finished data set has none. A record names the folder that it was written in, see
+``folder_identity``.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempt:
+class AttemptRecord:
     """One attempt at some shards, as its record says. What was not measured is None."""
 
     path: Path
     plan_id: str
-    identity: int
+    identity: str
     shards: list[int]  # none for a verify job
     started_by: str  # submit, sbatch, run, submitit
     began: float  # seconds since 1970, by the node's clock
@@ -64,7 +65,6 @@ class Attempt:
     user: str = ""
     job_id: str = ""  # of the array; "" for a ``run`` outside of Slurm
     index: int = 0
-    raw_job_id: str = ""
     num_restarts: int = 0
     num_cpus: int | None = None
     mem_mb: int | None = None
@@ -78,9 +78,12 @@ class Attempt:
     stage: str = ""  # at which it ended: set-up, start, work
     signal: str = ""  # that it was told to stop by
     stopped_by: str = ""  # of a log: time limit, node failure, preemption, cancel, cancelled step; or a state
-    left_s: int | None = None  # until its time limit, when it was told to stop
-    is_out_of_memory: bool = False
-    peak_bytes: int | None = None
+    stopped: int = 0  # when it was told so
+    end_time: int = 0  # of its time limit; 0 where Slurm does not say it
+    limit: str = ""  # where ``end_time`` is 0: its time limit, as squeue shows it
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -88,9 +91,26 @@ class Attempt:
         return self.job_id, self.index
 
     @property
-    def core_s(self) -> float:
-        """Its time by its CPUs; 0 where either is not known, and for a verify job."""
-        return ((self.ended or self.began) - self.began) * (self.num_cpus or 0) if self.shards else 0.0
+    def is_out_of_memory(self) -> bool:
+        """Whether Slurm said so, or its log."""
+        return self.stopped_by == "OUT_OF_MEMORY"
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until its time limit when it was told to stop, as far as Slurm said its limit."""
+        return self.end_time - self.stopped if self.end_time and self.stopped else None
+
+    @property
+    def time_min(self) -> int | None:
+        """Its time limit."""
+        return round((self.end_time - self.began) / 60) if self.end_time else None
+
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether the record of a task does not say why it ended: it was stopped or killed."""
+        was_killed = any("was killed by signal" in each.reason for each in self.failures.values())
+        is_bare = not self.failures and self.exit_code in (None, 75)
+        return bool(self.job_id and not self.stopped_by and (is_bare or was_killed))
 
     def is_alive(self) -> bool | None:
         """Whether the process of a ``run`` still lives; None where that cannot be seen from this host."""
@@ -100,32 +120,37 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attempts:
+class AttemptRecords:
     """The records of a data set."""
 
-    own: list[Attempt]  # oldest first
-    foreign: list[Attempt]  # of the folder that this one was copied from
+    own: list[AttemptRecord]  # oldest first
+    foreign: list[AttemptRecord]  # of the folder that this one was copied from
     unreadable: list[str]  # what could not be read, and why
 
 
-def folder_identity(folder: Path) -> int:
-    """Return what tells a folder from its copies; a move within its file system keeps it."""
+def folder_identity(folder: Path) -> str:
+    """Return what tells a folder from its copies: its inode and its file system, as ``stat`` prints them.
+
+    A move within the file system keeps it, and all nodes that mount the file system see the same. The roots
+    of two file systems may have one inode number.
+    """
     try:
-        return folder.stat().st_ino
+        number = os.statvfs(folder).f_fsid
+        return f"{folder.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
     except OSError as error:
         raise ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
 
 
-def read_attempts(folder: Path, plan_id: str) -> Attempts:
+def read_attempts(folder: Path, plan_id: str) -> AttemptRecords:
     """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
     identity = folder_identity(folder)
-    own: list[Attempt] = []
-    foreign: list[Attempt] = []
+    own: list[AttemptRecord] = []
+    foreign: list[AttemptRecord] = []
     unreadable: list[str] = []
     try:
         names = names_in(folder / ATTEMPTS_FOLDER)
     except ShardprepError as error:
-        return Attempts(own=[], foreign=[], unreadable=[str(error)])
+        return AttemptRecords(own=[], foreign=[], unreadable=[str(error)])
     for name in names:
         if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
             continue
@@ -144,7 +169,7 @@ def read_attempts(folder: Path, plan_id: str) -> Attempts:
             is_own = attempt.plan_id == plan_id and attempt.identity == identity
             (own if is_own else foreign).append(attempt)
     own.sort(key=lambda each: (each.began, each.path.name))
-    return Attempts(own=own, foreign=foreign, unreadable=unreadable)
+    return AttemptRecords(own=own, foreign=foreign, unreadable=unreadable)
 
 
 def _is_log_of(folder: Path, log: str) -> bool:
@@ -165,20 +190,35 @@ def _whole_of(value: Any) -> int:
 
 # Of the first and the last line, what is kept as it is said.
 _FACTS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("node", "user", "job_id", "raw_job_id", "log", "stage", "signal", "stopped_by"), str),
+    **dict.fromkeys(("node", "user", "job_id", "log", "stage", "signal", "stopped_by"), str),
+    **dict.fromkeys(("limit", "partition", "account", "qos"), str),
     **dict.fromkeys(("index", "num_restarts", "pid", "pid_began", "num_cpus", "mem_mb"), _whole_of),
-    **dict.fromkeys(("exit_code", "killed_by", "left_s", "peak_bytes"), _whole_of),
+    **dict.fromkeys(("exit_code", "killed_by", "stopped", "end_time"), _whole_of),
 }
 
 
-def _attempt_of(path: Path, content: bytes) -> Attempt | None:
+def _events_of(content: bytes) -> list[Any]:
+    """Return the events of a record; a line that is cut short is left out."""
+    events: list[Any] = []
+    for line in content.decode("utf-8", "replace").split("\n"):
+        name, equals, value = line.partition("=")
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError):
+                events.append(load_json(line.encode()))
+        elif line in ("begin", "end"):
+            events.append({"event": line})
+        elif equals and value and events and isinstance(events[-1], dict):
+            events[-1].setdefault(name, value)
+    return events
+
+
+def _attempt_of(path: Path, content: bytes) -> AttemptRecord | None:
     """The attempt; None without a first line. Where a job's number came again, the last counts."""
     begin: dict[str, Any] = {}
     end: dict[str, Any] = {}
     failures: dict[int, Failure] = {}
-    for line in content.decode("utf-8", "replace").split("\n"):
+    for data in _events_of(content):
         try:
-            data = load_json(line.encode())
             event = data.pop("event")
             if event == "begin":
                 begin, end, failures = data, {}, {}
@@ -192,17 +232,18 @@ def _attempt_of(path: Path, content: bytes) -> Attempt | None:
         except (ValueError, OverflowError, AttributeError, LookupError, TypeError):
             continue
     facts = {**end, **begin}
+    if str(facts.get("mem_mb")) == "0":  # Slurm limits nothing
+        del facts["mem_mb"]
     try:
-        return Attempt(
+        return AttemptRecord(
             path=path,
             plan_id=str(begin["plan_id"]),
-            identity=int(begin["identity"]),
+            identity=str(begin["identity"]),
             shards=ids_of_ranges(text, end=MAX_SHARDS + 1) if (text := str(begin.get("shards", ""))) else [],
             started_by=str(begin["by"]),
             began=_time_of(begin),
             failures=failures,
             ended=_time_of(end) if "time" in end else None,
-            is_out_of_memory=bool(end.get("oom", 0)),
             **{name: kind(facts[name]) for name, kind in _FACTS.items() if name in facts},
         )
     except (ValueError, OverflowError, LookupError, TypeError):
@@ -217,21 +258,12 @@ def _time_of(line: Mapping[str, Any]) -> float:
     return found
 
 
-def remove_finished(attempts: Iterable[Attempt], is_done: Sequence[bool]) -> None:
-    """Remove the records of ended attempts whose shards are all made by now; what fails is left.
-
-    What they cost is kept in the history.
-    """
-    core_s, history = 0.0, None
+def remove_finished(attempts: Iterable[AttemptRecord], is_done: Sequence[bool]) -> None:
+    """Remove the records of ended attempts whose shards are all made by now; what fails is left."""
     for attempt in attempts:
         if attempt.ended is not None and all(is_done[each] for each in attempt.shards if each < len(is_done)):
             with contextlib.suppress(OSError):
                 attempt.path.unlink()
-                core_s += attempt.core_s
-                history = attempt.path.parents[1] / HISTORY_NAME
-    if history:
-        now = round(time.time(), 3)
-        append_line(history, {"time": now, "event": "verify", "failed_core_s": round(core_s, 1)})
 
 
 def append_failure(failure: Failure) -> None:
@@ -242,10 +274,10 @@ def append_failure(failure: Failure) -> None:
         append_line(Path(path), {**line, "reason": reason})
 
 
-def append_end(attempt: Attempt) -> None:
+def append_end(attempt: AttemptRecord) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it; what fails is left out."""
     end = {"event": "end", "time": attempt.ended, "stopped_by": attempt.stopped_by}
-    append_line(attempt.path, end | ({"oom": 1} if attempt.stopped_by == "OUT_OF_MEMORY" else {}))
+    append_line(attempt.path, end)
 
 
 def append_line(path: Path, content: dict[str, Any]) -> bool:
@@ -289,7 +321,6 @@ class RunRecord:
                 "user": environ.get("SLURM_JOB_USER", begin["user"]),
                 "job_id": job_id,
                 "index": environ.get("SLURM_ARRAY_TASK_ID") or "0",
-                "raw_job_id": environ.get("SLURM_JOB_ID", ""),
                 "num_restarts": environ.get("SLURM_RESTART_COUNT") or "0",
                 "pid": 0,
             }

@@ -20,6 +20,8 @@ FLAGS = {
     "--text": "the report is a page for a browser, or --json",
     "--card": "the report is a page for a browser, or --json",
     "--lang": "the report is in English",
+    "--auto": "plan says what the shards cost; give --cpus_per_task, --mem_gb and --time_min",
+    "--metrics": "status --json is for programs, see docs/status_json.md",
 }
 
 COMMANDS = {

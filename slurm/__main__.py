@@ -35,15 +35,6 @@ def _logs_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lines", type=int, default=20, help="lines to show from the end of each log")
 
 
-def _submit_flags(parser: argparse.ArgumentParser) -> None:
-    _sending_flags(parser)
-    parser.add_argument(
-        "--auto",
-        action="store_true",
-        help="choose CPUs, memory and time: by the shards that are made, or a sample of the input",
-    )
-
-
 def _sending_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     add_flags_of(parser, JobRequest, groups=FLAG_GROUPS)
@@ -74,9 +65,6 @@ def _status_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print JSON for programs, see docs/status_json.md"
     )
-    parser.add_argument(
-        "--metrics", type=Path, help="also write this file, in Prometheus' text format (default: none)"
-    )
 
 
 def _report_flags(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +93,7 @@ PROGRAM = Program(
     commands={
         "submit": Command(
             summary="submit the missing shards, and a verify job after them",
-            add_flags=_submit_flags,
+            add_flags=_sending_flags,
             run="slurm.send:submit",
         ),
         "retry": Command(

@@ -20,8 +20,8 @@ def cancel(args: argparse.Namespace) -> int:
     state = find_state(args.output_dir, need_plan(args.output_dir))
     if args.shards is not None:
         return _cancel_shards(args, state)
-    live, here = state.live_jobs(), state.shown.cluster
-    unrecorded = [*state.shown.controllers, *state.shown.strays, *state.shown.unrecorded]
+    live, here = state.live_jobs(), state.queue.cluster
+    unrecorded = [*state.queue.controllers, *state.queue.strays, *state.queue.unrecorded]
     if unrecorded:  # first, as a controller would send again what is cancelled
         live[here] = [*unrecorded, *live.get(here, [])]
     _warn_of_own_task([job_id for job_ids in live.values() for job_id in job_ids])
@@ -36,8 +36,8 @@ def cancel(args: argparse.Namespace) -> int:
     cancelled = [*state.live_job_ids(), *unrecorded]
     if cancelled:
         append_event(args.output_dir, "cancel", jobs=cancelled)
-    if state.foreign_jobs:
-        ids = " ".join(state.foreign_jobs)
+    if state.queue.foreign:
+        ids = " ".join(state.queue.foreign)
         say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")
     print_lines(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {state.summary}")
     if unseen := state.ids("not visible"):
@@ -82,7 +82,7 @@ def _scancel(state: DatasetState, jobs: list[str], cluster: str | None = None) -
         if "denied" not in str(error):
             raise
         ids = {each.partition("_")[0] for each in jobs}
-        users = {each[-1].user for (_, job, _), each in state.shown.attempts.items() if job in ids}
+        users = {job.user for job in state.queue.jobs.values() if job.job_id in ids}
         whose = ", ".join(sorted(users - {user_name()})) or "another user"
         raise SlurmRefused(
             f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "

@@ -61,107 +61,61 @@ place=(--output_dir /data/processed)
 if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
 [[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
 
-# The record of this attempt: a file of JSON lines in DATA/jobs/attempts, read by `slurm status`. It is opened
-# once, here, and removed by the worker that made everything: srun may end with 0 where its node failed. Nothing
-# of it may stop the work: what cannot be written is left.
-line="" record="" stage="set-up" killed_by="" stop_signal="" left_s="" log_start=0
-field() { # NAME VALUE: a number as it is, else a text, escaped
-  local value=${2//[[:cntrl:]]/?}
-  [[ -n $value ]] || return 0
-  [[ $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || { value=${value//\\/\\\\} value=\"${value//\"/\\\"}\"; }
-  line+=",\"$1\":$value"
-}
-write_record() { printf '{"event":"%s"%s}\n' "$1" "$line" >&"$record" || true; } 2>/dev/null
+# The record of this attempt, in DATA/jobs/attempts: what began and how it ended, for `shardprep status`. The
+# worker removes it when all is made, as srun may end with 0 where its node failed. Nothing of it stops the work.
+unset SHARDPREP_ATTEMPT
+record="" stage="set-up" killed_by="" stop_signal="" stopped=""
+now() { printf '%(%s)T' -1; }
 begin_record() {
-  local root=${shardprep_folder:-${place[1]}} facts plan="" mem=${SLURM_MEM_PER_NODE:-}
+  local root=${shardprep_folder:-${place[1]}} plan="" path=/proc/$$/fd/1 log=""
   { read -rN 400 plan <"$root/plan.json" || true; } 2>/dev/null
   [[ $plan =~ \"plan_id\":\ ?\"([0-9a-f]+)\" ]] || return 0
   plan=${BASH_REMATCH[1]}
-  facts=$(stat -Lc '%i %s' "$root" /proc/$$/fd/1) || return 0
+  [[ ! -f $path ]] || log=$(readlink "$path")
   [[ $root = /* ]] || root=$PWD/$root
-  SHARDPREP_ATTEMPT=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
+  path=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
   # A link in a data set of somebody else may lead to a file of this user's.
-  [[ ! -L $root/jobs && ! -L $root/jobs/attempts && ! -L $SHARDPREP_ATTEMPT ]] ||
-    { unset SHARDPREP_ATTEMPT; return 0; }
-  { exec {record}>>"$SHARDPREP_ATTEMPT"; } 2>/dev/null ||
-    { mkdir -p "$root/jobs/attempts" && exec {record}>>"$SHARDPREP_ATTEMPT"; } 2>/dev/null ||
-    { record=""; unset SHARDPREP_ATTEMPT; return 0; }
-  log_start=${facts##* } line=""
-  [[ -n $mem || -z ${SLURM_MEM_PER_CPU:-} ]] || mem=$((SLURM_MEM_PER_CPU * ${SLURM_CPUS_PER_TASK:-1}))
-  field version 1
-  field by "${shardprep_by:-sbatch}"
-  field plan_id "$plan"
-  field identity "${facts%% *}"
-  [[ -n ${shardprep_verified:-} ]] || field shards "${shards:-${SLURM_ARRAY_TASK_ID:-}}"
-  field job_id "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"
-  field index "${SLURM_ARRAY_TASK_ID:-0}"
-  field raw_job_id "$SLURM_JOB_ID"
-  field num_restarts "${SLURM_RESTART_COUNT:-0}"
-  field user "${SLURM_JOB_USER:-${USER:-}}"
-  field node "$node"
-  field time "$(printf '%(%s)T' -1)"
-  field num_cpus "${SLURM_CPUS_PER_TASK:-1}"
-  [[ $mem = 0 ]] || field mem_mb "$mem"
-  [[ ! -f /proc/$$/fd/1 ]] || field log "$(readlink /proc/$$/fd/1)"
-  write_record begin
-}
-# What the kernel counted for the whole job: peak memory, and how many processes it killed for memory.
-# shellcheck disable=SC2317
-read_cgroup() {
-  local kinds path root name value
-  while IFS=: read -r _ kinds path; do
-    [[ $path =~ ^(.*/job_[0-9]+) ]] || continue
-    root=/sys/fs/cgroup${BASH_REMATCH[1]}
-    [[ ,$kinds, != *,memory,* ]] || root=/sys/fs/cgroup/memory${BASH_REMATCH[1]}
-    [[ -z $kinds || ,$kinds, = *,memory,* ]] || continue
-    for name in memory.peak memory.max_usage_in_bytes; do
-      [[ ! -r $root/$name ]] || field peak_bytes "$(<"$root/$name")"
-    done
-    while read -r name value; do [[ $name != oom_kill || $value = 0 ]] || oom=1; done \
-      < <(cat "$root/memory.events" "$root/memory.oom_control" 2>/dev/null)
-  done </proc/self/cgroup
-}
+  [[ ! -L $root/jobs && ! -L $root/jobs/attempts && ! -L $path ]] || return 0
+  { exec {record}>>"$path"; } 2>/dev/null ||
+    { mkdir -p "$root/jobs/attempts" && exec {record}>>"$path"; } 2>/dev/null || { record=""; return 0; }
+  SHARDPREP_ATTEMPT=$path
+  cat >&"$record" <<END || true
+begin
+by=${shardprep_by:-sbatch}
+plan_id=$plan
+identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}
+shards=${shards-${SLURM_ARRAY_TASK_ID:-}}
+job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
+index=${SLURM_ARRAY_TASK_ID:-0}
+num_restarts=${SLURM_RESTART_COUNT:-0}
+user=${SLURM_JOB_USER:-${USER:-}}
+node=$node
+time=$(now)
+end_time=${SLURM_JOB_END_TIME:-}
+num_cpus=${SLURM_CPUS_PER_TASK:-1}
+mem_mb=${SLURM_MEM_PER_NODE:-$((${SLURM_MEM_PER_CPU:-0} * ${SLURM_CPUS_PER_TASK:-1}))}
+partition=${SLURM_JOB_PARTITION:-}
+account=${SLURM_JOB_ACCOUNT:-}
+qos=${SLURM_JOB_QOS:-}
+log=${log//$'\n'/?}
+END
+} 2>/dev/null
 # shellcheck disable=SC2317
 end_record() {
-  local code=$1 oom="" words=""
+  local code=$1
   set +e
-  [[ -n $record ]] || { ((code)) && begin_record; }  # the worker may have made the plan meanwhile
-  [[ -n $record ]] || return 0
-  line=""
-  field time "$(printf '%(%s)T' -1)"
-  field exit_code "$code"
-  field stage "$stage"
-  field killed_by "$killed_by"
-  field signal "$stop_signal"
-  stopped_at
-  field left_s "$left_s"
-  read_cgroup
-  # Slurm says in the log why it stopped a task, and what no cgroup counts. Later it may have forgotten both.
-  [[ ! -f /proc/$$/fd/1 ]] || words=$(tail -c "+$((log_start + 1))" /proc/$$/fd/1 2>/dev/null | tail -c 16384 | tr -d '\0')
-  [[ ! $words =~ oom[-_]kill|': Out Of Memory'|exceeded\ (job\ )?memory\ limit ]] || oom=1
-  case $words in
-    *"DUE TO TIME LIMIT"*) field stopped_by "time limit" ;;
-    *"DUE TO NODE FAILURE"* | *"srun: error: Node failure"*) field stopped_by "node failure" ;;
-    *"DUE TO PREEMPTION"*) field stopped_by preemption ;;
-    *"*** JOB "*" CANCELLED AT"*) field stopped_by cancel ;;
-    *"*** STEP "*" CANCELLED AT"*) field stopped_by "cancelled step" ;;
-  esac
-  field oom "$oom"
-  write_record end
-}
-# shellcheck disable=SC2317
-stopped_at() { # how long it was until the time limit, when this was told to stop first
-  [[ -n $left_s || -z ${SLURM_JOB_END_TIME:-} ]] || left_s=$((SLURM_JOB_END_TIME - $(printf '%(%s)T' -1)))
-  [[ $left_s != -* ]] || left_s=0
-}
+  [[ -n $record ]] || { ((code)) && begin_record; } # the worker may have made the plan meanwhile
+  [[ -z $record ]] || printf '%s\n' end "time=$(now)" "exit_code=$code" "stage=$stage" "killed_by=$killed_by" \
+    "signal=$stop_signal" "stopped=$stopped" >&"$record"
+  # Before 24.11 a task is not told its time limit, which a retry asks for again.
+  [[ -z $record || -n ${SLURM_JOB_END_TIME:-} || $code = 0 ]] ||
+    printf 'limit=%s\n' "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l)" >&"$record"
+} 2>/dev/null
 trap 'end_record $?' EXIT
 begin_record
-# The worker writes it into the manifest, so that the set-up's time counts. Slurm before 24.11 does not say it.
-export SLURM_JOB_START_TIME="${SLURM_JOB_START_TIME:-$(printf '%(%s)T' -1)}"
 ((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
   refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same shard" \
     "${SLURM_ARRAY_TASK_ID:-}; leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
-
 
 # Signals. On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches
 # this shell alone. Either way the worker is told by USR1, the one that srun passes on: given TERM, srun
@@ -169,8 +123,7 @@ export SLURM_JOB_START_TIME="${SLURM_JOB_START_TIME:-$(printf '%(%s)T' -1)}"
 srun_pid="" num_signals=0 what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
 # shellcheck disable=SC2317  # the traps call it
 pass_on() {
-  num_signals=$((num_signals + 1)) stop_signal=$1
-  stopped_at
+  num_signals=$((num_signals + 1)) stop_signal=$1 stopped=${stopped:-$(now)}
   echo "shardprep: node $node: $1, telling $what to stop" >&2
   [[ -n $srun_pid ]] || exit 75
   kill -USR1 "$srun_pid" 2>/dev/null || true
@@ -193,44 +146,39 @@ stage=start
 read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
 read -ra container <<<"${SHARDPREP_EXEC:-}"
 
-# These two run where the worker will: inside srun, and inside the container. Some 20 ms; the specs are only
-# looked up, and nothing is imported. No f-strings: an old Python must be able to read its own refusal. The
-# current folder is looked into last: it may have a preprocess.py, or a random.py, of its own.
-# shellcheck disable=SC2016  # srun's shell expands them
-launch='python=$1 check=$2; shift 2
+# This runs where the worker will: inside srun, and inside the container. The current folder is looked into last:
+# it may have a preprocess.py, or a random.py, of its own. An old Python must be able to read its own refusal.
+# shellcheck disable=SC2016  # srun's shell expands it
+launch='python=$1 start=$2; shift 2
 [ -n "$python" ] || python=$(command -v python || command -v python3) || python=python3
 command -v "$python" >/dev/null || {
   echo "shardprep: node ${SLURMD_NODENAME:-$(uname -n)}: no $python here;" \
     "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
-exec "$python" -c "$check" "$@"'
-check='import sys
+exec "$python" -c "$start" "$@"'
+start='import sys
 from importlib.util import find_spec
-# The current folder comes last, behind installed packages: it may have a preprocess.py of its own.
 sys.path[:] = [place for place in sys.path if place]
 if not find_spec("preprocess"):
     sys.path.append("")
-import os, platform
-def refuse(why):
-    node = os.environ.get("SLURMD_NODENAME") or platform.node()
-    facts = (node, sys.executable, platform.python_version(), why)
-    sys.stderr.write("shardprep: node %s: python %s (%s) %s\n" % facts)
-    sys.exit(2)
-remedy = ("; install shardprep for this python (pip install), or set SHARDPREP_PYTHON, or SHARDPREP_SETUP "
-    "to a file that activates its environment")
-if sys.version_info < (3, 10):
-    refuse("is too old, 3.10 is needed" + remedy)
-found = find_spec("preprocess")
-if found is None:
-    refuse("cannot import the package preprocess" + remedy)
-if not found.submodule_search_locations or not find_spec("preprocess.plan"):
-    where = found.origin or list(found.submodule_search_locations)[0]
-    refuse("finds %s in place of the package preprocess; rename it" % where + remedy)
+found, why = find_spec("preprocess"), ""
 missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
-if missing:
-    refuse("cannot import " + ", ".join(missing) + remedy)
-run = """import sys; sys.path[:] = [place for place in sys.path if place] + %r; import runpy
-runpy.run_module("preprocess", run_name="__main__", alter_sys=True)""" % [place for place in sys.path if not place]
-os.execv(sys.executable, [sys.executable, "-c", run] + sys.argv[1:])'
+if sys.version_info < (3, 10):
+    why = "is too old, 3.10 is needed"
+elif found is None:
+    why = "cannot import the package preprocess"
+elif not found.submodule_search_locations or not find_spec("preprocess.plan"):
+    where = found.origin or list(found.submodule_search_locations)[0]
+    why = "finds %s in place of the package preprocess; rename it" % where
+elif missing:
+    why = "cannot import " + ", ".join(missing)
+if why:
+    import os, platform
+    facts = (os.environ.get("SLURMD_NODENAME") or platform.node(), sys.executable, platform.python_version(), why)
+    sys.stderr.write("shardprep: node %s: python %s (%s) %s; install shardprep for this python (pip install), or set "
+        "SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment\n" % facts)
+    sys.exit(2)
+import runpy
+runpy.run_module("preprocess", run_name="__main__", alter_sys=True)'
 
 # What srun would take for options of its own, left by an allocation in which sbatch was typed. Memory of both
 # kinds excludes itself, and only one is this job's: without any, the step gets what the job has.
@@ -240,7 +188,7 @@ unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" SLURM_DISTRI
 [[ -z $record ]] || export SHARDPREP_ATTEMPT # behind the set-up: only the worker may remove it
 # srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.
 srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
-  ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$check" \
+  ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$start" \
   "${shardprep_command[@]}" "$@" &
 srun_pid=$! stage=work
 
@@ -258,14 +206,5 @@ fi
   echo "shardprep: node $node: $what was killed $why; the same sbatch line makes it again" >&2
   rc=75
 }
-# For `shardprep status`, where Slurm keeps no accounts.
-if [[ -n ${shardprep_verified:-} ]]; then # of a verify job: one line to grep, and whom to tell
-  SHARDPREP_RESULT=verified
-  ((rc == 0)) || SHARDPREP_RESULT="not verified:"
-  echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
-  export SHARDPREP_RESULT=${SHARDPREP_RESULT%:} SHARDPREP_EXIT_CODE=$rc
-  [[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" ||
-    echo "shardprep: node $node: --notify ended with exit code $?" >&2
-fi
 ((rc == 0)) && [[ -z ${shardprep_what:-} ]] || echo "shardprep: node $node: $what ended with exit code $rc" >&2
 exit "$rc"

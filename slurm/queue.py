@@ -1,8 +1,8 @@
 """What Slurm shows of the jobs that make a data set: its submissions', those of attempts, and plain sbatch's.
 
-squeue says what waits and runs. ``sacct -D`` is asked only how an attempt ended whose record has no end;
-where there are no accounts, that is not known some minutes later. Times are UTC: a colleague's shell may have
-another zone.
+squeue says what waits and runs, and for some minutes (MinJobAge) how a job ended. It is asked for the jobs of
+a user, as slurmctld then sends no others: asked for numbers of jobs, it sends all that it has. Times are UTC:
+a colleague's shell may have another zone.
 
 A job is a submission's if its id, user and time of submission are those of the record in DATA/jobs: a
 controller that lost its state gives old ids to other jobs. One that Slurm started again has a later time,
@@ -18,26 +18,17 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from preprocess.attempts import Attempt
-from shardprep.errors import ShardprepError
+from preprocess.attempts import AttemptRecord
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.commands import (
-    SlurmAway,
-    SlurmMissing,
-    SlurmRefused,
-    read_config,
-    seconds_of,
-    slurm_answer,
-    user_name,
-)
+from slurm.commands import SlurmAway, SlurmRefused, read_config, seconds_of, slurm_answer, user_name
 from slurm.script import CONTROL, JOB_NAME, names_begin
-from slurm.submissions import JobIdentity, Submission
+from slurm.submissions import Submission
 
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _WAITING |= {"RESV_DEL_HOLD"}
@@ -47,13 +38,61 @@ _ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
 _TIME = "%Y-%m-%dT%H:%M:%S"
 SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
+TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
+PLAIN = -1  # index N makes shard N
+_SCRIPT = "prep_array.sh"
+_DEFAULT_FOLDER = "/data/processed"  # of that script
+_CLOCKS_DIFFER_S = 600
+
+
+# Slurm's reason -> what it means for who waits, and what only a person can do: let it go on (release), send
+# it anew, as it never runs as it is (cancel), or ask an administrator (ask). The first that fits counts.
+_LESS = "cancel, and ask for less"
+_REASONS = (
+    ("Resources", "the next free nodes are for it", ""),
+    ("Priority", "other jobs go before it", ""),
+    ("JobArrayTaskLimit", "as many run at once as --max_parallel allows", ""),
+    ("JobHeldUser|job requeued in held", "held; scontrol release lets it go on", "release"),
+    ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
+    ("launch failed requeued held", "held, as its node could not start it (a prolog failed?)", "release"),
+    ("JobHoldMaxRequeue|ReservationDeleted", "held; scontrol release lets it go on", "release"),
+    ("BeginTime", "its start time has not come; one that was started again waits a little", ""),
+    ("DependencyNever", "the job that it waits for failed: cancel, and submit anew", "cancel"),
+    ("Dependency", "it waits for another job", ""),
+    ("ReqNodeNotAvail", "the nodes that it needs are down, drained or reserved; sinfo -R", ""),
+    ("Nodes required for job", "the nodes that it needs are down, drained or reserved; sinfo -R", ""),
+    ("PartitionDown", "the partition is down; ask an administrator", ""),
+    ("PartitionInactive", "the partition is inactive; ask an administrator", ""),
+    ("PartitionNodeLimit", f"no job of this size may ever run in the partition: {_LESS}", "cancel"),
+    ("PartitionTimeLimit", f"the partition allows no job so long: {_LESS} --time_min", "cancel"),
+    ("PartitionConfig", f"no node of the partition is so large: {_LESS}", "cancel"),
+    ("BadConstraints", "no node has what is asked for: cancel, and change --constraint", "cancel"),
+    ("Reservation", "its reservation has not begun", ""),
+    ("InvalidAccount|AccountNotAllowed", "the account may not be used: change --account", "cancel"),
+    ("InvalidQOS|QOSNotAllowed", "the QOS may not be used: change --qos", "cancel"),
+    (r"(Assoc|QOS)\w*(PerJob|MaxWall)", f"the account or QOS allows no job so large: {_LESS}", "cancel"),
+    (r"(Assoc|QOS)Grp\w*RunMin", "the account or QOS has as much running as it allows", ""),
+    (r"(Assoc|QOS)Grp\w*Minutes", "the hours of the account or QOS are used up: change them", "cancel"),
+    ("Assoc", "a limit of the account is reached", ""),
+    ("QOS", "a limit of the QOS is reached", ""),
+    ("MaxMem", "a limit of memory is reached", ""),
+)
+
+
+def meaning_of(reason: str) -> tuple[str, str]:
+    """Return what a reason means, and ``release``, ``cancel`` or ``ask`` where it needs a person."""
+    return next(((means, who) for words, means, who in _REASONS if re.match(words, reason)), ("", ""))
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskAttempt(JobIdentity):
-    """One start of one array task by Slurm. A task that Slurm requeues has several, each submitted later."""
+class Job:
+    """A job, or one task of an array, as squeue shows it; of a task that was started again the last start."""
 
+    job_id: str
     index: int  # 0 for a job that is no array
+    name: str
+    user: str
+    submit_time: str  # of the controller's clock, UTC, 2026-11-22T01:52:04
     state: str  # Slurm's: RUNNING, FAILED, OUT_OF_MEMORY, ...
     num_restarts: int = 0
     reason: str = ""
@@ -66,20 +105,22 @@ class TaskAttempt(JobIdentity):
 
     @property
     def key(self) -> tuple[str, int]:
+        """Return job and index, as a record names the task."""
         return self.job_id, self.index
 
     @property
     def is_waiting(self) -> bool:
+        """Whether it waits."""
         return self.state in _WAITING
 
     @property
     def is_live(self) -> bool:
-        """It waits or runs; suspended, too."""
+        """Whether it waits or runs; suspended, too."""
         return self.state not in _ENDED
 
 
 def _exit_code(text: str) -> int:
-    """A shell's exit code, of ``65:0`` (squeue from 23.02 on, and sacct) or ``16640`` (as wait() has it)."""
+    """A shell's exit code, of ``65:0`` (squeue from 23.02 on) or ``16640`` (as wait() has it)."""
     match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
     if not match:
         raise ValueError(f"an exit code of {text[:40]!r}")
@@ -99,57 +140,40 @@ def _local_time(text: str) -> str:
         return ""
 
 
-# What squeue and sacct are asked for -> the field of TaskAttempt. A command, and in sacct a job's name, may
-# hold a "|", so they stand last. StartTime: of what waits, the scheduler's estimate.
-_QUEUE_FIELDS = {
+# What squeue is asked for -> the field of Job. A command may hold a "|", so it stands last.
+_FIELDS = {
     "ArrayJobID": "job_id", "ArrayTaskID": "index", "State": "state", "Reason": "reason",
     "exit_code": "exit_code", "NodeList": "node", "TimeUsed": "elapsed_s", "JobID": "", "UserName": "user",
     "SubmitTime": "submit_time", "StartTime": "start_time", "EndTime": "", "RestartCnt": "num_restarts",
-    "Name": "name",
+    "Name": "name", "WorkDir": "work_dir", "Command": "command",
 }  # fmt: skip
-_TYPED_FIELDS = {"WorkDir": "work_dir", "Command": "command"}
-_ACCOUNT_FIELDS = {
-    "JobID": "job_id", "State": "state", "ExitCode": "exit_code", "NodeList": "node",
-    "ElapsedRaw": "elapsed_s", "User": "user", "Submit": "submit_time", "End": "", "JobName": "name",
-}  # fmt: skip
+_NUM_NEEDED = 14  # up to the name
 _READERS: dict[str, Callable[[str], Any]] = {  # of the fields that are no plain texts
     "state": lambda text: text.split(" ")[0],  # CANCELLED by 0
     "num_restarts": int,
     "start_time": _local_time,
     "exit_code": _exit_code,
-    "elapsed_s": lambda text: int(text) if text.isdecimal() else seconds_of(text) or 0,
+    "elapsed_s": lambda text: seconds_of(text) or 0,
     "command": lambda text: text.removesuffix("|"),
 }
 
 
-def parse_queue(text: str) -> list[TaskAttempt]:
-    """squeue's lines -> attempts; a line of tasks that wait together becomes one each.
+def parse_queue(text: str) -> list[Job]:
+    """squeue's lines -> jobs; a line of tasks that wait together becomes one each.
 
     Raises ValueError for a line that is cut short or no such line.
     """
-    return _parse(text, _QUEUE_FIELDS | _TYPED_FIELDS, least=len(_QUEUE_FIELDS))
-
-
-def parse_accounts(text: str) -> list[TaskAttempt]:
-    """sacct's lines of allocations -> attempts. Raises ValueError for a line that is no such line."""
-    return _parse(text, _ACCOUNT_FIELDS, least=len(_ACCOUNT_FIELDS))
-
-
-def _parse(text: str, fields: Mapping[str, str], least: int) -> list[TaskAttempt]:
-    """The fields from ``least`` on may be missing."""
-    attempts = []
+    jobs = []
     for line in text.splitlines():
-        values = line.split("|", len(fields) - 1)
-        if len(values) < least:
-            raise ValueError(f"{len(values)} of {least} fields in {line[:200]!r}")
-        named = zip(fields.values(), values, strict=False)
+        values = line.split("|", len(_FIELDS) - 1)
+        if len(values) < _NUM_NEEDED:
+            raise ValueError(f"{len(values)} of {_NUM_NEEDED} fields in {line[:200]!r}")
+        named = zip(_FIELDS.values(), values, strict=False)
         facts = {name: _READERS.get(name, str)(value) for name, value in named if name}
-        job_id, _, of_task = facts.pop("job_id").partition("_")  # sacct writes JOB_INDEX
-        if not re.fullmatch(r"[0-9]{1,10}", job_id):
-            raise ValueError(f"a job id of {job_id[:40]!r}")
-        indices = _indices(facts.pop("index", of_task))
-        attempts += [TaskAttempt(job_id=job_id, index=index, **facts) for index in indices]
-    return attempts
+        if not re.fullmatch(r"[0-9]{1,10}", facts["job_id"]):
+            raise ValueError(f"a job id of {facts['job_id'][:40]!r}")
+        jobs += [Job(**{**facts, "index": index}) for index in _indices(facts["index"])]
+    return jobs
 
 
 def _indices(text: str) -> list[int]:
@@ -161,224 +185,136 @@ def _indices(text: str) -> list[int]:
     return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
 
 
-def _ask(
-    parse: Callable[[str], list[TaskAttempt]], nothing: str, *command: str, cluster: str | None = None
-) -> list[TaskAttempt]:
-    """What a command shows; [] where it refuses with the words ``nothing``.
+def jobs_of_user(user: str, cluster: str | None = None) -> list[Job]:
+    """What squeue shows of a user's jobs: what waits and runs, and what ended some minutes ago.
 
-    Raises SlurmAway: a question has no wrong form, so whatever else is refused may be answered later.
+    Raises SlurmAway, also for what is refused: a question has no wrong form, so it may be answered later.
     """
+    layout = ",".join(f"{name}:|" for name in _FIELDS)
+    command = ("squeue", "--noheader", f"--user={user}", "--states=all", "--Format", layout)
     try:
-        return slurm_answer(parse, *command, cluster=cluster)
+        return slurm_answer(parse_queue, *command, cluster=cluster)
     except SlurmRefused as error:
-        if nothing in str(error):
+        if "Invalid user" in str(error):  # who submitted has left
             return []
         raise SlurmAway(str(error)) from None
 
 
-def _queued(*options: str, typed: bool = False, cluster: str | None = None) -> list[TaskAttempt]:
-    names = _QUEUE_FIELDS | (_TYPED_FIELDS if typed else {})
-    layout = ",".join(f"{name}:|" for name in names)
-    command = ("squeue", "--noheader", *options, "--Format", layout)
-    return _ask(parse_queue, "Invalid job id", *command, cluster=cluster)
-
-
-def queued_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
-    """What squeue still shows of these jobs: what waits and runs, and what ended some minutes ago.
-
-    Raises SlurmAway.
-    """
-    ids = sorted(set(job_ids), key=int)
-    if not ids:
-        return []
-    # Two ids at least: asked for a single one that it has forgotten, squeue ends with an error.
-    listed = ",".join(ids if len(ids) > 1 else [*ids, "1"])
-    return _queued("--array", "--states=all", f"--jobs={listed}", cluster=cluster)
-
-
-def accounted_attempts(job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
-    """What the accounts keep of these jobs, a requeued task's earlier attempts first; [] without accounts.
-
-    Raises SlurmAway where there are accounts and their server gives no answer.
-    """
-    ids = sorted(set(job_ids), key=int)
-    if not ids:
-        return []
-    options = ("--allocations", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}")
-    fields = f"--format={','.join(_ACCOUNT_FIELDS)}"
-    try:  # 'Slurm accounting storage is disabled'
-        return _ask(parse_accounts, "is disabled", "sacct", *options, fields, cluster=cluster)
-    except SlurmMissing:
-        return []
-
-
-def attempts_by_task(
-    accounts: Iterable[TaskAttempt], queue: Sequence[TaskAttempt]
-) -> dict[tuple[str, int], list[TaskAttempt]]:
-    """(job, index) -> its attempts, oldest first; what squeue says of the last one is the newer truth.
-
-    Only squeue can say that a task waits or runs: the accounts lag, and where they missed the end of a job
-    they show it as running for ever.
-    """
-    found: dict[tuple[str, int], list[TaskAttempt]] = {}
-    for attempt in accounts:
-        if not attempt.is_live or attempt.state == "REQUEUED":
-            found.setdefault(attempt.key, []).append(attempt)
-    queued = {attempt.key for attempt in queue}
-    for key in found.keys() - queued:
-        while found[key] and found[key][-1].is_live:
-            found[key].pop()
-    for attempt in queue:
-        attempts = found.setdefault(attempt.key, [])
-        if attempt.is_live or not attempts or attempts[-1].is_live:
-            attempts.append(attempt)
-    return {key: attempts for key, attempts in found.items() if attempts}
-
-
-TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
-PLAIN = -1  # index N makes shard N
-_SCRIPT = "prep_array.sh"
-_DEFAULT_FOLDER = "/data/processed"  # of that script
-_CLOCKS_DIFFER_S = 600
-
-
 @dataclass(kw_only=True)
-class ShownJobs:
+class Queue:
     """What Slurm shows of a data set's jobs."""
 
-    attempts: dict[TaskKey, list[TaskAttempt]] = field(default_factory=dict)  # of a task, oldest first
+    jobs: dict[TaskKey, Job] = field(default_factory=dict)
     hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why it is not shown
     controllers: list[str] = field(default_factory=list)  # jobs of submit --until_done
     strays: list[str] = field(default_factory=list)  # held jobs of ours that no record names
     unrecorded: list[str] = field(default_factory=list)  # others, which wait or run
+    foreign: list[str] = field(default_factory=list)  # live ones of the folder that this was copied from
     away: str = ""  # why Slurm gave no answer
-    accounts_away: str = ""  # why its accounts gave none, where there are any
     cluster: str = ""  # which one answered
+    config: dict[str, str] = field(default_factory=dict)  # of the controller
 
-    def last_task(self, key: TaskKey) -> TaskAttempt | None:
-        """What Slurm says of a task; None where it shows none."""
-        return self.attempts[key][-1] if key in self.attempts else None
+    def job_of(self, record: AttemptRecord) -> Job | None:
+        """Return what Slurm says of the task of an attempt, in whatever way the task was submitted.
+
+        squeue shows the last start of a task alone.
+        """
+        job = self._by_task.get(record.key)
+        return job if job and job.num_restarts == record.num_restarts else None
 
     @cached_property
-    def _by_job(self) -> dict[tuple[str, int], list[TaskAttempt]]:
-        return {(job_id, index): tasks for (_, job_id, index), tasks in self.attempts.items()}
-
-    def task_of(self, attempt: Attempt) -> TaskAttempt | None:
-        """What Slurm says of the task of an attempt, in whatever way the task was submitted.
-
-        The accounts do not number restarts; squeue numbers the last.
-        """
-        tasks, number = self._by_job.get(attempt.key, []), attempt.num_restarts
-        if tasks and tasks[-1].num_restarts == number:
-            return tasks[-1]
-        return tasks[number] if number < len(tasks) - 1 else None
+    def _by_task(self) -> dict[tuple[str, int], Job]:
+        return {job.key: job for job in self.jobs.values()}
 
 
-def find_shown_jobs(
-    folder: Path, plan_id: str, submissions: Sequence[Submission], open_attempts: Sequence[Attempt]
-) -> ShownJobs:
-    """Ask squeue what waits and runs, and the accounts of what it no longer shows and no record ends.
+def find_queue(
+    folder: Path,
+    plan_id: str,
+    submissions: Sequence[Submission],
+    foreign: Sequence[Submission],
+    open_records: Sequence[AttemptRecord],
+    config: dict[str, str],
+) -> Queue:
+    """Ask squeue once for each user whose jobs may be the data set's. ``config``: as read before, or {}.
 
     A held job whose name is this data set's, and that no record names, is of a command that sends it just
     now, or was cut short. Raises SlurmAway.
     """
-    user = user_name()
-    recorded = {job.job_id for submission in submissions for job in submission.jobs}
-    plain = {each.key: each for each in open_attempts if each.job_id not in recorded}
-    with ThreadPoolExecutor(3) as pool:
-        queue = pool.submit(queued_attempts, [*recorded, *(job_id for job_id, _ in plain)])
-        mine = pool.submit(_queued, f"--user={user}", typed=True)
-        config = pool.submit(read_config).result() if submissions else {}
-        queued = queue.result()
-        own = [each for each in mine.result() if each.is_live and each.job_id not in recorded]
-    shown = ShownJobs(cluster=config.get("ClusterName", ""))
-    for cluster in sorted({each.cluster for each in submissions}):
+    me = user_name()
+    recorded = {job.job_id for sent in submissions for job in sent.jobs}
+    plain = {each.key: each for each in open_records if each.job_id not in recorded}
+    users = {me, *(each.user for each in (*submissions, *foreign)), *(each.user for each in plain.values())}
+    users.discard("")
+    with ThreadPoolExecutor(4) as pool:
+        has_sent = bool(submissions or foreign)
+        read = pool.submit(read_config) if has_sent and not config else None
+        asked = [pool.submit(jobs_of_user, user) for user in sorted(users)]
+        config = read.result() if read else config
+        here = [job for each in asked for job in each.result()]
+    own = [each for each in here if each.user == me and each.is_live and each.job_id not in recorded]
+    if not config and any(each.command.endswith(_SCRIPT) for each in own):
+        config = read_config()
+    queue = Queue(cluster=config.get("ClusterName", ""), config=config)
+    for cluster in sorted({each.cluster for each in (*submissions, *foreign)}):
+        jobs = here
         there = [each for each in submissions if each.cluster == cluster]
-        _add_submitted(shown, cluster, there, queued, open_attempts)
+        copied = [each for each in foreign if each.cluster == cluster]
+        if cluster not in ("", queue.cluster):
+            try:
+                names = sorted({each.user for each in (*there, *copied)})
+                jobs = [job for user in names for job in jobs_of_user(user, cluster)]
+            except SlurmAway:
+                why = f"cluster {cluster} cannot be seen from {queue.cluster}"
+                queue.hidden |= {each.number: why for each in there}
+                queue.foreign += [job.job_id for each in copied for job in each.jobs]
+                continue
+        for sent in there:
+            queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, jobs)}
+        queue.foreign += [job.job_id for sent in copied for job in _jobs_of(sent, jobs) if job.is_live]
     if re.search(r"\b(jobs|all)\b", config.get("PrivateData", "")):
-        seen = {number for number, _, _ in shown.attempts}
+        seen = {number for number, _, _ in queue.jobs}
         for sent in submissions:
-            if sent.user != user and sent.number not in seen:
-                shown.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
-    tasks = _plain_tasks(shown, folder, plain, queued, own)
-    for each in tasks:
-        shown.attempts.setdefault((PLAIN, *each.key), []).append(each)
-    known, begin = {each.job_id for each in tasks}, names_begin(folder, plan_id)
+            if sent.user != me and sent.number not in seen:
+                queue.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
+    tasks = _plain_tasks(folder, plain, here, own, config.get("SLURM_VERSION", "0"))
+    queue.jobs |= {(PLAIN, *each.key): each for each in tasks}
+    known = {each.job_id for each in tasks}
+    begin = names_begin(folder, plan_id)
+    copies = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in foreign)
     for each in sorted(own, key=lambda each: int(each.job_id)):
-        if each.name.startswith(begin) and each.job_id not in known:
+        if each.job_id in known:
+            continue
+        if each.name.startswith(begin):
             known.add(each.job_id)
-            others = shown.strays if "JobHeldUser" in each.reason else shown.unrecorded
-            (shown.controllers if each.name.endswith(CONTROL) else others).append(each.job_id)
-    return shown
+            others = queue.strays if "JobHeldUser" in each.reason else queue.unrecorded
+            (queue.controllers if each.name.endswith(CONTROL) else others).append(each.job_id)
+        elif each.name.endswith(CONTROL) and each.name.startswith(copies):
+            queue.foreign.append(each.job_id)
+    queue.foreign = sorted(set(queue.foreign), key=int)
+    return queue
 
 
 def _plain_tasks(
-    shown: ShownJobs,
     folder: Path,
-    attempts: Mapping[tuple[str, int], Attempt],
-    queued: Iterable[TaskAttempt],
-    own: Sequence[TaskAttempt],
-) -> list[TaskAttempt]:
+    records: Mapping[tuple[str, int], AttemptRecord],
+    jobs: Iterable[Job],
+    own: Sequence[Job],
+    version: str,
+) -> list[Job]:
     """The tasks of plain sbatch: those of attempts without an end, and this user's own that make a shard."""
-
-    def has_record(task: TaskAttempt) -> bool:
-        return task.key in attempts and task.user == attempts[task.key].user
-
-    tasks = [each for each in queued if has_record(each)]
+    tasks = [each for each in jobs if each.key in records and each.user == records[each.key].user]
     keys = {each.key for each in tasks}
-    ended = _accounted(shown, {job_id for job_id, _ in attempts.keys() - keys})
-    tasks += [each for each in ended if each.key not in keys and has_record(each) and not each.is_live]
-    began = {(each.job_id, each.user): each.began for each in attempts.values()}
-    others = [each for each in _with_typed_words(own) if each.key not in keys]
-    return tasks + [each for each in others if _is_same_array(each, began) or _makes_shard_of(each, folder)]
+    began = {(each.job_id, each.user): each.began for each in records.values()}
+    # squeue from 23 on shows the script without its arguments: a task is known once one of its array began.
+    has_words = int(version.partition(".")[0]) < 23
+    for each in own:
+        is_typed = (has_words or " " in each.command) and _makes_shard_of(each, folder)
+        if each.key not in keys and (is_typed or _is_same_array(each, began)):
+            tasks.append(each)
+    return tasks
 
 
-def find_live_jobs(submissions: Sequence[Submission]) -> list[str]:
-    """The jobs of submissions that wait or run; all of a cluster that gives no answer."""
-    live = set[str]()
-    for cluster in {each.cluster for each in submissions}:
-        there = [each for each in submissions if each.cluster == cluster]
-        job_ids = {job.job_id for each in there for job in each.jobs}
-        try:
-            is_here = cluster in ("", read_config().get("ClusterName"))
-            queued = queued_attempts(job_ids, None if is_here else cluster)
-        except SlurmAway:
-            live |= job_ids
-            continue
-        live |= {each.job_id for sent in there for each in _jobs_of(sent, queued) if each.is_live}
-    return sorted(live, key=int)
-
-
-def _accounted(shown: ShownJobs, job_ids: Iterable[str], cluster: str | None = None) -> list[TaskAttempt]:
-    """What the accounts keep of these jobs; where they are away, that is noted."""
-    try:
-        return accounted_attempts(job_ids, cluster)
-    except SlurmAway as error:
-        shown.accounts_away = str(error)
-        return []
-
-
-def _with_typed_words(own: Sequence[TaskAttempt]) -> Sequence[TaskAttempt]:
-    """The tasks with all that was typed: a newer squeue shows the script alone, the accounts keep the line.
-
-    Where neither says it, there is no command.
-    """
-    bare = {each.job_id for each in own if each.command.endswith(_SCRIPT)}
-    if not bare:
-        return own
-    options = ("--allocations", "--noheader", "--parsable2", f"--jobs={','.join(sorted(bare, key=int))}")
-    typed: dict[str, str] = {}
-    with contextlib.suppress(ShardprepError):  # no accounts, or they are away
-        lines = slurm_answer(str.splitlines, "sacct", *options, "--format=JobID,SubmitLine")
-        typed = {re.split("[_|]", line)[0]: f"{_SCRIPT}{line.partition(_SCRIPT)[2]}" for line in lines}
-    if bare - typed.keys() and int(read_config().get("SLURM_VERSION", "0").partition(".")[0]) < 23:
-        return own  # this squeue shows arguments, where there are any
-    return [
-        replace(each, command=typed.get(each.job_id, "")) if each.job_id in bare else each for each in own
-    ]
-
-
-def _is_same_array(task: TaskAttempt, began: Mapping[tuple[str, str], float]) -> bool:
+def _is_same_array(task: Job, began: Mapping[tuple[str, str], float]) -> bool:
     """Whether other tasks of its array have begun for this data set, after it was submitted.
 
     A later submission of the same id is of a controller that lost its state. Clocks may differ by minutes.
@@ -387,7 +323,7 @@ def _is_same_array(task: TaskAttempt, began: Mapping[tuple[str, str], float]) ->
     return task.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
 
 
-def _makes_shard_of(task: TaskAttempt, folder: Path) -> bool:
+def _makes_shard_of(task: Job, folder: Path) -> bool:
     """Whether it is a task of ``sbatch slurm/prep_array.sh FOLDER``. squeue joins the words by blanks."""
     script, _, words = task.command.partition(" ")
     if not script or (Path(script).name != _SCRIPT and task.name != JOB_NAME):
@@ -405,53 +341,18 @@ def _makes_shard_of(task: TaskAttempt, folder: Path) -> bool:
     return False
 
 
-def _add_submitted(
-    shown: ShownJobs,
-    cluster: str,
-    submissions: Sequence[Submission],
-    queue: Sequence[TaskAttempt],
-    open_attempts: Sequence[Attempt],
-) -> None:
-    """Add the tasks of the submissions to one cluster. ``queue``: what this host's cluster shows."""
-    asked = None
-    if cluster not in ("", shown.cluster):
-        asked = cluster
-        try:
-            queue = queued_attempts([job.job_id for each in submissions for job in each.jobs], asked)
-        except SlurmAway:
-            why = f"cluster {cluster} cannot be seen from {shown.cluster}"
-            shown.hidden |= {each.number: why for each in submissions}
-            return
-    # Of an attempt that has no end in its record and does not run, the accounts may know why.
-    live = {each.key for each in queue if each.is_live}
-    arrays = {array.job_id for each in submissions for array in each.arrays}
-    unexplained = {each.job_id for each in open_attempts if each.key not in live} & arrays
-    accounts = _accounted(shown, unexplained, asked)
-    for sent in submissions:
-        ended, queued = _jobs_of(sent, accounts, are_numbered=False), _jobs_of(sent, queue)
-        for (job_id, index), attempts in attempts_by_task(ended, queued).items():
-            shown.attempts[sent.number, job_id, index] = attempts
-
-
-def _jobs_of(
-    submission: Submission, attempts: Iterable[TaskAttempt], *, are_numbered: bool = True
-) -> list[TaskAttempt]:
-    """Those of the attempts that are of its jobs. One that was started again has a later time.
-
-    ``are_numbered``: whether each says how often it was started again; the accounts do not.
-    """
-    jobs = {job.job_id: job for job in submission.jobs}
-
-    def is_own(attempt: TaskAttempt) -> bool:
-        job = jobs.get(attempt.job_id)
-        if job is None or attempt.user != job.user:
-            return False
-        if attempt.name == job.name:
-            may_be_later = attempt.num_restarts > 0 or not are_numbered
-            return attempt.submit_time == job.submit_time or (
-                may_be_later and attempt.submit_time > job.submit_time
-            )
+def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:
+    """The jobs that are of a submission. One that was started again has a later time."""
+    own = {job.job_id: job for job in submission.jobs}
+    found = []
+    for job in jobs:
+        sent = own.get(job.job_id)
+        if sent is None or job.user != submission.user:
+            continue
+        is_same_time = job.submit_time == sent.submit_time
+        is_later = job.num_restarts > 0 and job.submit_time > sent.submit_time
         # A person may have changed the name, but calls no job as another submission's.
-        return attempt.submit_time == job.submit_time and not attempt.name.startswith(f"{JOB_NAME}-")
-
-    return [each for each in attempts if is_own(each)]
+        is_renamed = is_same_time and not job.name.startswith(f"{JOB_NAME}-")
+        if (job.name == sent.name and (is_same_time or is_later)) or is_renamed:
+            found.append(job)
+    return found

@@ -21,7 +21,7 @@ from slurm.commands import REQUEST_VARIABLES, megabytes_of, minutes_of
 WHOLE_NODE = "node"  # as --cpus_per_task
 _MEMORY = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
 # Options of sbatch that a submission sets itself.
-_OURS = {"--job-name", "--array", "--output", "--dependency", "--wrap", "--parsable", "--hold"}
+_OURS = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
 _NODES = "partition, account and nodes"
 _RESOURCES = "resources of a task"
@@ -84,7 +84,7 @@ class JobRequest:
             has = f"--sbatch_args has {word}"
             if re.match("--clusters|-M", word):
                 raise UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
-            if word.partition("=")[0] in _OURS or re.match(r"-[JaodH]", word):
+            if word.partition("=")[0] in _OURS or re.match(r"-[JaoH]", word):
                 raise UsageError(
                     f"{has}, which submit sets itself; leave it out", found=f"--sbatch_args {word}"
                 )

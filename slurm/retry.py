@@ -9,6 +9,7 @@ DATA/jobs/history.jsonl, which ``status`` shows.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
@@ -16,23 +17,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from preprocess.attempts import Attempt
+from preprocess.attempts import AttemptRecord
 from preprocess.plan.plan_file import need_plan
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from shardprep.own_packages import HOME
-from slurm.commands import ask_patiently
+from slurm.commands import ask_patiently, minutes_of
 from slurm.request import COMMANDS, JobRequest, with_variables
 from slurm.send import Sending, check_recorded, leave_controller, prepare, send_prepared
-from slurm.site import check_folder, find_limits
+from slurm.site import check_folder, find_site
 from slurm.state import (
     NODE_FAIL,
     OUT_OF_MEMORY,
     TIMEOUT,
     DatasetState,
-    ShardState,
+    Shard,
     chosen_shards,
     find_state,
     reason_to_leave,
@@ -68,16 +69,15 @@ def _retry(args: argparse.Namespace) -> int:
 
     state, sending = prepared()
     if args.until_done and not args.dry_run:
+        request = _trusted(state, _base_request(state), changes)
         if sending is None and not state.ids("running", "pending"):
-            return _finish(state, args.max_attempts)
+            return _end(state, _why_not_verified(args, state), request)
         if args.round > args.max_rounds:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
             rounds = counted(args.max_rounds, "round")
-            return _stop(state, f"not made after {rounds} (--max_rounds): {missing}")
+            return _end(state, f"not made after {rounds} (--max_rounds): {missing}", request)
         if sending is None:
-            waited = [each for each in state.jobs_to_wait_for() if each not in state.shown.controllers]
-            request = _trusted(state, _base_request(state), changes)
-            leave_controller(args, state, state.next_number, request, waited)
+            leave_controller(args, state, request)
             return 0
     if sending is not None:
         return send_prepared(args, sending, prepared)
@@ -118,25 +118,39 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
     if not again:
         return None
     base = _base_request(state)
-    max_mem_mb = find_limits(_trusted(state, base, changes)).max_mem_mb
-    nodes = failing_nodes(state.attempts.own)
+    max_mem_mb = find_site(_trusted(state, base, changes).partition).max_mem_mb
+    nodes = failing_nodes(state.records.own)
     groups: dict[JobRequest, list[int]] = {}
     for shard in again:
         request = _trusted(state, retry_request(shard, base, max_mem_mb, nodes), changes)
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
-    before = state.submissions[-1].sources if state.submissions else {}
-    sources = {**before, **dict.fromkeys(changes, "given to retry")}
-    return prepare(state, list(groups.items()), args.shards_per_task, sources=sources)
+    return prepare(state, list(groups.items()), args.shards_per_task, until_done=args.until_done)
 
 
 def _base_request(state: DatasetState) -> JobRequest:
     """The newest submission's request; without one what a plain task had."""
     if state.submissions:
-        return state.submissions[-1].arrays[0].request
-    num_cpus = [each.num_cpus for each in state.attempts.own if each.job_id and each.num_cpus]
-    return JobRequest(cpus_per_task=num_cpus[-1]) if num_cpus else JobRequest()
+        return _without_dependency(state.submissions[-1].arrays[0].request)
+    plain = [each for each in state.records.own if each.job_id and each.num_cpus]
+    if not plain:
+        return JobRequest()
+    had = plain[-1]
+    return JobRequest(
+        partition=had.partition or None,
+        account=had.account or None,
+        qos=had.qos or None,
+        cpus_per_task=had.num_cpus or 1,
+        mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
+        time_min=had.time_min or minutes_of(had.limit),
+    )
+
+
+def _without_dependency(request: JobRequest) -> JobRequest:
+    """Return a request that waits for no job of its user's own: Slurm may have forgotten it."""
+    words = [each for each in shlex.split(request.sbatch_args) if not each.startswith("--dependency=")]
+    return request.changed(sbatch_args=shlex.join(words))
 
 
 def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
@@ -164,7 +178,7 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
 
 
 def retry_request(
-    shard: ShardState, base: JobRequest, max_mem_mb: int | None, failing: Sequence[str] = ()
+    shard: Shard, base: JobRequest, max_mem_mb: int | None, failing: Sequence[str] = ()
 ) -> JobRequest:
     """The last attempt's request, with what its failure asks for.
 
@@ -173,7 +187,7 @@ def retry_request(
     """
     last = shard.attempts[-1] if shard.attempts else None
     array = last.array if last else None
-    request = array.request if array else base
+    request = _without_dependency(array.request) if array else base
     if last and last.cause == OUT_OF_MEMORY:
         mem_mb = array.mem_mb if array else last.record.mem_mb if last.record else None
         if mem_mb:
@@ -195,7 +209,7 @@ def retry_request(
     return request
 
 
-def failing_nodes(attempts: Iterable[Attempt], at_least: int = 2) -> list[str]:
+def failing_nodes(attempts: Iterable[AttemptRecord], at_least: int = 2) -> list[str]:
     """Nodes that went down alone ``at_least`` times, with tasks of this data set: a retry leaves them out.
 
     What ended within ten minutes of the one before is one incident: a node that goes down takes all its tasks
@@ -213,31 +227,42 @@ def failing_nodes(attempts: Iterable[Attempt], at_least: int = 2) -> list[str]:
     return sorted(node for node, number in counts.items() if number >= at_least)
 
 
-def _finish(state: DatasetState, max_attempts: int) -> int:
-    """Where ``retry`` sends nothing: verify what is done and write the report, or say why this stops."""
-    folder = state.folder
-    if not state.is_verified and len(state.made.done) == state.plan.num_shards:
-        command = [sys.executable, "-m", "preprocess", "verify", str(folder)]
+def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
+    """Verify where all shards are made; return why that is not so, or "". Nothing is left to send."""
+    if state.is_verified:
+        return ""
+    missing = set(range(state.plan.num_shards)) - state.made.done.keys()
+    if not missing:
+        command = [sys.executable, "-m", "preprocess", "verify", str(state.folder)]
         # From a folder of ours: Python imports modules of the current one, which may be the data set.
         code = subprocess.run(command, cwd=HOME, check=False).returncode
-        if code:
-            return _stop(state, "verify fails, its words are in this log")
-    elif not state.is_verified:
-        words = []
-        for cause, shards in state.failed_by_cause().items():
-            why = reason_to_leave(shards[0], max_attempts, {}) or "left out"
-            ids = id_ranges(each.shard_id for each in shards)
-            words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
-        return _stop(state, "; ".join(words) or "shards are missing that may run where it cannot be seen")
-    output = folder / REPORT_NAME
-    command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
-    subprocess.run(command, cwd=HOME, check=False)
-    append_event(folder, "finished", report=str(output))
-    say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
-    return 0
+        return "verify fails, its words are in this log" if code else ""
+    words = []
+    for cause, shards in state.failed_by_cause().items():
+        why = reason_to_leave(shards[0], args.max_attempts, {}) or "left out"
+        ids = id_ranges(each.shard_id for each in shards)
+        words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
+    wanted = chosen_shards(args.output_dir, args.shards)
+    if wanted is not None and not missing & wanted:
+        words.append(
+            f"made are {shards_text(args.shards)}, as asked for; {shards_text(id_ranges(missing))} are not"
+        )
+    return "; ".join(words) or "shards are missing that may run where it cannot be seen"
 
 
-def _stop(state: DatasetState, why: str) -> int:
-    append_event(state.folder, "stopped", why=why)
-    say(f"error: only a person can help now: {why}")
-    return ReadWriteError.exit_code
+def _end(state: DatasetState, why: str, request: JobRequest) -> int:
+    """End --until_done: write the report, or say why only a person can go on; tell whom --notify names."""
+    folder, code = state.folder, ReadWriteError.exit_code if why else 0
+    if why:
+        append_event(folder, "stopped", why=why)
+        say(f"error: only a person can help now: {why}")
+    else:
+        output = folder / REPORT_NAME
+        command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
+        subprocess.run(command, cwd=HOME, check=False)
+        append_event(folder, "finished", report=str(output))
+        say(f"{counted(state.plan.num_shards, 'shard')} verified; wrote {output}")
+    if request.notify:
+        result = {"SHARDPREP_RESULT": "not verified" if why else "verified", "SHARDPREP_EXIT_CODE": str(code)}
+        subprocess.run(["bash", "-c", request.notify], env={**os.environ, **result}, check=False)
+    return code

@@ -31,12 +31,16 @@ def names_begin(folder: Path, plan_id: str) -> str:
 
     It has the plan's id and the folder's identity, as a copy of the data set has the same plan.
     """
-    return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder):x}-"
+    return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder)}-"
 
 
-def controller_script(folder: Path, name: str, command: str, request: JobRequest) -> str:
+def controller_script(
+    folder: Path, name: str, command: str, request: JobRequest, *, time_min: int | None
+) -> str:
     """The script of a job that runs ``command``, which needs Slurm's commands: in no container."""
-    small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
+    small = request.changed(
+        cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1, time_min=time_min
+    )
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'control-%j')}"]
     lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
     lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
@@ -66,17 +70,22 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
         "# The array's indices are not the shards' numbers, so the worker must not compare them.",
         "unset SLURM_ARRAY_TASK_COUNT",
     ]
+    if len(parts := name.split("-")) > 3:  # see ``names_begin``: as this host sees the folder
+        head.append(f"shardprep_identity={parts[2]}")
     if request.num_cpus is None:
         head.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
     return _script(options, request, head)
 
 
-def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest) -> str:
+def verify_script(
+    folder: Path, name: str, num_shards: int, request: JobRequest, *, time_min: int | None = None
+) -> str:
     """The script of the job that runs ``verify DATA`` when the arrays have ended, however they did.
 
     In its log stands "shardprep: verified 1000 shards of DATA" then, or "shardprep: not verified: 1000 ...".
     """
-    small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
+    num_cpus = min(4, request.num_cpus or 4)
+    small = request.changed(cpus_per_task=num_cpus, max_parallel=1, time_min=time_min)
     place = shlex.quote(str(folder))
     head = [
         f"shardprep_folder={place} shardprep_by=submit",
@@ -85,7 +94,19 @@ def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest)
     ]
     head += [f"shardprep_notify={shlex.quote(request.notify)}"] if request.notify else []
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
-    return _script(options, small, head)
+    first, _, last = _script(options, small, head).rpartition(_LAST_LINES)
+    return f"{first}{_VERIFY_END}{_LAST_LINES}{last}"
+
+
+# What a verify job's script has before its last lines: a line to grep, and whom to tell.
+_VERIFY_END = """SHARDPREP_RESULT=verified
+((rc == 0)) || SHARDPREP_RESULT="not verified:"
+echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
+export SHARDPREP_RESULT=${SHARDPREP_RESULT%:} SHARDPREP_EXIT_CODE=$rc
+[[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" ||
+  echo "shardprep: node $node: --notify ended with exit code $?" >&2
+"""
+_LAST_LINES = "((rc == 0)) && [["
 
 
 def _settings(request: JobRequest) -> dict[str, str]:

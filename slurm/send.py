@@ -4,7 +4,7 @@ First everything is checked and every script is rendered, once: what ``--dry_run
 ``Sending.send`` sends. A submission has two phases, so that no job runs unrecorded: its arrays are submitted
 held, their record is written to DATA/jobs, then they are released. If it is killed in between, there are held
 jobs that do nothing. Of two submissions at once only one gets its record written; the other one cancels its
-jobs, which have not begun.
+jobs, which have not begun. Where Slurm takes no more tasks at once, it is tried again with half as many.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,17 +41,9 @@ from slurm.commands import (
     slurm_output,
     user_name,
 )
-from slurm.request import WHOLE_NODE, JobRequest, with_variables
-from slurm.resource_use import advised
-from slurm.script import (
-    CONTROL,
-    VERIFY,
-    array_script,
-    controller_script,
-    names_begin,
-    verify_script,
-)
-from slurm.site import SiteLimits, check_folder, check_request, find_limits, tasks_of_shards
+from slurm.request import JobRequest, with_variables
+from slurm.script import CONTROL, VERIFY, array_script, controller_script, names_begin, verify_script
+from slurm.site import Site, TooManyTasks, check_folder, check_script, find_site, refusal, tasks_of_shards
 from slurm.state import DatasetState, chosen_shards, find_state
 from slurm.status import wait_for_jobs
 from slurm.submissions import (
@@ -64,23 +57,29 @@ from slurm.submissions import (
 
 _RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
 _MOST_SUBMITTERS = 5  # of one data set at the same time, before this one gives up
+_VERIFIED_BYTES_PER_S = 5e6  # of the input, on one slow core
 
 
 def submit(args: argparse.Namespace) -> int:
     """``submit DATA``: the missing shards as a job array, and a verify job after it."""
-    request, sources = _chosen_request(args)
+    flags = given_of(args, JobRequest)
+    given = with_variables(flags)
+    request = JobRequest(**given)
+    if "cpus_per_task" not in given:
+        request = _fitted_to_nodes(request)
     if args.dry_run:
-        for name, source in sources.items():
-            say(f"{name} is {getattr(request, name)!r} ({source})")
+        for name, value in given.items():
+            say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")
 
     def prepared() -> tuple[DatasetState, Sending | None]:
+        shard_ids = chosen_shards(args.output_dir, args.shards)
         return prepare_submit(
             args.output_dir,
             request,
             args.shards_per_task,
-            shard_ids=chosen_shards(args.output_dir, args.shards),
-            sources=sources,
+            shard_ids=shard_ids,
             dry_run=args.dry_run,
+            until_done=args.until_done,
         )
 
     try:
@@ -92,32 +91,20 @@ def submit(args: argparse.Namespace) -> int:
         return send_prepared(args, sending, prepared)
     print_lines(f"nothing to submit: {state.summary}")
     if args.until_done and not args.dry_run:
-        leave_controller(args, state, state.next_number, request, state.jobs_to_wait_for())
+        leave_controller(args, state, request)
     return wait_for_jobs(args.output_dir) if args.wait and not args.dry_run else 0
 
 
-def _chosen_request(args: argparse.Namespace) -> tuple[JobRequest, dict[str, str]]:
-    """The whole request of a submit, and where each value came from that is no default."""
-    flags = given_of(args, JobRequest)
-    values = given = with_variables(flags)
-    sources = {name: "flag" if name in flags else REQUEST_VARIABLES[name] for name in given}
-    limits, before = None, JobRequest(**values)
-    if args.auto or "cpus_per_task" not in values:
-        with contextlib.suppress(SlurmAway):  # a dry run goes on; a submission ends with this error later
-            limits = find_limits(before)
-    if args.auto:
-        has_cpus = "cpus_per_task" in given
-        advice, source = advised(args.output_dir, before, args.shards_per_task, limits, has_cpus=has_cpus)
-        has_mem = "mem_per_cpu_gb" in values or given.get("cpus_per_task") == WHOLE_NODE
-        is_given = {*given, "mem_gb"} if has_mem else given.keys()
-        advice = {name: value for name, value in advice.items() if name not in is_given}
-        values, sources = {**values, **advice}, {**sources, **dict.fromkeys(advice, source)}
-    request = JobRequest(**values)
-    most_cpus = (limits.max_cpus if limits else None) or math.inf
-    if limits and "cpus_per_task" not in values and most_cpus < (request.num_cpus or 0):
-        request = request.changed(cpus_per_task=limits.max_cpus)
-        sources["cpus_per_task"] = f"the most of {limits.whose('max_cpus')}"
-    return request, sources
+def _fitted_to_nodes(request: JobRequest) -> JobRequest:
+    """Return the request with the default number of CPUs, or those of the largest node if it has fewer."""
+    try:
+        most = find_site(request.partition).max_cpus
+    except SlurmAway:  # a dry run goes on; a submission ends with this error later
+        return request
+    if most is None or most >= (request.num_cpus or 0):
+        return request
+    say(f"cpus_per_task is {most}: no node of the partition has more")
+    return request.changed(cpus_per_task=most)
 
 
 def prepare_submit(
@@ -126,8 +113,8 @@ def prepare_submit(
     shards_per_task: int | None,
     *,
     shard_ids: Container[int] | None = None,
-    sources: Mapping[str, str] | None = None,
     dry_run: bool = False,
+    until_done: bool = False,
 ) -> tuple[DatasetState, Sending | None]:
     """Check everything and choose the missing shards that are not queued; None where there are none.
 
@@ -141,7 +128,7 @@ def prepare_submit(
         say(f"{counted(len(queued), 'shard')} wait or run already: {id_ranges(queued)}")
     missing = state.ids("failed", "not submitted")
     unseen = state.ids("not visible")
-    if shard_ids is not None or (dry_run and state.shown.away):
+    if shard_ids is not None or (dry_run and state.queue.away):
         missing, unseen = sorted([*missing, *unseen]), []
     if unseen:
         say(
@@ -154,7 +141,8 @@ def prepare_submit(
         return state, None
     for line in _room_lines(state, missing):
         say(line)
-    return state, prepare(state, [(request, missing)], shards_per_task, sources=sources, dry_run=dry_run)
+    groups = [(request, missing)]
+    return state, prepare(state, groups, shards_per_task, dry_run=dry_run, until_done=until_done)
 
 
 def _warn_of_dry_run(error: SlurmAway) -> None:
@@ -180,9 +168,9 @@ def _room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
 
 def check_recorded(state: DatasetState) -> None:
     """Raises SlurmRefused where jobs run of which nobody can say what they make: it would be made twice."""
-    if state.shown.unrecorded:
+    if state.queue.unrecorded:
         raise SlurmRefused(
-            f"jobs {', '.join(state.shown.unrecorded)} of this data set wait or run, and no file in "
+            f"jobs {', '.join(state.queue.unrecorded)} of this data set wait or run, and no file in "
             f"{state.folder / JOBS_FOLDER} says which shards they make (was it emptied?); wait until they "
             f"have ended, or end them: shardprep cancel {quoted(state.folder)}"
         )
@@ -193,60 +181,89 @@ def prepare(
     groups: Sequence[tuple[JobRequest, list[int]]],
     shards_per_task: int | None,
     *,
-    sources: Mapping[str, str] | None = None,
+    most_tasks: int | None = None,
     dry_run: bool = False,
+    until_done: bool = False,
 ) -> Sending:
-    """Preflight of every group, of shards that are asked for in the same way. Writes and submits nothing."""
-    folder = state.folder
-    name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
+    """Preflight of every group, of shards that are asked for in the same way. Writes and submits nothing.
+
+    ``most_tasks``: of each array, where Slurm is known to take no more. With ``until_done`` the verify job
+    notifies nobody: the controller does, when all is over.
+    """
+    name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}"
     arrays: list[ArrayToSend] = []
-    cluster = ""
+    cluster, limit = "", None
     for request, shard_ids in groups:
-        limits = None
+        site = None
         try:
-            limits = find_limits(request)
+            site = find_site(request.partition)
         except SlurmAway as error:
             if not dry_run:
                 raise
             _warn_of_dry_run(error)
         per_task = shards_per_task
-        if request.num_cpus is None and limits and per_task is None:
-            per_task = limits.max_cpus  # a process on each of the node's CPUs
-        tasks = _tasks(folder, shard_ids, limits, len(groups), per_task)
-        script = array_script(folder, name, tasks, request)
-        if limits:
-            cluster = limits.cluster
-            check_request(request, script, limits)
-        arrays.append(ArrayToSend(request, tasks, script))
-    verify = verify_script(folder, name + VERIFY, state.plan.num_shards, groups[0][0])
-    return Sending(state=state, arrays=arrays, verify=verify, cluster=cluster, sources=dict(sources or {}))
+        if request.num_cpus is None and site and per_task is None:
+            per_task = site.max_cpus  # a process on each of the node's CPUs
+        array = _fitting_array(state.folder, name, request, shard_ids, per_task, site, most_tasks)
+        arrays.append(array)
+        if site:
+            cluster, limit = site.cluster, site.max_time_min
+    request = groups[0][0]
+    verify_min = _verify_min(state, request, limit)
+    quiet = request.changed(notify=None) if until_done else request
+    verify = verify_script(state.folder, name + VERIFY, state.plan.num_shards, quiet, time_min=verify_min)
+    return Sending(
+        state=state,
+        groups=groups,
+        shards_per_task=shards_per_task,
+        arrays=arrays,
+        verify=verify,
+        cluster=cluster,
+    )
 
 
-def _tasks(
+def _fitting_array(
     folder: Path,
+    name: str,
+    request: JobRequest,
     shard_ids: Sequence[int],
-    limits: SiteLimits | None,
-    num_groups: int,
     shards_per_task: int | None,
-) -> list[str]:
-    if limits is None:
-        return tasks_of_shards(shard_ids, len(shard_ids), shards_per_task)
-    why = limits.why["max_tasks"]
-    if limits.max_tasks < 1:
-        raise SlurmRefused(
-            f"{why} leaves no room for a job array; wait for your other jobs (squeue --me), use another "
-            f"--qos or --account, or run in a job of your own: shardprep run {quoted(folder)}"
-        )
-    # MaxArraySize bounds each array, every other limit all of them together
-    most = limits.max_tasks if why == "MaxArraySize" else limits.max_tasks // num_groups
-    tasks = tasks_of_shards(shard_ids, max(1, most), shards_per_task)
-    if len(tasks) < -(-len(shard_ids) // (shards_per_task or 1)):
+    site: Site | None,
+    most_tasks: int | None,
+) -> ArrayToSend:
+    """Return an array that Slurm takes: its tasks are made larger until ``sbatch --test-only`` agrees.
+
+    Raises SlurmRefused where it takes none.
+    """
+    wanted = -(-len(shard_ids) // (shards_per_task or 1))
+    most, why = most_tasks or wanted, "of a submit limit"
+    if site and site.max_array_size < most:
+        most, why = site.max_array_size, "of MaxArraySize"
+    while True:
+        tasks = tasks_of_shards(shard_ids, most, shards_per_task)
+        script = array_script(folder, name, tasks, request)
+        try:
+            if site:
+                check_script(request, script, site)
+            break
+        except TooManyTasks:
+            if len(tasks) == 1:
+                raise
+            most, why = len(tasks) // 2, "of a submit limit"
+    if len(tasks) < wanted:
         num_shards = -(-len(shard_ids) // len(tasks))
-        say(
-            f"{len(shard_ids)} shards become {len(tasks)} tasks of up to {num_shards} shards each, "
-            f"because of {why}"
-        )
-    return tasks
+        tasks_text = counted(len(tasks), "task")
+        say(f"{len(shard_ids)} shards become {tasks_text} of up to {num_shards} each, because {why}")
+    return ArrayToSend(request, tasks, script)
+
+
+def _verify_min(state: DatasetState, request: JobRequest, limit: int | None) -> int | None:
+    """Return the time limit of a verify job: of all bytes, where a task's limit is for a shard."""
+    if request.time_min is None:
+        return None
+    num_bytes = sum(state.plan.shard_bytes())
+    wanted = request.time_min + math.ceil(num_bytes / _VERIFIED_BYTES_PER_S / 60)
+    return min(wanted, limit or wanted)
 
 
 class ArrayToSend(NamedTuple):
@@ -262,38 +279,55 @@ class Sending:
     """What one command is about to send."""
 
     state: DatasetState
+    groups: Sequence[tuple[JobRequest, list[int]]]
+    shards_per_task: int | None
     arrays: list[ArrayToSend]
     verify: str  # script of the verify job
     cluster: str
-    sources: dict[str, str] = field(default_factory=dict)  # of the request's values
+    controller: str = ""  # script of the job of --until_done
 
     @property
     def scripts(self) -> list[str]:
-        return [*(array.script for array in self.arrays), self.verify]
+        """Return the scripts in the order in which they are sent."""
+        return [*(array.script for array in self.arrays), self.verify, *filter(None, [self.controller])]
 
-    def send(self) -> Submission:
-        """Submit the arrays held, and a verify job after them and after all jobs that are queued already.
+    def with_fewer_tasks(self) -> Sending:
+        """Return the same shards in half as many tasks. Raises SlurmRefused where Slurm takes none."""
+        most = max(len(array.tasks) for array in self.arrays) // 2
+        until_done = bool(self.controller)
+        return prepare(self.state, self.groups, self.shards_per_task, most_tasks=most, until_done=until_done)
+
+    def send(self) -> tuple[Submission, str]:
+        """Submit the arrays held, a verify job after them and what is queued already, and the controller.
 
         Then the record is written and all are released. If a step before the record fails, what was submitted
-        is cancelled again. Raises SubmittedMeanwhile, CannotWrite, ReadWriteError, and what ``slurm_output``
-        raises.
+        is cancelled again. Returns the record and the controller's id. Raises SubmittedMeanwhile,
+        TooManyTasks, CannotWrite, ReadWriteError, and what ``slurm_output`` raises.
         """
         jobs, job_ids = self.state.folder / JOBS_FOLDER, list[str]()
         make_subfolder(self.state.folder, LOGS_FOLDER)
         try:
             submission = self._submit_all(job_ids)
+            controller = ""
+            if self.controller:
+                # Here, not behind the release: a limit of jobs that leaves no room for it is met in time.
+                after = f"--dependency=afterany:{':'.join(job_ids)}"
+                controller = submit_script(self.controller, after, known=job_ids)
+                job_ids.append(controller)
             publish_submission(self.state.folder, submission)
-        except BaseException:
+        except BaseException as error:
             if job_ids:
                 with contextlib.suppress(ShardprepError):
                     slurm_output("scancel", *job_ids)
+            if isinstance(error, SlurmRefused) and max(len(array.tasks) for array in self.arrays) > 1:
+                raise refusal(error) from None
             raise
         # For people: Slurm has copies of its own, and forgets them.
         for job_id, script in zip(job_ids, self.scripts, strict=True):
             with contextlib.suppress(ShardprepError):
                 publish_bytes(jobs / f"{submission.number:04d}-{job_id}.sh", script.encode("utf-8"))
-        release(job_ids)
-        return submission
+        release([job.job_id for job in submission.jobs])
+        return submission, controller
 
     def _submit_all(self, job_ids: list[str]) -> Submission:
         """Submit everything held; each id is appended to ``job_ids`` as soon as it is known."""
@@ -304,13 +338,13 @@ class Sending:
             if self.cluster and slurm_output("scontrol", "show", "federation").startswith("Federation:"):
                 here = [f"--clusters={self.cluster}"]
 
-        def submitted(script: str, *options: str) -> ShownJob:
+        def submitted(script: str, *options: str) -> dict[str, Any]:
             job_ids.append(submit_script(script, "--hold", *here, *options, known=job_ids))
             return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
 
         arrays = []
         for request, tasks, script in self.arrays:
-            shown = submitted(script)._asdict()
+            shown = submitted(script)
             del shown["user"]
             arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
         verify_ids = {submission.verify_job_id for submission in self.state.submissions}
@@ -320,13 +354,12 @@ class Sending:
             number=self.state.next_number,
             plan_id=self.state.plan.plan_id,
             cluster=self.cluster,
-            user=verify.user,
+            user=verify["user"],
             submitted=round(time.time(), 3),
             arrays=arrays,
             verify_job_id=job_ids[-1],
-            verify_name=verify.name,
-            verify_submit_time=verify.submit_time,
-            sources=self.sources,
+            verify_name=verify["name"],
+            verify_submit_time=verify["submit_time"],
             identity=folder_identity(self.state.folder),
         )
 
@@ -337,35 +370,43 @@ def send_prepared(
     prepared: Callable[[], tuple[DatasetState, Sending | None]],
 ) -> int:
     """Send it; where somebody else submitted meanwhile, look again what is left to send."""
-    if args.dry_run and sending:
-        print_lines(*"\n".join(sending.scripts).split("\n"))
-        return 0
-    for attempt in range(_MOST_SUBMITTERS):
-        if sending is None:
-            print_lines("nothing more to submit")
-            break
+    num_meanwhile = 0
+    while sending is not None:
+        if args.until_done:
+            controller = _controller(args, sending.state, sending.groups[0][0])
+            sending = replace(sending, controller=controller)
+        if args.dry_run:
+            print_lines(*"\n".join(sending.scripts).split("\n"))
+            return 0
         try:
-            submission = sending.send()
+            submission, controller = sending.send()
         except SubmittedMeanwhile as error:
             say(f"note: {error}")
-            if attempt == _MOST_SUBMITTERS - 1:
+            num_meanwhile += 1
+            if num_meanwhile == _MOST_SUBMITTERS:
                 raise
             _, sending = prepared()
+        except TooManyTasks:
+            sending = sending.with_fewer_tasks()
         else:
-            _tell(args, sending.state, submission)
+            _tell(args, sending.state, submission, controller)
             break
+    else:
+        print_lines("nothing more to submit")
     return wait_for_jobs(args.output_dir) if args.wait else 0
 
 
-def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission) -> None:
-    """Write what was sent into the history, and say it; with ``--until_done`` leave a controller."""
-    job_ids = [job.job_id for job in submission.jobs]
+def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission, controller: str) -> None:
+    """Write what was sent into the history, and say it."""
     facts: dict[str, Any] = {
         "number": submission.number,
-        "jobs": job_ids,
+        "jobs": [job.job_id for job in submission.jobs],
         "causes": state.causes_of(submission),
     }
-    facts |= {"round": args.round} if args.until_done and args.command == "retry" else {}
+    if controller:
+        facts["controller"] = controller
+        if args.command == "retry":
+            facts["round"] = args.round
     append_event(args.output_dir, args.command, **facts)
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
@@ -374,24 +415,47 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission)
         tasks = counted(len(array.tasks), "task")
         print_lines(f"job {array.job_id}: {tasks} of {mem}, {limit}, for {shards_text(shards)}")
     print_lines(f"job {submission.verify_job_id}: verify, when they have ended")
-    if args.until_done:
-        leave_controller(args, state, submission.number, submission.arrays[0].request, job_ids)
+    if controller:
+        _tell_controller(state, controller)
     if not args.wait:
         print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
 
 
-def leave_controller(
-    args: argparse.Namespace, state: DatasetState, number: int, request: JobRequest, job_ids: Sequence[str]
-) -> None:
-    """``--until_done``: submit the job that looks at what became of these jobs, and goes on."""
+def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> str:
+    """Return the script of the job that looks at what became of the others, and goes on: --until_done."""
     is_retry = args.command == "retry"
     flags = ["--max_rounds", args.max_rounds, "--round", args.round + 1 if is_retry else 1]
-    flags += ["--max_attempts", args.max_attempts] if is_retry else []
+    for name in ("max_attempts", "shards", "shards_per_task"):
+        if getattr(args, name, None) is not None:
+            flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
-    name = f"{names_begin(state.folder, state.plan.plan_id)}{number}{CONTROL}"
-    script = controller_script(state.folder, name, shlex.join(map(str, command)), request)
+    name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
+    limit = None
+    with contextlib.suppress(SlurmAway):
+        limit = find_site(request.partition).max_time_min
+    time_min = _verify_min(state, request, limit)  # it verifies, where no job has
+    return controller_script(state.folder, name, shlex.join(map(str, command)), request, time_min=time_min)
+
+
+def leave_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
+    """Leave a controller behind the jobs that wait or run, where there is none."""
+    own = os.environ.get("SLURM_JOB_ID")
+    if others := [each for each in state.queue.controllers if each != own]:
+        print_lines(f"job {others[0]} waits already to send again what fails (--until_done)")
+        return
+    job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
-    job_id = submit_script(script, *after)
+    job_id = submit_script(_controller(args, state, request), *after)
+    append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
+    _tell_controller(state, job_id)
+
+
+def _tell_controller(state: DatasetState, job_id: str) -> None:
+    """Say what a new controller does, and cancel those before it: two would both send what fails."""
+    own = os.environ.get("SLURM_JOB_ID")
+    if before := [each for each in state.queue.controllers if each != own]:
+        with contextlib.suppress(ShardprepError):
+            slurm_output("scancel", *before)
     print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
 
 
@@ -454,18 +518,11 @@ def _cancel_by_name(script: str, known: Sequence[str]) -> str:
     )
 
 
-class ShownJob(NamedTuple):
-    """What Slurm made of a job: its name, user and time of submission, a task's memory and time limit."""
+def parse_job(text: str) -> dict[str, Any]:
+    """``scontrol --oneliner show job`` -> what Slurm made of a job: the fields of JobArray, and its user.
 
-    name: str
-    user: str
-    submit_time: str
-    mem_mb: int | None
-    time_min: int | None
-
-
-def parse_job(text: str) -> ShownJob:
-    """``scontrol --oneliner show job`` -> the job. Raises ValueError where it is cut short or no job."""
+    Raises ValueError where it is cut short or no job.
+    """
     named = re.search(r"\bJobName=(.*?) UserId=([^\s(]+)\(", text)
     fields = r"\b(MinMemoryNode|MinMemoryCPU|NumCPUs|TimeLimit|SubmitTime)=(\S+)"
     values = dict(re.findall(fields, text))
@@ -474,5 +531,10 @@ def parse_job(text: str) -> ShownJob:
         raise ValueError("no job's name, user, time of submission and memory")
     if "MinMemoryCPU" in values:
         mem_mb = int(mem_mb) * int(values.get("NumCPUs", "1").split("-")[0])
-    time_min = minutes_of(values.get("TimeLimit", ""))
-    return ShownJob(named[1], named[2], values["SubmitTime"], int(mem_mb) or None, time_min)
+    return {
+        "name": named[1],
+        "user": named[2],
+        "submit_time": values["SubmitTime"],
+        "mem_mb": int(mem_mb) or None,
+        "time_min": minutes_of(values.get("TimeLimit", "")),
+    }

@@ -14,28 +14,20 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from preprocess.attempts import Attempt, Attempts, append_end, folder_identity, read_attempts
+from preprocess.attempts import AttemptRecord, AttemptRecords, append_end, folder_identity, read_attempts
 from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import open_regular
 from shardprep.format.done import MadeShards, find_made_shards, is_verified
 from shardprep.format.names import id_ranges, ids_of_ranges
 from slurm.commands import SlurmAway, user_name
-from slurm.queue import (
-    LOG_NOT_OPENED,
-    PLAIN,
-    SUSPENDED,
-    ShownJobs,
-    TaskAttempt,
-    find_live_jobs,
-    find_shown_jobs,
-)
+from slurm.queue import LOG_NOT_OPENED, PLAIN, SUSPENDED, Job, Queue, find_queue, meaning_of
 from slurm.request import JobRequest
 from slurm.script import LOG_FOLDER
 from slurm.submissions import JOBS_FOLDER, JobArray, Submission, read_submissions
@@ -92,6 +84,15 @@ _STOPPED_BY = {
     "cancel": CANCELLED,
     "cancelled step": _STEP_STOPPED,
 }
+# What Slurm writes into a task's log about its end -> ``stopped_by`` of a record. Slurm forgets it sooner.
+_WORDS_OF_LOGS = (
+    (r"oom[-_]kill|: Out Of Memory|exceeded (job )?memory limit", OUT_OF_MEMORY),
+    ("DUE TO TIME LIMIT", "time limit"),
+    ("DUE TO NODE FAILURE|srun: error: Node failure", "node failure"),
+    ("DUE TO PREEMPTION", "preemption"),
+    (r"\*\*\* JOB .* CANCELLED AT", "cancel"),
+    (r"\*\*\* STEP .* CANCELLED AT", "cancelled step"),
+)
 _WARNED_S = 900  # before its time limit a task is warned by USR1, where sbatch --signal asked for it
 _TAIL_BYTES = 16 << 10
 _NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
@@ -105,7 +106,7 @@ def remedy_of(cause: str) -> str:
     return _REMEDIES.get(cause, f"look at its log; {_AGAIN}")
 
 
-def cause_of(attempt: Attempt, task: TaskAttempt | None, shard_id: int, *, is_warned: bool = False) -> str:
+def cause_of(attempt: AttemptRecord, task: Job | None, shard_id: int, *, is_warned: bool = False) -> str:
     """Why an attempt that has ended, or was killed, did not make ``shard_id``.
 
     ``task``: what Slurm says of it. ``is_warned``: its request has sbatch's --signal, so USR1 is of a time
@@ -135,7 +136,7 @@ def cause_of(attempt: Attempt, task: TaskAttempt | None, shard_id: int, *, is_wa
     return exit_cause(attempt.exit_code or 0)
 
 
-def cause_of_task(task: TaskAttempt) -> str | None:
+def cause_of_task(task: Job) -> str | None:
     """Why a task without a record ended; None where it was cancelled, or Slurm does not say."""
     if task.exit_code == LOG_NOT_OPENED:
         return NO_LOG
@@ -153,14 +154,18 @@ def exit_cause(code: int) -> str:
     return _EXIT_CAUSES.get(code, f"exit code {code}") if code else NO_MANIFEST
 
 
-def log_tail(path: Path) -> str:
-    """The last 16 KiB of what a log's last attempt wrote; empty where there is no such file."""
+def log_tail(path: Path, num_later: int = 0) -> str:
+    """Return what a log's last attempt wrote, or one with so many behind it, of its last 16 KiB.
+
+    Empty where there is no such file.
+    """
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return _BEGINS.split(file.read().decode("utf-8", "replace"))[-1]
+            parts = _BEGINS.split(file.read().decode("utf-8", "replace"))
     except (OSError, ValueError, ShardprepError):  # ValueError: a NUL in its name
         return ""
+    return parts[-1 - num_later] if num_later < len(parts) else ""
 
 
 def last_lines(log: str, number: int = 3) -> list[str]:
@@ -172,16 +177,17 @@ def last_lines(log: str, number: int = 3) -> list[str]:
 
 
 StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
+_LIVE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # which wins over which
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardAttempt:
+class Attempt:
     """One attempt at a shard that is not done, or a task that waits to try it; no cause while it goes on."""
 
     state: StateName
     task: str  # JOB_INDEX, as Slurm writes it, or HOST-PID of a run
     array: JobArray | None = None  # of the submission; None for plain sbatch and run
-    record: Attempt | None = None
+    record: AttemptRecord | None = None
     cause: str | None = None
     message: str = ""  # the worker's own words of this shard
     reason: str = ""  # why it waits, in Slurm's word
@@ -192,18 +198,18 @@ class ShardAttempt:
     elapsed_s: int = 0  # as far as it is known
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardState:
+@dataclass(kw_only=True)
+class Shard:
     """Where a shard stands, and the attempts at it, oldest first."""
 
     shard_id: int
     state: StateName
-    attempts: list[ShardAttempt] = field(default_factory=list)
-    has_not_begun: bool = False  # a task was to make it, and ended before it began
+    attempts: list[Attempt] = field(default_factory=list)
+    without_record: str = ""  # a task that was to make it, ended, and left no record: JOB_INDEX
 
     @property
     def cause(self) -> str | None:
-        """Why the last attempt failed."""
+        """Return why the last attempt failed."""
         return self.attempts[-1].cause if self.state == "failed" else None
 
 
@@ -215,36 +221,30 @@ class DatasetState:
     plan: Plan
     submissions: list[Submission]
     foreign: list[Submission]  # of the folder that this one was copied from
-    foreign_jobs: list[str]  # theirs that wait or run, as far as Slurm says so
-    attempts: Attempts
+    records: AttemptRecords
     made: MadeShards
     is_verified: bool
-    shards: list[ShardState]  # shard N at N
-    shown: ShownJobs
+    shards: list[Shard]  # shard N at N
+    queue: Queue
 
     @property
     def next_number(self) -> int:
-        """Of the next submission."""
-        return max((submission.number for submission in [*self.submissions, *self.foreign]), default=-1) + 1
+        """Return the number of the next submission."""
+        return max((sent.number for sent in [*self.submissions, *self.foreign]), default=-1) + 1
 
     @property
     def summary(self) -> str:
+        """Return how many shards are done, in words."""
         return f"{len(self.made.done)} of {self.plan.num_shards} shards are done"
 
     @property
-    def held(self) -> list[str]:
-        """Jobs that wait for `scontrol release`: a submission was cut short, or a person held them."""
-        return sorted({job for (number, job, _), each in self.shown.attempts.items()
-                       if number != PLAIN and "JobHeldUser" in each[-1].reason})  # fmt: skip
-
-    @property
     def verify(self) -> str:
-        """State of the last verify job, or ""."""
+        """Return the state of the last verify job, or ""."""
         if not self.submissions:
             return ""
         last = self.submissions[-1]
-        task = self.shown.last_task((last.number, last.verify_job_id, 0))
-        return task.state if task else "not visible" if last.number in self.shown.hidden else "unknown"
+        job = self.queue.jobs.get((last.number, last.verify_job_id, 0))
+        return job.state if job else "not visible" if last.number in self.queue.hidden else "unknown"
 
     @cached_property
     def _ids(self) -> dict[str, list[int]]:
@@ -254,18 +254,18 @@ class DatasetState:
         return found
 
     def ids(self, *states: StateName) -> list[int]:
-        """The shards in one of these states, ascending."""
+        """Return the shards in one of these states, ascending."""
         return sorted(shard_id for state in states for shard_id in self._ids.get(state, []))
 
-    def failed_by_cause(self) -> dict[str, list[ShardState]]:
-        """Cause -> the shards whose last attempt ended so, the most frequent first."""
-        found: dict[str, list[ShardState]] = {}
+    def failed_by_cause(self) -> dict[str, list[Shard]]:
+        """Return cause -> the shards whose last attempt ended so, the most frequent first."""
+        found: dict[str, list[Shard]] = {}
         for shard_id in self.ids("failed"):
             found.setdefault(self.shards[shard_id].cause or "", []).append(self.shards[shard_id])
         return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
     def causes_of(self, submission: Submission) -> dict[str, dict[str, Any]]:
-        """Why the shards of a new submission are sent again: cause -> shards, and how often on which node."""
+        """Return why shards of a submission are sent again: cause -> shards, and how often on which node."""
         sent = {
             shard_id for array in submission.arrays for ids in array.shards_of_tasks() for shard_id in ids
         }
@@ -277,38 +277,55 @@ class DatasetState:
         return found
 
     def why_not_visible(self) -> str:
-        """Why it cannot be seen what some jobs do."""
+        """Return why it cannot be seen what some jobs do."""
         runs = {
             f"a run on {each.node} (process {each.pid}) has not said that it ended; look there"
-            for each in self.attempts.own
+            for each in self.records.own
             if each.ended is None and each.pid and each.is_alive() is None
         }
-        return "; ".join(sorted({*self.shown.hidden.values(), *runs, *self.attempts.unreadable}))
+        return "; ".join(sorted({*self.queue.hidden.values(), *runs, *self.records.unreadable}))
 
     def live_jobs(self) -> dict[str, list[str]]:
-        """Cluster -> its jobs of ours that wait or run, verify jobs included."""
-        clusters = {submission.number: submission.cluster for submission in self.submissions}
+        """Return cluster -> its jobs of ours that wait or run, verify jobs included."""
+        clusters = {sent.number: sent.cluster for sent in self.submissions}
         found: dict[str, set[str]] = {}
-        for (number, job_id, _), attempts in self.shown.attempts.items():
-            if attempts[-1].is_live:
-                found.setdefault(clusters.get(number, self.shown.cluster), set()).add(job_id)
+        for (number, job_id, _), job in self.queue.jobs.items():
+            if job.is_live:
+                found.setdefault(clusters.get(number, self.queue.cluster), set()).add(job_id)
         return {cluster: sorted(found[cluster], key=int) for cluster in sorted(found)}
 
     def live_job_ids(self) -> list[str]:
+        """Return the jobs of ours that wait or run."""
         return sorted({job_id for job_ids in self.live_jobs().values() for job_id in job_ids}, key=int)
 
+    def held_jobs(self) -> dict[str, str]:
+        """Return the jobs of submissions that wait for ``scontrol release``, and why."""
+        return {
+            job.job_id: job.reason
+            for (number, *_), job in self.queue.jobs.items()
+            if number != PLAIN and job.is_waiting and meaning_of(job.reason)[1] == "release"
+        }
+
+    def waits_for_a_person(self) -> bool:
+        """Whether jobs wait that never begin by themselves, and no other goes on."""
+        waiting = [job.reason for job in self.queue.jobs.values() if job.is_waiting]
+        is_running = any(job.is_live and not job.is_waiting for job in self.queue.jobs.values())
+        # Verify jobs and controllers wait for the others.
+        others = [meaning_of(reason)[1] for reason in waiting if not re.match("Dependency$|None$", reason)]
+        return bool(others) and all(others) and not is_running
+
     def jobs_to_wait_for(self) -> list[str]:
-        """Jobs after which nothing changes any more: not the verify jobs of earlier submissions.
+        """Return the jobs after which nothing changes any more: not the verify jobs of earlier submissions.
 
         One of these may wait for nodes that are gone.
         """
         obsolete = {each.verify_job_id for each in self.submissions[:-1]}
-        live = (*self.live_job_ids(), *self.shown.unrecorded, *self.shown.controllers)
+        live = (*self.live_job_ids(), *self.queue.unrecorded, *self.queue.controllers)
         return [each for each in live if each not in obsolete]
 
 
 def chosen_shards(folder: Path, text: str | None) -> set[int] | None:
-    """The shards of --shards; None for all. Raises UsageError."""
+    """Return the shards of --shards; None for all. Raises UsageError."""
     if text is None:
         return None
     num_shards = need_plan(folder).num_shards
@@ -325,158 +342,174 @@ def find_state(
     *,
     if_away: Callable[[SlurmAway], None] | None = None,
     made: MadeShards | None = None,
+    before: DatasetState | None = None,
 ) -> DatasetState:
     """Join manifests, records and what Slurm shows. Raises what reading them gives reason for.
 
     With ``if_away`` nothing is raised where Slurm gives no answer: it is told, and what no manifest or record
     proves is ``not visible``. ``made``: what the manifests say, where somebody has read them already.
+    ``before``: what was found a moment ago; what was done then is not read again.
     """
     identity, unreadable = folder_identity(folder), list[str]()
     try:
-        recorded = read_submissions(folder)
+        sent = read_submissions(folder)
     except ReadWriteError as error:
         if if_away is None or "Permission denied" not in str(error):
             raise
-        recorded, unreadable = [], [str(error)]
-    submissions = [each for each in recorded if each.identity in (None, identity)]
-    foreign = [each for each in recorded if each.identity not in (None, identity)]
-    before = read_attempts(folder, plan.plan_id)
-    open_attempts = [each for each in before.own if each.ended is None and each.job_id]
-    has_jobs = bool(submissions or open_attempts)
-    first = made or (None if has_jobs else find_made_shards(folder, plan.spec))
-    shown = ShownJobs()
+        sent, unreadable = [], [str(error)]
+    submissions = [each for each in sent if each.identity == identity]
+    foreign = [each for each in sent if each.identity != identity]
+
+    def look_at_manifests() -> MadeShards:
+        return made or find_made_shards(folder, plan.spec, known=before.made if before else None)
+
+    records = read_attempts(folder, plan.plan_id)
+    open_records = [each for each in records.own if each.ended is None and each.job_id]
+    has_jobs = bool(sent or open_records)
+    first = None if has_jobs else look_at_manifests()
+    queue = Queue()
     if has_jobs or (first and len(first.done) < plan.num_shards and shutil.which("squeue")):
+        config = before.queue.config if before else {}
         try:
-            shown = find_shown_jobs(folder, plan.plan_id, submissions, open_attempts)
+            queue = find_queue(folder, plan.plan_id, submissions, foreign, open_records, config)
         except SlurmAway as error:
             if if_away is None:
                 raise
             if_away(error)
             hidden = {each.number: "Slurm gives no answer" for each in submissions}
-            shown = ShownJobs(hidden=hidden, away=str(error))
+            queue = Queue(hidden=hidden, away=str(error))
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
     now = {each.path: each for each in read_attempts(folder, plan.plan_id).own}
-    attempts = Attempts(
-        own=[_with_slurms_end(now[each.path], shown) for each in before.own if each.path in now],
-        foreign=before.foreign,
-        unreadable=[*unreadable, *before.unreadable],
-    )
-    if made is None:
-        made = first if first and not shown.attempts else find_made_shards(folder, plan.spec)
+    own = _with_ends([now[each.path] for each in records.own if each.path in now], queue)
+    records = AttemptRecords(own=own, foreign=records.foreign, unreadable=[*unreadable, *records.unreadable])
+    found = first if first and not queue.jobs else look_at_manifests()
+    nothing: StateName = "not visible" if records.unreadable else "not submitted"
+    shards = [
+        Shard(shard_id=shard_id, state="done" if shard_id in found.done else nothing)
+        for shard_id in range(plan.num_shards)
+    ]
+    _add_attempts(shards, submissions, own, queue, folder)
     return DatasetState(
         folder=folder,
         plan=plan,
         submissions=submissions,
         foreign=foreign,
-        foreign_jobs=find_live_jobs(foreign),
-        attempts=attempts,
-        made=made,
-        is_verified=is_verified(folder, plan.spec, made),
-        shards=_shard_states(folder, plan.num_shards, made, submissions, attempts, shown),
-        shown=shown,
+        records=records,
+        made=found,
+        is_verified=is_verified(folder, plan.spec, found),
+        shards=shards,
+        queue=queue,
     )
 
 
-def _with_slurms_end(attempt: Attempt, shown: ShownJobs) -> Attempt:
-    """The attempt, with the end that Slurm alone can know; it is recorded before Slurm forgets it."""
-    task = None if attempt.stopped_by else shown.task_of(attempt)
-    if not task or task.state not in _STATES:
-        return attempt
-    ended_s = attempt.began + task.elapsed_s if attempt.ended is None else attempt.ended
-    attempt = replace(attempt, stopped_by=task.state, ended=ended_s)
-    if task.user == user_name():
-        append_end(attempt)
-    return attempt
+def _with_ends(records: Sequence[AttemptRecord], queue: Queue) -> list[AttemptRecord]:
+    """Add what Slurm alone knows of an end; it is recorded before Slurm forgets it.
+
+    squeue tells it for some minutes. Later the last lines of the log do, where the record has no cause.
+    """
+    last_restart: dict[tuple[str, int], int] = {}
+    for each in records:
+        last_restart[each.key] = max(each.num_restarts, last_restart.get(each.key, 0))
+    found = []
+    for each in records:
+        job = queue.job_of(each)
+        stopped_by, ended = "", each.ended
+        if not each.stopped_by and job is not None and job.state in _STATES:
+            stopped_by, ended = job.state, ended or each.began + job.elapsed_s
+        elif each.is_unexplained and each.log and not (queue.away or (job and job.is_live)):
+            path = Path(each.log)  # prep_array.sh moves it away when the task is started again
+            moved = path.with_name(f"{path.stem}.before-restart-{each.num_restarts + 1}.log")
+            log = log_tail(moved) or log_tail(path, last_restart[each.key] - each.num_restarts)
+            stopped_by = next((name for words, name in _WORDS_OF_LOGS if re.search(words, log)), "")
+        if stopped_by:
+            each = replace(each, stopped_by=stopped_by, ended=ended or each.began)
+            if each.user == user_name():
+                append_end(each)
+        found.append(each)
+    return found
 
 
-def _shard_states(
-    folder: Path,
-    num_shards: int,
-    made: MadeShards,
+def _add_attempts(
+    shards: Sequence[Shard],
     submissions: Sequence[Submission],
-    attempts: Attempts,
-    shown: ShownJobs,
-) -> list[ShardState]:
-    tried: list[list[ShardAttempt]] = [[] for _ in range(num_shards)]
-    not_begun: set[int] = set()
-    found = _all_attempts(folder, submissions, attempts.own, shown)
-    for _, shard_id, attempt in sorted(found, key=lambda each: each[0]):
-        if attempt is None:
-            not_begun.add(shard_id)
-        elif shard_id < num_shards:
-            tried[shard_id].append(attempt)
-    nothing: StateName = "not visible" if attempts.unreadable else "not submitted"
-    order: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")
-    states = []
-    for shard_id, of_shard in enumerate(tried):
-        if shard_id in made.done:
-            states.append(ShardState(shard_id=shard_id, state="done"))
-            continue
-        kinds = {each.state for each in of_shard}
-        state = next((each for each in order if each in kinds), nothing)
-        is_cut = shard_id in not_begun and state == "not submitted"
-        states.append(ShardState(shard_id=shard_id, state=state, attempts=of_shard, has_not_begun=is_cut))
-    return states
-
-
-def _all_attempts(
-    folder: Path, submissions: Sequence[Submission], records: Sequence[Attempt], shown: ShownJobs
-) -> Iterator[tuple[float, int, ShardAttempt | None]]:
-    """(when, shard, the attempt at it); None for a task that ended before it began.
+    records: Sequence[AttemptRecord],
+    queue: Queue,
+    folder: Path,
+) -> None:
+    """Add the attempts at each shard that is not done, oldest first, and what they make of its state.
 
     A submission is later than the one before, whatever the nodes' clocks say.
     """
     arrays = {array.job_id: (each.submitted, array) for each in submissions for array in each.arrays}
-    told = {record.key for record in records}
-    told_restarts = {(*record.key, record.num_restarts) for record in records}
-
-    def is_told(task: TaskAttempt | None, key: tuple[str, int]) -> bool:
-        """Whether a record tells of this start of the task."""
-        return (*key, task.num_restarts) in told_restarts if task and task.is_live else key in told
-
+    found: list[tuple[float, int, Attempt]] = []
     for record in records:
         when, array = arrays.get(record.job_id, (record.began, None))
-        task = shown.task_of(record)
+        job = queue.job_of(record)
         for shard_id in record.shards:
-            yield when, shard_id, _of_record(record, shard_id, task, array, is_away=bool(shown.away))
-    sent = ((each, array) for each in submissions for array in each.arrays)
-    tasks = ((*pair, index, ids) for pair in sent for index, ids in enumerate(pair[1].shards_of_tasks()))
-    for submission, array, index, shard_ids in tasks:
-        task, name = shown.last_task((submission.number, array.job_id, index)), f"{array.job_id}_{index}"
-        if is_told(task, (array.job_id, index)):
-            continue
-        attempt = None
-        if task is None and submission.number in shown.hidden:
-            attempt = ShardAttempt(state="not visible", task=name, array=array)
-        elif task and (task.is_live or cause_of_task(task)):
-            attempt = _of_task(task, array, f"{folder}/{JOBS_FOLDER}/{LOG_FOLDER}/{name}.log")
-        yield from ((submission.submitted, shard_id, attempt) for shard_id in shard_ids)
-    plain = (each for (number, *_), of in shown.attempts.items() if number == PLAIN for each in of)
-    for task in plain:
-        if task.is_live and not is_told(task, task.key):
-            yield math.inf, task.index, _of_task(task, None, "")
+            if shard_id < len(shards) and shards[shard_id].state != "done":
+                attempt = _of_record(record, shard_id, job, array, is_away=bool(queue.away))
+                found.append((when, shard_id, attempt))
+
+    # Tasks of which no record tells: they wait, have just begun, or never could begin.
+    tasks_told = {record.key for record in records}
+    starts_told = {(*record.key, record.num_restarts) for record in records}
+
+    def is_told(job: Job | None, key: tuple[str, int]) -> bool:
+        return (*key, job.num_restarts) in starts_told if job and job.is_live else key in tasks_told
+
+    for submission in submissions:
+        for array in submission.arrays:
+            for index, shard_ids in enumerate(array.shards_of_tasks()):
+                shard_ids = [
+                    each for each in shard_ids if each < len(shards) and shards[each].state != "done"
+                ]
+                job = queue.jobs.get((submission.number, array.job_id, index))
+                if not shard_ids or is_told(job, (array.job_id, index)):
+                    continue
+                task = f"{array.job_id}_{index}"
+                if job and (job.is_live or cause_of_task(job)):
+                    attempt = _of_task(job, array, f"{folder}/{JOBS_FOLDER}/{LOG_FOLDER}/{task}.log")
+                elif job is None and submission.number in queue.hidden:
+                    attempt = Attempt(state="not visible", task=task, array=array)
+                else:
+                    for shard_id in shard_ids:
+                        shards[shard_id].without_record = task
+                    continue
+                found += [(submission.submitted, shard_id, attempt) for shard_id in shard_ids]
+    for (number, *_), job in queue.jobs.items():
+        is_ours = number == PLAIN and job.is_live and job.index < len(shards)
+        if is_ours and shards[job.index].state != "done" and not is_told(job, job.key):
+            found.append((math.inf, job.index, _of_task(job, None, "")))
+
+    for _, shard_id, attempt in sorted(found, key=lambda each: each[0]):
+        shards[shard_id].attempts.append(attempt)
+    for shard in shards:
+        kinds = {each.state for each in shard.attempts}
+        shard.state = next((state for state in _LIVE if state in kinds), shard.state)
+        if shard.state != "not submitted":
+            shard.without_record = ""
 
 
 def _of_record(
-    record: Attempt, shard_id: int, task: TaskAttempt | None, array: JobArray | None, *, is_away: bool
-) -> ShardAttempt:
-    """What a record says of one of its shards. ``task``: what Slurm says of the same attempt."""
+    record: AttemptRecord, shard_id: int, job: Job | None, array: JobArray | None, *, is_away: bool
+) -> Attempt:
+    """What a record says of one of its shards. ``job``: what Slurm says of the same attempt."""
     state: StateName = "failed"
     if record.ended is None and record.pid:  # of ``run``
         is_alive = record.is_alive()
         state = "not visible" if is_alive is None else "running" if is_alive else "failed"
-    elif record.ended is None and task is None:
+    elif record.ended is None and job is None:
         state = "not visible" if is_away else "failed"
-    elif record.ended is None and task and task.is_live and not task.is_waiting:
+    elif record.ended is None and job and job.is_live and not job.is_waiting:
         state = "running"
     cause = None
     if state == "failed":
         is_warned = array is not None and "--signal" in array.request.sbatch_args
-        cause = cause_of(record, task if task and not task.is_live else None, shard_id, is_warned=is_warned)
+        cause = cause_of(record, job if job and not job.is_live else None, shard_id, is_warned=is_warned)
     failure = record.failures.get(shard_id)
-    running = task if state == "running" else None
+    running = job if state == "running" else None
     elapsed_s = running.elapsed_s if running else 0
-    return ShardAttempt(
+    return Attempt(
         state=state,
         task=f"{record.job_id}_{record.index}" if record.job_id else f"{record.node}-{record.pid}",
         array=array,
@@ -490,25 +523,25 @@ def _of_record(
     )
 
 
-def _of_task(task: TaskAttempt, array: JobArray | None, log: str) -> ShardAttempt:
+def _of_task(job: Job, array: JobArray | None, log: str) -> Attempt:
     """What Slurm alone says: of a task that waits, that has just begun, or that never could begin."""
-    is_waiting = task.is_live and task.is_waiting
-    return ShardAttempt(
-        state="pending" if is_waiting else "running" if task.is_live else "failed",
-        task=f"{task.job_id}_{task.index}",
+    is_waiting = job.is_live and job.is_waiting
+    return Attempt(
+        state="pending" if is_waiting else "running" if job.is_live else "failed",
+        task=f"{job.job_id}_{job.index}",
         array=array,
-        cause=None if task.is_live else cause_of_task(task),
-        reason=task.reason if is_waiting else "",
-        start_time=task.start_time if is_waiting else "",
-        node="" if task.node.startswith("None") else task.node,
+        cause=None if job.is_live else cause_of_task(job),
+        reason=job.reason if is_waiting else "",
+        start_time=job.start_time if is_waiting else "",
+        node="" if job.node.startswith("None") else job.node,
         log=log,
-        is_suspended=task.state in SUSPENDED,
-        elapsed_s=task.elapsed_s,
+        is_suspended=job.state in SUSPENDED,
+        elapsed_s=job.elapsed_s,
     )
 
 
-def reason_to_leave(shard: ShardState, max_attempts: int, changes: dict[str, Any]) -> str | None:
-    """Why a shard is not tried again: it failed the same way too often, or must fail the same way.
+def reason_to_leave(shard: Shard, max_attempts: int, changes: dict[str, Any]) -> str | None:
+    """Return why a shard is not tried again: it failed the same way too often, or must fail the same way.
 
     ``changes`` of the request by a person make it another way.
     """

@@ -1,4 +1,4 @@
-"""``status``: a report as data (``--json``), text, metrics and a screen (``--watch``); ``logs``.
+"""``status``: a report as data (``--json``) and text, drawn again and again (``--watch``); ``logs``.
 
 States and causes come from ``slurm.state``; tokens, times, memory and nodes from the manifests of the shards
 that are done.
@@ -14,7 +14,6 @@ import shlex
 import shutil
 import statistics
 import sys
-import textwrap
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -31,23 +30,24 @@ from shardprep.console import (
     output_is_read,
     print_lines,
     printable,
+    quoted,
     shards_text,
-    short_number,
     short_time,
 )
 from shardprep.errors import NotFound, ReadWriteError
-from shardprep.files import publish_bytes
-from shardprep.format.names import WITHDRAWN_DIR, id_ranges, ids_of_ranges
+from shardprep.format.names import WITHDRAWN_DIR, id_ranges
 from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
-from slurm.commands import ask_patiently
-from slurm.resource_use import asked_for, core_hours, resource_use
+from slurm.commands import ask_patiently, user_name
+from slurm.queue import meaning_of
 from slurm.state import (
     BAD_INPUT,
     NODE_FAIL,
     OUT_OF_MEMORY,
     TIMEOUT,
+    VANISHED,
+    Attempt,
     DatasetState,
-    ShardState,
+    Shard,
     StateName,
     cause_of,
     find_state,
@@ -59,70 +59,53 @@ from slurm.state import (
 from slurm.submissions import event_line, read_events
 
 POLL_S = 5.0
-# The beginning of Slurm's reason -> what it means for who waits.
-_REASONS = {
-    "Resources": "the next free nodes are for it",
-    "Priority": "other jobs go before it",
-    "JobArrayTaskLimit": "as many run at once as --max_parallel allows",
-    "JobHeldUser": "held; scontrol release lets it go on",
-    "JobHeldAdmin": "held by an administrator; ask them",
-    "launch failed requeued held": "held, because it could not be started; scontrol release tries again",
-    "BeginTime": "its start time has not come; one that was started again waits a little",
-    "Dependency": "it waits for another job",
-    "ReqNodeNotAvail": "the nodes that it needs are down, drained or reserved; sinfo -R",
-    "Nodes required for job": "the nodes that it needs are down, drained or reserved; sinfo -R",
-    "PartitionDown": "the partition is down; ask an administrator",
-    "PartitionInactive": "the partition is inactive; ask an administrator",
-    "PartitionNodeLimit": "no job of this size may ever run in the partition: cancel, and ask for less",
-    "PartitionTimeLimit": "the partition allows no job so long: cancel, and ask for less --time_min",
-    "PartitionConfig": "no node of the partition is so large: cancel, and ask for less",
-    "BadConstraints": "no node has what is asked for: cancel, and change --constraint",
-    "Reservation": "its reservation has not begun",
-    "InvalidAccount": "the account may not be used: cancel, and change --account",
-    "InvalidQOS": "the QOS may not be used: cancel, and change --qos",
-    "Assoc": "a limit of the account is reached",
-    "QOS": "a limit of the QOS is reached",
-    "MaxMem": "a limit of memory is reached",
-}
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
 _MAX_BAD_FRACTION = r"--max[_-]bad[_-]fraction[ =]([0-9]*\.?[0-9]+)"
-STATUS_VERSION = 1  # of --json: it grows where a field goes or changes its meaning, not where one is added
+STATUS_VERSION = 2  # of --json: it grows where a field goes or changes its meaning, not where one is added
 MOST_TAILS = 8  # logs whose last lines are read
+# Of --until_done: the last of these in the history says whether a controller should be there.
+_ENDS_OF_CONTROLLERS = {"submit", "retry", "cancel", "finished", "stopped"}
 _MOST_SLOW = 3  # shards and nodes that are named
 
 
 def status(args: argparse.Namespace) -> int:
     """``status DATA``: where every shard is, and why what failed did."""
-    plan = need_plan(args.output_dir)
+    plan, state = need_plan(args.output_dir), None
     while True:
-        state = find_state(args.output_dir, plan, if_away=lambda _: None)
+        state = find_state(args.output_dir, plan, if_away=lambda _: None, before=state)
         data = report(state)
-        if args.metrics:
-            publish_bytes(args.metrics, metrics_text(data).encode("utf-8"))
+        lines = [json.dumps(data)] if args.json else report_lines(data)
+        goes_on = state.live_job_ids() or (state.queue.away and state.ids("not visible"))
         if args.watch and not args.json and sys.stdout.isatty():
-            width, height = shutil.get_terminal_size()
-            can_draw = "utf" in (sys.stdout.encoding or "").lower()
-            lines = screen_lines(data, width=max(width, 20), ascii_only=not can_draw)[: max(height - 1, 1)]
-            draw("\033[H" + "".join(f"{line}\033[K\n" for line in lines) + "\033[J")
+            last = "Ctrl-C ends this look, the jobs go on" if goes_on else lines[-1]
+            rows = screen_rows([*lines[:-1], last], *shutil.get_terminal_size())
+            draw("\033[H" + "".join(f"{row}\033[K\n" for row in rows) + "\033[J")
         else:
-            print_lines(*([json.dumps(data)] if args.json else report_lines(data)))
-        goes_on = state.live_job_ids() or (state.shown.away and state.ids("not visible"))
+            print_lines(*lines)
         if not args.watch or not goes_on or not output_is_read():
             return 0
         time.sleep(POLL_S)
 
 
 def wait_for_jobs(folder: Path) -> int:
-    """One bar over the whole data set until no job of it is queued; 0 only where it is verified then."""
+    """One bar over the whole data set until no job of it is queued; 0 only where it is verified then.
+
+    It ends, too, where jobs wait for what only a person can do, and no other job goes on.
+    """
     plan = need_plan(folder)
+    state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
+
+    def look() -> DatasetState:
+        return find_state(folder, plan, before=state)
+
     with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
         while True:
-            state = ask_patiently(lambda: find_state(folder, plan))
+            state = ask_patiently(look)
             fresh = set(state.ids("done")) - done
             done |= fresh
             progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.jobs_to_wait_for():
+            if not state.jobs_to_wait_for() or state.waits_for_a_person():
                 break
             time.sleep(POLL_S)
     print_lines(*report_lines(report(state)))
@@ -171,43 +154,55 @@ def report(state: DatasetState) -> dict[str, Any]:
         "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
         "remedies": {cause: remedy_of(cause) for cause in by_cause},
         "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, 3, {})),
-        "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.has_not_begun),
+        "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
         "other_plan": id_ranges(state.made.other_plan),
         "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
         "verify": state.verify,
+        "verify_trouble": _verify_trouble(state),
         "verified": state.is_verified,
-        "foreign_jobs": state.foreign_jobs,
+        "foreign_jobs": state.queue.foreign,
         "can_write": os.access(state.folder, os.W_OK),
         "accepting_args": _accepting_args(state),
-        "num_foreign_attempts": len(state.attempts.foreign),
-        "unreadable": state.attempts.unreadable,
+        "num_foreign_attempts": len(state.records.foreign),
+        "unreadable": state.records.unreadable,
         "has_slurm": shutil.which("sbatch") is not None,
-        "has_jobs": bool(state.submissions or any(each.job_id for each in state.attempts.own)),
+        "has_jobs": bool(state.submissions or any(each.job_id for each in state.records.own)),
         "history": read_events(state.folder),
-        "controller_jobs": state.shown.controllers,
-        "held_jobs": state.held,
-        "stray_jobs": state.shown.strays,
-        "unrecorded_jobs": state.shown.unrecorded,
-        "slurm_away": state.shown.away,
+        "controller_jobs": state.queue.controllers,
+        "held_jobs": sorted(state.held_jobs(), key=int),
+        "stray_jobs": state.queue.strays,
+        "unrecorded_jobs": state.queue.unrecorded,
+        "slurm_away": state.queue.away,
         "why_not_visible": state.why_not_visible(),
-        "accounts_away": state.shown.accounts_away,
         "suspended": id_ranges(
             each.shard_id for each in state.shards if any(attempt.is_suspended for attempt in each.attempts)
         ),
-        "waits_for": _waits_for(state.shards),
+        "waits_for": waits_for(state),
         "wrong": id_ranges(state.made.wrong),
         "findings": {str(number): each.message for number, each in state.made.wrong.items()},
         **_speed(state, made),
+        "controller_lost": _lost_controller(state),
         "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
         "withdrawn": _withdrawn(state),
         "slow_shards": _slow_shards(made),
         "slow_nodes": _slow_nodes(made),
-        "efficiency": resource_use(state, made),
-        "core_hours": core_hours(state, made),
-        "asked_for": asked_for(state),
+        "unexplained": _unexplained(state),
     }
+
+
+def _verify_trouble(state: DatasetState) -> str:
+    """Return how the newest verify job ended that left the data set unverified, or why it never begins."""
+    if not state.submissions or state.is_verified or state.queue.away:
+        return ""
+    last = state.submissions[-1]
+    job = state.queue.jobs.get((last.number, last.verify_job_id, 0))
+    if job and job.is_live:
+        means, who = meaning_of(job.reason) if job.is_waiting else ("", "")
+        return f"waits for {job.reason}: {means}" if who else ""
+    records = [each for each in state.records.own if each.job_id == last.verify_job_id]
+    return f"ended, {cause_of(records[-1], job, -1)}; its log: {records[-1].log}" if records else ""
 
 
 def _accepting_args(state: DatasetState) -> str:
@@ -243,19 +238,42 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     if not recent:
         return {**numbers, "tokens_per_s": None, "left_s": None}
     queued = state.ids("running", "pending")
-    until = time.time() + clock_s if queued else max(each.ended for each in recent)
-    took_s = max(until - min(each.began for each in recent), 1e-3)
+    until = time.time() if queued else max(each.ended for each in recent) - clock_s
+    took_s = max(until - (since or min(each.began for each in recent)), 1e-3)
     sizes = state.plan.shard_bytes() if queued else []  # it reads every part of the plan
     queued_bytes = sum(sizes[shard_id] for shard_id in queued)
     bytes_per_s = sum(each.input_bytes for each in recent) / took_s
     running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
     if max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent):
         bytes_per_s = 0  # a task takes much longer than any so far: nobody knows how long
+    left_s = round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None
+    waits = waits_for(state)
+    if not running or any(each["to_type"] for each in waits):
+        left_s = None  # what waits begins nobody knows when
+    elif left_s is not None:  # what begins later is not made earlier
+        starts = [
+            time.mktime(time.strptime(each["starts"], "%Y-%m-%dT%H:%M:%S"))
+            for each in waits
+            if each["starts"]
+        ]
+        left_s = max([left_s, *(round(each - time.time()) for each in starts)])
     return {
         **numbers,
         "tokens_per_s": round(sum(each.num_tokens for each in recent) / took_s),
-        "left_s": round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None,
+        "left_s": left_s,
     }
+
+
+def _lost_controller(state: DatasetState) -> str:
+    """Return the job of --until_done that is gone and has not said why it stopped; "" where there is none."""
+    last: dict[str, Any] = {}
+    for event in read_events(state.folder):
+        if event["event"] in _ENDS_OF_CONTROLLERS:
+            last = event
+    if not state.submissions or state.queue.away or last.get("user") != user_name():
+        return ""  # of the folder that this one was copied from, or of a colleague
+    job_id = str(last.get("controller", ""))
+    return "" if job_id in state.queue.controllers else job_id
 
 
 def _slow_shards(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
@@ -284,25 +302,43 @@ def _slow_nodes(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
     return [{"node": node, "speed": round(share, 2)} for share, node in sorted(found)[:_MOST_SLOW]]
 
 
-def _waits_for(shards: Sequence[ShardState]) -> list[dict[str, Any]]:
-    """Why shards are pending, in Slurm's word and in ours, and when the first is expected to start."""
-    found: dict[str, list[tuple[int, str]]] = {}
-    for shard in shards:
+def _unexplained(state: DatasetState) -> str:
+    """Return the command that may tell how tasks ended of which no record does; "" where there are none."""
+    tasks = {shard.without_record for shard in state.shards if shard.without_record}
+    for shard in state.shards:
+        if shard.cause == VANISHED and shard.attempts[-1].record and shard.attempts[-1].record.job_id:
+            tasks.add(shard.attempts[-1].task)
+    if not tasks:
+        return ""
+    listed = shlex.quote(",".join(sorted(tasks)[:_MOST_FAILURES]))
+    return f"sacct -D -j {listed} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
+
+
+def waits_for(state: DatasetState) -> list[dict[str, Any]]:
+    """Return why shards are pending, in Slurm's word and in ours, and what a person must type, if so."""
+    found: dict[str, list[tuple[int, Attempt]]] = {}
+    for shard in state.shards:
         if shard.state == "pending":
             attempt = next(each for each in shard.attempts if each.state == "pending")
-            found.setdefault(attempt.reason, []).append((shard.shard_id, attempt.start_time))
-    return [
-        {
-            "reason": reason,
-            "means": next((words for word, words in _REASONS.items() if reason.startswith(word)), ""),
-            "shards": id_ranges(shard_id for shard_id, _ in waiting),
-            "starts": min((starts for _, starts in waiting if starts), default=""),
-        }
-        for reason, waiting in found.items()
-    ]
+            found.setdefault(attempt.reason, []).append((shard.shard_id, attempt))
+    folder, waits = quoted(state.folder), []
+    for reason, waiting in found.items():
+        means, remedy = meaning_of(reason)
+        jobs = sorted({attempt.task.partition("_")[0] for _, attempt in waiting}, key=int)
+        commands = {"release": f"scontrol release {','.join(jobs)}", "cancel": f"shardprep cancel {folder}"}
+        waits.append(
+            {
+                "reason": reason,
+                "means": means,
+                "to_type": commands.get(remedy, ""),
+                "shards": id_ranges(shard_id for shard_id, _ in waiting),
+                "starts": min((each.start_time for _, each in waiting if each.start_time), default=""),
+            }
+        )
+    return waits
 
 
-def _failures(failed: Sequence[ShardState]) -> list[dict[str, Any]]:
+def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
     """The last attempt at each failed shard; the end of its log for the newest few."""
     last = {shard.shard_id: shard.attempts[-1] for shard in failed}
     ended = {
@@ -329,13 +365,13 @@ def _failures(failed: Sequence[ShardState]) -> list[dict[str, Any]]:
 
 def _restarts(state: DatasetState) -> dict[str, int]:
     """Attempts of tasks that Slurm started again afterwards, counted by how they ended."""
-    own = [each for each in state.attempts.own if each.job_id and each.shards]
+    own = [each for each in state.records.own if each.job_id and each.shards]
     last = {each.key: each for each in own}
     found: Counter[str] = Counter()
     for each in own:
         made = [state.made.done.get(shard_id) for shard_id in each.shards]
         if last[each.key] is not each or all(of and of.job_id == each.job_id for of in made):
-            cause = cause_of(each, state.shown.task_of(each), each.shards[0])
+            cause = cause_of(each, state.queue.job_of(each), each.shards[0])
             found[f"{cause} on {each.node}" if cause == NODE_FAIL else cause] += 1
     return dict(found)
 
@@ -363,6 +399,7 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in queued if data[name]]
     for item in data["waits_for"]:
         means = f": {item['means']}" if item["means"] else ""
+        means += f"; type: {item['to_type']}" if item["to_type"] else ""
         starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
         wait = "waits" if item["shards"].isdecimal() else "wait"
         lines.append(f"    {shards_text(item['shards'])} {wait} for {item['reason']}{means}{starts}")
@@ -380,11 +417,8 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     lines += [f"  not done, {why}" for why in data["broken"].values()][:_MOST_FAILURES]
     slow = [f"{it['shard']:05d} ({short_time(it['wall_s'])} on {it['node']})" for it in data["slow_shards"]]
     nodes = [f"{it['node']} ({it['speed']:.0%} of the others' speed)" for it in data["slow_nodes"]]
-    asked = [f"{name} {item['value']} ({item['source']})" for name, item in data["asked_for"].items()]
     lines += [f"  slowest shards: {', '.join(slow)}"] if slow else []
     lines += [f"  slow nodes: {', '.join(nodes)}"] if nodes else []
-    lines += _efficiency_lines(data)
-    lines += [f"  asked for: {', '.join(asked)}"] if asked else []
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
@@ -407,10 +441,13 @@ _NOTES = {  # field -> what it says to people, most pressing first
     "stray_jobs": "held jobs that no record names: {}: a submission goes on, or was cut short",
     "suspended": "suspended: {}; to go on: scontrol resume JOB",
     "wrong": "found wrong by verify: {}; not done, to be made anew",
+    "verify_trouble": "the verify job {}",
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
     "foreign_jobs": "jobs of the folder that this one was copied from are left alone: {0} "
     "(to end them: scancel {0})",
-    "accounts_away": "Slurm's accounts give no answer, so causes are from records: {}",
+    "controller_lost": "job {0} of --until_done is gone and did not say why (killed, its time limit, or the "
+    "folder was moved); its log: jobs/logs/control-{0}.log; to go on: shardprep retry --until_done",
+    "unexplained": "no record says how these ended; Slurm's accounts may, where there are any: {}",
 }
 
 
@@ -434,32 +471,17 @@ def notes(data: dict[str, Any]) -> list[str]:
     return found
 
 
-def _efficiency_lines(data: dict[str, Any]) -> list[str]:
-    used, hours = data["efficiency"], data["core_hours"]
-    if not used:
-        return []
-    of = f" of {used['mem_mb']}" if used["mem_mb"] else ""
-    by = "" if used["num_processes"] == 1 else f" by the largest of {used['num_processes']} processes"
-    limit = f" of {used['time_min']} min" if used["time_min"] else ""
-    asked = " ".join(f"--{name} {value:g}" for name, value in used["next_time"].items())
-    shares = f"{used['cpu']:.0%} of the CPUs, {used['max_rss_mb']}{of} MB of memory{by}"
-    longest = f"{short_time(used['longest_task_s'])}{limit} for the longest task"
-    wasted = "" if hours["failed"] is None else f", {hours['failed']:.3g} of them by attempts that failed"
-    return [
-        f"  used: {shares}, {longest}",
-        f"  core-hours: {hours['used']:.3g}{wasted}",
-        f"  next time ask for: {asked} (submit --auto does)",
-    ]
-
-
 def next_line(data: dict[str, Any]) -> str:
     """What to type next: a command that the program would not refuse, from any folder."""
     folder = shlex.quote(data["folder"])
     if data["slurm_away"] and data["has_jobs"]:
         return f"next: the same again, when Slurm answers: shardprep status {folder}"
+    stuck = [each["to_type"] for each in data["waits_for"] if each["to_type"]]
     if data["held_jobs"] and data["can_write"]:
         ids = ",".join(data["held_jobs"])
         return f"next: scontrol release {ids} (they are held), or: shardprep cancel {folder}"
+    if stuck and not data["running"] and data["can_write"]:
+        return f"next: {stuck[0]}"
     if (data["running"] or data["pending"]) and not data["held_jobs"]:
         return f"next: shardprep status {folder} --watch"
     if not data["can_write"] and not data["verified"]:
@@ -497,149 +519,28 @@ def _retry_command(data: dict[str, Any], folder: str) -> str:
     return again if {*data["causes"]} <= {OUT_OF_MEMORY, TIMEOUT} else f"correct the cause, then: {again}"
 
 
-def metrics_text(data: dict[str, Any]) -> str:
-    """The report as lines of metrics; what is not known has no line.
+def screen_rows(lines: Sequence[str], width: int, height: int) -> list[str]:
+    """Return lines as rows of a terminal: broken at blanks, the last line at the bottom, whole.
 
-    Names and labels are an interface: they stay.
+    A Korean letter takes two cells. Where there are more rows than the terminal has, those before the last
+    line are left out; ``status`` without ``--watch`` prints them all.
     """
-    lines: list[str] = []
-
-    def add(name: str, text: str, label: str, values: dict[str, float | None]) -> None:
-        known = {key: value for key, value in values.items() if value is not None}
-        lines.extend([f"# HELP shardprep_{name} {text}", f"# TYPE shardprep_{name} gauge"] if known else [])
-        for key, value in known.items():
-            labels = {"folder": data["folder"], **({label: key} if label else {})}
-            lines.append(f"shardprep_{name}{_labels(labels)} {value}")
-
-    def add_number(name: str, text: str, value: float | None) -> None:
-        add(name, text, "", {"": value})
-
-    names = [name.replace(" ", "_") for name in _STATES]
-    states = {name: float(data[f"num_{name}"]) for name in names}
-    add("shards", "Shards of the data set by state.", "state", {**states})
-    causes = {cause: float(_number(ids)) for cause, ids in data["causes"].items()}
-    add("shards_failed", "Failed shards by cause.", "cause", {**causes})
-    add_number("tokens", "Tokens of the shards that are done.", data["num_tokens"])
-    add_number("tokens_per_second", "Tokens per second since the newest submission.", data["tokens_per_s"])
-    add_number("seconds_left", "Seconds until what is queued will be made, at this speed.", data["left_s"])
-    hours = {"all": data["core_hours"]["used"], "failed": data["core_hours"]["failed"]}
-    add("core_hours", "Core-hours of all attempts, and of those that failed.", "kind", hours)
-    add_number("verified", "1 where index.json is there.", float(data["verified"]))
-    add_number("slurm_answers", "1 where Slurm said what waits and runs.", float(not data["slurm_away"]))
-    return "\n".join([*lines, ""])
+    rows = [row for line in lines[:-1] for row in _rows_of(line, width)]
+    last = _rows_of(lines[-1], width)
+    return [*rows[: max(height - 1 - len(last), 0)], *last]
 
 
-def _number(ids: str) -> int:
-    return len(ids_of_ranges(ids)) if ids else 0
-
-
-def _labels(labels: dict[str, str]) -> str:
-    escapes = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-    return "{" + ",".join(f'{name}="{value.translate(escapes)}"' for name, value in labels.items()) + "}"
-
-
-_SIGNS = {  # of the bar: state -> sign, and the one for a terminal without UTF-8
-    "done": "█#", "running": "▓=", "pending": "░-", "failed": "×x", "not visible": "??", "not submitted": "·."
-}  # fmt: skip
-_COLUMN = 13  # where what is said of a kind begins
-_MOST_LINES = 23  # a terminal has 24, and the cursor is in the last
-_MOST_ROWS = 4  # of one kind: causes, reasons, nodes
-
-
-def screen_lines(data: dict[str, Any], *, width: int = 80, ascii_only: bool = False) -> list[str]:
-    """The report as a screen of at most 23 lines, none of them longer than ``width``."""
-    counts = {name: data[f"num_{name.replace(' ', '_')}"] for name in _SIGNS}
-    signs = {name: both[ascii_only] for name, both in _SIGNS.items()}
-    cells = {name: max(width * each // data["num_shards"], min(1, each)) for name, each in counts.items()}
-    cells[max(cells, key=lambda name: cells[name])] += width - sum(cells.values())  # each kind has a cell
-    words = [f"{signs[name]} {number:,} {name}" for name, number in counts.items() if number]
-    speed = f"{short_number(data['tokens_per_s'])} tokens/s" if data["tokens_per_s"] else "no speed yet"
-    left = f"about {short_time(data['left_s'])} left" if data["left_s"] is not None else ""
-    top = [
-        _both_ends(f"shardprep {data['folder']}", time.strftime("%H:%M:%S"), width),
-        "".join(signs[name] * number for name, number in cells.items()),
-        _both_ends("  ".join(words), f"{data['num_done'] / data['num_shards']:.1%}", width),
-        "",
-        "   ".join(filter(None, (f"{short_number(data['num_tokens'])} tokens", speed, left))),
-    ]
-    goes_on = data["running"] or data["pending"] or (data["slurm_away"] and data["not_visible"])
-    last = "Ctrl-C ends this look, the jobs go on" if goes_on else next_line(data)
-    end = [*_last_failure_lines(data, width), "", last]
-    kinds = _kinds(data, width)
-    for most in range(_MOST_ROWS, 0, -1):  # fewer of each kind, until all kinds have room
-        rows = [row for name, texts in kinds.items() for row in _rows(name, texts, most)]
-        if len(top) + len(rows) + len(end) <= _MOST_LINES:
-            break
-    lines = [cut(line, width) for line in (*top, *rows, *end[:-1])]
-    return [*lines, *(_wrapped(last, width) if last.startswith("next: ") else [cut(last, width)])]
-
-
-def _kinds(data: dict[str, Any], width: int) -> dict[str, list[str]]:
-    waiting = []
-    for item in data["waits_for"]:
-        starts = f"expected at {item['starts'][11:16]}; " if item["starts"] else ""
-        waiting.append(f"{shards_text(item['shards'])}: {starts}{item['means'] or item['reason']}")
-    unseen = f"{shards_text(data['not_visible'])} ({data['why_not_visible']})"
-    slow = [f"{it['node']} at {it['speed']:.0%} of the others' speed" for it in data["slow_nodes"]]
-    return {
-        "Slurm": textwrap.wrap(data["slurm_away"], max(width - _COLUMN, 20))[:2],
-        "not visible": [unseen] if data["not_visible"] else [],
-        "note": notes(data),
-        "waits for": waiting,
-        "failed": [f"{_number(ids)} {cause}: {shards_text(ids)}" for cause, ids in data["causes"].items()],
-        "restarted": [f"{counted(number, 'task')} after {how}" for how, number in data["restarts"].items()],
-        "slow nodes": slow,
-    }
-
-
-def cut(line: str, width: int) -> str:
-    """A line that fits into ``width`` cells (a Korean letter takes two), control characters as escapes."""
-    clean = printable(line)
-    if num_cells(clean) <= width:
-        return clean
-    while num_cells(clean) > max(width - 3, 0):
-        clean = clean[:-1]
-    return (clean + "...")[:width]
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """A command whole, over as many lines as it takes."""
-    clean, lines = printable(line), [""]
-    for char in clean:
-        if num_cells(lines[-1] + char) > width:
-            lines.append("")
-        lines[-1] += char
-    return lines
-
-
-def _both_ends(left: str, right: str, width: int) -> str:
-    left = cut(left, width - len(right) - 1)
-    return left + " " * (width - num_cells(left) - len(right)) + right
-
-
-def _rows(name: str, texts: Sequence[str], most: int) -> list[str]:
-    shown = list(texts[:most])
-    if (more := len(texts) - most) > 0:
-        shown[-1] = f"and {more + 1} more" if most > 1 else f"{shown[-1]}, and {more} more"
-    return [f"{name if row == 0 else '':<{_COLUMN}}{text}" for row, text in enumerate(shown)]
-
-
-def _last_failure_lines(data: dict[str, Any], width: int) -> list[str]:
-    """The failure of the attempt that ended last, with the last line of its log."""
-    if not data["failures"]:
-        return []
-    last = max(data["failures"], key=lambda item: (item["ended"], item["shard"]))
-    where = f" on {last['node']}" if last["node"] else ""
-    lines = ["", *_rows("last failed", [f"shard {last['shard']:05d}{where}: {last['cause']}"], 1)]
-    said = last["last_lines"][-1:]
-    return [*lines, *(" " * _COLUMN + _both_parts(line, width - _COLUMN) for line in said)]
-
-
-def _both_parts(line: str, width: int) -> str:
-    """A long line's beginning, which says who, and its end, which says why."""
-    if num_cells(line) <= width:
-        return line
-    head = cut(line, width // 3)
-    while num_cells(line) > width - num_cells(head) - 1:
-        line = line[1:]
-    return f"{head} {line}"
+def _rows_of(line: str, width: int) -> list[str]:
+    """Break a line at blanks, where it has any, into rows of at most ``width`` cells, indented as it is."""
+    text = printable(line)
+    indent = " " * min(len(text) - len(text.lstrip(" ")) + 2, width // 2)
+    rows = [""]
+    for word in re.findall(r" *[^ ]+", text):
+        if rows[-1].strip() and num_cells(rows[-1] + word) > width:
+            rows.append(indent)
+            word = word.lstrip(" ")
+        for char in word:  # one that is wider than the terminal, such as a path
+            if num_cells(rows[-1] + char) > width:
+                rows.append(indent)
+            rows[-1] += char
+    return rows

@@ -16,7 +16,7 @@ import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from preprocess.attempts import HISTORY_NAME, append_line
 from shardprep.errors import (
@@ -52,17 +52,15 @@ class SubmittedMeanwhile(ReadWriteError):
     """Another submission of the same data set was recorded first."""
 
 
-@dataclass(frozen=True)
-class JobIdentity:
+class SentJob(NamedTuple):
     """What makes a job this one: a controller that lost its state gives old ids to other jobs.
 
-    Name, user and time of submission are those that Slurm showed when it took the job, so that a site which
-    renames jobs is followed.
+    Name and time of submission are those that Slurm showed when it took the job, so that a site which renames
+    jobs is followed.
     """
 
     job_id: str
     name: str
-    user: str
     submit_time: str  # of the controller's clock, UTC, 2026-11-22T01:52:04
 
 
@@ -96,17 +94,15 @@ class Submission:
     verify_job_id: str
     verify_name: str
     verify_submit_time: str
-    sources: dict[str, str]  # field of the request -> where its value came from; not the defaults
-    identity: int | None = None  # of the folder; None in a record of an older version
+    identity: str  # of the folder, see ``folder_identity``
     # Whether this user wrote the record, and nobody else can write to it. It is not in the file.
     is_own: bool = field(default=True, compare=False)
 
     @property
-    def jobs(self) -> list[JobIdentity]:
+    def jobs(self) -> list[SentJob]:
         """Its jobs, verify last."""
-        jobs = [JobIdentity(each.job_id, each.name, self.user, each.submit_time) for each in self.arrays]
-        verify = JobIdentity(self.verify_job_id, self.verify_name, self.user, self.verify_submit_time)
-        return [*jobs, verify]
+        jobs = [SentJob(each.job_id, each.name, each.submit_time) for each in self.arrays]
+        return [*jobs, SentJob(self.verify_job_id, self.verify_name, self.verify_submit_time)]
 
     def made(self, shard: ShardMaking) -> bool:
         """Whether one of its jobs made it, by the job's number: the nodes' clocks may be wrong."""

@@ -18,14 +18,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from preprocess.attempts import LOGS_FOLDER
 from preprocess.plan.plan_file import Plan
 from shardprep.console import counted, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
-from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_folder, is_link, names_in, remove_tree
+from shardprep.files import (
+    STALE_AFTER_S,
+    TEMPORARY_NAME,
+    is_folder,
+    is_link,
+    names_in,
+    remove_tree,
+    size_of_file,
+)
 from shardprep.format.done import check_done, read_findings
-from shardprep.format.names import DIGESTS_DIR, FIELDS_DIR, IDS_DIR, QUARANTINE_DIR
+from shardprep.format.names import DIGESTS_DIR, FIELDS_DIR, IDS_DIR, INDEX_NAME, QUARANTINE_DIR
 
 _SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, FIELDS_DIR, "jobs")
+_TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
@@ -73,12 +83,17 @@ def clean(folder: Path, plan: Plan | None, *, dry_run: bool = False, say: Callab
     paths = [place / name for place in places for name in names_in(place) if TEMPORARY_NAME.fullmatch(name)]
     removed: list[Temporary] = []
     kept: list[Temporary] = []
+    # Of a verified data set also the logs of tasks, a file each.
+    logs = folder / LOGS_FOLDER
+    if plan and size_of_file(folder / INDEX_NAME) is not None and not is_link(logs):
+        paths += [logs / name for name in names_in(logs) if _TASK_LOG.fullmatch(name)]
     is_done = functools.cache(functools.partial(_is_done, folder, plan))
     failed = ""
     for path in paths:
         try:
             item = _temporary(path)
-            if item.age_s < STALE_AFTER_S and not is_done(item.shard_id):
+            is_log = path.parent == logs
+            if item.age_s < STALE_AFTER_S and not is_log and not is_done(item.shard_id):
                 kept.append(item)
                 continue
             if not dry_run:

@@ -63,7 +63,6 @@ _SLURM_FACTS = (
     "SLURM_ARRAY_JOB_ID",
     "SLURM_ARRAY_TASK_ID",
     "SLURM_RESTART_COUNT",
-    "SLURM_JOB_START_TIME",
     "SLURM_CPUS_PER_TASK",
 )
 _OTHER_FIELD = {"no_field", "null_field", "wrong_type"}  # reasons: the field may be another one

@@ -129,9 +129,10 @@ def refuse_other_plan(folder: Path, plan_id: str) -> None:
         )
 
 
-def find_made_shards(folder: Path, spec: DatasetSpec) -> MadeShards:
+def find_made_shards(folder: Path, spec: DatasetSpec, *, known: MadeShards | None = None) -> MadeShards:
     """Look at every manifest: one listing, and a read and two stats per manifest.
 
+    ``known``: what was found a moment ago; the manifests of what was done then are not read again.
     Eight are read at a time where the file system lets a reader wait. 10,000 shards take about 0.4 s of CPU.
     Raises NotFound, BrokenShard for findings that cannot be read, or ReadWriteError: a manifest that cannot
     be read may be that of a done shard.
@@ -146,6 +147,8 @@ def find_made_shards(folder: Path, spec: DatasetSpec) -> MadeShards:
             "folder that you can read"
         ) from None
     ids = [shard_id for shard_id in range(spec.num_shards) if f"{shard_name(shard_id)}.json" in names]
+    before = {each: known.done[each] for each in ids if each in known.done} if known else {}
+    ids = [each for each in ids if each not in before]
     findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in names else {}
 
     def look(part: Sequence[int]) -> list[tuple[ShardMaking, int] | str]:
@@ -160,6 +163,8 @@ def find_made_shards(folder: Path, spec: DatasetSpec) -> MadeShards:
         found += itertools.chain.from_iterable(pool.map(look, parts))
     looks = dict(zip(ids, found, strict=True))
     made = {shard_id: each for shard_id, each in looks.items() if not isinstance(each, str)}
+    if known:
+        made |= {each: (making, known.tar_bytes[each]) for each, making in before.items()}
     of_plan = {shard_id for shard_id, (making, _) in made.items() if making.plan_id == spec.plan_id}
     done = sorted(of_plan - findings.keys())
     return MadeShards(

@@ -113,8 +113,6 @@ class ShardMaking(NamedTuple):
     cpu_s: float
     num_cpus: int
     max_rss_bytes: int
-    # Slurm's job, index, begin in seconds since 1970, CPUs; None where the manifest does not say them.
-    task: tuple[str, str, int, int] | None = None
 
     @property
     def ended(self) -> float:
@@ -140,14 +138,6 @@ def read_making(path: Path | str, shard_id: int) -> tuple[ShardMaking, dict[str,
         raise BrokenShard(f"{path} is no manifest ({error})") from None
 
 
-def _task_of(slurm: dict[str, str], began: float) -> tuple[str, str, int, int] | None:
-    """The task that made a shard. One that began later than its shard, by another clock, is of no use."""
-    start, num_cpus = slurm.get("SLURM_JOB_START_TIME", ""), slurm.get("SLURM_CPUS_PER_TASK", "")
-    if not re.fullmatch("[0-9]{1,12} [0-9]{1,6}", f"{start} {num_cpus}") or int(start) > began:
-        return None
-    return slurm.get("SLURM_JOB_ID", ""), slurm.get("SLURM_ARRAY_TASK_ID", ""), int(start), int(num_cpus)
-
-
 def _making_of(shard_id: int, data: dict[str, Any]) -> ShardMaking:
     """Raises what ``read_making`` catches. ``Fields`` would say more, and take three times as long."""
     if data["shard_id"] != shard_id:
@@ -169,7 +159,6 @@ def _making_of(shard_id: int, data: dict[str, Any]) -> ShardMaking:
         cpu_s=run["cpu_s"],
         num_cpus=run["num_cpus"],
         max_rss_bytes=run["max_rss_bytes"],
-        task=_task_of(slurm, run["began"]),
     )
     wholes = [making.num_tokens, making.input_bytes, making.num_cpus - 1, making.max_rss_bytes]
     for of in sources.values():

@@ -60,11 +60,9 @@ def _environment() -> Environment:
         "percent": lambda share: (
             "-" if share is None else "<0.01%" if 0 < share < 5e-5 else f"{share:.{2 if share < 0.1 else 1}%}"
         ),
-        "hours": lambda hours: f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}",
         "length_in_tokens": lambda number: f"{number:,}" if number < 100_000 else short_number(number),
         "ids": _short_ids,
         "quoted": shlex.quote,
-        "flags": lambda values: " ".join(f"--{name} {value:g}" for name, value in values.items()),
         "filled": lambda bins: list(itertools.dropwhile(lambda each: not each["num_documents"], bins)),
         "shares": lambda values, whole: [value / (whole or 1) for value in values],
         "without": lambda counts, names: {name: counts[name] for name in counts if name not in names},

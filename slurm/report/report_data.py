@@ -13,7 +13,6 @@ import datetime
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -58,12 +57,11 @@ from shardprep.format.names import (
 )
 from shardprep.format.shard_making import ShardMaking, longest_of, read_making, texts_of
 from shardprep.format.withdrawals import withdrawn_counts
-from slurm.resource_use import longest_task_s
 from slurm.state import DatasetState, cause_of, find_state
 from slurm.status import report as status_of
 from slurm.submissions import Submission
 
-REPORT_VERSION = 2  # it grows where a field goes or changes its meaning, not where one is added
+REPORT_VERSION = 3  # it grows where a field goes or changes its meaning, not where one is added
 MAX_NODES = 40  # that are shown over time
 MAX_QUARANTINE_FILES = 64  # that are read, evenly over the shards
 _NUM_TIME_STEPS = 120
@@ -225,15 +223,15 @@ def report_data(
         "left_out": _left_out(folder, plan, sums, num_examples),
         "shard_sizes": _shard_sizes(sums) if made else {},
         "work": work_over_time(made, status["slow_shards"]) if made else {},
-        "use": _use(made, status) if made else {},
-        "attempts": {**_attempts(state, status, made), "num_restarted_shards": totals["num_restarted"]},
+        "use": _use(made) if made else {},
+        "attempts": {**_attempts(state, status), "num_restarted_shards": totals["num_restarted"]},
         "again": _again(plan, sums),
     }
     return _without_secrets(report)
 
 
-def _attempts(state: DatasetState, status: Mapping[str, Any], made: Sequence[ShardMaking]) -> dict[str, Any]:
-    """What was submitted, what tasks used of what they asked for, and what was sent again and why."""
+def _attempts(state: DatasetState, status: Mapping[str, Any]) -> dict[str, Any]:
+    """What was submitted, and what was sent again and why."""
     shards: dict[str, set[int]] = defaultdict(set)
     nodes: dict[str, Counter[str]] = defaultdict(Counter)
     for event in status["history"]:
@@ -241,9 +239,9 @@ def _attempts(state: DatasetState, status: Mapping[str, Any], made: Sequence[Sha
             shards[cause].update(ids_of_ranges(found["shards"]))
             nodes[cause].update(found["nodes"])
     retried = sorted(shards.items(), key=lambda item: (-len(item[1]), item[0]))
-    ended = [each for each in state.attempts.own if each.ended is not None and each.node]
+    ended = [each for each in state.records.own if each.ended is not None and each.node]
     return {
-        "submissions": [_submission(state, submission, made) for submission in state.submissions],
+        "submissions": [_submission(state, submission) for submission in state.submissions],
         "retried": [
             {"cause": cause, "num_shards": len(ids), "shards": id_ranges(ids), "nodes": nodes[cause]}
             for cause, ids in retried
@@ -261,7 +259,7 @@ def _records(state: DatasetState) -> list[dict[str, Any]]:
     tried = [attempt for shard in state.shards for attempt in shard.attempts]
     running = {id(each.record) for each in tried if each.state in ("running", "not visible")}
     found = []
-    for each in [each for each in state.attempts.own if each.shards][-_MAX_RECORDS:]:
+    for each in [each for each in state.records.own if each.shards][-_MAX_RECORDS:]:
         left = [shard_id for shard_id in each.shards if shard_id not in state.made.done]
         shard_id = next(iter([*each.failures, *left, *each.shards]))
         failure = each.failures.get(shard_id)
@@ -275,24 +273,22 @@ def _records(state: DatasetState) -> list[dict[str, Any]]:
                 "shards": id_ranges(each.shards),
                 "num_shards": len(each.shards),
                 "num_made_by_now": len(each.shards) - len(left),
-                "cause": "" if id(each) in running else cause_of(each, state.shown.task_of(each), shard_id),
+                "cause": "" if id(each) in running else cause_of(each, state.queue.job_of(each), shard_id),
                 "message": failure.reason if failure else "",
             }
         )
     return found
 
 
-def _submission(state: DatasetState, submission: Submission, made: Sequence[ShardMaking]) -> dict[str, Any]:
-    """What it asked for and what its tasks used; of its free text (setup, arguments) nothing.
+def _submission(state: DatasetState, submission: Submission) -> dict[str, Any]:
+    """What it asked for; of its free text (setup, arguments) nothing.
 
     A retry may ask for other memory and time in each of its arrays: the most of them is told.
     """
     arrays = submission.arrays
     tasks = [shards for array in arrays for shards in array.shards_of_tasks()]
     job_ids = [array.job_id for array in arrays]
-    failed = [each for each in state.attempts.own if each.job_id in job_ids]
-    peaks = [each.peak_bytes for each in failed if each.peak_bytes]
-    seen = max([each.max_rss_bytes for each in made if submission.made(each)] + peaks, default=0)
+    failed = [each for each in state.records.own if each.job_id in job_ids]
 
     def most(name: str) -> int | None:  # None, which is no limit, where one of them is None
         values = [getattr(array, name) for array in arrays]
@@ -309,8 +305,6 @@ def _submission(state: DatasetState, submission: Submission, made: Sequence[Shar
         "mem_mb": most("mem_mb"),
         "time_min": most("time_min"),
         "num_failed_tasks": sum(each.ended is not None for each in failed),
-        "max_rss_mb": math.ceil(seen / 2**20) if seen else None,
-        "longest_task_s": longest_task_s(submission, made) or None,
     }
 
 
@@ -586,10 +580,8 @@ def _nodes(names: list[str], made: Sequence[ShardMaking], busy: list[list[float]
     return sorted(nodes, key=lambda node: (node["bytes_per_s"], node["node"]))[:MAX_NODES]
 
 
-def _use(made: Sequence[ShardMaking], status: Mapping[str, Any]) -> dict[str, Any]:
+def _use(made: Sequence[ShardMaking]) -> dict[str, Any]:
     return {
-        "core_hours": status["core_hours"],
-        "newest_submission": status["efficiency"],
         "cpu_s": round(sum(each.cpu_s for each in made), 1),
         "had_cpu_s": round(sum(each.wall_s * each.num_cpus for each in made), 1),
         "max_rss_bytes": max(each.max_rss_bytes for each in made),

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from preprocess.attempts import folder_identity
 from shardprep.format.checked_json import with_content_hash
 from shardprep.format.names import shard_name
 from shardprep.signals import STOP_SIGNALS
@@ -73,22 +74,7 @@ case "$name $*" in
     echo $((number + 1)) ;;
   scontrol*config*) cat "$place/config" ;;
   scontrol*"show job"*) sed "s/{name}/$(cat "$place/name-${!#}")/" "$place/job" ;;
-  scontrol*"show partition"*) [[ ! -e $place/partitions ]] || cat "$place/partitions" ;;
   scontrol*federation) [[ ! -e $place/federation ]] || cat "$place/federation" ;;
-  sacctmgr*" show "*)
-    # Lines of column=value in a file of this kind of row; shown are the rows and columns that are asked for.
-    asked=$*; what=${asked#* show } columns=${asked##*format=}; rows=$place/sacctmgr-${what%% *}
-    [[ -e $rows ]] || exit 0
-    while read -r row; do
-      for asked in ${what#* }; do
-        [[ $asked != *=* || $asked = format=* || " $row " = *" $asked "* ]] || continue 2
-      done
-      line=
-      for column in ${columns//,/ }; do value=" $row" && [[ $value = *" $column="* ]] || value=" $column="
-        value=${value##* "$column"=} && line+="|${value%% *}"
-      done
-      echo "${line#|}"
-    done <"$rows" ;;
   *) [[ ! -e $place/$name ]] || cat "$place/$name" ;;
 esac
 """
@@ -122,7 +108,7 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     """Put the stand-ins first on PATH, and take what Slurm sets out of the environment."""
     place = tmp_path / "slurm's commands"
     place.mkdir()
-    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel", "sacctmgr"):
+    for name in ("sbatch", "scontrol", "sinfo", "squeue", "sacct", "scancel"):
         (place / name).with_suffix(".sh").write_text(FAKE.replace("@PLACE@", shlex.quote(str(place))))
         (place / name).with_suffix(".sh").chmod(0o755)
         (place / "bin").mkdir(exist_ok=True)
@@ -182,13 +168,13 @@ def submission(**changes: Any) -> Submission:
     array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
     fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
     fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
-    fields |= {"verify_submit_time": WHEN, "sources": {}}
+    fields |= {"verify_submit_time": WHEN, "identity": "1.2"}
     return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
 
 
 def submitted(data: Path, **changes: Any) -> None:
     (data / "jobs").mkdir(exist_ok=True)
-    publish(data, submission(**changes))
+    publish(data, submission(**{"identity": folder_identity(data), **changes}))
 
 
 def make_done(data: Path, *shard_ids: int, job_id: str = "", **run: Any) -> None:
@@ -218,7 +204,7 @@ def write_record(data: Path, task: str, *lines: dict[str, Any], **begin: Any) ->
     plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
     job_id, _, index = task.partition("_")
     first = {"event": "begin", "version": 1, "by": "submit", "plan_id": plan_id, "shards": index}
-    first |= {"identity": data.stat().st_ino, "job_id": job_id, "index": int(index), "raw_job_id": job_id}
+    first |= {"identity": folder_identity(data), "job_id": job_id, "index": int(index)}
     first |= {"num_restarts": 0, "user": "root", "node": "n1", "time": 1000, "num_cpus": 1, **begin}
     path = data / "jobs" / "attempts" / f"{task}.r{first['num_restarts']}"
     path.parent.mkdir(parents=True, exist_ok=True)

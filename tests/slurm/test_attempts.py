@@ -16,18 +16,21 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.attempts import RunRecord, folder_identity, read_attempts, remove_finished
+from preprocess.attempts import RunRecord, folder_identity, read_attempts
 from preprocess.plan.plan_file import need_plan
 from shardprep.format.names import tar_path
 from slurm.request import JobRequest
 from slurm.script import names_begin
+from slurm.state import find_state
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.slurm.fake_slurm import (
+    NAME,
     WHEN,
     FakeSlurm,
     ended,
@@ -108,48 +111,9 @@ def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(
     submitted(data_dir)
     again = [dataclasses.replace(submission().arrays[0], job_id="3")]
     submitted(data_dir, number=1, arrays=again, submitted=2.5, verify_job_id="4")
-    write_record(data_dir, "3_0", ended(75, oom=1))
+    write_record(data_dir, "3_0", ended(75, stopped_by="OUT_OF_MEMORY"))
     fake.answers("squeue", squeue_line("0", "NODE_FAIL"))
     assert status(data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
-
-
-def test_a_node_failure_is_known_when_slurm_has_forgotten_it(fake: FakeSlurm, data_dir: Path) -> None:
-    """Also where the node's script lived long enough to write an end of its own."""
-    submitted(data_dir)
-    write_record(data_dir, "1_0")
-    path = write_record(data_dir, "1_1", {**ended(1), "time": 1000})
-    for _ in range(2):
-        fake.answers("squeue", squeue_line("0-1", "NODE_FAIL"))
-        assert status(data_dir)["causes"] == {"NODE_FAIL": "0-1"}
-    assert path.read_text().count("NODE_FAIL") == 1
-    fake.answers("squeue", "")
-    state = status(data_dir)
-    assert state["causes"] == {"NODE_FAIL": "0-1"}
-    assert state["core_hours"]["failed"] == round(2 / 3600, 4), "by the 2 s that Slurm told"
-
-
-def test_core_hours_count_a_task_from_its_begin_and_once_for_all_its_shards(
-    fake: FakeSlurm, data_dir: Path
-) -> None:
-    """48 s of set-up, then two shards side by side on four CPUs, of 10 and 20 s."""
-    facts = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "0"}
-    times = {"SLURM_JOB_START_TIME": "1000", "SLURM_CPUS_PER_TASK": "4"}
-    for shard_id in (0, 1):
-        make_done(data_dir, shard_id, slurm={**facts, **times}, began=1048.0, wall_s=10.0 * (shard_id + 1))
-    assert status(data_dir)["core_hours"]["used"] == round(68 * 4 / 3600, 4)
-    make_done(data_dir, 2, slurm=facts, began=1048.0, wall_s=10.0, num_cpus=2)  # of an older version
-    assert status(data_dir)["core_hours"]["used"] == round((68 * 4 + 20) / 3600, 4)
-
-
-def test_core_hours_of_failed_attempts_outlast_their_records(fake: FakeSlurm, data_dir: Path) -> None:
-    write_record(data_dir, "1_0", ended(75), num_cpus=2)  # of 10 s
-    write_record(data_dir, "2_0", ended(74), shards="")  # of a verify job
-    make_done(data_dir, 0, 1, 2, 3, 4)
-    before = status(data_dir)["core_hours"]
-    remove_finished(read_attempts(data_dir, need_plan(data_dir).plan_id).own, [True] * 5)
-    assert not records(data_dir)
-    assert status(data_dir)["core_hours"] == before
-    assert before["failed"] == round(20 / 3600, 4)
 
 
 def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
@@ -227,17 +191,13 @@ def test_plain_sbatch_that_waits_is_seen_by_what_was_typed_and_not_sent_again(
     assert fake.calls("scancel") == ["7"]
 
 
-@pytest.mark.parametrize("known_by", ["the accounts", "a task that began", "nothing"])
+@pytest.mark.parametrize("known_by", ["a task that began", "nothing"])
 def test_a_plain_array_is_seen_where_squeue_shows_the_script_without_its_arguments(
     fake: FakeSlurm, data_dir: Path, known_by: str
 ) -> None:
     fake.answers("config", "ClusterName = test\nMaxArraySize = 1001\nSLURM_VERSION = 24.11.5\n")
     fake.answers("squeue", plain_line("0", "RUNNING") + plain_line("[1-2%1]", "PENDING"))
-    if known_by == "the accounts":
-        fake.answers(
-            "sacct", f"7_[0-2%1]|sbatch --array=0-2%1 /home/kim/prep_array.sh {data_dir} --limit 9\n"
-        )
-    elif known_by == "a task that began":
+    if known_by == "a task that began":
         began = datetime.strptime(f"{WHEN}+0000", "%Y-%m-%dT%H:%M:%S%z").timestamp() + 1
         write_record(data_dir, "7_0", by="sbatch", time=began)
     state = status(data_dir)
@@ -251,16 +211,6 @@ def test_an_old_record_of_the_same_job_id_claims_no_array(fake: FakeSlurm, data_
     fake.answers("squeue", plain_line("1-2", "PENDING"))
     write_record(data_dir, "7_0", ended(1), by="sbatch", time=1000)
     assert status(data_dir)["pending"] == ""
-
-
-def test_a_task_that_was_killed_has_the_cause_that_the_accounts_tell(fake: FakeSlurm, data_dir: Path) -> None:
-    write_record(data_dir, "7_1", by="sbatch")
-    fake.answers("sacct", f"7_1|NODE_FAIL|0:0|n1|30|root|{WHEN}|{WHEN}|shardprep\n")
-    assert status(data_dir)["causes"] == {"NODE_FAIL": "1"}
-    write_record(data_dir, "7_1", by="sbatch")
-    fake.answers("sacct", "")
-    (cause,) = status(data_dir)["causes"]
-    assert cause.startswith("ended without a word")
 
 
 def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(
@@ -383,7 +333,7 @@ def test_who_may_not_write_is_shown_no_command_that_writes(
 def test_of_the_folder_that_a_copy_was_made_from_only_jobs_that_go_on_are_named(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
-    submitted(data_dir, identity=folder_identity(data_dir) + 1)
+    submitted(data_dir, identity=folder_identity(data_dir) + "0")
     fake.answers(
         "squeue", squeue_line("0-4", "CANCELLED") + squeue_line("N/A", "RUNNING", job="2", submit=LATER)
     )
@@ -408,7 +358,7 @@ def test_until_done_leaves_a_controller_behind_the_jobs_that_does_the_same_behin
     assert "--job-name=" + names_begin(data_dir, need_plan(data_dir).plan_id) + "0-control" in controller
     assert "--dependency=afterany:1:2" in fake.calls("sbatch")[-1]
     make_done(data_dir, 0, 1, 2, 3)
-    write_record(data_dir, "1_4", ended(75, oom=1))
+    write_record(data_dir, "1_4", ended(75, stopped_by="OUT_OF_MEMORY"))
     slurm("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 1)
     assert "shards_of=(4)" in fake.sent()[3]
     assert "#SBATCH --mem=200M" in fake.sent()[3], "twice the 100 MB that it had"
@@ -496,3 +446,218 @@ def test_a_colleague_sees_what_is_done_of_a_set_submitted_with_umask_077(
     assert "not visible" in said
     assert f"its owner can type: chmod -R a+rX {shlex.quote(str(data_dir))}" in said
     assert "failed" not in said
+
+
+def killed_log(data: Path, words: str) -> Path:
+    path = data / "jobs" / "logs" / "1_0.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"shardprep: node n1: shard 0 begins\n{words}\n")
+    return path
+
+
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_of_a_task_that_was_started_again_each_start_has_the_cause_of_its_own_part_of_the_log(
+    fake: FakeSlurm, data_dir: Path, has_moved: bool
+) -> None:
+    """A submission's log goes on; plain sbatch's is moved away when Slurm starts the task again."""
+    submitted(data_dir)
+    log = killed_log(data_dir, "*** JOB 7 ON n1 CANCELLED AT now DUE TO NODE FAILURE ***")
+    if has_moved:
+        log.rename(log.with_name("1_0.before-restart-1.log"))
+    with log.open("a") as file:
+        file.write(
+            "shardprep: node n2: shard 0 begins\n*** JOB 7 ON n2 CANCELLED AT now DUE TO TIME LIMIT ***\n"
+        )
+    for number in range(2):
+        write_record(data_dir, "1_0", num_restarts=number, time=1000 + number, log=str(log))
+    assert status(data_dir)["causes"] == {"TIMEOUT": "0"}
+    assert status(data_dir)["restarts"] == {"NODE_FAIL on n1": 1}
+
+
+def test_a_task_without_a_record_that_slurm_has_forgotten_is_said_to_have_left_none(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    make_done(data_dir, 0, 1, 2, 3)
+    said = slurm("status", data_dir)
+    assert "ended before they began: shard 4" in said
+    assert "sacct -D -j 1_4 " in said
+
+
+def test_two_folders_of_one_inode_number_on_two_file_systems_are_two(data_dir: Path, tmp_path: Path) -> None:
+    identity = folder_identity(data_dir)
+    assert identity.partition(".")[0] == str(data_dir.stat().st_ino)
+    shown = run_child(["stat", "-fLc", "%i", data_dir]).stdout.strip()
+    assert identity.partition(".")[2] == shown, "as the batch script, which runs on nodes, has it from stat"
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_retry_after_plain_sbatch_asks_for_what_the_task_had(
+    fake: FakeSlurm, data_dir: Path, is_told: bool
+) -> None:
+    """An older Slurm does not tell a task its time limit."""
+    environ = {"SLURM_JOB_PARTITION": "amx-part", "SLURM_MEM_PER_NODE": "3000", "SLURM_JOB_ACCOUNT": "mine"}
+    if is_told:
+        environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)
+    fake.answers_by("squeue", '[[ "$*" != *%l* ]] || echo 45:00')
+    task(fake, data_dir, 1, "--input_dir", "/no/such/folder", code=66, **environ)
+    script = slurm("retry", data_dir, "--shards", 1, "--dry_run")
+    for option in ("partition=amx-part", "account=mine", "mem=3000M", "time=45", "cpus-per-task=1"):
+        assert f"#SBATCH --{option}\n" in script, option
+
+
+@pytest.mark.parametrize(
+    ("reason", "command"),
+    [
+        ("launch failed requeued held", "scontrol release 1"),
+        ("PartitionTimeLimit", "shardprep cancel {}"),
+        ("QOSGrpCPUMinutesLimit", "shardprep cancel {}"),
+        ("AssocMaxWallDurationPerJobLimit", "shardprep cancel {}"),
+        ("QOSGrpCPURunMinutesLimit", None),
+        ("Resources", None),
+    ],
+)
+def test_what_waits_for_a_person_is_told_with_what_to_type_and_ends_a_wait(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, reason: str, command: str | None
+) -> None:
+    submitted(data_dir)
+    verify = f"1|0-4|PENDING|{reason}|0:0||0:00|1|root|{WHEN}|N/A|N/A|0|x|\n"
+    verify += f"2|N/A|PENDING|Dependency|0:0||0:00|2|root|{WHEN}|N/A|N/A|0|y|\n"
+    fake.answers("squeue", verify)
+    said = slurm("status", data_dir)
+    assert ("left" in said.splitlines()[1]) is False, "nobody knows when they begin"
+    last = said.splitlines()[-1]
+    if command is None:
+        assert last.endswith("--watch")
+        return
+    assert command.format(data_dir) in last
+    clock = SimpleNamespace(**{**vars(time), "sleep": lambda _: pytest.fail("it waits")})
+    monkeypatch.setattr("slurm.status.time", clock)
+    slurm("submit", data_dir, "--wait", code=74)
+
+
+def test_a_controller_that_died_is_told_with_its_log_and_what_to_type(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    slurm("submit", data_dir, "--until_done")
+    assert "job 3 of --until_done is gone" in slurm("status", data_dir)
+    assert "control-3.log" in slurm("status", data_dir)
+    name = f"{names_begin(data_dir, need_plan(data_dir).plan_id)}0-control"
+    fake.answers("squeue", f"3|N/A|PENDING|Dependency|0:0||0:00|3|root|{WHEN}|N/A|N/A|0|{name}|\n")
+    assert "is gone" not in slurm("status", data_dir)
+    slurm("cancel", data_dir)
+    fake.answers("squeue", "")
+    assert "is gone" not in slurm("status", data_dir), "somebody ended it"
+
+
+def test_another_submit_with_until_done_leaves_one_controller(fake: FakeSlurm, data_dir: Path) -> None:
+    slurm("submit", data_dir, "--until_done", "--shards", "0-2")
+    name = f"{names_begin(data_dir, need_plan(data_dir).plan_id)}0-control"
+    fake.answers("squeue", f"3|N/A|PENDING|Dependency|0:0||0:00|3|root|{WHEN}|N/A|N/A|0|{name}|\n")
+    assert "--shards 0-2" in fake.sent()[2], "it keeps to the shards that were asked for"
+    slurm("submit", data_dir, "--until_done", "--shards", "3")
+    assert fake.calls("scancel") == ["3"]
+    make_done(data_dir, *range(5))
+    assert "job 3 waits already" in slurm("submit", data_dir, "--until_done")
+    assert len(fake.sent()) == 6
+
+
+def test_the_controller_is_submitted_before_the_jobs_are_released_or_nothing_is(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    """A limit of jobs that has no room for it: the array is made of fewer tasks until it has."""
+    real = f'"{fake.place}/sbatch.sh" "$@"'
+    refuse = "echo 'sbatch: error: Job violates accounting/QOS policy (job submit limit)' >&2; exit 1"
+    body = f"""script=$(cat)
+if [[ $script = *-control* && ! -e "{fake.place}/refused" ]]; then touch "{fake.place}/refused"; {refuse}; fi
+printf '%s\\n' "$script" | {real}"""
+    fake.answers_by("sbatch", body)
+    said = slurm("submit", data_dir, "--until_done")
+    assert "5 shards become 2 tasks" in said
+    assert fake.calls("scancel") == ["1 2"], "what was sent before, not yet released"
+    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 3,4"]
+
+
+def test_the_verify_job_has_time_for_all_bytes_where_a_task_has_it_for_a_shard(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("preprocess.plan.plan_file.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
+    shown = slurm("submit", data_dir, "--time_min", 2, "--until_done", "--dry_run").splitlines()
+    limits = [line for line in shown if line.startswith("#SBATCH --time=")]
+    assert limits == ["#SBATCH --time=2", "#SBATCH --time=52", "#SBATCH --time=52"]
+    fake.answers("sinfo", "cpu*|idle|4000|4|30:00\n")
+    assert "#SBATCH --time=30\n" in slurm("submit", data_dir, "--time_min", 2, "--dry_run"), "the partition's"
+
+
+def test_a_dependency_of_the_users_own_is_passed_on(fake: FakeSlurm, data_dir: Path) -> None:
+    slurm("submit", data_dir, "--sbatch_args", "--dependency=afterok:99")
+    assert "#SBATCH --dependency=afterok:99\n" in fake.sent()[0]
+    assert "--dependency=afterany:1" in fake.calls("sbatch")[-1], "the verify job waits for its array"
+    slurm("retry", data_dir)
+    assert "afterok:99" not in fake.sent()[2], "which may be gone by then"
+
+
+def test_a_poll_asks_slurm_once_and_reads_no_manifest_again(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted(data_dir)
+    make_done(data_dir, 0, 1)
+    fake.answers("squeue", squeue_line("2-4", "RUNNING"))
+    plan = need_plan(data_dir)
+    state = find_state(data_dir, plan)
+    before = {name: len(fake.calls(name)) for name in ("squeue", "scontrol")}
+    make_done(data_dir, 2)
+    opened = []
+    real = os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, *args, **kw: (opened.append(str(path)), real(path, *args, **kw))[1]
+    )
+    again = find_state(data_dir, plan, before=state)
+    assert again.ids("done") == [0, 1, 2]
+    assert [path[-9:] for path in opened if "shard-" in path] == ["0002.json"]
+    now = {name: len(fake.calls(name)) for name in before}
+    assert now == {**before, "squeue": before["squeue"] + 1}
+
+
+def test_until_done_tells_whom_notify_names_once_at_its_end(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    told = tmp_path / "told"
+    notify = f'echo "$SHARDPREP_RESULT" >>{told}'
+    slurm("submit", data_dir, "--until_done", "--notify", notify)
+    assert not any("shardprep_notify=" in script for script in fake.sent()), (
+        "no verify job before the end does"
+    )
+    make_done(data_dir, 0, 1, 2, 3)
+    write_record(data_dir, "1_4", ended(65))
+    slurm("retry", data_dir, "--until_done", code=74)
+    assert told.read_text() == "not verified\n"
+
+
+def test_clean_removes_the_logs_of_tasks_once_all_is_verified(prep: Prep, data_dir: Path) -> None:
+    logs = data_dir / "jobs" / "logs"
+    logs.mkdir(parents=True)
+    names = ("7_0.log", "verify-8.log", "control-9.log")
+    for name in names:
+        (logs / name).write_text("words\n")
+    assert prep.command("clean", data_dir).code == 0
+    assert sorted(path.name for path in logs.iterdir()) == sorted(names)
+    assert prep.command("run", data_dir).code == 0
+    assert prep.command("verify", data_dir).code == 0
+    assert prep.command("clean", data_dir).code == 0
+    assert sorted(path.name for path in logs.iterdir()) == ["control-9.log", "verify-8.log"]
+
+
+def test_a_verify_job_that_ran_out_of_time_is_told_with_its_log(fake: FakeSlurm, data_dir: Path) -> None:
+    submitted(data_dir)
+    make_done(data_dir, *range(5))
+    log = data_dir / "jobs" / "logs" / "verify-2.log"
+    log.parent.mkdir()
+    log.write_text("*** JOB 2 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO TIME LIMIT ***\n")
+    write_record(data_dir, "2_0", shards="", log=str(log))
+    said = slurm("status", data_dir)
+    assert f"the verify job ended, TIMEOUT; its log: {log}" in said
+    assert said.splitlines()[-1] == f"next: shardprep verify {data_dir}"
+    waits = squeue_line("N/A", "PENDING", "PartitionTimeLimit", job="2", name=f"{NAME}-verify")
+    fake.answers("squeue", waits)
+    assert "the verify job waits for PartitionTimeLimit: " in slurm("status", data_dir)

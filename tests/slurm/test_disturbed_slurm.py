@@ -17,8 +17,6 @@ from slurm.commands import SlurmRefused
 from slurm.queue import parse_queue
 from slurm.request import JobRequest
 from slurm.send import release
-from slurm.state import VANISHED
-from slurm.submissions import publish_submission
 from tests.slurm.fake_slurm import (
     NAME,
     WHEN,
@@ -82,24 +80,6 @@ def test_an_answer_in_part_is_no_answer(fake: FakeSlurm, data_dir: Path, how: st
     assert state["slurm_away"]
     slurm("submit", data_dir, code=74)
     assert not fake.sent()
-
-
-def test_where_the_accounts_are_down_status_says_so_and_goes_on_with_squeue_and_logs(
-    fake: FakeSlurm, data_dir: Path
-) -> None:
-    submitted(data_dir)
-    fake.answers("squeue", squeue_line("1-4", "RUNNING"))
-    write_record(data_dir, "1_0")
-    refused = (
-        "sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host"
-    )
-    fake.answers_by("sacct", f"echo '{refused}:n0: Connection refused' >&2; exit 1")
-    state = status(data_dir)
-    assert (state["running"], state["causes"]) == ("1-4", {VANISHED: "0"})
-    assert "Connection refused" in state["accounts_away"]
-    assert "Slurm's accounts give no answer, so causes are from records: " in slurm("status", data_dir)
-    fake.answers_by("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
-    assert status(data_dir)["accounts_away"] == "", "there are none"
 
 
 def test_a_state_of_a_later_slurm_is_no_end(fake: FakeSlurm, data_dir: Path) -> None:
@@ -228,7 +208,7 @@ def test_jobs_on_two_clusters_are_seen_each_on_its_own_and_cancel_ends_those_whe
 ) -> None:
     submitted(data_dir, cluster="other")
     here = [replace(array, job_id="5", tasks=["3-4"]) for array in submission().arrays]
-    publish_submission(data_dir, submission(number=1, arrays=here, verify_job_id="6"))
+    submitted(data_dir, number=1, arrays=here, verify_job_id="6")
     other, own = squeue_line("0", "RUNNING").strip(), squeue_line("0", "RUNNING", job="5").strip()
     fake.answers_by("squeue", f"[[ ${{SLURM_CLUSTERS:-}} = other ]] && echo '{other}' || echo '{own}'")
     state = status(data_dir)
@@ -300,10 +280,8 @@ def test_a_shard_that_is_done_while_status_looks_is_not_called_failed(
         make_done(data_dir, 0)
         record.unlink(missing_ok=True)
 
-    real = shown_jobs.find_shown_jobs
-    monkeypatch.setattr(
-        dataset_state, "find_shown_jobs", lambda *given: (real(*given), finish(), real(*given))[2]
-    )
+    real = shown_jobs.find_queue
+    monkeypatch.setattr(dataset_state, "find_queue", lambda *given: (real(*given), finish(), real(*given))[2])
     state = status(data_dir)
     assert (state["done"], state["failed"]) == ("0", "")
 
@@ -313,8 +291,8 @@ def test_wait_does_not_wait_for_a_verify_job_that_a_later_one_made_needless(
 ) -> None:
     """It was to run where the nodes are down by now."""
     submitted(data_dir)
-    publish_submission(data_dir, submission(number=1, arrays=[replace(submission().arrays[0], job_id="5")],
-                                            verify_job_id="6"))  # fmt: skip
+    here = [replace(submission().arrays[0], job_id="5")]
+    submitted(data_dir, number=1, arrays=here, verify_job_id="6")
     make_done(data_dir, *range(5))
     write_index(data_dir, 5)
     verify = squeue_line("N/A", "PENDING", "Nodes required for job are DOWN", job="2", name=f"{NAME}-verify")

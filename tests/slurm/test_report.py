@@ -24,16 +24,16 @@ import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from preprocess.attempts import folder_identity
 from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
 from shardprep.format.manifest import ShardCounts, merge_manifests, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
-from shardprep.format.shard_making import read_making
 from slurm.request import JobRequest
 from slurm.submissions import append_event, publish_submission
 from tests.checkout import ROOT
 from tests.conftest import seal
-from tests.slurm.fake_slurm import FakeSlurm, ended, submission, write_record
+from tests.slurm.fake_slurm import FakeSlurm, ended, submission, submitted, write_record
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -489,47 +489,40 @@ def test_on_a_narrow_page_lists_wrap_and_flags_are_not_broken_at_their_dashes(
 ) -> None:
     (fake.place / "away").touch()
     (own_folder / "jobs").mkdir()
-    publish_submission(own_folder, submission(plan_id=need_plan(own_folder).plan_id))
+    submitted(own_folder)
     page = page_of(capsys, tmp_path, own_folder)
-    assert '<td class="">8 CPUs, 100 MB</td><td class="number">' in page
+    assert '<td class="">8 CPUs, 100 MB</td>' in page
     assert "<span>--num_shards</span> <span>4</span>" in page
 
 
 @pytest.mark.processes
-def test_each_submission_is_told_with_what_its_tasks_used_where_they_failed_and_none_of_the_free_text(
+def test_each_submission_is_told_with_where_its_tasks_failed_and_none_of_the_free_text(
     fake: FakeSlurm, own_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first had a task that went over its memory on n1; its verify job, which took longer, is no task."""
     (fake.place / "away").touch()
     (own_folder / "jobs").mkdir()
     request = JobRequest(notify="curl https://hook/T0/SECRET", sbatch_args="--export=ALL,HF_TOKEN=hf_secret")
-    first = submission(plan_id=need_plan(own_folder).plan_id)
+    first = submission(plan_id=need_plan(own_folder).plan_id, identity=folder_identity(own_folder))
     array = dataclasses.replace(first.arrays[0], request=request, tasks=["0", "1", "2", "3"], time_min=5)
     publish_submission(own_folder, dataclasses.replace(first, arrays=[array]))
     again = dataclasses.replace(array, job_id="3", tasks=["1", "3"], mem_mb=2048)
     publish_submission(
         own_folder, dataclasses.replace(first, number=1, arrays=[again], verify_job_id="4", submitted=99.0)
     )
-    began = read_making(manifest_path(own_folder, 0), 0)[0].began
-    for number, (job_id, wall_s, rss_mb) in enumerate((("1", 30, 300), ("3", 90, 700))):
-        facts = {"began": began, "wall_s": wall_s, "max_rss_bytes": rss_mb << 20, "num_cpus": 1}
-        run = {**facts, "slurm": {"SLURM_ARRAY_JOB_ID": job_id}}
-        change(manifest_path(own_folder, number), lambda it, run=run: it["run"].update(run))  # type: ignore[misc]
-    write_record(own_folder, "1_1", ended(75, oom=1, peak_bytes=900 << 20))
+    write_record(own_folder, "1_1", ended(75, stopped_by="OUT_OF_MEMORY"))
     shards = {"OUT_OF_MEMORY": "1", "TIMEOUT": "3"}
     causes = {cause: {"shards": ids, "nodes": {"n1": 1}} for cause, ids in shards.items()}
     append_event(own_folder, "retry", number=1, causes=causes)
     data = data_of(capsys, own_folder)
     found = data["attempts"]
-    names = ("num_shards", "mem_mb", "max_rss_mb", "longest_task_s", "num_failed_tasks")
+    names = ("num_shards", "mem_mb", "num_failed_tasks")
     used = [tuple(each[name] for name in names) for each in found["submissions"]]
-    assert used == [(4, 100, 900, 30, 1), (2, 2048, 700, 90, 0)]
+    assert used == [(4, 100, 1), (2, 2048, 0)]
     assert {each["cause"]: each["shards"] for each in found["retried"]} == shards
     assert [each["nodes"] for each in found["retried"]] == [{"n1": 1}] * 2
     assert found["failed_tasks_of_nodes"] == {"n1": 1}
     assert found["slurm_away"]
-    assert data["use"]["newest_submission"]["longest_task_s"] == 90
-    assert data["use"]["core_hours"]["failed"] == pytest.approx(10 / 3600, abs=1e-4)
     page = page_of(capsys, tmp_path, own_folder)
     assert "OUT_OF_MEMORY" in page
     assert "SECRET" not in page
@@ -540,7 +533,7 @@ def test_slurm_is_not_asked_where_nothing_was_submitted(
     fake: FakeSlurm, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert data_of(capsys, folder)["attempts"]["submissions"] == []
-    assert [fake.calls(name) for name in ("squeue", "sacct", "scontrol")] == [[], [], []]
+    assert [fake.calls(name) for name in ("squeue", "scontrol")] == [[], []]
 
 
 def test_names_that_are_no_input_are_counted_by_reason_and_named(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import re
@@ -19,34 +18,6 @@ if TYPE_CHECKING:
     from tests.conftest import Prep
 
 pytestmark = pytest.mark.processes
-
-PARTITION = "PartitionName=cpu Default=YES MaxTime=UNLIMITED QoS={} DefMemPerCPU=UNLIMITED\n"
-CONFIG = """ClusterName = test
-MaxArraySize            = 1001
-AccountingStorageType   = accounting_storage/slurmdbd
-AccountingStorageEnforce = associations,limits,qos
-DefMemPerCPU            = 1000
-"""
-
-
-def write_accounts(
-    fake: FakeSlurm, *, qos: str = "name=normal", own: str = "", partition_qos: str = "N/A"
-) -> None:
-    """A partition of 4-CPU nodes, and a user with two accounts, of which the second is the default one."""
-    user = getpass.getuser()
-    fake.answers("config", CONFIG)
-    fake.answers("partitions", PARTITION.format(partition_qos))
-    fake.answers("sinfo", "cpu|4000|4\n")
-    fake.answers("sacctmgr-user", f"name={user} user={user} defaultaccount=two\n")
-    rows = [
-        f"user={user} account=one qos=normal maxsubmitjobs=1",
-        f"user={user} account=two qos=normal,small,wide {own}",
-        "account=one parentname=root",
-        "account=two parentname=root",
-        "account=root",
-    ]
-    fake.answers("sacctmgr-assoc", "\n".join(rows) + "\n")
-    fake.answers("sacctmgr-qos", qos + "\n")
 
 
 def options(script: str) -> dict[str, str]:
@@ -117,7 +88,8 @@ def test_retry_takes_no_command_from_a_record_that_others_can_write_to_and_shows
     assert f"--{name}={value}" in said
     assert len(fake.sent()) == 2, "nothing of it was sent"
     slurm("retry", data_dir, f"--{name}={value}", *until_done)
-    assert value in "".join(fake.sent()[2:]), "the user's own word"
+    new_record = (data_dir / "jobs" / "0001.json").read_text()
+    assert value in "".join([*fake.sent()[2:], new_record]), "the user's own word"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -210,69 +182,54 @@ def test_memory_of_one_kind_replaces_memory_of_the_other_kind_that_stands_furthe
     assert (shown["mem-per-cpu"], shown.get("mem")) == ("2048M", None)
 
 
-def test_without_an_account_the_limits_of_the_default_account_count(fake: FakeSlurm, data_dir: Path) -> None:
-    write_accounts(fake)
-    assert "#SBATCH --array=0-4%5" in slurm("submit", data_dir, "--dry_run")
-    said = slurm("submit", data_dir, "--dry_run", "--account", "one", code=2)
-    assert "MaxSubmitJobs of account one (1, 0 in use) leaves no room" in said
-
-
-@pytest.mark.parametrize(
-    ("flags", "qos", "words"),
-    [
-        (["--cpus_per_task", 4], "maxtres=cpu=2", "is 4, MaxTRES of QOS normal allows at most 2 CPUs"),
-        (["--mem_gb", 3], "maxtrespu=mem=2G", "--mem_gb is 3, MaxTRESPU of QOS normal allows at most 2 GB"),
-        (["--time_min", 90], "maxwall=01:00:00", "--time_min is 90, MaxWall of QOS normal allows at most 60"),
-        (["--cpus_per_task", 3], "grptres=cpu=2,mem=9T", "GrpTRES of QOS normal allows at most 2 CPUs"),
-        (["--cpus_per_task", 4], "maxtres=mem=2G", "memory of the site's default"),
-    ],
-)  # fmt: skip
-def test_what_a_qos_would_keep_pending_for_ever_is_refused_with_the_limits_name(
-    fake: FakeSlurm, data_dir: Path, flags: list[object], qos: str, words: str
-) -> None:
-    write_accounts(fake, qos=f"name=normal {qos}")
-    said = slurm("submit", data_dir, *flags, code=2)
-    assert words in said
-    assert "would stay pending for ever" in said
-    assert not fake.sent()
-
-
-def test_a_limit_of_the_partitions_qos_wins_over_that_of_the_jobs_qos_and_of_the_account(
+def test_without_a_number_of_cpus_a_task_asks_for_no_more_than_a_node_has(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
-    rows = "name=wide maxtres=cpu=3\nname=normal maxtres=cpu=1"
-    write_accounts(fake, qos=rows, own="maxtres=cpu=1", partition_qos="wide")
-    slurm("submit", data_dir, "--cpus_per_task", 3, "--dry_run")
-    assert "MaxTRES of QOS wide" in slurm("submit", data_dir, "--cpus_per_task", 4, "--dry_run", code=2)
-    write_accounts(fake, own="maxtres=cpu=1")
-    said = slurm("submit", data_dir, "--cpus_per_task", 2, "--dry_run", code=2)
-    assert "MaxTRES of account two allows at most 1 CPU" in said
-
-
-def test_limits_that_the_site_does_not_enforce_refuse_nothing(fake: FakeSlurm, data_dir: Path) -> None:
-    write_accounts(fake, qos="name=normal maxtres=cpu=1")
-    fake.answers("config", CONFIG.replace("associations,limits,qos", "associations"))
-    slurm("submit", data_dir, "--cpus_per_task", 4, "--dry_run")
-
-
-def test_without_a_number_of_cpus_a_task_asks_for_no_more_than_a_node_or_a_qos_allows(
-    fake: FakeSlurm, data_dir: Path
-) -> None:
-    write_accounts(fake)
+    fake.answers("sinfo", "cpu*|idle|4000|4|infinite\n")
     said = slurm("submit", data_dir, "--dry_run")
     assert options(said)["cpus-per-task"] == "4"
-    assert "cpus_per_task is 4 (the most of partition cpu)" in said
-    write_accounts(fake, qos="name=normal maxtres=cpu=2")
-    assert options(slurm("submit", data_dir, "--dry_run"))["cpus-per-task"] == "2"
+    assert "cpus_per_task is 4" in said
+    assert options(slurm("submit", data_dir, "--cpus_per_task", 9, "--dry_run"))["cpus-per-task"] == "9"
 
 
-def test_auto_asks_for_what_fits_the_qos_and_for_no_more_cpus_than_a_short_shard_can_use(
+REFUSES_ARRAYS = """
+script=$(cat)
+if [[ $script =~ SBATCH\\ --array=0-([0-9]+) ]] && ((BASH_REMATCH[1] >= {most})); then
+  echo 'sbatch: error: Batch job submission failed: Job violates accounting/QOS policy' >&2; exit 1
+fi
+printf '%s\\n' "$script" | "{real}" "$@"
+"""
+
+
+@pytest.mark.parametrize("when", ["--test-only", "--parsable"])
+def test_where_slurm_takes_no_array_so_large_tasks_make_more_shards_each(
+    fake: FakeSlurm, data_dir: Path, when: str
+) -> None:
+    """The limit is of an account or a QOS, which nobody asks for; five shards fit two tasks."""
+    refuses = REFUSES_ARRAYS.format(most=3, real=fake.place / "sbatch.sh")
+    fake.answers_by(
+        "sbatch", f'if [[ "$*" = *{when}* ]]; then {refuses}\nelse "{fake.place}/sbatch.sh" "$@"; fi'
+    )
+    said = slurm("submit", data_dir)
+    assert "5 shards become 2 tasks of up to 3 each" in said
+    assert "shards_of=(0-1 2-4)" in read_script(data_dir)
+    assert len(read_submissions(data_dir)) == 1
+
+
+def read_script(data_dir: Path) -> str:
+    """The script of the first array, as it is kept."""
+    job = read_submissions(data_dir)[0].arrays[0].job_id
+    return (data_dir / "jobs" / f"0000-{job}.sh").read_text()
+
+
+def test_what_slurm_refuses_however_few_tasks_there_are_is_told_in_its_words(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
-    """The shards of this data set take a second: a second core would have nothing to do."""
-    write_accounts(fake, qos="name=normal maxtres=cpu=2,mem=512M maxwall=3")
-    shown = options(slurm("submit", data_dir, "--auto", "--dry_run"))
-    assert (shown["cpus-per-task"], shown["mem"], shown["time"]) == ("1", "512M", "3")
+    fake.answers_by("sbatch", "echo 'Job violates accounting/QOS policy (size)' >&2; exit 1")
+    said = slurm("submit", data_dir, "--time_min", 90, code=2)
+    assert "Job violates accounting/QOS policy (size)" in said
+    assert "--time=90" in said
+    assert not (data_dir / "jobs" / "0000.json").exists()
 
 
 def sbatch_that_says(fake: FakeSlurm, words: str) -> None:

@@ -1,18 +1,13 @@
-"""Where values come from, --auto, whole nodes, and what the verify job says at its end."""
+"""Where values come from, whole nodes, and what the verify job says at its end."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import pytest
 
-from preprocess.plan.cost_estimate import CostEstimate
 from shardprep.errors import UsageError
-from shardprep.format.shard_making import ShardMaking
 from slurm.request import JobRequest
 from slurm.retry import retry_request
 from slurm.script import array_script, verify_script
@@ -20,13 +15,10 @@ from slurm.submissions import read_submissions
 from tests.children import run_child
 from tests.slurm.fake_slurm import FakeSlurm, slurm
 
-if TYPE_CHECKING:
-    from tests.conftest import Prep
-
 pytestmark = pytest.mark.processes
 
 
-def test_flags_win_and_dry_run_and_status_say_where_each_value_came_from(
+def test_flags_win_and_dry_run_says_where_each_value_came_from(
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SBATCH_ACCOUNT", "env")
@@ -36,64 +28,18 @@ def test_flags_win_and_dry_run_and_status_say_where_each_value_came_from(
         assert line in shown
     slurm("submit", data_dir, "--mem_gb", 2)
     assert {"#SBATCH --account=env", "#SBATCH --mem=2048M"} <= set(fake.sent()[0].splitlines())
-    assert "account env (SBATCH_ACCOUNT)" in slurm("status", data_dir)
-
-
-def test_auto_takes_the_plans_sample_first_then_the_shards_that_are_made_and_flags_win(
-    fake: FakeSlurm, prep: Prep, data_dir: Path
-) -> None:
-    shown = slurm("submit", data_dir, "--auto", "--time_min", 77, "--dry_run")
-    assert "mem_gb is 1.0 (auto: a sample of the input)" in shown
-    assert "#SBATCH --mem=1024M" in shown
-    assert "#SBATCH --time=77" in shown
-    prep.make(data_dir, 0)
-    shown = slurm("submit", data_dir, "--auto", "--shards_per_task", 2, "--dry_run")
-    assert "time_min is 6 (auto: 1 finished shard)" in shown
-    assert "#SBATCH --time=6" in shown
-
-
-@pytest.mark.parametrize("source", ["a sample of the input", "1 finished shard"])
-def test_auto_asks_for_the_memory_and_time_that_the_given_cpus_need(
-    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, source: str
-) -> None:
-    """A shard takes 40 minutes of one core, a process 1 GB, and eight cores are used well."""
-    cost = CostEstimate(num_tokens=1, output_bytes=1, core_hours=1, longest_shard_s=2400, num_useful_cores=8)
-    monkeypatch.setattr("preprocess.plan.cost_estimate.estimate_of", lambda *_: cost)
-    made = ShardMaking(
-        shard_id=0, plan_id="", num_tokens=1, input_bytes=1, sources={}, node="n1", job_id="1", began=0,
-        wall_s=300, cpu_s=2400, num_cpus=8, max_rss_bytes=int(0.8 * 2**30),
-    )  # fmt: skip
-    found = SimpleNamespace(done={0: made} if "finished" in source else {})
-    monkeypatch.setattr("slurm.resource_use.find_made_shards", lambda *_: found)
-
-    def asked(*flags: object) -> tuple[str, ...]:
-        shown = slurm("submit", data_dir, "--auto", "--dry_run", "--shards_per_task", 2, *flags)
-        assert f"(auto: {source})" in shown
-        return tuple(re.findall(r"^#SBATCH --(?:cpus-per-task|mem|time)=(\S+)", shown, re.MULTILINE))[:3]
-
-    assert asked() == ("8", "2048M", "25")
-    assert asked("--cpus_per_task", 1) == ("1", "1024M", "165"), "one process at a time, all in turn"
-    assert asked("--cpus_per_task", 64)[2] == "15", "no more of them than two shards use well"
 
 
 def test_a_task_of_a_whole_node_asks_for_no_number_and_uses_what_it_gets(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
-    fake.answers("sinfo", "cpu|4000|3\n")
-    path = fake.place / "bin" / "scontrol"
-    body = path.read_text().partition("\n")[2]
-    path.unlink()
-    words = "echo PartitionName=cpu Default=YES MaxTime=UNLIMITED; exit"
-    path.write_text(f'#!/bin/bash\ncase "$*" in *"show partition"*) {words};; esac\n{body}')
-    path.chmod(0o755)
+    fake.answers("sinfo", "cpu*|idle|4000|3|infinite\n")
     script = slurm("submit", data_dir, "--cpus_per_task", "node", "--dry_run")
     lines = script.splitlines()
     assert {"#SBATCH --exclusive", "#SBATCH --mem=0"} <= set(lines)
     assert not any("--cpus-per-task=" in line for line in lines[: lines.index("set -euo pipefail")])
     assert "export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE" in lines
     assert "shards_of=(0-1 2-4)" in lines, "as many shards as the node has CPUs: a process each"
-    auto = slurm("submit", data_dir, "--cpus_per_task", "node", "--auto", "--dry_run").splitlines()
-    assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "shards_of=(0-1 2-4)"} <= set(auto)
     assert "expected a number, or: node" in slurm("submit", data_dir, "--cpus_per_task", "all", code=2)
 
 
@@ -158,4 +104,4 @@ def test_a_retry_keeps_what_the_submission_asked_for(
     monkeypatch.delenv("SBATCH_ACCOUNT")
     slurm("retry", data_dir, "--mem_gb", 3)
     assert "#SBATCH --account=one" in fake.sent()[2]
-    assert read_submissions(data_dir)[1].sources["mem_gb"] == "given to retry"
+    assert read_submissions(data_dir)[1].arrays[0].request.mem_gb == 3

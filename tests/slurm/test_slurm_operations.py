@@ -114,13 +114,11 @@ def seven(prep: Prep, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return Faults(data=data, place=place)
 
 
-def _without(folder: Path, *commands: str) -> Path:
-    """A folder for PATH in which some of Slurm's commands know nothing."""
+def _forgetful(folder: Path) -> Path:
+    """A folder for PATH in which squeue knows no job any more."""
     folder.mkdir()
-    says = {"sacct": "echo 'Slurm accounting storage is disabled' >&2; exit 1", "squeue": "exit 0"}
-    for name in commands:
-        (folder / name).write_text(f"#!/bin/sh\n{says[name]}\n")
-        (folder / name).chmod(0o755)
+    (folder / "squeue").write_text("#!/bin/sh\n")
+    (folder / "squeue").chmod(0o755)
     return folder
 
 
@@ -130,13 +128,12 @@ def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     data = tmp_path / "a folder's 50%"
     prep.plan(sample_dir, data, num_shards=40)
     said = site.slurm("submit", data, "--cpus_per_task", 1, "--mem_gb", 0.8, "--time_min", 5, "--wait")
-    assert "40 shards become 7 tasks of up to 6 shards each, because of MaxArraySize" in said
+    assert "40 shards become 7 tasks of up to 6 each, because of MaxArraySize" in said
     assert (data / "index.json").exists()
     tasks = site.submission(data, 0)["arrays"][0]["tasks"]
     assert len(tasks) == 7
     state = site.status(data)
     assert (state["done"], state["failed"], state["verified"]) == ("0-39", "", True)
-    assert state["efficiency"]["max_rss_mb"] > 20
     assert "nothing to submit: 40 of 40 shards are done" in site.slurm("submit", data)
 
     for shard_id in (3, 17):
@@ -186,12 +183,8 @@ def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
     assert "shard 00004, task" in text
     assert "cannot be decoded" in text, "the last lines of the log"
     assert f"shard 00003, task {job}_3 on {node}: NODE_FAIL" in text
-    no_accounts = site.status(data, path_first=_without(tmp_path / "no_sacct", "sacct"))
-    assert no_accounts["causes"] == expected
-    logs_alone = site.status(data, path_first=_without(tmp_path / "logs", "sacct", "squeue"))["causes"]
-    assert {cause: logs_alone.get(cause) for cause in expected if cause != "NODE_FAIL"} == {
-        cause: ids for cause, ids in expected.items() if cause != "NODE_FAIL"
-    }
+    forgotten = site.status(data, path_first=_forgetful(tmp_path / "forgetful"))
+    assert forgotten["causes"] == expected, "records have it all, once Slurm has forgotten the jobs"
 
     (seven.place / "release").touch()  # two writers of shard 3
     said = site.slurm("retry", data, "--wait", code=74)
@@ -275,8 +268,8 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     site: Site, seven: Faults, tmp_path: Path
 ) -> None:
     refusals = {
-        ("--cpus_per_task", 40): "--cpus_per_task is 40, partition cpu allows at most 4 CPUs",
-        ("--mem_gb", 99): "--mem_gb is 99, partition cpu allows at most 3.90625 GB",
+        ("--cpus_per_task", 40): "a node has up to 4 CPUs and 4000 MB",
+        ("--mem_gb", 99): "--mem=101376M",
         ("--partition", "gone"): "invalid partition specified: gone",
         ("--setup", "no/such/file"): "no/such/file is no file",
         ("--sbatch_args", "--array=0-3"): "--sbatch_args has --array=0-3, which submit sets itself",
@@ -311,10 +304,8 @@ def test_a_submit_limit_of_the_qos_makes_larger_tasks(site: Site, seven: Faults)
     site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=4")
     try:
         flags = ("--cpus_per_task", 1, "--mem_gb", 0.5)
-        dry = site.slurm("submit", seven.data, *flags, "--dry_run")
-        assert "because of submit limit of QOS normal (4, 0 in use)" in dry
         said = site.slurm("submit", seven.data, *flags, "--wait", code=74)
-        assert "7 shards become 3 tasks of up to 3 shards each" in said, "one job is for verify"
+        assert "7 shards become 3 tasks of up to 3 each" in said, "one job is for verify"
     finally:
         site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
     state = site.status(seven.data)
@@ -356,48 +347,12 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     assert submit_with_submitit(data, executor) == []
 
 
-def test_what_a_qos_keeps_pending_is_refused_and_auto_fits_it_under_the_default_account(
-    prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
-) -> None:
-    """The last test of this module: it changes the accounts of the user."""
-    for command in (
-        "add qos tight set MaxTRESPerJob=cpu=2,mem=1G MaxWall=01:00:00",
-        "add account first,second",
-        "add user root account=first",
-        "add user root account=second DefaultAccount=second",
-        "modify user root where account=first set MaxSubmitJobs=1",
-        "modify user root where account=second set qos=normal,tight",
-        "modify user root set DefaultAccount=second",
-    ):
-        site.run("sacctmgr", "-i", *command.split())
-    data = tmp_path / "O"
-    prep.plan(sample_dir, data, num_shards=3)
-    asked = {
-        ("--cpus_per_task", 3, "--mem_gb", 0.5): (["-c3", "--mem=500"], "QOS tight allows at most 2 CPUs"),
-        ("--cpus_per_task", 1, "--mem_gb", 2): (["--mem=2000"], "MaxTRES of QOS tight allows at most 1 GB"),
-        ("--time_min", 90, "--mem_gb", 0.5): (["--time=90", "--mem=500"], "MaxWall of QOS tight allows"),
-        ("--cpus_per_task", 2): (["-c2"], "the memory of the site's default"),
-    }  # fmt: skip
-    for flags, (options, words) in asked.items():
-        job = site.run("sbatch", "--parsable", "--qos=tight", *options, "--wrap=hostname").strip()
-        wait_until(lambda job=job: "QOSMax" in site.run("squeue", "-h", "-j", job, "-o", "%T %r"))  # type: ignore[misc]
-        assert words in site.slurm("submit", data, "--qos", "tight", *flags, code=2)
-        site.run("scancel", job)
-    said = site.slurm("submit", data, "--account", "first", code=2)
-    assert "MaxSubmitJobs of account first (1, 0 in use) leaves no room" in said
-    site.slurm("submit", data, "--qos", "tight", "--auto", "--wait")
-    assert site.status(data)["verified"]
-    job = site.submission(data, 0)["arrays"][0]["job_id"]
-    assert "second|tight" in site.run("sacct", "-n", "-P", "-j", job, "-o", "account,qos")
-
-
-def test_after_three_tries_of_bad_input_what_status_prints_makes_it_and_core_hours_have_the_set_up_time(
+def test_after_three_tries_of_bad_input_what_status_prints_makes_it(
     site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup, data = tmp_path / "setup.sh", seven.data
-    setup.write_text("sleep 5\n")
+    data = seven.data
     for _ in range(3):
-        flags = ("--cpus_per_task", 1, "--mem_gb", 0.5, "--setup", setup, "--wait")
+        flags = ("--cpus_per_task", 1, "--mem_gb", 0.5, "--wait")
         site.slurm("submit", data, *flags, code=74)
     assert "try 3: bad input (65)" in site.slurm("status", data)
     monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
@@ -408,14 +363,7 @@ def test_after_three_tries_of_bad_input_what_status_prints_makes_it_and_core_hou
         run_child(["bash", "-c", lines[0]], env=site.environ, cwd=tmp_path)
         wait_until(lambda: not site.run("squeue", "-h"))
     assert [shlex.split(line)[-1] for line in typed] == ["--max_bad_fraction 0.05", "--max_bad_fraction 0.5"]
-    state = site.status(data)
-    assert state["verified"]
-    jobs = [site.submission(data, number)["arrays"][0]["job_id"] for number in range(5)]
-    asked = ("--noheader", "--parsable2", "--allocations", "--format=ElapsedRaw,AllocCPUS")
-    told = [line.split("|") for line in site.run("sacct", *asked, f"--jobs={','.join(jobs)}").splitlines()]
-    assert len(told) == 11
-    used_s, slurms_s = state["core_hours"]["used"] * 3600, sum(int(s) * int(cpus) for s, cpus in told)
-    assert 5 * len(told) - 1 <= used_s <= slurms_s + len(told), "a second for each rounded begin and end"
+    assert site.status(data)["verified"]
 
 
 @pytest.mark.skipif(not HAS_CGROUPS, reason="no cgroups: Slurm does not kill what takes too much memory")

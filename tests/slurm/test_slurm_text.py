@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -11,50 +12,35 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.attempts import Attempt, Failure
+from preprocess.attempts import folder_identity
 from shardprep.errors import UsageError
 from shardprep.format.names import ids_of_ranges, idx_path, manifest_path, tar_path
 from slurm.commands import minutes_of
-from slurm.queue import TaskAttempt, attempts_by_task, parse_accounts, parse_queue
 from slurm.request import JobRequest
 from slurm.retry import retry_request
 from slurm.script import array_script
 from slurm.send import parse_job
-from slurm.site import find_limits, tasks_of_shards
+from slurm.site import find_site, tasks_of_shards
 from slurm.state import (
     BAD_INPUT,
-    NO_MANIFEST,
-    NODE_FAIL,
     OUT_OF_MEMORY,
     SETUP,
-    SETUP_ENDED,
-    SRUN_FAILED,
-    STOPPED,
     TIMEOUT,
-    VANISHED,
-    ShardAttempt,
-    ShardState,
-    cause_of,
+    Attempt,
+    Shard,
     last_lines,
     reason_to_leave,
-    remedy_of,
 )
 from slurm.submissions import JobArray, Submission, SubmittedMeanwhile, read_submissions
 from slurm.submissions import publish_submission as publish
 from tests.checkout import ROOT
 from tests.children import run_child
+from tests.conftest import seal
 from tests.slurm.fake_slurm import FakeSlurm, ended, write_record
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-ACCOUNTS = """\
-7_0|OUT_OF_MEMORY|0:125|n1|2|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_1|NODE_FAIL|0:0|n2|30|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_1|CANCELLED by 0|0:0|n1|5|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-7_[2-3%2]|PENDING|0:0|None assigned|0|root|2026-11-22T01:52:04|2026-11-22T01:52:09|shardprep
-8|COMPLETED|0:0|n1|2|root|2026-11-22T01:52:04|2026-11-22T01:52:09|a | b
-"""
 WHEN = "2026-11-22T01:52:04"
 SHOWN = f"JobId=7 JobName=shardprep-0123 UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
 
@@ -71,12 +57,12 @@ def _array(**changes: Any) -> JobArray:
     return JobArray(request=request, **{**fields, **changes})
 
 
-def _failed(*causes: str, **changes: Any) -> ShardState:
+def _failed(*causes: str, **changes: Any) -> Shard:
     attempts = [
-        ShardAttempt(array=_array(**changes), task="7_0", cause=cause, state="failed", node="n1")
+        Attempt(array=_array(**changes), task="7_0", cause=cause, state="failed", node="n1")
         for cause in causes
     ]
-    return ShardState(shard_id=0, state="failed", attempts=attempts)
+    return Shard(shard_id=0, state="failed", attempts=attempts)
 
 
 @pytest.mark.processes
@@ -163,27 +149,14 @@ def test_shards_are_shared_evenly_among_as_many_tasks_as_fit() -> None:
 
 
 @pytest.mark.processes
-def test_the_smallest_limit_counts(fake: FakeSlurm) -> None:
-    config = "MaxArraySize = 1001\nMaxJobCount = {}\nSchedulerParameters = x,max_array_tasks=500\n"
-    fake.answers("config", config.format(10000))
-    assert find_limits(JobRequest()).max_tasks == 500
-    fake.answers("config", config.format(400))
-    limits = find_limits(JobRequest())
-    assert (limits.max_tasks, limits.why["max_tasks"]) == (399, "MaxJobCount"), "one is left for verify"
-
-
-@pytest.mark.processes
-def test_partition_limits_are_of_the_named_or_the_default_partition(fake: FakeSlurm) -> None:
-    fake.answers(
-        "partitions",
-        "PartitionName=a MaxTime=02:00:00 Default=NO\nPartitionName=b MaxTime=UNLIMITED Default=YES\n",
-    )
-    fake.answers("sinfo", "a|4000|4\na|8000|2\nb|16000+|64\n")
-    found = [find_limits(JobRequest(partition=name)) for name in ("a", None, "gone")]
-    assert [(each.partition, each.max_time_min, each.max_mem_mb, each.max_cpus) for each in found] == [
-        ("a", 120, 8000, 4),
-        ("b", None, 16000, 64),
-        ("", None, None, None),
+def test_the_nodes_and_the_time_limit_are_of_the_named_or_the_default_partition(fake: FakeSlurm) -> None:
+    fake.answers("sinfo", "a|idle|4000|4|2:00:00\na|mixed|8000|2|2:00:00\nb*|idle|16000+|64|infinite\n")
+    found = [find_site(name) for name in ("a", None, "gone", "a,b")]
+    assert [(each.max_mem_mb, each.max_cpus, each.max_time_min) for each in found] == [
+        (8000, 4, 120),
+        (16000, 64, None),
+        (None, None, None),
+        (16000, 64, None),
     ]
 
 
@@ -196,75 +169,17 @@ def test_slurms_times_are_minutes(text: str, minutes: int | None) -> None:
 
 def test_what_slurm_granted_is_read_off_the_job() -> None:
     job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=00:01:00 MinMemoryNode=300M")
-    assert (job.name, job.user, job.mem_mb, job.time_min) == ("shardprep-0123", "root", 300, 1)
-    job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G")
-    assert (job.mem_mb, job.time_min) == (6144, None)
-    job = parse_job(SHOWN + "NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0")
-    assert (job.mem_mb, job.time_min) == (None, 1440)
-
-
-def test_the_queue_is_the_newer_truth_of_a_tasks_last_ended() -> None:
-    queue = parse_queue(
-        f"7|1|RUNNING|None|0|n3|1:05|12|root|{WHEN}|N/A|N/A|0|s|\n"
-        f"7|2-3%2|PENDING|Resources|0||0:00|7|root|{WHEN}|N/A|N/A|0|s|\n"
-        f"9|N/A|FAILED|x|16640|n1|0:02|9|root|{WHEN}|N/A|N/A|0|s-verify|\n"
-    )
-    assert len(queue) == 4
-    runs = attempts_by_task(parse_accounts(ACCOUNTS), queue)
-    assert [run.state for run in runs["7", 1]] == ["NODE_FAIL", "CANCELLED", "RUNNING"]
-    assert [run.state for run in runs["7", 3]] == ["PENDING"]
-    assert runs["9", 0][-1].exit_code == 65
-
-
-def _task(state: str, code: int = 0) -> TaskAttempt:
-    return TaskAttempt(
-        job_id="7", name="shardprep-0123", user="root", submit_time=WHEN, index=0, state=state, exit_code=code
-    )
-
-
-def _attempt(**facts: Any) -> Attempt:
-    """Of shards 0 and 1; shard 1 is one that failed of its own, with 65."""
-    failures = {1: Failure(shard_id=1, exit_code=65, reason="1 document cannot be decoded")}
-    fields: dict[str, Any] = {"path": Path("7_0.r0"), "plan_id": "p", "identity": 1, "shards": [0, 1]}
-    fields |= {"started_by": "submit", "began": 1.0, "failures": failures, "ended": 2.0, "stage": "work"}
-    return Attempt(**fields | facts)
-
-
-@pytest.mark.parametrize(
-    ("facts", "task", "cause"),
-    [
-        ({"exit_code": 65}, None, BAD_INPUT),
-        ({"exit_code": 74}, None, "read or write error (74)"),
-        ({"exit_code": 75, "is_out_of_memory": True}, None, OUT_OF_MEMORY),
-        ({"exit_code": 75, "signal": "TERM", "stopped_by": "time limit"}, None, TIMEOUT),
-        ({"exit_code": 75, "signal": "TERM", "stopped_by": "preemption"}, None, "PREEMPTED"),
-        ({"exit_code": 75, "signal": "TERM", "stopped_by": "cancel"}, None, "CANCELLED"),
-        ({"exit_code": 75, "signal": "TERM", "stopped_by": "cancel"}, _task("PREEMPTED"), "PREEMPTED"),
-        ({"exit_code": 75, "signal": "USR1", "left_s": 58}, None, TIMEOUT),
-        ({"exit_code": 75, "signal": "USR1"}, None, STOPPED),
-        ({"exit_code": 75, "stage": "start"}, None, SRUN_FAILED),
-        ({"exit_code": 75, "killed_by": 9}, None, "killed by signal 9"),
-        ({"exit_code": 3, "stage": "set-up"}, None, SETUP_ENDED),
-        ({"exit_code": 0}, None, NO_MANIFEST),
-        ({"ended": None}, None, VANISHED),
-        ({"ended": None}, _task("NODE_FAIL"), NODE_FAIL),
-        ({"ended": None}, _task("CANCELLED"), "CANCELLED"),
-    ],
-)  # fmt: skip
-def test_a_cause_is_of_the_record_and_where_that_has_no_end_of_slurm(
-    facts: dict[str, Any], task: TaskAttempt | None, cause: str
-) -> None:
-    assert cause_of(_attempt(**facts), task, 0) == cause
-    assert remedy_of(cause)
-
-
-def test_a_shard_that_failed_of_its_own_has_its_own_cause_whatever_became_of_the_others() -> None:
-    assert cause_of(_attempt(exit_code=75, stopped_by="time limit"), _task("TIMEOUT"), 1) == BAD_INPUT
-    killed = {
-        1: Failure(shard_id=1, exit_code=74, reason="its process was killed by signal 9 (out of memory?)")
+    assert job == {
+        "name": "shardprep-0123",
+        "user": "root",
+        "submit_time": WHEN,
+        "mem_mb": 300,
+        "time_min": 1,
     }
-    assert cause_of(_attempt(exit_code=74, failures=killed), None, 1) == "killed by signal 9"
-    assert cause_of(_attempt(exit_code=74, failures=killed, is_out_of_memory=True), None, 1) == OUT_OF_MEMORY
+    job = parse_job(SHOWN + "NumCPUs=4 TimeLimit=UNLIMITED MinMemoryCPU=1.50G")
+    assert (job["mem_mb"], job["time_min"]) == (6144, None)
+    job = parse_job(SHOWN + "NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0")
+    assert (job["mem_mb"], job["time_min"]) == (None, 1440)
 
 
 def test_last_lines_leave_out_frame_progress_bars_and_what_srun_says_of_a_worker_that_spoke() -> None:
@@ -286,7 +201,7 @@ def test_a_retry_asks_for_what_the_cause_says() -> None:
     assert (
         retry_request(_failed("CANCELLED", request={"exclude": "n1"}), base, None, ["n2"]).exclude == "n1,n2"
     )
-    assert retry_request(ShardState(shard_id=0, state="not submitted"), base, None) == base
+    assert retry_request(Shard(shard_id=0, state="not submitted"), base, None) == base
 
 
 def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
@@ -303,7 +218,7 @@ def test_a_shard_is_left_after_failing_the_same_way_too_often() -> None:
 def _submission(arrays: list[JobArray]) -> Submission:
     return Submission(
         number=0, plan_id="p", cluster="c", user="root", submitted=1.5, arrays=arrays, verify_job_id="9",
-        verify_name="shardprep-0123-verify", verify_submit_time=WHEN, sources={},
+        verify_name="shardprep-0123-verify", verify_submit_time=WHEN, identity="1.2",
     )  # fmt: skip
 
 
@@ -351,16 +266,19 @@ def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_lists_t
     num_shards, num_failed, data, commands = 2_000, 10, tmp_path / "O", tmp_path / "bin"
     prep.plan(sample_dir, data, num_shards=num_shards)
     prep.make(data, 0)
-    manifest = manifest_path(data, 0).read_text()
+    manifest = json.loads(manifest_path(data, 0).read_text())
     for shard_id in range(1, num_shards - num_failed):
         for path in (tar_path, idx_path):
             path(data, shard_id).symlink_to(path(data, 0))
-        manifest_path(data, shard_id).write_text(manifest)
+        manifest["shard_id"] = shard_id
+        manifest_path(data, shard_id).write_text(json.dumps(manifest))
+        seal(manifest_path(data, shard_id))
     (data / "jobs" / "logs").mkdir(parents=True)
-    publish(data, _submission([_array(tasks=[str(i) for i in range(num_shards)])]))
+    sent = _submission([_array(tasks=[str(i) for i in range(num_shards)])])
+    publish(data, dataclasses.replace(sent, identity=folder_identity(data)))
     commands.mkdir()
     config = "printf 'ClusterName = c\\nMaxArraySize = 1001\\n'"
-    bodies = {"sacct": "true", "squeue": "true", "scontrol": config}
+    bodies = {"squeue": "true", "scontrol": config}
     for name, body in bodies.items():
         (commands / name).write_text(f"#!/bin/sh\n{body}\n")
         (commands / name).chmod(0o755)
@@ -376,7 +294,7 @@ def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_lists_t
     assert "failed, read or write error (74): shards 1990-1999" in done.stdout
     seen = json.loads((tmp_path / "seen.json").read_text())
     started = {name: seen.get(f"start {name}", 0) for name in bodies}
-    assert started == {"squeue": 2, "sacct": 0, "scontrol": 1}, "every record has its end"
+    assert started == {"squeue": 1, "scontrol": 1}, "one question for the jobs of one user"
     assert not seen["numpy"], "its 0.1 s"
     assert seen["open .log"] == 8, "the newest failures'"
     few = 6  # plan.json, its tokenizer, a submission, index.json

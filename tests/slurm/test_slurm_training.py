@@ -212,4 +212,3 @@ def test_on_a_cluster_without_accounts_the_whole_way_works(
     slurm("retry", data, "--worker_args", f"--input_dir {moved}", "--wait")
     state = json.loads(slurm("status", data, "--json").stdout)
     assert (state["done"], state["verified"]) == ("0-2", True)
-    assert state["efficiency"]["max_rss_mb"] > 20, "from the manifests"

@@ -110,7 +110,6 @@ class PaddedBatches:
     pad: PadToken
     pad_to_multiple_of: int | None = None
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
-    max_padded_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
     num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
 
     def __call__(self, examples: Sequence[Any]) -> Batch:
@@ -139,13 +138,6 @@ class PaddedBatches:
         multiple = self.pad_to_multiple_of or 1
         widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
         width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
-        num_rows = len(lengths)
-        if self.max_padded_tokens is not None and num_rows * width > self.max_padded_tokens:
-            raise UsageError(
-                f"a batch of {num_rows} documents padded to {width:,} tokens has {num_rows * width:,}, "
-                f"max_padded_tokens is {self.max_padded_tokens:,}; lower batch_size, or pass "
-                f"max_length={self.max_padded_tokens // num_rows} or less"
-            )
         is_real = np.arange(width) < lengths[:, None]
         ids = np.full(is_real.shape, self.pad.token_id, np.int64)
         ids[is_real] = joined
@@ -200,21 +192,14 @@ def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
     )
 
 
-def check_padding(
-    padding: str, batch_size: int, max_length: int | None, max_padded_tokens: int | None, long_documents: str
-) -> None:
-    """Raises UsageError where a width is needed and not given, or batches could be too large."""
+def check_padding(padding: str, max_length: int | None, long_documents: str) -> None:
+    """Raises UsageError where a width is needed and not given."""
     check_choice("padding", padding, Literal["longest", "max_length"])
     if max_length is None and (padding == "max_length" or long_documents != "truncate"):
         raise UsageError(
             f"padding={padding!r} with long_documents={long_documents!r} needs max_length",
             found=f"padding={padding!r}",
             expected="max_length",
-        )
-    if max_padded_tokens is not None and batch_size * (max_length or 1) > max_padded_tokens:
-        raise UsageError(
-            f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
-            f"tokens, max_padded_tokens is {max_padded_tokens:,}; lower one of them"
         )
 
 
@@ -503,10 +488,7 @@ class StepBatches:
     def _cut_documents(
         self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
     ) -> Iterator[Uncollated]:
-        """The same of samples of any length; with ``starts``, each sample is a batch."""
-        if chunks[0].starts is not None:
-            yield from cut_token_batches(chunks, step, first_batch, is_filler, tells=self.origins)
-            return
+        """The same of samples of any length."""
         lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
         parts = [chunk.ids_of(step) for chunk in chunks]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -628,26 +610,6 @@ def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any]
     if all(chunk.is_full(step) for chunk in chunks):
         return rows, None
     return rows, np.concatenate([chunk.lengths[:, step] for chunk in chunks])
-
-
-def cut_token_batches(
-    chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers, *, tells: bool
-) -> Iterator[Uncollated]:
-    """The batches of one step whose samples are batches, from one of them on; ``tells``: with origins."""
-    number = 0
-    for chunk in chunks:
-        ids, begin = chunk.ids_of(step), 0
-        parts = zip(chunk.lengths[:, step].tolist(), chunk.starts_of(step), strict=True)
-        for slot, (size, starts) in enumerate(parts):
-            if number >= first_batch:
-                lengths, origins = np.diff(starts, append=size), None
-                fills = is_filler is not None and is_filler[number]
-                is_filled = np.ones(len(lengths), bool) if fills else None
-                if tells:
-                    origins = step_origins([chunk], step, slice(slot, slot + 1))
-                    origins[:, 0] = np.arange(len(origins))
-                yield Uncollated(ids[begin : begin + size], lengths, None, is_filled, origins=origins)
-            number, begin = number + 1, begin + size
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:

@@ -55,7 +55,6 @@ from loader.workers import (
     WeightsIn,
     check_batch,
     check_mixing,
-    check_tokens_per_batch,
     group_size,
     make_order,
     mix,
@@ -63,6 +62,7 @@ from loader.workers import (
     whole_number,
 )
 from shardprep.errors import UsageError
+from shardprep.removed import ARGUMENTS
 
 
 def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
@@ -97,8 +97,6 @@ def _sample(loader: TokenLoader) -> str:
         apart = f"boundaries {', '.join(fields)}" if fields else "attention crosses documents (no boundaries)"
         shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
         return f"a row of {seq_len} tokens; {apart}{shifted}"
-    if "batch_tokens" in run:
-        return f"a batch of documents of like length, of up to {run['batch_tokens']:,} tokens with padding"
     if not run["max_length"]:
         return "a whole document"
     return f"a document of up to {run['max_length']} tokens, longer ones: {run['long_documents']}"
@@ -142,8 +140,6 @@ logger = logging.getLogger(__name__)
 
 Padding = Literal["longest", "max_length"]
 RENAMED = {
-    "batch_tokens": "tokens_per_batch",
-    "max_batch_tokens": "max_padded_tokens",
     "schedule": "weights_schedule",
 }
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -174,6 +170,8 @@ def _with_old_names(make: _Function) -> _Function:
             warnings.warn(f"the argument {old} is called {new} now", DeprecationWarning, stacklevel=2)
             options[new] = options.pop(old)
         for name in options.keys() - known.keys():
+            if name in ARGUMENTS:
+                raise TypeError(f"get_llama3_dataloader has no argument {name!r} any more: {ARGUMENTS[name]}")
             near = difflib.get_close_matches(name, known, 1)
             hint = f", did you mean {near[0]!r}" if near else ""
             groups = arguments_by_group(make.__doc__ or "").items()
@@ -187,19 +185,17 @@ def _with_old_names(make: _Function) -> _Function:
 @_with_old_names
 def get_llama3_dataloader(
     input_shards: InputShards | Mapping[str, InputShards],
-    batch_size: int | None = None,
+    batch_size: int,
     model_id: str | os.PathLike[str] | None = None,
     *,
     split: SplitName | None = None,
     validation_fraction: float | None = None,
     exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
-    tokens_per_batch: int | None = None,
     global_batch_size: int | None = None,
     batch_size_schedule: Ramp | None = None,
     group_by_length: bool | int = False,
     padding: Padding = "longest",
     pad_to_multiple_of: int | None = None,
-    max_padded_tokens: int | None = None,
     collate_fn: Collate | None = None,
     sample_fields: Sequence[SampleField] = (),
     origins: bool = False,
@@ -260,9 +256,6 @@ def get_llama3_dataloader(
 
         What a batch is:
             batch_size: samples per batch on each rank.
-            tokens_per_batch: instead of ``batch_size``, the most tokens of a batch, padding included: as many
-                whole documents of similar length as fit. All ranks get equally many batches, and
-                ``global_batch_size``, ``batch_size_schedule`` and ``weights_in="samples"`` count batches.
             global_batch_size: samples of one optimizer step, on all ranks, accumulation included. It alone
                 fixes the order: keep it when the number of ranks changes, or see ``amend``. Default:
                 batch_size x world_size.
@@ -274,7 +267,6 @@ def get_llama3_dataloader(
                 ``batch_size``.
             padding: ``"longest"`` pads to the longest sample of a batch, ``"max_length"`` to one width.
             pad_to_multiple_of: round the width of padded batches up to a multiple of this.
-            max_padded_tokens: refuse a padded batch of more tokens, before the GPU runs out of memory.
             collate_fn: called with a list of ``{"input_ids": list[int]}``, in ``num_workers`` processes
                 beside those that read. Default: ``input_ids``, ``attention_mask`` and ``labels``, bit for bit
                 as transformers' DataCollatorForLanguageModeling makes them.
@@ -344,7 +336,6 @@ def get_llama3_dataloader(
     _check_types(locals())
     is_validation = split == "validation"
     who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
-    batch_size = check_tokens_per_batch(tokens_per_batch, batch_size, padding, max_padded_tokens)
     sizes: Ramp = RunSteps.sizes
     if batch_size_schedule is not None:
         global_batch_size, sizes = ramp_sizes(
@@ -358,16 +349,13 @@ def get_llama3_dataloader(
         max_length=None if max_length is None else max_length + shifts,
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
-        tokens_per_batch=tokens_per_batch,
-        batch_multiple=pad_to_multiple_of or 1,
-        num_beyond=int(shifts),
     )
     asked_fields = check_sample_fields(
         sample_fields, has_collate_fn=collate_fn is not None, cuts_rows=seq_len_schedule is not None
     )
     side = document_split(split, validation_fraction)
     mixes = check_mixing(input_shards, weights, weights_schedule, weights_in, is_validation=is_validation)
-    check_padding(padding, batch_size, max_length, max_padded_tokens, long_documents)
+    check_padding(padding, max_length, long_documents)
     sources = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         exclude_shards=exclude_shards,
@@ -451,7 +439,6 @@ def get_llama3_dataloader(
             pad_to_multiple_of=pad_to_multiple_of,
             pad_to_length=rules.max_length if padding == "max_length" else None,
             num_beyond=int(shifts),
-            max_padded_tokens=max_padded_tokens,
         )
     if isinstance(pad, PadToken):
         tokenizer.pad_with(pad.token)
@@ -518,7 +505,6 @@ def _fingerprint(
         "num_samples": order.num_samples,
         **order.sizes,
         **split,
-        **rules.settings,
         **({"keeps_tail": True} if order.keeps_tail else {}),
     }
 

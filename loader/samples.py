@@ -1,8 +1,8 @@
 """What a sample is, and how its bytes become token ids.
 
-A sample is a stored document, a piece of one (``long_documents="split"``), a packed row, a row that is joined
-at load (``seq_len``), or a batch of documents (``tokens_per_batch``). ``make_samples`` chooses by the user's
-rules; each kind numbers its samples, and reads the windows that a worker asks for.
+A sample is a stored document, a piece of one (``long_documents="split"``), a packed row, or a row that is
+joined at load (``seq_len``). ``make_samples`` chooses by the user's rules; each kind numbers its samples, and
+reads the windows that a worker asks for.
 """
 
 from __future__ import annotations
@@ -750,111 +750,6 @@ def _documents_in(ends: Int64s, begin: int, end: int) -> tuple[int, int]:
     return first, int(np.searchsorted(ends, end, side="left"))
 
 
-BIN_BATCHES = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenBatches(Samples):
-    """Samples that are batches of whole documents of like length, as many as the places of a batch hold.
-
-    By the idx alone: a shard is cut into bins of BIN_BATCHES batches' tokens, a bin is sorted by length, the
-    longest first, and cut where another document would not fit. The price: documents share their batch in
-    every epoch, and a loader reads all idx when it is made: about 1 us a document. Raises UsageError.
-    """
-
-    documents: Samples
-    tokens_per_batch: int
-    multiple: int = 1  # widths of batches
-    num_beyond: int = 0  # tokens of a document that are no place of a batch
-
-    def __post_init__(self) -> None:
-        self.first_samples  # noqa: B018  computed now, so that an error comes now
-
-    @cached_property
-    def first_samples(self) -> Int64s:
-        return self._sums(lambda *which: len(self._sums_of(*which)["batch_sizes"]))
-
-    @property
-    def mean_tokens(self) -> float:
-        return self.documents.mean_tokens * self.documents.num_samples / max(self.num_samples, 1)
-
-    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        found = np.empty(len(samples), np.int64)
-        for number, here, local in self.by_shard(reader, samples):
-            found[here] = self._sums_of(reader, number)["batch_sizes"][local]
-        return found
-
-    def _sums_of(self, reader: ShardReader, number: int) -> dict[str, Int64s]:
-        """Of a shard: its documents from 0 on, batch after batch, sums of them, and tokens of each batch."""
-        sums = reader.opened(number).sums
-        if "batch_ends" not in sums:
-            first, end = self.documents.first_samples[number : number + 2].tolist()
-            lengths = self.documents.num_tokens(reader, np.arange(first, end))
-            members, ends = self._batches(lengths, number)
-            sums["batch_ends"], sums["batch_members"] = ends, members
-            sums["batch_sizes"] = np.add.reduceat(lengths[members], ends[:-1]) if len(members) else members
-        return sums
-
-    def _batches(self, lengths: Int64s, number: int) -> tuple[Int64s, Int64s]:
-        """Documents of a shard, batch after batch, in each as they stand in the shard; and the sums."""
-        widths = -(-np.maximum(lengths - self.num_beyond, 1) // self.multiple) * self.multiple
-        if len(widths) and int(widths.max()) > self.tokens_per_batch:
-            longest = int(widths.argmax())
-            where = self.shards.describe(int(self.documents.first_samples[number]) + longest)
-            raise UsageError(
-                f"{where} has {int(lengths[longest]):,} tokens, more than a batch of tokens_per_batch="
-                f"{self.tokens_per_batch:,} holds; pass max_length, with long_documents='split' to keep all"
-            )
-        before = np.cumsum(widths) - widths
-        bins = before // (BIN_BATCHES * self.tokens_per_batch)
-        longest_first = np.lexsort((-widths, bins))
-        bounds = [*np.flatnonzero(np.diff(bins, prepend=-1)).tolist(), len(bins)]
-        descending, ends = widths[longest_first].tolist(), [0]
-        for begin, end in pairwise(bounds):
-            at = begin
-            while at < end:
-                at = min(at + self.tokens_per_batch // descending[at], end)
-                ends.append(at)
-        of_batch = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-        return longest_first[np.lexsort((longest_first, of_batch))], np.array(ends, np.int64)
-
-    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
-        flat = samples.T.reshape(-1)  # step after step
-        first, counts = np.empty_like(flat), np.empty_like(flat)  # of each batch in its shard's members
-        for number, here, local in self.by_shard(reader, flat):
-            ends = self._sums_of(reader, number)["batch_ends"]
-            first[here], counts[here] = ends[local], ends[local + 1] - ends[local]
-        begin = np.cumsum(counts) - counts
-        documents = np.empty(int(counts.sum()), np.int64)
-        for number, here, _ in self.by_shard(reader, flat):
-            members = self._sums_of(reader, number)["batch_members"]
-            members = members[places_of(first[here], counts[here])]
-            documents[places_of(begin[here], counts[here])] = members + self.documents.first_samples[number]
-        window = self.documents.read(reader, documents[None], offset)
-        return partial(_batches_chunk, window, counts.reshape(samples.shape[::-1]))
-
-
-def _batches_chunk(window: Window, counts: Int64s, first: int, end: int) -> Chunk:
-    """Steps of batches of ``counts`` documents, int64[steps, batches]; the window has a document a step. Each
-    sample is a batch; ``starts`` says where its documents begin."""
-    documents = window(int(counts[:first].sum()), int(counts[:end].sum()))
-    counts = counts[first:end]
-    lengths = documents.lengths[0].astype(np.int64)
-    places = np.cumsum(lengths) - lengths
-    flat = counts.reshape(-1)
-    begin = np.cumsum(flat) - flat
-    starts = places - np.repeat(places[begin], flat)
-    chunk = Chunk(
-        lengths=np.add.reduceat(lengths, begin).reshape(counts.shape).T.astype(np.int32),
-        ids=documents.ids,
-        num_cut=documents.num_cut,
-        starts=Parts(counts=counts.T.astype(np.int32), flat=starts.astype(np.int32)),
-    )
-    if documents.origins is None:
-        return chunk
-    return with_origins(chunk, counts.T, documents.origins.flat.reshape(-1, len(ORIGIN)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleRules:
     """What one sample is; the names are arguments of ``get_llama3_dataloader``. Raises UsageError."""
@@ -863,9 +758,6 @@ class SampleRules:
     max_length: int | None = None
     long_documents: LongDocuments = "truncate"
     group: int = 1  # samples of like length side by side
-    tokens_per_batch: int | None = None  # places of a batch of as many documents as fit
-    batch_multiple: int = 1  # of the width of such a batch
-    num_beyond: int = 0  # tokens of a document that are no place of a batch
 
     def __post_init__(self) -> None:
         check_choice("long_documents", self.long_documents, LongDocuments)
@@ -875,28 +767,11 @@ class SampleRules:
                 "for padded documents: leave one side out",
                 found=f"seq_len={self.seq_len}",
             )
-        if self.tokens_per_batch is not None and (self.seq_len is not None or self.group > 1):
-            raise UsageError(
-                f"tokens_per_batch={self.tokens_per_batch} makes batches of whole documents of like length; "
-                "seq_len, which packs them, and group_by_length have no meaning beside it: leave them out"
-            )
-
-    @property
-    def settings(self) -> dict[str, int]:
-        """What fixes which documents make a batch, as a state has it."""
-        if self.tokens_per_batch is None:
-            return {}
-        return {
-            "batch_tokens": self.tokens_per_batch,
-            "pad_to_multiple_of": self.batch_multiple,
-            "num_beyond": self.num_beyond,
-        }
 
     @property
     def needs_lengths(self) -> bool:
         """Whether the lengths of all documents must be known before the first batch."""
-        is_whole = self.seq_len is None and self.group == 1 and self.tokens_per_batch is None
-        return not is_whole or self.long_documents == "split"
+        return self.seq_len is not None or self.group > 1 or self.long_documents == "split"
 
 
 def make_samples(
@@ -924,44 +799,25 @@ def make_samples(
         "withdrawn": withdrawn_tokens(shards),
         "origins": origins,
     }
-    documents: Samples
     if rules.seq_len is not None and not shards.row_tokens:
         return JoinedRows(
             seq_len=rules.seq_len, eos_token_id=eos_token_id, starts=starts, keeps_tail=keeps_tail, **shared
         )
     if rules.long_documents == "split" and rules.max_length is not None:
-        documents = DocumentPieces(max_length=rules.max_length, **shared)
-    else:
-        refuses = rules.long_documents == "error"
-        documents = WholeSamples(max_length=rules.max_length, refuse_longer=refuses, starts=starts, **shared)
-    if rules.tokens_per_batch is None:
-        return documents
-    return TokenBatches(
-        documents=documents,
-        tokens_per_batch=rules.tokens_per_batch,
-        multiple=rules.batch_multiple,
-        num_beyond=rules.num_beyond,
-        **shared,
-    )
+        return DocumentPieces(max_length=rules.max_length, **shared)
+    refuses = rules.long_documents == "error"
+    return WholeSamples(max_length=rules.max_length, refuse_longer=refuses, starts=starts, **shared)
 
 
 def samples_of(samples: Samples, shards: ShardSet) -> Samples:
     """The samples of other shards, by the same rules."""
-    changed: dict[str, Any] = {"shards": shards, "withdrawn": withdrawn_tokens(shards)}
-    if isinstance(samples, TokenBatches):
-        changed["documents"] = replace(samples.documents, **changed)
-    return replace(samples, **changed)
+    return replace(samples, shards=shards, withdrawn=withdrawn_tokens(shards))
 
 
 def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
     if not shards.has_rows:
         return
     rows = f"packed rows of {shards.row_tokens} tokens" if shards.row_tokens else "some packed rows"
-    if rules.tokens_per_batch is not None:
-        raise UsageError(
-            f"tokens_per_batch={rules.tokens_per_batch} is for documents; these are {rows}, each as long as "
-            "the others: pass batch_size"
-        )
     if rules.max_length is not None or rules.group > 1:
         given = "group_by_length" if rules.max_length is None else f"max_length={rules.max_length}"
         raise UsageError(

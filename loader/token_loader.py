@@ -505,7 +505,6 @@ class TokenLoader(DataLoader[Batch]):
                 self.tokenizer,
                 pad_to_multiple_of=padded.pad_to_multiple_of,
                 pad_to_length=padded.pad_to_length,
-                max_padded_tokens=padded.max_padded_tokens,
             )
         return self._collator
 

@@ -80,8 +80,8 @@ class Sighting:
 class SeenDocuments:
     """What the run of a loader sees, amendments included; within ``with``, which closes its files.
 
-    Steps are counted from 0 through all epochs, with those that were skipped. Raises UsageError for batches
-    of tokens_per_batch, and for rows that are cut.
+    Steps are counted from 0 through all epochs, with those that were skipped. Raises UsageError for rows that
+    are cut.
     """
 
     def __init__(self, loader: TokenLoader) -> None:
@@ -105,11 +105,7 @@ class SeenDocuments:
         for name, of_source, each in zip(order.names, order.orders, samples, strict=True):
             if each is None:  # dropped before the step that the loader stands at
                 continue
-            if not isinstance(each, (DocumentPieces, JoinedRows, WholeSamples)):
-                raise UsageError(
-                    "this loader makes batches of tokens_per_batch, and what its steps saw is told of "
-                    "batches with equally many samples"
-                )
+            assert isinstance(each, (DocumentPieces, JoinedRows, WholeSamples))
             self.sources[name] = SeenSource(name, of_source, each)
         self._batch_size = loader.step_batches.batch_size
         self._of_rank = order.global_batch_size // loader.process_rank.world_size

@@ -25,3 +25,8 @@ FLAGS = {
 COMMANDS = {
     "restore": "bring files back with lfs hsm_restore, see docs/lustre.md",
 }
+
+ARGUMENTS = {  # of get_llama3_dataloader
+    "tokens_per_batch": "pack documents into rows with seq_len=, or pass group_by_length=True",
+    "max_padded_tokens": "max_length= limits the width of a batch, and batch_size= its rows",
+}

@@ -20,6 +20,7 @@ import shardprep
 from loader import get_llama3_dataloader
 from loader.dataloader import RENAMED, arguments_by_group
 from shardprep.errors import NotFound, UsageError
+from shardprep.removed import ARGUMENTS
 from tests import loader_reference
 from tests.external_tars import write_numbered_data
 from tests.waiting import HANG_S
@@ -30,7 +31,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_numbered_data(tmp_path_factory.mktemp("data"), 64, 2)
 
 
-def load(data: Path, batch_size: int | None = None, **options: Any) -> Any:
+def load(data: Path, batch_size: int = 4, **options: Any) -> Any:
     return get_llama3_dataloader(data, batch_size, data, num_workers=0, **options)
 
 
@@ -50,8 +51,6 @@ def test_the_reference_page_says_what_the_code_declares() -> None:
 @pytest.mark.parametrize(
     ("old", "value", "options"),
     [
-        ("batch_tokens", 64, {}),
-        ("max_batch_tokens", 10_000, {"batch_size": 4}),
         ("schedule", None, {"batch_size": 4}),
     ],
 )
@@ -71,6 +70,14 @@ def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data:
         load(data, 4, seqlen=16)
 
 
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_went_is_answered_with_what_to_do_instead(data: Path, name: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        load(data, 4, **{name: 1})
+    assert name in str(raised.value)
+    assert ARGUMENTS[name] in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -86,9 +93,9 @@ def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data:
             ({name: value}, f"{name} is {value!r}, expected {said}")
             for value, names, said in (
                 ("x", ("shuffle", "amend", "pin_memory", "persistent_workers"), "True or False"),
-                ("2", ("batch_size", "global_batch_size", "max_padded_tokens"), "a whole number"),
+                ("2", ("batch_size", "global_batch_size"), "a whole number"),
                 (True, ("seq_len", "pad_to_multiple_of", "num_workers", "prefetch_factor"), "a whole number"),
-                (1.0, ("tokens_per_batch", "rank", "world_size", "seed"), "a whole number"),
+                (1.0, ("rank", "world_size", "seed"), "a whole number"),
                 ("1", ("validation_fraction",), "a number above 0"),
             )
             for name in names

@@ -107,18 +107,6 @@ def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(made_dir: 
     assert {width % 16 for width in widths(pad_to_multiple_of=16)} == {0}
 
 
-def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_once(
-    made_dir: Path,
-) -> None:
-    message = r"padded to \d+ tokens has .* pass max_length=60 or less"
-    with load(made_dir, max_padded_tokens=8 * 60) as loader, pytest.raises(UsageError, match=message):
-        list(loader)
-    with load(made_dir, max_padded_tokens=8 * 60, max_length=60) as loader:
-        assert len(list(loader)) == len(loader)
-    with pytest.raises(UsageError, match="batch_size 8 x max_length 61 can make 488 tokens"):
-        load(made_dir, max_padded_tokens=8 * 60, max_length=61)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -46,7 +46,6 @@ def samples_of(folder: Path, **options: Any) -> list[dict[str, Any]]:
         ("documents", {}),
         ("documents", {"num_workers": 2}),
         ("documents", {"seq_len": 128}),
-        ("documents", {"tokens_per_batch": 8192, "batch_size": None}),
         ("concat", {}),
         ("best_fit", {"num_workers": 2}),
     ],

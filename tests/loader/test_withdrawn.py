@@ -46,7 +46,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cut": ("npy", {"max_length": 5}),
     "split": ("json", {"max_length": 5, "long_documents": "split"}),
     "grouped": ("npy", {"group_by_length": 2}),
-    "by tokens": ("json", {"batch_size": None, "tokens_per_batch": 64}),
     "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),
     "validation": ("json", {"split": "validation", "validation_fraction": 0.2}),
     "train": ("json", {"split": "train", "validation_fraction": 0.2}),
@@ -102,8 +101,6 @@ WITHDRAWN = frozenset(random.Random(1).sample(range(1, NUM_DOCUMENTS + 1), 20))
 
 def load(data: Path, name: str, world: int = 1, rank: int = 0, **options: Any) -> TokenLoader:
     given = {"batch_size": 12 // world, "num_workers": 0, "seed": 3, **options}
-    if "tokens_per_batch" in given:
-        given["global_batch_size"] = 6
     return get_llama3_dataloader(data / name, rank=rank, world_size=world, **given)
 
 

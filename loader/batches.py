@@ -20,7 +20,6 @@ from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, s
 from loader.context_parallel import split_for_context_parallel as split_for_context_parallel  # its old place
 from loader.find_shards import check_choice
 from loader.order import Int64s
-from loader.state import Ramp, RunSteps, check_ramp
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -208,17 +207,17 @@ SampleField = Literal["num_tokens", "doc_starts", "lengths"]
 Sample = Ids | tuple[Ids, dict[str, Any]]  # the ids of one, and its fields where they were asked for
 
 
-def check_sample_fields(fields: Sequence[str], *, has_collate_fn: bool, cuts_rows: bool) -> tuple[str, ...]:
+def check_sample_fields(fields: Sequence[str], *, has_collate_fn: bool) -> tuple[str, ...]:
     """The names as a tuple. Raises UsageError for an unknown one, or where nobody would get them."""
     unknown = sorted(set(fields) - set(get_args(SampleField)))
     if unknown or isinstance(fields, str):
         raise UsageError(
             f"sample_fields is {fields!r}, expected a list of some of {', '.join(get_args(SampleField))}"
         )
-    if fields and (cuts_rows or not has_collate_fn):
+    if fields and not has_collate_fn:
         raise UsageError(
-            "sample_fields are what a collate_fn of your own gets of whole samples; pass collate_fn, without "
-            "seq_len_schedule, or leave them out"
+            "sample_fields are what a collate_fn of your own gets of each sample; pass collate_fn, or "
+            "leave them out"
         )
     return tuple(fields)
 
@@ -300,72 +299,6 @@ def without_last_place(edges: Edges) -> Edges:
     return Edges.of(row[kept] * (width - 1) + within[kept], (num_rows, width - 1))
 
 
-def check_row_lengths(schedule: Ramp | None, row_tokens: int, *, is_validation: bool) -> Ramp:
-    """The lengths that rows of ``row_tokens`` are cut to, by step. Raises UsageError. A row of 4,096 tokens
-    comes as four of 1,024, side by side in the same batch."""
-    if schedule is None:
-        return RunSteps.row_lengths
-    check_ramp("seq_len_schedule", schedule)
-    if is_validation:
-        raise UsageError("seq_len_schedule is for training; leave it out with split='validation'")
-    if not row_tokens:
-        raise UsageError(
-            "seq_len_schedule cuts packed rows into shorter ones, and these samples are documents: a shorter "
-            "max_length would lose their ends; pass seq_len= to pack them"
-        )
-    wrong = [length for _, length in schedule if row_tokens % length]
-    if wrong:
-        fitting = [length for length in range(1, row_tokens + 1) if row_tokens % length == 0]
-        raise UsageError(
-            f"rows of {row_tokens} tokens cannot be cut into equal ones of {wrong[0]}; seq_len_schedule can "
-            f"have {', '.join(map(str, fitting[-8:]))}"
-        )
-    return tuple((first, 0 if length == row_tokens else length) for first, length in schedule)
-
-
-def cut_rows(fields: dict[str, Any], width: int) -> None:
-    """Cut the rows of a batch's tensors, [batch, seq] -> [batch x seq / width, width]. The mask of a row that
-    is padding alone has its first place: attention over nothing may give NaN."""
-    for name in ("input_ids", "attention_mask", "labels"):
-        fields[name] = fields[name].reshape(-1, width)
-    mask = fields["attention_mask"]
-    mask[~mask.any(axis=1), 0] = 1
-
-
-def cut_lengths(lengths: npt.NDArray[Any], old_width: int, width: int) -> npt.NDArray[Any]:
-    """Tokens of each shorter row, of rows with so many tokens: [batch] -> [batch x old_width / width]."""
-    left = lengths[:, None] - np.arange(0, old_width, width)
-    cut: npt.NDArray[Any] = left.clip(0, width).reshape(-1)
-    return cut
-
-
-def cut_edges(edges: Edges, width: int) -> Edges:
-    """The edges of the shorter rows: each begins one."""
-    num_places = edges.shape[0] * edges.shape[1]
-    begins = np.union1d(edges.begins, np.arange(0, num_places, width))
-    return Edges.of(begins, (num_places // width, width))
-
-
-def fit_origins(origins: Int64s, lengths: npt.NDArray[Any] | None, row_places: int, width: int) -> Int64s:
-    """The origins of rows of ``row_places``, without documents behind them; of shorter rows of ``width``,
-    where each piece of a document has its own. ``lengths``: tokens of each row (None: all are full)."""
-    origins = origins[origins[:, 1] < row_places]
-    if not width:
-        return origins
-    row, place = origins[:, 0], origins[:, 1]
-    num_rows = int(row.max(initial=0)) + 1
-    ends = np.full(num_rows, row_places) if lengths is None else lengths.clip(max=row_places)
-    end = np.append(place[1:], 0)
-    is_last = np.append(row[1:] != row[:-1], values=True)
-    end[is_last] = ends[row[is_last]]
-    pieces = ((end - 1) // width - place // width + 1).clip(1)
-    number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    cut = np.repeat(origins, pieces, axis=0)
-    cut[:, 0] = cut[:, 0] * (row_places // width) + cut[:, 1] // width + number
-    cut[:, 1] = np.where(number > 0, 0, cut[:, 1] % width)
-    return cut
-
-
 Fillers = npt.NDArray[np.bool_] | None
 
 
@@ -407,7 +340,6 @@ class Uncollated(NamedTuple):
     lengths: npt.NDArray[Any] | None  # of each sample, unless all are full rows
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
     is_filler: Fillers = None  # samples that fill a last batch up, if there are any: they have no labels
-    width: int = 0  # that rows are cut to, side by side; 0: as they are
     starts: Sequence[Ids] | None = None  # where documents begin in each row, if sample_fields ask for it
     origins: Int64s | None = None  # int64[documents, ORIGIN], if they were asked for
 
@@ -417,16 +349,14 @@ class Uncollated(NamedTuple):
         return self.ids.size if self.lengths is None else int(self.lengths.sum())
 
     def samples(self) -> list[Ids]:
-        """The ids of each sample, without padding; of rows that are cut, of each piece that has any."""
+        """The ids of each sample, without padding."""
         rows: list[Ids] = list(self.ids) if self.ids.ndim > 1 else []
         if self.lengths is not None and self.ids.ndim == 1:
             bounds = [0, *np.cumsum(self.lengths).tolist()]
             rows = [self.ids[first:end] for first, end in pairwise(bounds)]
         elif self.lengths is not None:
             rows = [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
-        if not self.width:
-            return rows
-        return [row[first : first + self.width] for row in rows for first in range(0, len(row), self.width)]
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -467,10 +397,10 @@ class StepBatches:
         return batches
 
     def cut(
-        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers = None, width: int = 0
+        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers = None
     ) -> Iterator[Uncollated]:
         """The batches of one step of some chunks, from one of them on. ``is_filler``: which samples of the
-        step are fillers. ``width``: what rows are to be cut to."""
+        step are fillers."""
         if not self.row_tokens:
             yield from self._cut_documents(chunks, step, first_batch, is_filler)
             return
@@ -483,7 +413,7 @@ class StepBatches:
             of_rows = None if lengths is None else lengths[part]
             starts = every_start[part] if self.sample_fields else None
             origins = step_origins(chunks, step, part) if self.origins else None
-            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), width, starts, origins)
+            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), starts, origins)
 
     def _cut_documents(
         self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
@@ -506,9 +436,8 @@ class StepBatches:
             blank_labels(batch, part.is_filler)
         if part.origins is not None:
             origins = part.origins
-            if self.shifts_targets or part.width:
-                places = part.ids.shape[-1] - self.shifts_targets if part.width else batch["labels"].shape[1]
-                origins = fit_origins(origins, part.lengths, places, part.width)
+            if self.shifts_targets:  # a document that begins at the place which is lost is not in the batch
+                origins = origins[origins[:, 1] < batch["labels"].shape[1]]
             batch["origins"] = torch.from_numpy(origins)
         return batch
 
@@ -563,8 +492,6 @@ class StepBatches:
             return batch
         if self.shifts_targets:
             shift(batch)
-        if part.width:
-            cut_rows(batch, part.width)
         return batch
 
     def _add_boundaries(self, fields: Batch, part: Uncollated) -> None:
@@ -580,10 +507,6 @@ class StepBatches:
             shift(fields)
             edges = without_last_place(edges)
             lengths = None if lengths is None else np.minimum(lengths, edges.shape[1])
-        if part.width:
-            cut_rows(fields, part.width)
-            lengths = None if lengths is None else cut_lengths(lengths, edges.shape[1], part.width)
-            edges = cut_edges(edges, part.width)
         fields.update(boundary_fields(self.boundaries, edges, lengths))
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # where there is one, transformers looks for no documents

@@ -24,7 +24,6 @@ from loader.batches import (
     StepBatches,
     Targets,
     check_padding,
-    check_row_lengths,
     check_sample_fields,
     check_targets,
     choose_pad_token,
@@ -73,13 +72,12 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
     data = f"{shards.num_shards:,} shards, {order.num_samples:,} samples"
     samples = f"{loader.step_batches.batch_size} per batch{accumulated} x {who.world_size} ranks"
     steps = f"{loader.run.steps_in(0):,} steps, {len(loader):,} batches per rank"
-    ramped = [name for name in ("global_batch_size", "seq_len") if type(run[name]) is str]
-    ramps = "".join(f"; {name} {run[name]}" for name in ramped)
+    ramp = f"; global_batch_size {run['global_batch_size']}" if loader.run.is_ramped else ""
     global_batch = order.global_batch_size * loader.run.order_steps_in(0)
     lines = [
         f"loader of {data}, about {shards.mean_tokens * shards.num_samples:.3g} tokens",
         f"sample: {_sample(loader)}",
-        f"global batch: {global_batch} samples = {samples}{ramps}; {_padding(loader)}",
+        f"global batch: {global_batch} samples = {samples}{ramp}; {_padding(loader)}",
         f"epoch: {steps}; {order.num_left_out:,} samples left out, others each epoch",
         f"order: {_order(loader)}",
         *filter(None, [shards.split_words]),
@@ -93,10 +91,9 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
 def _sample(loader: TokenLoader) -> str:
     run, fields = loader.fingerprint, loader.step_batches.boundaries
     if run["seq_len"]:
-        seq_len = str(run["seq_len"]).partition(";")[0]
         apart = f"boundaries {', '.join(fields)}" if fields else "attention crosses documents (no boundaries)"
         shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
-        return f"a row of {seq_len} tokens; {apart}{shifted}"
+        return f"a row of {run['seq_len']} tokens; {apart}{shifted}"
     if not run["max_length"]:
         return "a whole document"
     return f"a document of up to {run['max_length']} tokens, longer ones: {run['long_documents']}"
@@ -206,7 +203,6 @@ def get_llama3_dataloader(
     weights_in: WeightsIn = "tokens",
     amend: bool = False,
     seq_len: int | None = None,
-    seq_len_schedule: Ramp | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
     targets: Targets = "same",
     max_length: int | None = None,
@@ -291,8 +287,6 @@ def get_llama3_dataloader(
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
-            seq_len_schedule: cut packed rows to this many tokens from a step on, ``[(0, 1024), (1000,
-                4096)]``: batches have more, shorter rows of the same tokens. It is part of the state.
             boundaries: keep attention inside each document of packed rows. ``"transformers"``: the fields
                 that ``model(**batch)`` of a transformers model needs, no ``attention_mask``, and
                 ``use_cache`` 0. Not every model keeps documents apart by them: ``check_boundaries(model,
@@ -302,8 +296,8 @@ def get_llama3_dataloader(
                 ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops like those of
                 Megatron, nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
             max_length: tokens at which documents that are not packed are cut; see ``long_documents``.
-            long_documents: ``"truncate"`` drops the rest and counts it in ``loader.metrics``, ``"split"``
-                makes it samples of its own, ``"error"`` refuses.
+            long_documents: ``"truncate"`` drops the rest and counts it in ``loader.metrics``, ``"error"``
+                refuses.
 
         Processes and workers:
             num_workers: processes that read, on each rank; more than ``global_batch_size / (world_size x
@@ -350,9 +344,7 @@ def get_llama3_dataloader(
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
     )
-    asked_fields = check_sample_fields(
-        sample_fields, has_collate_fn=collate_fn is not None, cuts_rows=seq_len_schedule is not None
-    )
+    asked_fields = check_sample_fields(sample_fields, has_collate_fn=collate_fn is not None)
     side = document_split(split, validation_fraction)
     mixes = check_mixing(input_shards, weights, weights_schedule, weights_in, is_validation=is_validation)
     check_padding(padding, max_length, long_documents)
@@ -406,10 +398,6 @@ def get_llama3_dataloader(
         order_steps_per_epoch=sum(order.steps_per_epoch for order in orders),
         num_batches=len(slots) * rules.group // batch_size,
         sizes=sizes,
-        row_lengths=check_row_lengths(
-            seq_len_schedule, every[0].row_tokens - shifts, is_validation=is_validation
-        ),
-        row_tokens=max(every[0].row_tokens - shifts, 0),
     )
     samples: Samples | MixedSamples = every[0]
     order: Order | Mixture = orders[0]
@@ -498,7 +486,8 @@ def _fingerprint(
         "tokenizer": tokenizer,
         "seed": order.seed,
         "shuffle": order.shuffle,
-        **run.settings(order.global_batch_size, shards.row_tokens or rules.seq_len or 0),
+        "global_batch_size": run.history(order.global_batch_size),
+        "seq_len": shards.row_tokens or rules.seq_len or 0,
         "group_by_length": order.group,
         "max_length": rules.max_length or 0,
         "long_documents": rules.long_documents,

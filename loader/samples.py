@@ -1,8 +1,7 @@
 """What a sample is, and how its bytes become token ids.
 
-A sample is a stored document, a piece of one (``long_documents="split"``), a packed row, or a row that is
-joined at load (``seq_len``). ``make_samples`` chooses by the user's rules; each kind numbers its samples, and
-reads the windows that a worker asks for.
+A sample is a stored document, a packed row, or a row that is joined at load (``seq_len``). ``make_samples``
+chooses by the user's rules; each kind numbers its samples, and reads the windows that a worker asks for.
 """
 
 from __future__ import annotations
@@ -300,13 +299,8 @@ class Samples:
         return 1
 
     @property
-    def first_samples(self) -> Int64s:
-        """int64[shards + 1]: the samples before each shard."""
-        raise NotImplementedError
-
-    @property
     def num_samples(self) -> int:
-        return int(self.first_samples[-1])
+        raise NotImplementedError
 
     @property
     def mean_tokens(self) -> float:
@@ -345,15 +339,6 @@ class Samples:
         found[:, 3], found[:, 4] = shard, stored - first[shard]
         return found
 
-    def by_shard(
-        self, reader: ShardReader, samples: Int64s
-    ) -> Iterator[tuple[int, npt.NDArray[np.bool_], Int64s]]:
-        """The shards of some samples, which of them each has, and their numbers in it."""
-        shard = np.searchsorted(self.first_samples, samples, side="right") - 1
-        for number in reader.opening_order(np.unique(shard)).tolist():
-            here = shard == number
-            yield number, here, samples[here] - self.first_samples[number]
-
     def _sums(self, count: Callable[[ShardReader, int], int]) -> Int64s:
         """What is counted before each shard: int64[shards + 1]. Opens each one: 0.1 ms, files cached."""
         reader = self.open()
@@ -364,7 +349,7 @@ class Samples:
         return np.concatenate([[0], np.cumsum(counts)])
 
 
-LongDocuments = Literal["split", "truncate", "error"]
+LongDocuments = Literal["truncate", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,8 +365,8 @@ class WholeSamples(Samples):
         return self.shards.row_tokens
 
     @property
-    def first_samples(self) -> Int64s:
-        return self.shards.first_sample
+    def num_samples(self) -> int:
+        return int(self.shards.first_sample[-1])
 
     @property
     def mean_tokens(self) -> float:
@@ -441,7 +426,7 @@ class WholeSamples(Samples):
         raise BrokenShard(
             f"{self.shards.describe(int(data.sample[rows[longer]]))} holds {int(lengths[longer]):,} tokens, "
             f"more than max_length={self.max_length}; "
-            'long_documents="split" would keep them all, "truncate" the beginning'
+            'long_documents="truncate" would keep the beginning, and seq_len= all in packed rows'
         )
 
 
@@ -454,91 +439,6 @@ def _document_places(starts: Int32s, num_starts: Int64s) -> tuple[Int64s, Int32s
     goes_on[has] = starts[first[has]] > 0
     counts = num_starts + goes_on
     return counts, np.insert(starts, first[goes_on], 0), places_of(np.zeros_like(counts), counts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentPieces(Samples):
-    """Documents in pieces of ``max_length`` tokens, numbered through all shards; an empty one is one piece.
-    Making it opens every shard for its idx."""
-
-    max_length: int
-
-    def __post_init__(self) -> None:
-        self.first_samples  # noqa: B018  in this process, once
-
-    @cached_property
-    def first_samples(self) -> Int64s:
-        return self._sums(lambda *which: int(self._ends(*which)[-1]))
-
-    @property
-    def mean_tokens(self) -> float:
-        return min(self.shards.mean_tokens, self.max_length)
-
-    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        documents, first = self.locate(reader, samples)
-        return (reader.num_tokens(documents) - first).clip(max=self.max_length)
-
-    def locate(self, reader: ShardReader, pieces: Int64s) -> tuple[Int64s, Int64s]:
-        """int64[n] pieces -> int64[n] documents, counted through all shards, and their first token."""
-        documents, first = np.empty_like(pieces), np.empty_like(pieces)
-        for number, here, local in self.by_shard(reader, pieces):
-            ends = self._ends(reader, number)
-            document = np.searchsorted(ends, local, side="right") - 1
-            documents[here] = document + self.shards.first_sample[number]
-            first[here] = (local - ends[document]) * self.max_length
-        return documents, first
-
-    def of_documents(self, reader: ShardReader, documents: Int64s) -> Int64s:
-        """The pieces of some documents, counted through all shards: int64[n] -> int64[pieces]."""
-        parts = [np.empty(0, np.int64)]
-        for document in documents.tolist():
-            number = int(self.shards.shard_of(np.array(document)))
-            ends = self._ends(reader, number)[document - self.shards.first_sample[number] :][:2]
-            parts.append(np.arange(*ends) + self.first_samples[number])
-        return np.concatenate(parts)
-
-    def _ends(self, reader: ShardReader, number: int) -> Int64s:
-        """Sums of a shard's pieces, from 0: int64[documents + 1]."""
-        sums = reader.opened(number).sums
-        if "pieces" not in sums:
-            counts = np.maximum(-(-reader.num_tokens_of(number) // self.max_length), 1)
-            sums["pieces"] = np.concatenate([[0], np.cumsum(counts)])
-        return sums["pieces"]
-
-    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
-        """Read and decode the documents of some pieces, each once, and keep the pieces alone. So a window
-        holds 4 bytes per token of its pieces, and while it is made the ids of some documents."""
-        asked, rows = np.unique(samples, return_inverse=True)
-        documents, first = self.locate(reader, asked)
-        unique, document = np.unique(documents, return_inverse=True)  # ascending, as pieces are
-        data = reader.read(unique)
-        lengths = np.empty(len(asked), np.int64)
-        parts: list[Int32s] = []
-        for part in decode_parts(data, np.arange(len(unique))):
-            found = self.decode(data, part)
-            held = found.lengths.astype(np.int64)
-            here = slice(*np.searchsorted(document, [part[0], part[-1] + 1]).tolist())
-            local = document[here] - part[0]
-            lengths[here] = np.minimum(held[local] - first[here], self.max_length)
-            parts.append(found.ids[places_of((np.cumsum(held) - held)[local] + first[here], lengths[here])])
-        origins = self._origins(documents) if self.origins else None
-        return partial(_pieces_chunk, np.concatenate(parts), lengths, rows.reshape(samples.shape), origins)
-
-
-def _pieces_chunk(
-    ids: Int32s, lengths: Int64s, pieces: Int64s, origins: Int32s | None, first: int, end: int
-) -> Chunk:
-    """Steps of ``pieces``, int64[samples per step, steps], whose ids stand one after another."""
-    steps = pieces[:, first:end].T
-    begin = np.cumsum(lengths) - lengths
-    of_steps = lengths[steps]
-    chunk = Chunk(
-        lengths=of_steps.T.astype(np.int32),
-        ids=ids[places_of(begin[steps.reshape(-1)], of_steps.reshape(-1))],
-    )
-    if origins is None:
-        return chunk
-    return with_origins(chunk, np.ones(chunk.lengths.shape, np.int32), origins[steps.reshape(-1)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -760,6 +660,13 @@ class SampleRules:
     group: int = 1  # samples of like length side by side
 
     def __post_init__(self) -> None:
+        if self.long_documents == "split":  # of 0.1.0
+            raise UsageError(
+                'long_documents="split" was removed: pack documents with seq_len=, which keeps all tokens, '
+                'or pass "truncate" or "error"',
+                found='long_documents="split"',
+                remedy="seq_len=",
+            )
         check_choice("long_documents", self.long_documents, LongDocuments)
         if self.seq_len is not None and (self.max_length is not None or self.group > 1):
             raise UsageError(
@@ -771,7 +678,7 @@ class SampleRules:
     @property
     def needs_lengths(self) -> bool:
         """Whether the lengths of all documents must be known before the first batch."""
-        return self.seq_len is not None or self.group > 1 or self.long_documents == "split"
+        return self.seq_len is not None or self.group > 1
 
 
 def make_samples(
@@ -803,8 +710,6 @@ def make_samples(
         return JoinedRows(
             seq_len=rules.seq_len, eos_token_id=eos_token_id, starts=starts, keeps_tail=keeps_tail, **shared
         )
-    if rules.long_documents == "split" and rules.max_length is not None:
-        return DocumentPieces(max_length=rules.max_length, **shared)
     refuses = rules.long_documents == "error"
     return WholeSamples(max_length=rules.max_length, refuse_longer=refuses, starts=starts, **shared)
 

@@ -317,8 +317,6 @@ class RunSteps:
     order_steps_per_epoch: int
     num_batches: int  # of a rank, in a step of the order
     sizes: Ramp = ((0, 1),)  # steps of the order in a step of training
-    row_lengths: Ramp = ((0, 0),)  # tokens that rows are cut to; 0: as they are
-    row_tokens: int = 0  # of a row that is not cut; 0: samples are documents
     amended: Sequence[tuple[int, int]] = ()  # at which steps the sizes were amended, in which epoch
 
     def __post_init__(self) -> None:
@@ -333,18 +331,13 @@ class RunSteps:
     def is_ramped(self) -> bool:
         return len(self.sizes) > 1
 
-    def settings(self, order_batch_size: int, seq_len: int) -> dict[str, int | str]:
-        """What a state has of the sizes: two names always, see ``SizeHistory``."""
-        sizes = [(step, size * order_batch_size) for step, size in self.sizes]
-        is_plain = (self.sizes, self.amended) == (RunSteps.sizes, RunSteps.amended)
+    def history(self, order_batch_size: int) -> int | str:
+        """The sizes as a state has them, see ``SizeHistory``."""
+        if (self.sizes, self.amended) == (RunSteps.sizes, RunSteps.amended):
+            return order_batch_size
         epochs = {step: f"/{epoch}" for step, epoch in self.amended}
-        texts = [f"{step}{epochs.get(step, '')}: {size}" for step, size in sizes]
-        lengths = [f"{step}: {length}" for step, length in self.row_lengths]
-        is_whole = self.row_lengths == RunSteps.row_lengths
-        return {
-            "global_batch_size": order_batch_size if is_plain else "; ".join([str(order_batch_size), *texts]),
-            "seq_len": seq_len if is_whole else "; ".join([str(seq_len), *lengths]),
-        }
+        stages = [f"{step}{epochs.get(step, '')}: {size * order_batch_size}" for step, size in self.sizes]
+        return "; ".join([str(order_batch_size), *stages])
 
     @property
     def amended_at(self) -> int:
@@ -357,10 +350,6 @@ class RunSteps:
     def batches_in(self, step: int) -> int:
         """Batches of a rank in a step."""
         return self.num_batches * _at(self.sizes, step)
-
-    def row_length(self, step: int) -> int:
-        """Tokens that the rows of a step are cut to; 0: as they are."""
-        return _at(self.row_lengths, step)
 
     @cached_property
     def _first_steps(self) -> list[int]:
@@ -433,45 +422,34 @@ _STAGE = re.compile(r"([0-9]{1,9})(?:/([0-9]{1,9}))?: ([0-9]{1,9})")
 
 @dataclass(frozen=True, kw_only=True)
 class SizeHistory:
-    """The sizes of a run as its state has them, by step, under names that each state has.
+    """The sizes of a run, by step, as ``global_batch_size`` of its state has them.
 
-    ``global_batch_size`` is a number, that of the order, or a text where it changes: ``256; 0: 256; 900/1:
-    512`` is an order of 256 samples a step, and global batches of 512 from step 900 in epoch 1 on, by an
-    amendment; without ``/1`` as it was planned. ``seq_len`` is ``4096; 0: 1024; 900: 0``: rows of 4,096
-    tokens, cut to 1,024 before step 900. An amendment of either is marked in ``global_batch_size``. States
-    of 0.1.0 have ``batch_size_schedule`` and ``seq_len_schedule`` besides, without the first number.
+    A number, that of the order, or a text where it changes: ``256; 0: 256; 900/1: 512`` is an order of 256
+    samples a step, and global batches of 512 from step 900 in epoch 1 on, by an amendment; without ``/1`` as
+    it was planned. States of 0.1.0 have ``batch_size_schedule`` besides, without the first number.
     """
 
     order_batch_size: int
     sizes: Ramp  # samples of a global batch
     amended: Sequence[tuple[int, int]]
-    seq_len: int
-    row_lengths: Ramp
 
     @property
     def changes(self) -> bool:
         """Whether steps differ in size."""
-        return len(self.sizes) > 1 or self.row_lengths != RunSteps.row_lengths or bool(self.amended)
+        return len(self.sizes) > 1 or bool(self.amended)
 
     @staticmethod
     def of_fingerprint(fingerprint: Mapping[str, Any]) -> SizeHistory | None:
         """The sizes in a state's fingerprint; None where it has none. Raises BrokenShard."""
         size, sizes, amended = _stages_of(fingerprint, "global_batch_size", "batch_size_schedule")
-        seq_len, lengths, _ = _stages_of(fingerprint, "seq_len", "seq_len_schedule")
-        if size is None or seq_len is None or size < 1:
+        if size is None or size < 1:
             return None
         if any(samples < 1 or samples % size for _, samples in sizes):
             raise BrokenShard(
                 f"the state is damaged: its global_batch_size is {fingerprint['global_batch_size']!r}, "
                 "expected multiples of the first number"
             )
-        return SizeHistory(
-            order_batch_size=size,
-            sizes=sizes or ((0, size),),
-            amended=amended,
-            seq_len=seq_len,
-            row_lengths=lengths or RunSteps.row_lengths,
-        )
+        return SizeHistory(order_batch_size=size, sizes=sizes or ((0, size),), amended=amended)
 
 
 def _stages_of(

@@ -282,10 +282,10 @@ class BatchStream:
         """The batch at a position, of a copy of the chunks; the stream stays where it stands."""
         run = chunks.plan.run
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
-        within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
+        within = start.num_micro % run.num_batches
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
         fillers = chunks.plan.order.is_filler(start.step, chunks.slots)
-        parts = self._step_batches.cut([chunk], 0, within, fillers, width)
+        parts = self._step_batches.cut([chunk], 0, within, fillers)
         return self._step_batches.collate(next(parts))
 
     def end(self) -> None:
@@ -328,7 +328,7 @@ class BatchStream:
             chunks = self._next_chunks()
             for place in range(chunks[0].lengths.shape[1]):
                 fillers = self._chunks.plan.order.is_filler(step, self._chunks.slots)
-                yield from self._step_batches.cut(chunks, place, within, fillers, run.row_length(number))
+                yield from self._step_batches.cut(chunks, place, within, fillers)
                 left, within = left - 1, 0
                 if not left:
                     step, number = step + 1, number + 1

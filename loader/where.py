@@ -26,7 +26,7 @@ from loader.dataloader import get_llama3_dataloader
 from loader.find_shards import DatasetShards, ShardSet, SplitName
 from loader.mixture import Mixture, Round, Stage
 from loader.order import Order
-from loader.samples import DocumentPieces, JoinedRows, LongDocuments, WholeSamples
+from loader.samples import JoinedRows, LongDocuments, WholeSamples
 from loader.state import STATE_FORMAT, Position, RunSteps, SizeHistory, SkippedSteps
 from loader.token_loader import TokenLoader
 from loader.withdrawn import ListHistory, marks_of_lists
@@ -80,15 +80,12 @@ class Sighting:
 class SeenDocuments:
     """What the run of a loader sees, amendments included; within ``with``, which closes its files.
 
-    Steps are counted from 0 through all epochs, with those that were skipped. Raises UsageError for rows that
-    are cut.
+    Steps are counted from 0 through all epochs, with those that were skipped.
     """
 
     def __init__(self, loader: TokenLoader) -> None:
         plan = loader.chunks.plan
         self._run: RunSteps = plan.run
-        if self._run.row_lengths != RunSteps.row_lengths:
-            raise UsageError("this loader cuts rows, and what its steps saw is told of whole ones")
         order = plan.order
         if not isinstance(order, Mixture):  # one set is a mixture of one
             order = Mixture(
@@ -105,7 +102,7 @@ class SeenDocuments:
         for name, of_source, each in zip(order.names, order.orders, samples, strict=True):
             if each is None:  # dropped before the step that the loader stands at
                 continue
-            assert isinstance(each, (DocumentPieces, JoinedRows, WholeSamples))
+            assert isinstance(each, (JoinedRows, WholeSamples))
             self.sources[name] = SeenSource(name, of_source, each)
         self._batch_size = loader.step_batches.batch_size
         self._of_rank = order.global_batch_size // loader.process_rank.world_size
@@ -214,7 +211,7 @@ class SeenDocuments:
 class SeenSource:
     """The samples of one data set or source of a run, and its order."""
 
-    def __init__(self, name: str, order: Order, samples: DocumentPieces | JoinedRows | WholeSamples) -> None:
+    def __init__(self, name: str, order: Order, samples: JoinedRows | WholeSamples) -> None:
         self.name, self.order, self.shards = name, order, samples.shards
         self._samples = samples
         self._reader = samples.open()
@@ -249,8 +246,6 @@ class SeenSource:
                 tokens = np.arange(begin - offset, end - offset, rows.seq_len)
                 parts.append(np.append(tokens, end - offset - 1)[: None if end > begin else 0])
             return np.unique(np.concatenate(parts) % rows.offsets // rows.seq_len)
-        if isinstance(self._samples, DocumentPieces):
-            return self._samples.of_documents(self._reader, stored)
         return stored
 
     def parts(self, epoch: int, sample: int) -> list[DocumentPart]:
@@ -258,11 +253,7 @@ class SeenSource:
             offset = self.order.offset(epoch, self._samples.offsets)
             found = self._samples.documents_of(self._reader, sample, offset)
             return [self._part(*document) for document in found]
-        longest = self._samples.max_length
-        if isinstance(self._samples, WholeSamples):
-            return [self._part(sample, 0, longest)]
-        documents, first = self._samples.locate(self._reader, np.array([sample]))
-        return [self._part(int(documents[0]), int(first[0]), longest)]
+        return [self._part(sample, 0, self._samples.max_length)]
 
     def _part(self, stored: int, first_token: int, most_tokens: int | None) -> DocumentPart:
         shard = int(self.shards.shard_of(np.array(stored)))
@@ -514,11 +505,6 @@ def loader_options(given: Mapping[str, Any], state: Mapping[str, Any] | None) ->
     if state is not None:
         of_run = state.get("fingerprint", {})
         history = SizeHistory.of_fingerprint(of_run)
-        if history is not None and history.row_lengths != RunSteps.row_lengths:
-            raise UsageError(
-                f"the state is of a run that cuts rows (seq_len {of_run['seq_len']}), and what its steps saw "
-                "is told of whole rows alone"
-            )
         if history is not None:
             options["global_batch_size"] = history.order_batch_size
             options["amend"] = history.changes or "sources" in of_run  # from the state on, where nobody asks

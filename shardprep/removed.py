@@ -28,5 +28,6 @@ COMMANDS = {
 
 ARGUMENTS = {  # of get_llama3_dataloader
     "tokens_per_batch": "pack documents into rows with seq_len=, or pass group_by_length=True",
+    "seq_len_schedule": "make one loader of a short seq_len= for the first steps, then one of the long",
     "max_padded_tokens": "max_length= limits the width of a batch, and batch_size= its rows",
 }

@@ -37,7 +37,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "padded": {},
     "grouped": {"group_by_length": 2},
     "packed at load": {"seq_len": 16, "boundaries": "segment_ids"},
-    "split": {"max_length": 3, "long_documents": "split"},
 }
 Steps = list[list[list[int]]]
 LATER = ("books", "wiki")  # in some histories these come as folders of web

@@ -180,7 +180,7 @@ def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(d
 @given(
     st.integers(1, 6),
     st.sampled_from([None, 8]),
-    st.sampled_from([{}, {"max_length": 7}, {"max_length": 7, "long_documents": "split"}]),
+    st.sampled_from([{}, {"max_length": 7}]),
     st.integers(0, 3),
 )
 def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(

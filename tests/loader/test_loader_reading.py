@@ -285,7 +285,7 @@ def first_orders(folder: Path, **options: Any) -> list[list[int]]:
     return orders
 
 
-@pytest.mark.parametrize("options", [{}, {"seq_len": 32}, {"max_length": 8, "long_documents": "split"}])
+@pytest.mark.parametrize("options", [{}, {"seq_len": 32}])
 def test_the_ranks_begin_with_different_shards(made: Path, options: dict[str, Any]) -> None:
     orders = first_orders(made / "json", **options)
     assert [order[0] for order in orders] == [0, 1, 2, 3]

@@ -40,7 +40,7 @@ def forms(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory
         "documents": (root / "documents", {}),
         "packed": (root / "packed", {"boundaries": "segment_ids"}),
         "packed at load": (root / "documents", {"seq_len": 64}),
-        "split": (root / "documents", {"max_length": 20, "long_documents": "split"}),
+        "truncated": (root / "documents", {"max_length": 20}),
     }
 
 
@@ -65,7 +65,7 @@ def run(form: Any, epochs: int = 2, **options: Any) -> list[list[list[int]]]:
         return [shown(batch) for _ in range(epochs) for batch in loader]
 
 
-FORMS = ["documents", "packed", "packed at load", "split"]
+FORMS = ["documents", "packed", "packed at load", "truncated"]
 
 
 @pytest.mark.processes
@@ -88,7 +88,7 @@ def test_a_state_from_any_step_resumes_on_any_world_and_number_of_workers(forms:
         assert joined[: 2 * steps - step] == whole[step : step + 20]
 
 
-@pytest.mark.parametrize("name", ["documents", "packed", "split"])  # rows packed at load begin elsewhere
+@pytest.mark.parametrize("name", ["documents", "packed"])  # rows packed at load begin elsewhere
 def test_a_run_keeps_the_blocks_that_it_began_with(forms: Any, name: str) -> None:
     """Another version may choose others. Also where the global batch is amended."""
     with load(forms[name], global_batch_size=1, batch_size=1, shuffle=False) as loader:

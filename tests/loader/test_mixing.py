@@ -85,7 +85,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "padded": {},
     "grouped": {"group_by_length": 2},
     "packed at load": {"seq_len": 16, "boundaries": "segment_ids"},
-    "split": {"max_length": 3, "long_documents": "split"},
+    "truncated": {"max_length": 3},
 }
 
 
@@ -102,7 +102,7 @@ def test_mixed_global_batches_are_the_same_on_every_world_and_after_every_resume
         for place in [*places, *(rng.randrange(end - 1) for _ in range(6))]:
             loader.load_state_dict(json.loads(json.dumps(loader.state_at(place))))
             assert steps(loader, 1) == whole[place : place + 1], place
-    worlds = {"padded": (8, 1), "grouped": (4, 2), "packed at load": (2, 2), "split": (4, 0)}
+    worlds = {"padded": (8, 1), "grouped": (4, 2), "packed at load": (2, 2), "truncated": (4, 0)}
     world, workers = worlds[form]
     place, parts = rng.randrange(end - 4), []
     for rank in range(world):

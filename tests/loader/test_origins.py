@@ -106,17 +106,15 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("documents", {}),
     ("documents", {"num_workers": 2}),
     ("documents", {"max_length": 40}),
-    ("documents", {"max_length": 40, "long_documents": "split"}),
     ("documents", {"targets": "shifted"}),
     ("documents", {"group_by_length": 4}),
     ("documents", {"split": "train", "validation_fraction": 0.2}),
     ("documents", {"split": "validation", "validation_fraction": 0.2}),
     ("documents", {"seq_len": ROW}),
     ("documents", {"seq_len": ROW, "num_workers": 2, "boundaries": "segment_ids"}),
-    ("documents", {"seq_len": ROW, "targets": "shifted", "seq_len_schedule": [(0, ROW // 4)]}),
+    ("documents", {"seq_len": ROW, "targets": "shifted"}),
     ("concat", {}),
     ("concat", {"boundaries": "segment_ids", "num_workers": 2}),
-    ("concat", {"seq_len_schedule": [(0, ROW // 4)]}),
     ("best_fit", {}),
     ("best_fit", {"boundaries": "position_ids"}),
     ("held_out", {"split": "validation"}),
@@ -134,12 +132,10 @@ def test_each_document_of_a_batch_is_the_one_that_lies_where_its_origin_says(
     num_batches = num_places = 0
     with load(sets[name], **options) as loader:
         first = loader.tokenizer.bos_token_id
-        where: SeenDocuments | None = None
-        if "seq_len_schedule" not in options:
-            where = SeenDocuments(loader)
+        where = SeenDocuments(loader)
         while num_places < LEAST_PLACES:
             for batch in loader:
-                said = where.of_step(num_batches) if where else []
+                said = where.of_step(num_batches)
                 samples = {each.row: {(part.tar, part.number) for part in each.parts} for each in said}
                 num_batches += 1
                 for (origin, part), row in zip(
@@ -149,14 +145,10 @@ def test_each_document_of_a_batch_is_the_one_that_lies_where_its_origin_says(
                     assert str(part)[1:-1] in str(whole)[1:-1], (origin, part[:9], whole[:9])
                     assert part or name == "documents", "a document has tokens"
                     found = loader.origin(*origin)
-                    assert where is None or (found.tar, found.sample) in samples[row]
+                    assert (found.tar, found.sample) in samples[row]
                     seen[tuple(origin)] += len(part)
                     num_places += 1
     assert num_batches > 3
-    whole_documents = name == "documents" and options.get("long_documents") == "split"
-    if whole_documents:  # all pieces of a document have its origin
-        lengths = {key: len(whole_of(list(key), loader, -1)) for key in seen}
-        assert sum(seen[key] == lengths[key] for key in seen) > len(seen) / 2
 
 
 def test_the_address_of_an_origin_is_that_of_its_text(prep: Prep, sets: dict[str, Path]) -> None:

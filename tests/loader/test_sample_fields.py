@@ -79,7 +79,6 @@ def test_only_the_fields_that_were_asked_for_are_given(sets: dict[str, Path]) ->
         ({"sample_fields": ["length"]}, "expected a list of some of num_tokens, doc_starts, lengths"),
         ({"sample_fields": "lengths"}, "sample_fields is 'lengths', expected a list"),
         ({"collate_fn": None}, "what a collate_fn of your own gets"),
-        ({"seq_len_schedule": [(0, 128)]}, "without seq_len_schedule"),
     ],
 )
 def test_fields_that_nobody_would_get_are_refused(

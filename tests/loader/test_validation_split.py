@@ -76,7 +76,7 @@ def test_a_document_stays_on_its_side_whatever_other_shards_there_are(data: Path
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("options", [{}, {"seq_len": 16}, {"max_length": 2, "long_documents": "split"}])
+@pytest.mark.parametrize("options", [{}, {"seq_len": 16}, {"max_length": 2}])
 def test_a_validation_loader_gives_each_sample_once_in_one_order_on_every_world(
     data: Path, options: dict[str, Any]
 ) -> None:

@@ -25,7 +25,6 @@ MICRO_BATCHES = 2  # of the 16 samples of a step
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("documents", {}),
     "truncated": ("documents", {"max_length": 30}),
-    "split": ("documents", {"max_length": 30, "long_documents": "split"}),
     "grouped": ("documents", {"group_by_length": 4}),
     "not shuffled": ("documents", {"shuffle": False}),
     "packed at load": ("documents", {"seq_len": 64}),

@@ -44,7 +44,6 @@ FORMS: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("json", {}),
     "cut": ("npy", {"max_length": 5}),
-    "split": ("json", {"max_length": 5, "long_documents": "split"}),
     "grouped": ("npy", {"group_by_length": 2}),
     "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),
     "validation": ("json", {"split": "validation", "validation_fraction": 0.2}),
@@ -54,7 +53,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "joined with EOS": ("npy", {"seq_len": 16, "boundaries": "transformers"}),
     "packed": ("concat", {}),
     "packed with boundaries": ("concat", {"boundaries": ["segment_ids", "position_ids"]}),
-    "packed and cut": ("concat", {"seq_len_schedule": [(0, 8), (3, 16)]}),
     "best fit": ("best_fit", {"boundaries": "transformers"}),
     "chat": ("chat", {"boundaries": "segment_ids"}),
     "shifted": ("concat", {"targets": "shifted"}),
@@ -321,7 +319,7 @@ def test_shards_that_are_excluded_of_a_run_keep_their_place_and_are_masked(
     assert "masked shards that this loader does not exclude" in caplog.text
 
 
-@pytest.mark.parametrize("case", ["padded", "split", "joined", "chat", "trained best fit"])
+@pytest.mark.parametrize("case", ["padded", "joined", "chat", "trained best fit"])
 def test_where_names_the_steps_that_saw_them_before(
     data: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -353,16 +353,6 @@ class ShardSet:
         shard = self.shard_of(samples)
         return self.first_record[shard] + self.rows_of_each(samples, shard)
 
-    def samples_at(self, places: Int64s) -> Int64s:
-        """The inverse of ``stored``, ascending; samples of the other side of a split are left out."""
-        found = [np.empty(0, np.int64)]
-        shard = np.searchsorted(self.first_record, places, side="right") - 1
-        for number in np.unique(shard).tolist():
-            samples = np.arange(self.first_sample[number], self.first_sample[number + 1])
-            wanted = places[shard == number] - self.first_record[number]
-            found.append(samples[np.isin(self.rows_of(number, samples), wanted)])
-        return np.concatenate(found)
-
     @property
     def tar_bytes(self) -> int:
         """Bytes of all tars; of a split its part, as by the number of samples."""

@@ -518,25 +518,6 @@ class JoinedRows(Samples):
     def num_tokens(self, _: ShardReader, samples: Int64s) -> Int64s:
         return np.full(samples.shape, self.seq_len, np.int64)
 
-    def stream_place(self, reader: ShardReader, document: int) -> tuple[int, int]:
-        """The tokens of the stream that a document is, without an EOS that is put behind it: [begin, end)."""
-        number = int(self.shards.shard_of(np.array(document)))
-        local = document - int(self.shards.first_sample[number])
-        begin = int(self.first_token[number]) + int(self._ends(reader, number)[local])
-        return begin, begin + int(reader.num_tokens_of(number)[local])
-
-    def documents_of(self, reader: ShardReader, row: int, offset: int) -> list[tuple[int, int, int]]:
-        """The documents of a row, for an epoch's offset: (document, first token of it, number of tokens)."""
-        found: list[tuple[int, int, int]] = []
-        for number, begin, end in self._stretches(offset + row * self.seq_len, self.seq_len):
-            ends, held = self._ends(reader, number), reader.num_tokens_of(number)
-            for document in range(*_documents_in(ends, begin, end)):
-                first = max(begin - int(ends[document]), 0)
-                last = min(end - int(ends[document]), int(held[document]))  # no EOS that is put behind it
-                if first < last:
-                    found.append((document + int(self.shards.first_sample[number]), first, last - first))
-        return found
-
     def _stretches(self, begin: int, size: int) -> Iterator[tuple[int, int, int]]:
         """A part of the stream shard by shard: the shard, and the first token and the end in it."""
         while size > 0:

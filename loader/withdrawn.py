@@ -140,11 +140,6 @@ class ListHistory:
         before = tuple(item for item in self.held if item[0] < step)
         return ListHistory(before if (before[-1][1] if before else "") == lists else (*before, (step, lists)))
 
-    def first_step_of(self, plan_id: str, known: list[str]) -> int | None:
-        """The step from which on a data set's documents were masked by one of some lists; None: by none."""
-        names = {f"{plan_id[:_PLAN_DIGITS]}={sha256[:_LIST_DIGITS]}" for sha256 in known}
-        return next((first for first, lists in self.held if names & set(lists.split())), None)
-
 
 def warn_of_lost_lists(history: ListHistory, shards: ShardSet) -> None:
     """Say where the newest lists of a state are not among those of the data sets that they are of."""

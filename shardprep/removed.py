@@ -20,6 +20,9 @@ FLAGS = {
     "--text": "the report is a page for a browser, or --json",
     "--card": "the report is a page for a browser, or --json",
     "--lang": "the report is in English",
+    "--find": "peek DATA ADDRESS shows a document; where DATA --state FILE --step N names those of a step",
+    "--withdrawn": "where DATA --state FILE --step N names the documents that a step saw",
+    "--global_batch_size": "where takes the loader's settings from the checkpoint: --state FILE",
 }
 
 COMMANDS = {

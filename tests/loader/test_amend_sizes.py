@@ -396,9 +396,8 @@ def test_where_tells_the_steps_of_a_run_whose_sizes_changed(
     words = ["where", str(data / "web"), "--model_id", str(data), "--state", str(tmp_path / "state.json")]
     for step in (9, 12, 13, 14, 20):
         assert main([*words, "--step", str(step), "--json"]) == 0
-        samples = json.loads(capsys.readouterr().out)["samples"]
-        places = [(part["tar"][-5], part["number"]) for each in samples for part in each["parts"]]
-        firsts = [68 * int(shard) + number + 1 for shard, number in places]
+        documents = json.loads(capsys.readouterr().out)["documents"]
+        firsts = [68 * int(each["tar"][-5]) + each["sample"] + 1 for each in documents]
         assert firsts == [ids[0] for ids in found[step - 9]]
     assert main([*words, "--step", "21"]) == 2
     assert "take a later checkpoint" in capsys.readouterr().err

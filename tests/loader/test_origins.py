@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 
 from loader import SourceLosses, TokenLoader, get_llama3_dataloader, source_ids
 from loader.context_parallel import split_for_context_parallel
-from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -127,25 +126,17 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 def test_each_document_of_a_batch_is_the_one_that_lies_where_its_origin_says(
     sets: dict[str, Path], name: str, options: dict[str, Any]
 ) -> None:
-    """And where ``where`` says that the batch's step saw it."""
     seen: dict[tuple[int, ...], int] = defaultdict(int)
     num_batches = num_places = 0
     with load(sets[name], **options) as loader:
         first = loader.tokenizer.bos_token_id
-        where = SeenDocuments(loader)
         while num_places < LEAST_PLACES:
             for batch in loader:
-                said = where.of_step(num_batches)
-                samples = {each.row: {(part.tar, part.number) for part in each.parts} for each in said}
                 num_batches += 1
-                for (origin, part), row in zip(
-                    pieces_of(batch), batch["origins"][:, 0].tolist(), strict=True
-                ):
+                for origin, part in pieces_of(batch):
                     whole = whole_of(origin, loader, first)
                     assert str(part)[1:-1] in str(whole)[1:-1], (origin, part[:9], whole[:9])
                     assert part or name == "documents", "a document has tokens"
-                    found = loader.origin(*origin)
-                    assert (found.tar, found.sample) in samples[row]
                     seen[tuple(origin)] += len(part)
                     num_places += 1
     assert num_batches > 3

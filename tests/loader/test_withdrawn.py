@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.__main__ import PROGRAM
 from shardprep.errors import BrokenShard
 from shardprep.format.withdrawals import read_withdrawals, withdrawal_path
 
@@ -317,39 +315,3 @@ def test_shards_that_are_excluded_of_a_run_keep_their_place_and_are_masked(
     with load(data, form) as loader:
         loader.load_state_dict(later)
     assert "masked shards that this loader does not exclude" in caplog.text
-
-
-@pytest.mark.parametrize("case", ["padded", "joined", "chat", "trained best fit"])
-def test_where_names_the_steps_that_saw_them_before(
-    data: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    form, options = CASES[case]
-    shutil.copytree(data / form, tmp_path / "set")
-
-    def run(state: dict[str, Any] | None, num_steps: int) -> tuple[list[set[int]], dict[str, Any]]:
-        with load(tmp_path, "set", **options) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            batches = (batch for _ in range(9) for batch in loader)
-            found = [set(batch["input_ids"].flatten().tolist()) for batch in islice(batches, num_steps)]
-            return found, loader.state_dict()
-
-    steps, state = run(None, 20)
-    (tmp_path / "set" / "withdrawn").mkdir()
-    for number in (1, 2):
-        name = f"{number:04d}.json"
-        shutil.copy(data / f"{form} withdrawn" / "withdrawn" / name, tmp_path / "set" / "withdrawn" / name)
-        more, state = run(state, 30)
-        steps += more
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    words = ["where", str(tmp_path / "set"), "--withdrawn", "--state", str(tmp_path / "state.json")]
-    assert PROGRAM.run([*words, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["until_step"] == len(steps) == 80
-    first = set(sorted(WITHDRAWN)[::2])
-    for each, names, masked_from in zip(answer["lists"], (first, WITHDRAWN - first), (20, 50), strict=True):
-        assert each["masked_from"] == masked_from
-        assert each["steps"] == [step for step, ids in enumerate(steps) if ids & names]
-        assert 0 <= max(each["steps"], default=-1) < masked_from
-    assert PROGRAM.run(words) == 0
-    assert "0001.json" in capsys.readouterr().out

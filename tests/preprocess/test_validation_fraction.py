@@ -18,7 +18,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from loader import get_llama3_dataloader
-from loader.where import SeenDocuments
 from preprocess.look.train_tokenizer import train_tokenizer
 from shardprep.errors import UsageError
 from tests.chat_sets import PLAIN, chat_model, conversations, write_chats
@@ -342,18 +341,3 @@ def test_export_peek_and_report_know_the_sides(prep: Prep, raws: dict[str, Path]
     assert shown.count(" tokens, for validation, ") == sides_of(data)[1].counts[0]
     everything = tmp_path / "all"
     assert prep.command("export", data, "--to", "hf", "--output_dir", everything).code == 0
-
-
-@pytest.mark.parametrize("record", ["documents", "packed"])
-def test_a_document_is_found_on_both_sides(
-    prep: Prep, raws: dict[str, Path], tmp_path: Path, record: str
-) -> None:
-    data, model = make(prep, raws, tmp_path / "data", record, num_shards=2), prep.model_dir
-    steps, place = load(data, model, size=1, shuffle=False), 0
-    options: dict[str, Any] = {"num_workers": 0, "shuffle": False}
-    with get_llama3_dataloader(data, 1, model, **options) as loader, SeenDocuments(loader) as seen:
-        for text in TEXTS[:60]:
-            sightings = seen.steps_of(seen.stored_at("a.txt", place), len(loader))
-            found = [str(token) for each in sightings for token in steps[each.order_step][0]]
-            assert " ".join(map(str, ids_of(model, [text])[:9])) in " ".join(found)
-            place += len(text) + 1

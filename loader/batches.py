@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -203,47 +203,11 @@ def check_padding(padding: str, max_length: int | None, long_documents: str) -> 
 
 
 Collate = Callable[[list[Any]], Any]
-SampleField = Literal["num_tokens", "doc_starts", "lengths"]
-Sample = Ids | tuple[Ids, dict[str, Any]]  # the ids of one, and its fields where they were asked for
-
-
-def check_sample_fields(fields: Sequence[str], *, has_collate_fn: bool) -> tuple[str, ...]:
-    """The names as a tuple. Raises UsageError for an unknown one, or where nobody would get them."""
-    unknown = sorted(set(fields) - set(get_args(SampleField)))
-    if unknown or isinstance(fields, str):
-        raise UsageError(
-            f"sample_fields is {fields!r}, expected a list of some of {', '.join(get_args(SampleField))}"
-        )
-    if fields and not has_collate_fn:
-        raise UsageError(
-            "sample_fields are what a collate_fn of your own gets of each sample; pass collate_fn, or "
-            "leave them out"
-        )
-    return tuple(fields)
-
-
-def with_fields(
-    samples: Sequence[Ids], starts: Sequence[Ids] | None, fields: tuple[str, ...]
-) -> list[Sample]:
-    """Samples, each with its fields; ``starts``: where documents begin in each row, None for documents. Of
-    ``lengths`` the first may be of a document that goes on from another row."""
-    found: list[Sample] = []
-    for number, ids in enumerate(samples):
-        of_row = [0] if starts is None else starts[number].tolist()
-        begins = [start for start in of_row if start < len(ids)]
-        parts = begins if begins[:1] == [0] or not len(ids) else [0, *begins]
-        known: dict[str, Any] = {
-            "num_tokens": len(ids),
-            "doc_starts": begins,
-            "lengths": np.diff([*parts, len(ids)]).tolist(),
-        }
-        found.append((ids, {name: known[name] for name in fields}))
-    return found
 
 
 def collate_lists(
     collate_fn: Collate,
-    samples: Sequence[Sample],
+    samples: Sequence[Ids],
     *,
     has_masks: bool = False,
     withdrawn_id: int | None = None,
@@ -251,19 +215,18 @@ def collate_lists(
     """What a ``collate_fn`` of the user's makes of some samples; with masks, they have labels, too.
     ``withdrawn_id`` takes the place of what is WITHDRAWN; None: nothing is."""
 
-    def as_lists(sample: Sample) -> dict[str, Any]:
-        ids, fields = sample if isinstance(sample, tuple) else (sample, {})
+    def as_lists(ids: Ids) -> dict[str, Any]:
         if not has_masks and withdrawn_id is None:
-            return {"input_ids": ids.tolist(), **fields}
+            return {"input_ids": ids.tolist()}
         ids = ids.astype(np.int32, copy=False)
         labels = np.where(ids < 0, IGNORED, ids)
         if withdrawn_id is not None:
             is_gone = ids == WITHDRAWN
             ids = np.where(is_gone, withdrawn_id, ids)
             labels[1:][is_gone[:-1]] = IGNORED
-        return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist(), **fields}
+        return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist()}
 
-    return collate_fn([as_lists(sample) for sample in samples])
+    return collate_fn([as_lists(ids) for ids in samples])
 
 
 Targets = Literal["same", "shifted"]
@@ -340,7 +303,6 @@ class Uncollated(NamedTuple):
     lengths: npt.NDArray[Any] | None  # of each sample, unless all are full rows
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
     is_filler: Fillers = None  # samples that fill a last batch up, if there are any: they have no labels
-    starts: Sequence[Ids] | None = None  # where documents begin in each row, if sample_fields ask for it
     origins: Int64s | None = None  # int64[documents, ORIGIN], if they were asked for
 
     @property
@@ -371,7 +333,6 @@ class StepBatches:
     has_masks: bool = False  # ids may carry NO_LABEL
     withdrawn_id: int | None = None  # what a collate_fn gets for ids that are WITHDRAWN; None: none is
     shifts_targets: bool = False  # labels stand where the token before them stands
-    sample_fields: tuple[str, ...] = ()  # what a collate_fn gets beside the ids
     origins: bool = False  # whether batches say where their documents come from
 
     def __post_init__(self) -> None:
@@ -405,15 +366,11 @@ class StepBatches:
             yield from self._cut_documents(chunks, step, first_batch, is_filler)
             return
         rows, lengths = _rows_of_step(chunks, step)
-        every_start = (
-            [each for chunk in chunks for each in chunk.starts_of(step)] if self.sample_fields else []
-        )
         for part in _batch_parts(self.batch_size, len(rows), first_batch):
             edges = step_edges(chunks, step, part) if self.boundaries else None
             of_rows = None if lengths is None else lengths[part]
-            starts = every_start[part] if self.sample_fields else None
             origins = step_origins(chunks, step, part) if self.origins else None
-            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), starts, origins)
+            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), origins)
 
     def _cut_documents(
         self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
@@ -463,23 +420,15 @@ class StepBatches:
         )
         return True
 
-    @property
-    def list_options(self) -> dict[str, Any]:
-        """What ``collate_lists`` is to be told."""
-        return {"has_masks": self.has_masks, "withdrawn_id": self.withdrawn_id}
-
-    def samples_of(self, part: Uncollated) -> list[Any]:
-        """What a collate_fn gets of a batch, before ids are lists."""
-        return (
-            with_fields(part.samples(), part.starts, self.sample_fields)
-            if self.sample_fields
-            else part.samples()
-        )
-
     def _collated(self, part: Uncollated) -> Any:
         pad = self.padded
         if pad is None:
-            return collate_lists(self.collate_fn, self.samples_of(part), **self.list_options)
+            return collate_lists(
+                self.collate_fn,
+                part.samples(),
+                has_masks=self.has_masks,
+                withdrawn_id=self.withdrawn_id,
+            )
         has_withdrawn = self.withdrawn_id is not None
         if self.row_tokens or part.lengths is None:
             batch = pad.mask_rows(

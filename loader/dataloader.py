@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, cast
 
@@ -20,11 +20,9 @@ from loader.batches import (
     Collate,
     PaddedBatches,
     PadToken,
-    SampleField,
     StepBatches,
     Targets,
     check_padding,
-    check_sample_fields,
     check_targets,
     choose_pad_token,
     log_pad_token,
@@ -187,14 +185,12 @@ def get_llama3_dataloader(
     *,
     split: SplitName | None = None,
     validation_fraction: float | None = None,
-    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     global_batch_size: int | None = None,
     batch_size_schedule: Ramp | None = None,
     group_by_length: bool | int = False,
     padding: Padding = "longest",
     pad_to_multiple_of: int | None = None,
     collate_fn: Collate | None = None,
-    sample_fields: Sequence[SampleField] = (),
     origins: bool = False,
     seed: int = 0,
     shuffle: bool = True,
@@ -247,8 +243,6 @@ def get_llama3_dataloader(
             validation_fraction: the part of the documents that is held out of data sets that were planned
                 without one: one of each 1/fraction of a shard, chosen by a hash. A fraction that differs from
                 the plan's is refused.
-            exclude_shards: numbers or tars of shards to leave out. This changes the order. With ``amend``
-                they keep their place in it, and are masked there, so that the state of a run fits.
 
         What a batch is:
             batch_size: samples per batch on each rank.
@@ -263,11 +257,9 @@ def get_llama3_dataloader(
                 ``batch_size``.
             padding: ``"longest"`` pads to the longest sample of a batch, ``"max_length"`` to one width.
             pad_to_multiple_of: round the width of padded batches up to a multiple of this.
-            collate_fn: called with a list of ``{"input_ids": list[int]}``, in ``num_workers`` processes
-                beside those that read. Default: ``input_ids``, ``attention_mask`` and ``labels``, bit for bit
-                as transformers' DataCollatorForLanguageModeling makes them.
-            sample_fields: what ``collate_fn`` gets of each sample beside ``input_ids``: ``"num_tokens"``;
-                ``"doc_starts"``, the places where a document begins; ``"lengths"`` of its documents.
+            collate_fn: called with a list of ``{"input_ids": list[int]}``, in the training process. Default:
+                ``input_ids``, ``attention_mask`` and ``labels``, bit for bit as transformers'
+                DataCollatorForLanguageModeling makes them.
             origins: True: batches have ``origins`` int64[documents, 6]: row and place in the batch, then
                 source, shard, sample and document, which ``loader.origin`` resolves to file and byte. Take
                 them out before ``model(**batch)``.
@@ -280,10 +272,10 @@ def get_llama3_dataloader(
             weights_schedule: instead of ``weights``, the weights from a global step on: ``[(0, {...}),
                 (80_000, {...})]``. It is part of the state: keep it when you resume.
             weights_in: weights are shares of ``"tokens"``, by the mean of each source, or of ``"samples"``.
-            amend: go on from a state of other weights, sources, folders of a source, excluded shards,
-                ``global_batch_size`` or schedules: these hold from its step on, and each source goes on at
-                its own place. Global batches must be
-                multiples of the run's first one. The default refuses such a state, and says what differs.
+            amend: go on from a state of other weights, sources, folders of a source, ``global_batch_size`` or
+                schedules: these hold from its step on, and each source goes on at its own place. Global
+                batches must be multiples of the run's first one. The default refuses such a state, and says
+                what differs.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -344,23 +336,16 @@ def get_llama3_dataloader(
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
     )
-    asked_fields = check_sample_fields(sample_fields, has_collate_fn=collate_fn is not None)
     side = document_split(split, validation_fraction)
     mixes = check_mixing(input_shards, weights, weights_schedule, weights_in, is_validation=is_validation)
     check_padding(padding, max_length, long_documents)
     sources = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
-        exclude_shards=exclude_shards,
-        masks_excluded=amend,
         cache_dir=cache_dir,
         count_tokens=rules.needs_lengths or (mixes and weights_in == "tokens"),
         split=side,
     )
-    shards = ShardSet(
-        [source for part in sources.values() for source in part.sources],
-        side,
-        is_masked=next(iter(sources.values())).is_masked,
-    )
+    shards = ShardSet([source for part in sources.values() for source in part.sources], side)
     warn_of_missing_copies(shards, staged_dir)
     context = ReaderContext(
         reader_index=ReaderIndex(number=who.rank, count=who.world_size),
@@ -374,7 +359,7 @@ def get_llama3_dataloader(
             rules,
             eos_token_id=tokenizer.special.eos_token_id,
             vocab_size=tokenizer.vocab_size if part.has_external else None,
-            starts=bool(fields or asked_fields),
+            starts=bool(fields),
             keeps_tail=is_validation,
             origins=origins,
             context=context,
@@ -440,7 +425,6 @@ def get_llama3_dataloader(
         boundaries=fields,
         collate_fn=collate_fn,
         shifts_targets=shifts,
-        sample_fields=asked_fields,
         origins=origins,
         has_masks=any(part.has_masks for part in sources.values()),
         withdrawn_id=withdrawn_id,

@@ -1,8 +1,8 @@
 """What a user names as ``input_shards`` -> the shards of a run, their samples numbered as one sequence.
 
-A folder is a whole data set; shards can be left out by name, before the order is made. Shards of our data
-sets are known by manifest or index.json and opened when they are needed; external tars are scanned here,
-once. What is no local file is copied once, by webdataset, to where the loader can read at random:
+A folder is a whole data set. Shards of our data sets are known by manifest or index.json and opened when
+they are needed; external tars are scanned here, once. What is no local file is copied once, by webdataset, to
+where the loader can read at random:
 
     DIR/<16 digits of the URL>-part-07.tar                      an external tar
     DIR/<16 digits of the folder's URL>/shard-00000.tar ...     a shard of ours, with its manifest and idx
@@ -232,14 +232,11 @@ class ShardSet:
         self,
         sources: Iterable[DatasetShards | ExternalTar],
         split: DocumentSplit | None = None,
-        *,
-        is_masked: Callable[[str, int | None], bool] | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self.datasets = [source for source in self.sources if isinstance(source, DatasetShards)]
         self.has_external = len(self.datasets) < len(self.sources)
         self.split = split
-        self.is_masked = is_masked  # by path and number: shards that keep their place, and are masked there
         self.split_rule, self.split_group = "", 0  # in words; 0: each shard is split by its plan
         # Shard s is row s - source_first[i] of source i.
         self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
@@ -366,19 +363,6 @@ class ShardSet:
         """sha256 of all sources, in their order."""
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
 
-    @cached_property
-    def masked(self) -> list[int]:
-        """The shards that are masked, counted through all sources."""
-        if self.is_masked is None:
-            return []
-        found = []
-        for shard in range(self.num_shards):
-            source, row = self.locate(shard)
-            shard_id = int(source.shard_ids[row]) if isinstance(source, DatasetShards) else None
-            if self.is_masked(str(source.path_of(row)), shard_id):
-                found.append(shard)
-        return found
-
     def end_of(self, first: int, fingerprint: str) -> int | None:
         """Where those sources from ``first`` on end whose fingerprint begins so; None: there are none."""
         found = hashlib.sha256()
@@ -390,7 +374,7 @@ class ShardSet:
 
     def of_sources(self, first: int, end: int) -> ShardSet:
         """Some of the sources that stand side by side."""
-        return ShardSet(self.sources[first:end], self.split, is_masked=self.is_masked)
+        return ShardSet(self.sources[first:end], self.split)
 
     def locate(self, shard: int) -> tuple[DatasetShards | ExternalTar, int]:
         """The source of a shard, counted through all sources, and its row there."""
@@ -495,42 +479,6 @@ def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
         expected=None if missing else first.expected_bytes,
         remedy=remedy,
     )
-
-
-class ExcludedShards:
-    """What ``exclude_shards`` names: a shard's number, its tar's name, or the tar's path."""
-
-    def __init__(self, names: Iterable[int | str | os.PathLike[str]]) -> None:
-        texts = [name if isinstance(name, int) else os.fspath(name) for name in names]
-        # A number, a tar's name, or an absolute path; and the tars that each fits.
-        self._found: dict[int | str, set[str]] = {
-            _absolute(text) if isinstance(text, str) and "/" in text else text: set() for text in texts
-        }
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
-    def has(self, path: str, shard_id: int | None = None) -> bool:
-        """Whether a tar is excluded; ``shard_id`` is its number in a data set of ours."""
-        keys = (path, path.rpartition("/")[2], shard_id)
-        named = [key for key in keys if key is not None and key in self._found]
-        for key in named:
-            self._found[key].add(path)
-        return bool(named)
-
-    def check_all_found(self) -> None:
-        """Raises UsageError for a name that fits no shard, or more than one."""
-        for name, paths in self._found.items():
-            if not paths:
-                raise UsageError(
-                    f"exclude_shards names {name!r}, which is none of the shards; expected the number of a "
-                    "shard of ours, or the name or path of a tar"
-                )
-            if len(paths) > 1:
-                raise UsageError(
-                    f"exclude_shards names {name!r}, which fits {' and '.join(sorted(paths)[:2])}; "
-                    "name the path"
-                )
 
 
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -791,18 +739,16 @@ _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 def find_shards(
     input_shards: InputShards,
     *,
-    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
     split: DocumentSplit | None = None,
 ) -> ShardSet:
-    """Find what a user named, without what is excluded; an incomplete folder is refused.
+    """Find what a user named; an incomplete folder is refused.
 
     ``count_tokens``: tars without an idx are read once for the lengths of their samples.
     """
     return find_sources(
         {"all": input_shards},
-        exclude_shards=exclude_shards,
         cache_dir=cache_dir,
         count_tokens=count_tokens,
         split=split,
@@ -812,34 +758,26 @@ def find_shards(
 def find_sources(
     sources: Mapping[str, InputShards],
     *,
-    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
-    masks_excluded: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
     split: DocumentSplit | None = None,
 ) -> dict[str, ShardSet]:
-    """The shards of each named source, as ``find_shards`` finds them; no shard in two of them.
-
-    ``masks_excluded``: what is excluded is among them, and says so.
-    """
+    """The shards of each named source, as ``find_shards`` finds them; no shard in two of them."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(
             f"input_shards names the sources {list(sources)}, expected names with shards for each",
             found=list(sources),
             expected="names with shards for each",
         )
-    excluded = ExcludedShards(exclude_shards)
     found = {}
     for name, input_shards in sources.items():
-        finder = _Finder(ExcludedShards(()) if masks_excluded else excluded, count_tokens)
+        finder = _Finder(count_tokens)
         for path in find_inputs(input_shards, cache_dir):
             _retried(path, finder.add, path)
-        is_masked = excluded.has if masks_excluded and excluded else None
-        shards = found[name] = ShardSet(finder.sources(), split, is_masked=is_masked)
-        if shards.num_samples == 0 or 0 < shards.num_shards == len(shards.masked):
+        shards = found[name] = ShardSet(finder.sources(), split)
+        if shards.num_samples == 0:
             side = "" if shards.split is None else f", for {shards.split.name} ({shards.split_rule})"
-            raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
-    excluded.check_all_found()
+            raise UsageError(f"{input_shards} holds no sample{side}")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
 
@@ -847,8 +785,7 @@ def find_sources(
 class _Finder:
     """Takes the named paths one by one; what is read again after an error counts once."""
 
-    def __init__(self, excluded: ExcludedShards, count_tokens: bool) -> None:
-        self._excluded = excluded
+    def __init__(self, count_tokens: bool) -> None:
         self._count_tokens = count_tokens
         self._found: list[DatasetShards | ExternalTar] = []
         self._named: dict[Path, list[int]] = {}  # shards named one by one, of our data sets
@@ -858,10 +795,9 @@ class _Finder:
         folder, name = os.path.split(path)
         shard_id = self._our_shard_id(folder, name)
         if shard_id is not None:
-            if not self._excluded.has(path, shard_id):
-                self._named.setdefault(Path(folder), []).append(shard_id)
+            self._named.setdefault(Path(folder), []).append(shard_id)
         elif name == INDEX_NAME:
-            self._found.append(self._whole(Path(folder)))
+            self._found.append(_dataset(Path(folder)))
         elif name.endswith(".tar"):
             self._found += self._external([path])
         elif is_folder(Path(path)):
@@ -891,13 +827,10 @@ class _Finder:
 
     def _in_folder(self, folder: Path) -> list[DatasetShards] | list[ExternalTar]:
         if _has_index_or_plan(folder) or manifest_ids(folder):
-            return [self._whole(folder)]
+            return [_dataset(folder)]
         names = names_in(folder)
         for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
-            if not self._excluded.has(str(path)):
-                raise UsageError(
-                    f"{path} is compressed; decompress it, or name it in exclude_shards to go without it"
-                )
+            raise UsageError(f"{path} is compressed; decompress it, or name the other tars one by one")
         tars = [str(folder / name) for name in names if name.endswith(".tar")]
         if not tars:
             remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
@@ -914,22 +847,7 @@ class _Finder:
             samples = scan_tar(tar, count_tokens=self._count_tokens)
             return ExternalTar(path=tar, samples=samples, tar_bytes=tar.stat().st_size)
 
-        return [_retried(path, scanned, Path(path)) for path in paths if not self._excluded.has(path)]
-
-    def _whole(self, folder: Path) -> DatasetShards:
-        if not self._excluded:
-            return _dataset(folder)
-        done = manifest_ids(folder)
-        is_by_index = _has_index(folder) or not done
-        spec = read_index(folder).spec if is_by_index else read_manifest(folder, done[0]).spec
-        kept = [
-            shard_id
-            for shard_id in range(spec.num_shards)
-            if not self._excluded.has(f"{folder / shard_name(shard_id)}.tar", shard_id)
-        ]
-        if not kept:
-            raise UsageError(f"exclude_shards names all {spec.num_shards} shards of {folder}")
-        return _dataset(folder, kept)
+        return [_retried(path, scanned, Path(path)) for path in paths]
 
 
 def _retried(path: Path | str, attempt: Callable[..., T], *given: Any) -> T:

@@ -340,7 +340,6 @@ def choose_shards(
     input_shards: Sequence[str],
     staged_dir: str | os.PathLike[str],
     *,
-    exclude_shards: Sequence[int | str] = (),
     limit_bytes: int | None = None,
     reader_index: ReaderIndex,
 ) -> tuple[list[ShardToStage], list[ShardToStage]]:
@@ -348,7 +347,7 @@ def choose_shards(
 
     ``reader_index``: which of all that stage this process is, so that each begins with another shard.
     """
-    shards = find_shards(input_shards, exclude_shards=exclude_shards)
+    shards = find_shards(input_shards)
     external = [source.path_of(0) for source in shards.sources if not isinstance(source, DatasetShards)]
     if external:
         raise UsageError(
@@ -388,7 +387,6 @@ def stage(args: argparse.Namespace) -> int:
         every, chosen = choose_shards(
             args.input_shards,
             args.to,
-            exclude_shards=[int(name) if name.isdecimal() else name for name in args.exclude_shards],
             limit_bytes=limit and parse_size(limit, "--limit_bytes", such_as="800M or 500G"),
             reader_index=reader_index_of(os.environ),
         )
@@ -442,7 +440,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--limit_bytes", help="stage as many shards as fit, such as 500G (default: all)")
     again = "also read shards that are staged already, and copy damaged ones again"
     add("--recheck", action="store_true", help=again)
-    add("--exclude_shards", nargs="+", default=[], help="as the loader's exclude_shards (default: none)")
     for name in _OF_RANKS:
         add(f"--{name}", nargs="?", const=True, help=argparse.SUPPRESS)
     add("--no-shuffle", dest="shuffle", action="store_const", const=False, help=argparse.SUPPRESS)

@@ -25,10 +25,9 @@ from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersio
 
 _HASH_DIGITS = 64
 _SOURCE_DATA = re.compile(r" [0-9a-f]{16}(?=; | added|$)")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 STATE_FORMAT = "shardprep-loader-state"
 _WHY = {
-    "data": "these are other shards, or others are excluded, which amend=True masks in their place",
+    "data": "these are other shards",
     "tokenizer": "another tokenizer",
     "seed": "the order is another one",
 }
@@ -39,51 +38,6 @@ class OtherRun(Refused):
 
 
 MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
-
-
-@dataclass(frozen=True)
-class SkippedSteps:
-    """Steps that a run left out: ranges [first, end) of steps of the order, ascending and apart. Kept as a
-    text, ``1000-1199,4000``: torch.distributed.checkpoint needs a state with the same keys always."""
-
-    ranges: tuple[tuple[int, int], ...] = ()
-
-    def and_from(self, first: int, num_steps: int) -> SkippedSteps:
-        """These and ``num_steps`` from ``first`` on, which lies behind them or at the last one's end."""
-        kept = tuple(item for item in self.ranges if item[1] < first)
-        joined = [item for item in self.ranges if item[1] >= first]
-        return SkippedSteps((*kept, (min([first, *(start for start, _ in joined)]), first + num_steps)))
-
-    def up_to(self, step: int) -> SkippedSteps:
-        """Those that a run has left out which stands before a step of the order."""
-        return SkippedSteps(tuple(item for item in self.ranges if item[0] < step))
-
-    def order_step(self, trained: int) -> int:
-        """The step of the order that comes next after ``trained`` steps were trained."""
-        step = trained
-        for first, end in self.ranges:
-            if step >= first:
-                step += end - first
-        return step
-
-    def trained(self, order_step: int) -> int:
-        """Steps that were trained before a step of the order."""
-        return order_step - sum(min(end, order_step) - first for first, end in self.up_to(order_step).ranges)
-
-    def text(self) -> str:
-        return ",".join(f"{first}-{end - 1}" for first, end in self.ranges)
-
-    @staticmethod
-    def of_text(text: object) -> SkippedSteps:
-        """What ``text`` gave. Raises BrokenShard for anything else."""
-        parts = text.split(",") if isinstance(text, str) and text else []
-        matches = [match for match in map(_RANGE.fullmatch, parts) if match]
-        ranges = [(int(match[1]), int(match[2] or match[1]) + 1) for match in matches]
-        are_apart = all(end <= later for (_, end), (later, _) in pairwise(ranges))
-        are_ranges = len(ranges) == len(parts) and all(first < end for first, end in ranges)
-        if not (isinstance(text, str) and are_ranges and are_apart):
-            raise BrokenShard(f"the state is damaged: its skipped is {text!r}, expected such as 100-199,300")
-        return SkippedSteps(tuple(ranges))
 
 
 class Position(NamedTuple):
@@ -229,7 +183,6 @@ class RunProgress:
     began: Position = _BEGINNING  # where the run began: a new loader's beginning, or a loaded state
     left: Position | None = None  # where the run left an epoch, or jumped, if it did
     is_loaded: bool = False  # a state was loaded, and not iterated since
-    skipped: SkippedSteps = SkippedSteps()
     trained: Position | None = None  # of the optimizer's last step; None: the loop has not said it
 
     @property
@@ -252,23 +205,11 @@ class RunProgress:
         self.is_loaded = False
         return start
 
-    def load(self, position: Position, skipped: SkippedSteps) -> None:
+    def load(self, position: Position) -> None:
         """Go on behind what a state says was delivered: a run begins there."""
         self.jump(position)
         self.began = position
-        self.left, self.is_loaded, self.skipped = None, True, skipped
-
-    def skip(self, num_steps: int, run: RunSteps) -> None:
-        """Leave out the steps behind what was delivered. Raises UsageError inside of a step."""
-        if self.delivered.num_micro:
-            raise UsageError(
-                f"skip leaves out whole steps, and {self.delivered.num_micro} batches of a step are "
-                "delivered; call it between two optimizer's steps"
-            )
-        first = run.step_of(self.delivered)
-        self.skipped = self.skipped.and_from(first, num_steps)
-        self.jump(run.position(first + num_steps))
-        self.is_loaded = True
+        self.left, self.is_loaded = None, True
 
     def set_epoch(self, epoch: int) -> None:
         """Make an epoch the next one. Raises UsageError where a loaded state would be thrown away."""

@@ -20,6 +20,7 @@ FLAGS = {
     "--text": "the report is a page for a browser, or --json",
     "--card": "the report is a page for a browser, or --json",
     "--lang": "the report is in English",
+    "--exclude_shards": "name the shards that are to be read, as a list or a pattern",
     "--find": "peek DATA ADDRESS shows a document; where DATA --state FILE --step N names those of a step",
     "--withdrawn": "where DATA --state FILE --step N names the documents that a step saw",
     "--global_batch_size": "where takes the loader's settings from the checkpoint: --state FILE",
@@ -31,6 +32,8 @@ COMMANDS = {
 
 ARGUMENTS = {  # of get_llama3_dataloader
     "tokens_per_batch": "pack documents into rows with seq_len=, or pass group_by_length=True",
+    "exclude_shards": "name the shards that are to be read, as a list or a pattern",
+    "sample_fields": "collate_fn gets input_ids alone; boundaries= tells where documents begin",
     "seq_len_schedule": "make one loader of a short seq_len= for the first steps, then one of the long",
     "max_padded_tokens": "max_length= limits the width of a batch, and batch_size= its rows",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,13 @@ def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data:
         TypeError, match=r"no argument 'seqlen', did you mean 'seq_len'; .*storage: staged_dir"
     ):
         load(data, 4, seqlen=16)
+
+
+@pytest.mark.processes
+def test_a_collate_fn_is_called_in_the_training_process(data: Path) -> None:
+    made = get_llama3_dataloader(data, 4, data, num_workers=2, collate_fn=lambda _: os.getpid())
+    with made as one:
+        assert {*one} == {os.getpid()}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

@@ -184,9 +184,9 @@ def test_a_compressed_tar_among_others_is_refused_instead_of_passed_over(
     tars: list[Path], tmp_path: Path, model: str
 ) -> None:
     (tmp_path / "part-03.tar.gz").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"part-03\.tar\.gz is compressed; decompress it, or name it in"):
+    with pytest.raises(UsageError, match=r"part-03\.tar\.gz is compressed; decompress it"):
         batches(tmp_path, model)
-    assert len(numbers(batches(tmp_path, model, exclude_shards=["part-03.tar.gz"]))) == 18
+    assert len(numbers(batches(tmp_path / "part-*.tar", model))) == 18
 
 
 def test_a_file_that_is_no_tar_is_refused_with_the_pattern_to_use(tmp_path: Path, model: str) -> None:

@@ -286,7 +286,6 @@ def test_a_state_of_a_version_that_divided_floats_is_loaded(data: dict[str, Path
         ({"weights_schedule": [(0, {"web": 1}), (0, {"code": 1})]}, r"from the steps \[0, 0\]"),
         ({"weights_in": "bytes"}, "weights_in is 'bytes'"),
         ({"split": "validation", "validation_fraction": 0.1}, "for each source"),
-        ({"exclude_shards": [1]}, "exclude_shards names 1, which is none of the shards"),
         ({"batch_size": 128, "global_batch_size": 128}, "the data set has 90 samples"),
     ],
 )
@@ -298,15 +297,6 @@ def test_what_makes_no_mixture_is_refused(data: dict[str, Path], options: dict[s
 def test_weights_without_named_sources_are_refused(data: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="weights and weights_schedule are for named sources"):
         get_llama3_dataloader(data["web"], 8, data["web"].parent, weights={"web": 1})
-
-
-def test_skipped_steps_are_no_delivered_ones(data: dict[str, Path]) -> None:
-    with load(data) as loader:
-        whole = steps(loader, 8)
-        loader.load_state_dict(loader.state_at(2))
-        loader.skip(3)
-        assert steps(loader, 2) == whole[5:7]
-        assert loader.num_steps_delivered == 4
 
 
 def test_an_epoch_that_ends_within_a_round_leaves_the_next_one_nothing_to_read_again(

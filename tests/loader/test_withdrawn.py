@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from loader import OtherRun, TokenLoader, get_llama3_dataloader
+from loader import TokenLoader, get_llama3_dataloader
 from shardprep.errors import BrokenShard
 from shardprep.format.withdrawals import read_withdrawals, withdrawal_path
 
@@ -281,37 +281,3 @@ def test_a_state_goes_on_when_a_list_grows_and_names_the_lists(
     withdrawal_path(tmp_path / "set", 1).write_text("{}")
     with pytest.raises(BrokenShard, match=r"0001\.json.*bring the folder back"):
         load(tmp_path, "set")
-
-
-@pytest.mark.parametrize("form", ["json", "concat"])
-def test_shards_that_are_excluded_of_a_run_keep_their_place_and_are_masked(
-    data: Path, form: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with load(data, form, exclude_shards=[0, 2], batch_size=1) as loader:
-        gone = torch.cat([batch["input_ids"].reshape(-1) for batch in loader]).unique()
-        gone = gone[(gone != EOS) & (gone != PAD)]
-    with load(data, form) as loader:
-        batches = list(loader)
-        state = loader.state_at(3)
-    with load(data, form, exclude_shards=[1]) as loader, pytest.raises(OtherRun, match="amend=True"):
-        loader.load_state_dict(state)
-    with load(data, form, exclude_shards=[1], amend=True) as loader:
-        loader.load_state_dict(state)
-        found = list(loader)
-        later = json.loads(json.dumps(loader.state_at(4)))
-        assert "excluded: shards 1 are masked" in loader.describe()
-    assert len(found) == len(batches) - 3
-    num_gone = 0
-    for batch, masked_batch in zip(batches[3:], found, strict=True):
-        ids, labels = masked_batch["input_ids"], masked_batch["labels"]
-        is_gone = torch.isin(batch["input_ids"], gone)
-        num_gone += int(is_gone.sum())
-        assert (ids[is_gone] == PAD).all()
-        assert (labels[is_gone] == -100).all()
-        is_kept = ~is_gone & (batch["input_ids"] != EOS)
-        assert torch.equal(ids[is_kept], batch["input_ids"][is_kept])
-    assert num_gone > 50
-    caplog.clear()
-    with load(data, form) as loader:
-        loader.load_state_dict(later)
-    assert "masked shards that this loader does not exclude" in caplog.text

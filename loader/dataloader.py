@@ -31,7 +31,6 @@ from loader.boundaries import Boundary, boundary_names
 from loader.find_shards import (
     InputShards,
     ShardSet,
-    SizeCheck,
     SplitName,
     document_split,
     find_sources,
@@ -351,7 +350,6 @@ def get_llama3_dataloader(
         reader_index=ReaderIndex(number=who.rank, count=who.world_size),
         staged_dir=staged_dir,
     )
-    size_check = SizeCheck(shards) if who.rank == 0 else None
     tokenizer = choose_tokenizer(shards, model_id)
     every = [
         make_samples(
@@ -429,8 +427,6 @@ def get_llama3_dataloader(
         has_masks=any(part.has_masks for part in sources.values()),
         withdrawn_id=withdrawn_id,
     )
-    if size_check is not None:
-        size_check.wait()
     fingerprint = _fingerprint(rules, shards, order, run, tokenizer.fingerprint)
     loader = TokenLoader(
         Plan(order=order, samples=samples, run=run, fingerprint=fingerprint, shards=shards),
@@ -438,7 +434,6 @@ def get_llama3_dataloader(
         loader_tokenizer=tokenizer,
         process_rank=who,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-        size_check=size_check,
         amend=amend,
         **workers,
     )

@@ -17,13 +17,12 @@ import logging
 import os
 import re
 import stat
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +34,9 @@ from shardprep.console import quoted
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
-    MissingShard,
     NotFound,
     OtherTokenizer,
     ReadWriteError,
-    ShardprepError,
     UnknownMember,
     UsageError,
 )
@@ -69,11 +66,9 @@ from shardprep.format.names import (
     LEAST_FRACTION,
     MOST_FRACTION,
     PLAN_NAME,
-    id_ranges,
     idx_path,
     manifest_path,
     rerun_command,
-    shard_name,
     tar_path,
 )
 from shardprep.format.withdrawals import Withdrawals, read_withdrawals
@@ -398,88 +393,6 @@ class ShardSet:
 
 
 logger = logging.getLogger(__name__)
-
-WAIT_S = 0.5
-_NUM_NAMED = 3
-
-
-class Misfit(NamedTuple):
-    """A tar that is not there, or has not the bytes that its manifest says."""
-
-    name: str
-    shard_id: int
-    found_bytes: int  # -1: not there
-    expected_bytes: int
-
-
-class SizeCheck:
-    """Compares every tar of our data sets with its manifest's size, in a thread of its own.
-
-    For rank 0 alone: 99,999 files cost 1 s on a local disk, but a call of a metadata server each on Lustre.
-    What is not found within half a second is raised where the next run of batches is fetched; the launcher,
-    which sees rank 0 end, ends the others.
-    """
-
-    def __init__(self, shards: ShardSet) -> None:
-        self._datasets = shards.datasets
-        self.error: ShardprepError | None = None  # set once a tar was found missing or of a wrong size
-        self._thread = threading.Thread(target=self._look, name="size check", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Give it a moment to end; raise MissingShard or BrokenShard where it found one by then."""
-        self._thread.join(WAIT_S)
-        if self.error is not None:
-            raise self.error
-
-    def _look(self) -> None:
-        for source in self._datasets:
-            try:
-                misfits = find_misfits(source)
-            except OSError as error:  # reading tries again, and will tell
-                logger.warning("the sizes of the tars in %s cannot be looked at: %s", source.folder, error)
-                continue
-            if misfits:
-                self.error = _refusal(source, misfits)
-                return
-
-
-def find_misfits(source: DatasetShards) -> list[Misfit]:
-    """The tars of a data set's shards that are missing or of a wrong size, in their order.
-
-    One listing of the folder, whose order a Lustre client reads attributes ahead in, and a stat per file.
-    """
-    shard_ids = source.shard_ids.tolist()
-    found = {f"{shard_name(shard_id)}.tar": -1 for shard_id in shard_ids}
-    with os.scandir(source.folder) as entries:
-        for name in (entry.name for entry in entries if entry.name in found):
-            with contextlib.suppress(FileNotFoundError):  # gone, or a link to nothing
-                found[name] = os.stat(f"{source.folder}/{name}").st_size  # noqa: PTH116  10^5 of them
-    rows = zip(found, shard_ids, found.values(), source.tar_bytes.tolist(), strict=True)
-    return [misfit for misfit in map(Misfit._make, rows) if misfit.found_bytes != misfit.expected_bytes]
-
-
-def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
-    missing = [misfit for misfit in misfits if misfit.found_bytes < 0]
-    named = [
-        f"{source.folder / name} {'is missing' if found < 0 else f'has {found} of {expected} bytes'}"
-        for name, _, found, expected in (missing or misfits)[:_NUM_NAMED]
-    ]
-    ids = id_ranges(misfit.shard_id for misfit in misfits)
-    kind = MissingShard if missing else BrokenShard
-    first = (missing or misfits)[0]
-    remedy = f"shardprep run {quoted(source.folder)}{f' --shards {ids}' if len(ids) <= 200 else ''}"
-    return kind(
-        f"{source.folder}: of {len(source.shard_ids)} tars {len(missing)} are missing and "
-        f"{len(misfits) - len(missing)} have not their manifest's size: "
-        f"{'; '.join(named)}{'; ...' if len(misfits) > len(named) else ''}; "
-        f"copy them anew, or make them again: {remedy}",
-        path=source.folder / first.name,
-        found=None if missing else first.found_bytes,
-        expected=None if missing else first.expected_bytes,
-        remedy=remedy,
-    )
-
 
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 

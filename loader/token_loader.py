@@ -31,7 +31,6 @@ from loader.batches import (
     Uncollated,
 )
 from loader.chunks import IGNORED, Chunk
-from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
@@ -153,13 +152,11 @@ class BatchStream:
         chunks: ChunkDataset,
         step_batches: StepBatches,
         metrics: LoaderMetrics,
-        size_check: SizeCheck | None,
         workers: Mapping[str, Any],
     ) -> None:
         self._chunks = chunks
         self._step_batches = step_batches
         self._metrics = metrics
-        self._size_check = size_check
         self._num_workers: int = workers.get("num_workers", 0)
         if self._num_workers:
             check_worker_sockets()
@@ -219,8 +216,6 @@ class BatchStream:
 
     def _next_chunks(self) -> list[Chunk]:
         """The next chunk of every worker, in the order of their slots."""
-        if self._size_check is not None and self._size_check.error is not None:
-            raise self._size_check.error
         began = time.perf_counter()
         arriving = self._chunk_loader.stream
         try:
@@ -297,7 +292,6 @@ class TokenLoader(DataLoader[Batch]):
         loader_tokenizer: LoaderTokenizer,
         process_rank: ProcessRank,
         pin_memory: bool = False,
-        size_check: SizeCheck | None = None,
         amend: bool = False,
         **workers: Any,
     ) -> None:
@@ -333,7 +327,7 @@ class TokenLoader(DataLoader[Batch]):
         self.metrics = LoaderMetrics()
         self.step_batches = step_batches
         self._amend = amend
-        self._stream_options: tuple[SizeCheck | None, dict[str, Any]] = size_check, workers
+        self._worker_options = workers
         self._go_by(plan)
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
@@ -541,9 +535,9 @@ class TokenLoader(DataLoader[Batch]):
 
     def _go_by(self, plan: Plan) -> None:
         self.chunks = self._chunks_of(plan)
-        size_check, workers = self._stream_options
-        workers = {**workers, "num_workers": min(workers.get("num_workers", 0), len(self.chunks.slots))}
-        self._stream = BatchStream(self.chunks, self.step_batches, self.metrics, size_check, workers)
+        num_workers = min(self._worker_options.get("num_workers", 0), len(self.chunks.slots))
+        workers = {**self._worker_options, "num_workers": num_workers}
+        self._stream = BatchStream(self.chunks, self.step_batches, self.metrics, workers)
 
     def _chunks_of(self, plan: Plan) -> ChunkDataset:
         slots = rank_slots(plan.order, self.process_rank.rank, self.process_rank.world_size)

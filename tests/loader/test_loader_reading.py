@@ -293,7 +293,7 @@ def test_the_ranks_begin_with_different_shards(made: Path, options: dict[str, An
 
 
 def test_a_tar_of_ours_that_became_a_fifo_is_refused_and_not_waited_for(copied: Path) -> None:
-    """By a rank that does not look at sizes beforehand; a reader of a FIFO waits for a writer."""
+    """A reader of a FIFO waits for a writer."""
     (copied / "shard-00002.tar").unlink()
     os.mkfifo(copied / "shard-00002.tar")
     with (

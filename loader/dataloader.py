@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -32,7 +32,7 @@ from loader.find_shards import (
     InputShards,
     ShardSet,
     SplitName,
-    document_split,
+    check_choice,
     find_sources,
 )
 from loader.mixture import Mixture, Schedule
@@ -183,7 +183,6 @@ def get_llama3_dataloader(
     model_id: str | os.PathLike[str] | None = None,
     *,
     split: SplitName | None = None,
-    validation_fraction: float | None = None,
     global_batch_size: int | None = None,
     batch_size_schedule: Ramp | None = None,
     group_by_length: bool | int = False,
@@ -234,14 +233,11 @@ def get_llama3_dataloader(
                 sources to mix, by name: ``{"web": ..., "code": ...}``.
             model_id: for tars that shardprep did not write, the model whose tokenizer made them. A data set
                 brings its own tokenizer; if you pass the model too, it must be the same.
-            split: ``"train"`` leaves out the documents that ``"validation"`` gives. A data set that was
-                planned with ``--validation_fraction`` says itself which these are; of others ``"validation"``
-                gives all without the next argument. A validation loader has one fixed order and gives each
-                document once. It fills its last global batch up with samples whose labels are
-                all -100, so that all ranks get equally many batches.
-            validation_fraction: the part of the documents that is held out of data sets that were planned
-                without one: one of each 1/fraction of a shard, chosen by a hash. A fraction that differs from
-                the plan's is refused.
+            split: ``"train"`` leaves out the documents that ``"validation"`` gives: those that
+                ``plan --validation_fraction`` chose. Of data sets that were planned without it
+                ``"validation"`` gives all. A validation loader has one fixed order and gives each document
+                once. It fills its last global batch up with samples whose labels are all -100, so that all
+                ranks get equally many batches.
 
         What a batch is:
             batch_size: samples per batch on each rank.
@@ -335,16 +331,17 @@ def get_llama3_dataloader(
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
     )
-    side = document_split(split, validation_fraction)
+    if split is not None:
+        check_choice("split", split, SplitName)
     mixes = check_mixing(input_shards, weights, weights_schedule, weights_in, is_validation=is_validation)
     check_padding(padding, max_length, long_documents)
     sources = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         cache_dir=cache_dir,
         count_tokens=rules.needs_lengths or (mixes and weights_in == "tokens"),
-        split=side,
+        split=split,
     )
-    shards = ShardSet([source for part in sources.values() for source in part.sources], side)
+    shards = ShardSet([source for part in sources.values() for source in part.sources], split)
     warn_of_missing_copies(shards, staged_dir)
     context = ReaderContext(
         reader_index=ReaderIndex(number=who.rank, count=who.world_size),
@@ -458,7 +455,7 @@ def _fingerprint(
     rules: SampleRules, shards: ShardSet, order: Order | Mixture, run: RunSteps, tokenizer: str
 ) -> dict[str, Any]:
     """All that fixes which sample is where, and the ramps. What else shapes a batch is not in it."""
-    split = {} if shards.split is None else {"split": shards.split.name, "split_group": shards.split_group}
+    split = {} if shards.split is None else {"split": shards.split}
     return {
         "law_version": ORDER_VERSION,
         "data": shards.fingerprint,
@@ -487,7 +484,6 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "collate_fn": (callable, "a function of a list of samples"),
     "bool": (lambda value: value in (True, False), "True or False"),
-    "float": (lambda value: isinstance(value, Real) and float(value) > 0, "a number above 0"),
 }
 
 

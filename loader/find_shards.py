@@ -20,7 +20,6 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
@@ -29,7 +28,7 @@ import numpy.typing as npt
 from braceexpand import braceexpand
 
 from loader.external_tars import TarSamples, scan_tar
-from loader.order import Int64s, hash_array
+from loader.order import Int64s
 from shardprep.console import quoted
 from shardprep.errors import (
     BrokenShard,
@@ -63,8 +62,6 @@ from shardprep.format.manifest import (
 )
 from shardprep.format.names import (
     INDEX_NAME,
-    LEAST_FRACTION,
-    MOST_FRACTION,
     PLAN_NAME,
     idx_path,
     manifest_path,
@@ -80,61 +77,6 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     """Raises UsageError for a value of an argument that is none of a Literal's."""
     if value not in get_args(choices):
         raise UsageError.of_value(name, value, " or ".join(map(repr, get_args(choices))))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentSplit:
-    """One side of the split.
-
-    Where the plan has ``--validation_fraction``, the last samples of each shard are for validation. In other
-    data sets one of every ``group`` consecutive documents of a shard is. A hash of the group and of the
-    shard's content chooses it, so a document stays on its side whatever other shards there are. Equal
-    documents at two places, and rows of one document, may be on two sides.
-    """
-
-    name: SplitName
-    group: int  # documents, of which one is for validation; 0: no fraction was given
-    fraction: float | None = None  # as given
-
-    def num_documents(self, keys: npt.NDArray[np.uint64], counts: Int64s) -> Int64s:
-        """Of shards with these keys and numbers of documents, those of this side: int64[shards]."""
-        whole, rest = np.divmod(counts, self.group)
-        num_validation = whole + (self._chosen(keys, whole) < rest)
-        return num_validation if self.name == "validation" else counts - num_validation
-
-    def rows(self, key: np.uint64, numbers: Int64s) -> Int64s:
-        """Where documents of this side stand in their shard, ascending as ``numbers`` are: same shape."""
-        if self.name == "validation":
-            return numbers * self.group + self._chosen(key, numbers)
-        group, within = np.divmod(numbers, self.group - 1)
-        return group * self.group + within + (within >= self._chosen(key, group))
-
-    def _chosen(self, key: npt.NDArray[np.uint64] | np.uint64, group: Int64s) -> Int64s:
-        """Which document of a group is for validation, from 0."""
-        hashes = hash_array(np.asarray(key, np.uint64), group)
-        return (hashes % np.uint64(self.group)).astype(np.int64)
-
-
-def document_split(name: SplitName | None, validation_fraction: float | None) -> DocumentSplit | None:
-    """The side that a user names; None for all documents. Raises UsageError.
-
-    A fraction is taken as 1/n, n whole, but for data sets that were planned with one.
-    """
-    if name is None:
-        if validation_fraction is not None:
-            raise UsageError(
-                f'validation_fraction is {validation_fraction}, and no split is named; pass split="train" or '
-                'split="validation"'
-            )
-        return None
-    check_choice("split", name, SplitName)
-    if validation_fraction is None:
-        return DocumentSplit(name=name, group=0)
-    if not LEAST_FRACTION <= validation_fraction <= MOST_FRACTION:
-        raise UsageError(
-            f"validation_fraction is {validation_fraction}, expected {LEAST_FRACTION} to {MOST_FRACTION}"
-        )
-    return DocumentSplit(name=name, group=round(1 / validation_fraction), fraction=validation_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,24 +168,26 @@ class ShardSet:
     def __init__(
         self,
         sources: Iterable[DatasetShards | ExternalTar],
-        split: DocumentSplit | None = None,
+        split: SplitName | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self.datasets = [source for source in self.sources if isinstance(source, DatasetShards)]
         self.has_external = len(self.datasets) < len(self.sources)
-        self.split = split
-        self.split_rule, self.split_group = "", 0  # in words; 0: each shard is split by its plan
+        self.split = split  # None: the samples of both sides
         # Shard s is row s - source_first[i] of source i.
         self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
         self.num_records = self._column("num_samples")  # of each shard, on both sides of a split
         self.first_record = np.cumsum(self.num_records) - self.num_records
         self.num_planned = self._column("num_validation")  # samples for validation by plan; -1: by none
         self.has_planned = bool((self.num_planned >= 0).any())
+        if split == "train":
+            self._check_all_planned()
+        if not self.has_planned:  # validation is all of these shards
+            self.split = None
         counts = self.num_records
-        if split is not None:
-            counts = self._counts_of_side(split)
-            if not self.split_rule:  # validation is all of these shards
-                self.split = None
+        if self.split is not None:
+            of_side = self.num_planned if split == "validation" else self.num_records - self.num_planned
+            counts = np.where(self.num_planned >= 0, of_side, self.num_records)
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
@@ -263,75 +207,39 @@ class ShardSet:
             parts.append(np.full(len(source.num_samples), -1) if said is None else said)
         return np.concatenate(parts).astype(np.int64)
 
-    def _counts_of_side(self, split: DocumentSplit) -> Int64s:
-        """Samples of each shard on a side: int64[shards]. Raises UsageError where a plan says otherwise."""
-        fractions = {
-            s.spec.validation_fraction: s.folder for s in self.datasets if s.spec.validation_fraction
-        }
-        for fraction, folder in fractions.items():
-            if split.fraction is not None and split.fraction != fraction:
-                raise UsageError(
-                    f"validation_fraction is {split.fraction}, and {folder} was planned with "
-                    f"--validation_fraction {fraction}, by which its rows are packed; leave the argument out"
-                )
-        planned, is_planned = self.num_planned, self.num_planned >= 0
-        if split.name == "train" and not split.group and not is_planned.all():
-            path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
-            raise UsageError(
-                'split="train" needs validation_fraction, what is left to split="validation", or a data set '
-                f"that was planned with --validation_fraction{f', which {path} was not' if path else ''}",
-                path=path,
-                found='split="train"',
-                remedy="--validation_fraction",
-            )
-        rules = [f"by plan, {fraction:g} of the documents by their content" for fraction in fractions]
-        counts = self.num_records
-        if split.group and not is_planned.all():
-            counts = split.num_documents(self._split_keys, counts)
-            rules.append(f"by shards, one of {split.group} for validation")
-            self.split_group = split.group
-        self.split_rule = "; ".join(rules)
-        if self.has_planned:
-            of_side = planned if split.name == "validation" else self.num_records - planned
-            counts = np.where(is_planned, of_side, counts)
-        return counts
-
-    @cached_property
-    def _split_keys(self) -> npt.NDArray[np.uint64]:
-        """uint64[shards]: of each shard's content."""
-        keys = [
-            key
-            for source in self.sources
-            for key in (
-                [source.fingerprint] if isinstance(source, ExternalTar) else source.tar_sha256.tolist()
-            )
-        ]
-        return np.array([int(key[:16], 16) for key in keys], np.uint64)
+    def _check_all_planned(self) -> None:
+        """Raises UsageError where nothing says which samples of a shard are for training."""
+        if (self.num_planned >= 0).all():
+            return
+        path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
+        raise UsageError(
+            'split="train" needs data sets that were planned with --validation_fraction'
+            f"{f', which {path} was not' if path else ''}; plan one with it, or leave split out",
+            path=path,
+            found='split="train"',
+            remedy="--validation_fraction",
+        )
 
     def rows_of(self, shard: int, samples: Int64s) -> Int64s:
         """Where samples of one shard stand in it: int64[n] -> int64[n]."""
-        local = samples - self.first_sample[shard]
-        if self.split is None:
-            return local
-        if (num_validation := self.num_planned[shard]) >= 0:
-            return local + (self.num_records[shard] - num_validation) * (self.split.name == "validation")
-        return self.split.rows(self._split_keys[shard], local) if self.split.group else local
+        return self.rows_of_each(samples, np.full(samples.shape, shard))
 
     def rows_of_each(self, samples: Int64s, shard: Int64s) -> Int64s:
-        """The same of samples of some shards: int64[n], int64[n] -> int64[n]."""
-        if self.split is None:
-            return samples - self.first_sample[shard]
-        found = np.empty_like(samples)
-        for number in np.unique(shard).tolist():
-            here = shard == number
-            found[here] = self.rows_of(number, samples[here])
-        return found
+        """Where samples stand in their shards: int64[n], int64[n] -> int64[n]. Those for validation are the
+        last ones of a shard, so for training nothing moves."""
+        rows = samples - self.first_sample[shard]
+        if self.split == "validation":
+            num_planned = self.num_planned[shard]
+            rows += np.where(num_planned >= 0, self.num_records[shard] - num_planned, 0)
+        return rows
 
     @property
     def split_words(self) -> str:
         """Which side this is and by which rule, for people; "" where no document is held out."""
         if self.split is not None:
-            return f"split: {self.split.name}, {self.split_rule}"
+            fractions = dict.fromkeys(data.spec.validation_fraction for data in self.datasets)
+            rules = [f"{fraction:g} of the documents by their content" for fraction in fractions if fraction]
+            return f"split: {self.split}, by plan, {', '.join(rules)}"
         return (
             "split: none, with the documents that the plan holds out for validation"
             if self.has_planned
@@ -654,7 +562,7 @@ def find_shards(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
-    split: DocumentSplit | None = None,
+    split: SplitName | None = None,
 ) -> ShardSet:
     """Find what a user named; an incomplete folder is refused.
 
@@ -673,7 +581,7 @@ def find_sources(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
-    split: DocumentSplit | None = None,
+    split: SplitName | None = None,
 ) -> dict[str, ShardSet]:
     """The shards of each named source, as ``find_shards`` finds them; no shard in two of them."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
@@ -689,7 +597,7 @@ def find_sources(
             _retried(path, finder.add, path)
         shards = found[name] = ShardSet(finder.sources(), split)
         if shards.num_samples == 0:
-            side = "" if shards.split is None else f", for {shards.split.name} ({shards.split_rule})"
+            side = "" if shards.split is None else f" for {shards.split}"
             raise UsageError(f"{input_shards} holds no sample{side}")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found

@@ -161,7 +161,6 @@ def loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: of_run[name] for name in names if name in of_run},
         **{name: of_run.get(name) or None for name in ("seq_len", "max_length", "split")},
-        "validation_fraction": 1 / of_run["split_group"] if of_run.get("split_group") else None,
         "batch_size": ranks[1],
         "global_batch_size": history.order_batch_size,
         "amend": history.changes or "sources" in of_run,  # from the state on, where nobody asks

@@ -33,6 +33,7 @@ COMMANDS = {
 ARGUMENTS = {  # of get_llama3_dataloader
     "tokens_per_batch": "pack documents into rows with seq_len=, or pass group_by_length=True",
     "exclude_shards": "name the shards that are to be read, as a list or a pattern",
+    "validation_fraction": "plan the data with --validation_fraction; split= then names a side",
     "sample_fields": "collate_fn gets input_ids alone; boundaries= tells where documents begin",
     "seq_len_schedule": "make one loader of a short seq_len= for the first steps, then one of the long",
     "max_padded_tokens": "max_length= limits the width of a batch, and batch_size= its rows",

@@ -104,7 +104,6 @@ def test_an_argument_that_went_is_answered_with_what_to_do_instead(data: Path, n
                 ("2", ("batch_size", "global_batch_size"), "a whole number"),
                 (True, ("seq_len", "pad_to_multiple_of", "num_workers", "prefetch_factor"), "a whole number"),
                 (1.0, ("rank", "world_size", "seed"), "a whole number"),
-                ("1", ("validation_fraction",), "a number above 0"),
             )
             for name in names
         ),

@@ -285,7 +285,7 @@ def test_a_state_of_a_version_that_divided_floats_is_loaded(data: dict[str, Path
         ),
         ({"weights_schedule": [(0, {"web": 1}), (0, {"code": 1})]}, r"from the steps \[0, 0\]"),
         ({"weights_in": "bytes"}, "weights_in is 'bytes'"),
-        ({"split": "validation", "validation_fraction": 0.1}, "for each source"),
+        ({"split": "validation"}, "for each source"),
         ({"batch_size": 128, "global_batch_size": 128}, "the data set has 90 samples"),
     ],
 )

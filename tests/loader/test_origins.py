@@ -107,8 +107,6 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("documents", {"max_length": 40}),
     ("documents", {"targets": "shifted"}),
     ("documents", {"group_by_length": 4}),
-    ("documents", {"split": "train", "validation_fraction": 0.2}),
-    ("documents", {"split": "validation", "validation_fraction": 0.2}),
     ("documents", {"seq_len": ROW}),
     ("documents", {"seq_len": ROW, "num_workers": 2, "boundaries": "segment_ids"}),
     ("documents", {"seq_len": ROW, "targets": "shifted"}),
@@ -282,9 +280,7 @@ def test_trainer_logs_the_mean_loss_of_each_source(sets: dict[str, Path], tmp_pa
 
     sources = {"web": sets["documents"], "code": sets["concat"]}
     options = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": ROW, "boundaries": "transformers"}
-    eval_loader = load(
-        sets["documents"], seq_len=ROW, split="validation", validation_fraction=0.2, boundaries="transformers"
-    )
+    eval_loader = load(sets["held_out"], split="validation", boundaries="transformers")
     with load(sources, global_batch_size=8, **options) as loader, eval_loader:
         torch.manual_seed(0)
         model = LlamaForCausalLM(

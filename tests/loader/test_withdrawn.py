@@ -44,8 +44,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cut": ("npy", {"max_length": 5}),
     "grouped": ("npy", {"group_by_length": 2}),
     "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),
-    "validation": ("json", {"split": "validation", "validation_fraction": 0.2}),
-    "train": ("json", {"split": "train", "validation_fraction": 0.2}),
     "joined": ("json", {"seq_len": 16}),
     "joined with boundaries": ("json", {"seq_len": 16, "boundaries": ["segment_ids", "cu_seqlens"]}),
     "joined with EOS": ("npy", {"seq_len": 16, "boundaries": "transformers"}),

@@ -19,13 +19,12 @@ from loader.find_shards import ShardSet
 from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
 from loader.order import Order
 from loader.samples import Samples, samples_of
-from loader.state import OtherRun, Position, RunSteps, SizeHistory, check_run, is_same, position_of
+from loader.state import OtherRun, Position, RunSteps, SizeHistory, are_equal, check_run, position_of
 from loader.workers import MixedSamples, Plan, check_batch, make_order, rank_slots
 from shardprep.errors import BrokenShard, UsageError
 
 logger = logging.getLogger(__name__)
 _MIXTURE = ("data", "num_samples", "sources", "schedule")  # what an amendment of it changes of a fingerprint
-_SIZES = ("global_batch_size", "batch_size_schedule")  # the same of sizes
 _PART = re.compile(r" \+\d+$")  # of a name: behind it which later part of its source this is
 _Stages = Sequence[tuple[int, Any]]  # from which step on, and what holds then
 _Shares = Sequence[tuple[int, dict[str, int]]]  # likewise: each source's steps of a cycle
@@ -86,7 +85,8 @@ def go_on(
     found = [sizes.difference(last)] if sizes.differs(last) else []
     order = plan.order
     if past is not None:
-        order = past = _with_known_data(past, plan.order)
+        _check_data(past, plan.order)
+        order = past
         _, _, mixed = _joined(past, plan.order, plan_run, run)
         if mixed.differs(max(order_step, past.amended_at)):
             found.append(mixed.difference(order_step))
@@ -246,18 +246,16 @@ def _past_mixture(plan: Plan, saved: Mapping[str, Any]) -> Mixture | None:
     """The mixture of a state: the plan's where nothing differs; None for one data set, or for none."""
     if not isinstance(plan.order, Mixture):
         return None
-    if all(is_same(name, saved.get(name), plan.fingerprint.get(name)) for name in _MIXTURE):
+    if all(are_equal(saved.get(name), plan.fingerprint.get(name)) for name in _MIXTURE):
         return plan.order
     return Mixture.of_sizes(saved, plan.order)
 
 
 def _expected(plan: Plan, saved: Mapping[str, Any], past: Mixture | None) -> dict[str, Any]:
     """What a state that may be amended has: what an amendment changes is its own."""
-    expected = {**plan.fingerprint, **{name: saved[name] for name in _SIZES if name in saved}}
+    expected = {**plan.fingerprint, "global_batch_size": saved["global_batch_size"]}
     if past is not None and past is not plan.order:
         expected |= {name: saved.get(name) for name in _MIXTURE}
-        if not all(past.data) and {*past.names} == {*plan.order.names}:
-            expected["data"] = plan.fingerprint["data"]  # a state of 0.1.0 has no fingerprint of each source
     return expected
 
 
@@ -332,23 +330,17 @@ def _held(stages: _Stages, first: int, end: int | None = None) -> _Stages:
     return found
 
 
-def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
-    """The past with the data of each source that this loader has, also where the state does not say it.
-    Raises OtherRun where a source is other data than in the state."""
+def _check_data(past: Mixture, mine: Mixture) -> None:
+    """Raises OtherRun where a source is other data than in the state."""
     here = dict(zip(mine.names, zip(mine.orders, mine.data, strict=True), strict=True))
-    known = []
     for name, then, data_then in zip(past.names, past.orders, past.data, strict=True):
         now, data_now = here.get(name, (then, data_then))
-        if (now.num_samples, now.sizes) != (then.num_samples, then.sizes) or data_then not in ("", data_now):
+        if (now.num_samples, now.sizes, data_now) != (then.num_samples, then.sizes, data_then):
             raise OtherRun(
                 f"the source {name} is other data: {now.num_samples} samples, data {data_now} here, and "
-                f"{then.num_samples}, data {data_then or 'unknown'} in the state; put added "
+                f"{then.num_samples}, data {data_then} in the state; put added "
                 "folders behind those that it had, and name changed data as a source of its own"
             )
-        if not data_then and {*past.names} != {*mine.names}:
-            logger.warning("the state says of source %s its number of samples alone; it is the same", name)
-        known.append(data_now)
-    return replace(past, data=tuple(known))
 
 
 def _joined(
@@ -451,7 +443,7 @@ def _mixture_lines(order: Mixture, samples: Sequence[Samples | None], step: int,
             tokens, share = "not in this loader", "dropped"
         lines.append(
             f"  {name:{width}}  {share}; {_epochs(now[name], then[name], until)}; "
-            f"{of_source.num_samples:,} samples, {tokens}, data {found or 'unknown'}"
+            f"{of_source.num_samples:,} samples, {tokens}, data {found}"
         )
     lines.append("what held, by share of samples")
     for stage, (first, counts) in zip(order.stages, _shares(order, order.stages), strict=True):

@@ -17,7 +17,6 @@ import torch
 
 from loader.boundaries import boundary_fields
 from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, step_edges, step_origins
-from loader.context_parallel import split_for_context_parallel as split_for_context_parallel  # its old place
 from loader.find_shards import check_choice
 from loader.order import Int64s
 from shardprep.errors import UsageError

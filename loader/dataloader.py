@@ -9,7 +9,6 @@ import logging
 import operator
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, TypeVar, cast
@@ -133,9 +132,6 @@ def _workers(loader: TokenLoader) -> str:
 logger = logging.getLogger(__name__)
 
 Padding = Literal["longest", "max_length"]
-RENAMED = {
-    "schedule": "weights_schedule",
-}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -151,18 +147,12 @@ def arguments_by_group(docstring: str) -> dict[str, dict[str, str]]:
     return groups
 
 
-def _with_old_names(make: _Function) -> _Function:
-    """Take arguments by their old names, too; say the nearest name, and all by group, of an unknown one."""
+def _with_hints(make: _Function) -> _Function:
+    """Answer an unknown argument with the nearest name, and all by group; one that went, with what to do."""
     known = inspect.signature(make).parameters
 
     @functools.wraps(make)
     def call(*args: Any, **options: Any) -> Any:
-        for old in RENAMED.keys() & options.keys():
-            new = RENAMED[old]
-            if new in options:
-                raise UsageError(f"{old} is the old name of {new}; pass {new} alone")
-            warnings.warn(f"the argument {old} is called {new} now", DeprecationWarning, stacklevel=2)
-            options[new] = options.pop(old)
         for name in options.keys() - known.keys():
             if name in ARGUMENTS:
                 raise TypeError(f"get_llama3_dataloader has no argument {name!r} any more: {ARGUMENTS[name]}")
@@ -176,7 +166,7 @@ def _with_old_names(make: _Function) -> _Function:
     return cast(_Function, call)
 
 
-@_with_old_names
+@_with_hints
 def get_llama3_dataloader(
     input_shards: InputShards | Mapping[str, InputShards],
     batch_size: int,

@@ -20,12 +20,11 @@ from math import gcd
 from operator import index
 from typing import Any, NamedTuple
 
-from loader.mixture import check_first_steps, is_same_schedule
+from loader.mixture import check_first_steps
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 
 _HASH_DIGITS = 64
-_SOURCE_DATA = re.compile(r" [0-9a-f]{16}(?=; | added|$)")
-STATE_FORMAT = "shardprep-loader-state"
+STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 3
 _WHY = {
     "data": "these are other shards",
     "tokenizer": "another tokenizer",
@@ -75,7 +74,7 @@ def position_of(
                 expected="a whole number",
             ) from None
     position = Position(*counts)
-    if position.num_micro and not _are_equal(state.get("layout"), dict(layout)):
+    if position.num_micro and not are_equal(state.get("layout"), dict(layout)):
         raise UsageError(
             f"the state was saved inside of a step, after {position.num_micro} batches of "
             f"{state.get('layout')}, this loader has {dict(layout)}; save it after the optimizer's step "
@@ -114,6 +113,13 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
             expected=STATE_FORMAT,
             remedy="state_dict()",
         )
+    if not are_equal(state.get("version"), STATE_VERSION):
+        raise UnknownVersion(
+            f"the state has version {state.get('version')!r:.80}, this shardprep reads {STATE_VERSION}; go "
+            "on with the shardprep that saved it, or start without the state",
+            found=f"{state.get('version')!r:.80}",
+            expected=STATE_VERSION,
+        )
     saved = state.get("fingerprint")
     if not isinstance(saved, Mapping):
         raise BrokenShard(
@@ -130,7 +136,7 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
             expected=expected,
         )
     names = {**fingerprint, **saved}
-    differing = [name for name in names if not is_same(name, saved.get(name), fingerprint.get(name))]
+    differing = [name for name in names if not are_equal(saved.get(name), fingerprint.get(name))]
     if not differing:
         return
     parts = [
@@ -147,16 +153,7 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
     )
 
 
-def is_same(name: str, saved: Any, mine: Any) -> bool:
-    """Whether two states have the same of one name of their fingerprints."""
-    if name == "schedule" and isinstance(saved, str) and isinstance(mine, str):
-        return is_same_schedule(saved, mine)
-    if name == "sources" and isinstance(saved, str) and not _SOURCE_DATA.search(saved):
-        return saved == _SOURCE_DATA.sub("", str(mine))  # states of 0.1.0 have them in ``data`` alone
-    return _are_equal(saved, mine)
-
-
-def _are_equal(saved: Any, mine: Any) -> bool:
+def are_equal(saved: Any, mine: Any) -> bool:
     """Whether two values are; an array in a state is nothing that this loader has."""
     try:
         return bool(saved == mine)
@@ -367,7 +364,7 @@ class SizeHistory:
 
     A number, that of the order, or a text where it changes: ``256; 0: 256; 900/1: 512`` is an order of 256
     samples a step, and global batches of 512 from step 900 in epoch 1 on, by an amendment; without ``/1`` as
-    it was planned. States of 0.1.0 have ``batch_size_schedule`` besides, without the first number.
+    it was planned.
     """
 
     order_batch_size: int
@@ -382,7 +379,7 @@ class SizeHistory:
     @staticmethod
     def of_fingerprint(fingerprint: Mapping[str, Any]) -> SizeHistory | None:
         """The sizes in a state's fingerprint; None where it has none. Raises BrokenShard."""
-        size, sizes, amended = _stages_of(fingerprint, "global_batch_size", "batch_size_schedule")
+        size, sizes, amended = _stages_of(fingerprint.get("global_batch_size"))
         if size is None or size < 1:
             return None
         if any(samples < 1 or samples % size for _, samples in sizes):
@@ -393,13 +390,8 @@ class SizeHistory:
         return SizeHistory(order_batch_size=size, sizes=sizes or ((0, size),), amended=amended)
 
 
-def _stages_of(
-    fingerprint: Mapping[str, Any], name: str, old_name: str
-) -> tuple[int | None, Ramp, Sequence[tuple[int, int]]]:
-    """The first number of a name, its stages, and the steps of amendments among them with their epochs."""
-    value = fingerprint.get(name)
-    if old_name in fingerprint:
-        value = f"{value}; {fingerprint[old_name]}"
+def _stages_of(value: Any) -> tuple[int | None, Ramp, Sequence[tuple[int, int]]]:
+    """The first number, the stages, and the steps of amendments among them with their epochs."""
     if not isinstance(value, str):
         return (value if type(value) is int else None), (), ()
     first, *texts = value.split("; ")
@@ -408,7 +400,9 @@ def _stages_of(
     steps = [step for step, _ in ramp]
     are_stages = re.fullmatch("[0-9]{1,9}", first) and len(stages) == len(texts) and steps[:1] == [0]
     if not are_stages or any(step >= later for step, later in pairwise(steps)):
-        raise BrokenShard(f"the state is damaged: its {name} is {value!r}, expected such as 256; 0: 256")
+        raise BrokenShard(
+            f"the state is damaged: its global_batch_size is {value!r}, expected such as 256; 0: 256"
+        )
     return int(first), ramp, tuple((int(match[1]), int(match[2])) for match in stages if match[2])
 
 

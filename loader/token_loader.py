@@ -34,7 +34,7 @@ from loader.chunks import IGNORED, Chunk
 from loader.mixture import Mixture
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
-from loader.state import STATE_FORMAT, Position, RunProgress, RunSteps
+from loader.state import STATE_FORMAT, STATE_VERSION, Position, RunProgress, RunSteps
 from loader.tokenizer import LoaderTokenizer
 from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
 from loader.workers import (
@@ -595,6 +595,7 @@ class TokenLoader(DataLoader[Batch]):
         """Always the same keys: torch.distributed.checkpoint reads those that a fresh loader's state has."""
         return {
             "format": STATE_FORMAT,
+            "version": STATE_VERSION,
             **at._asdict(),
             "withdrawn": self._list_history.up_to(self.run.total_order_steps(at)).text(),
             "layout": dict(self._layout),

@@ -19,7 +19,7 @@ from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForC
 import loader
 import shardprep
 from loader import get_llama3_dataloader
-from loader.dataloader import RENAMED, arguments_by_group
+from loader.dataloader import arguments_by_group
 from shardprep.errors import NotFound, UsageError
 from shardprep.removed import ARGUMENTS
 from tests import loader_reference
@@ -47,21 +47,6 @@ def test_each_argument_is_explained_in_one_group_in_the_order_of_the_signature()
 def test_the_reference_page_says_what_the_code_declares() -> None:
     found = loader_reference.PAGE.read_text("utf-8")
     assert found == loader_reference.page(), "run: python -m tests.loader_reference"
-
-
-@pytest.mark.parametrize(
-    ("old", "value", "options"),
-    [
-        ("schedule", None, {"batch_size": 4}),
-    ],
-)
-def test_old_names_work_and_say_the_new_one(data: Path, old: str, value: Any, options: Any) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{old} is called {RENAMED[old]} now"):
-        by_old_name = load(data, **options, **{old: value})
-    by_new_name = load(data, **options, **{RENAMED[old]: value})
-    assert by_old_name.state_dict() == by_new_name.state_dict()
-    with pytest.raises(UsageError, match=f"pass {RENAMED[old]} alone"):
-        load(data, **options, **{old: value, RENAMED[old]: value})
 
 
 def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from loader import TokenLoader, get_llama3_dataloader
 from loader.state import OtherRun
 from preprocess.look.train_tokenizer import train_tokenizer
-from shardprep.errors import BrokenShard, OtherTokenizer, UsageError
+from shardprep.errors import BrokenShard, OtherTokenizer, UnknownVersion, UsageError
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -254,6 +254,9 @@ def test_what_is_no_state_is_refused(forms: Any, changed: dict[str, Any], said: 
         for name in ("epoch", "step", "num_micro"):
             with pytest.raises(BrokenShard, match=f"its {name} is missing"):
                 loader.load_state_dict({key: value for key, value in state.items() if key != name})
+        for other in ({**state, "version": 2}, {key: state[key] for key in state if key != "version"}):
+            with pytest.raises(UnknownVersion):
+                loader.load_state_dict(other)
         with pytest.raises(BrokenShard, match="no state of a loader"):
             loader.load_state_dict({})
         with pytest.raises(UsageError, match="step is -1"):

@@ -39,7 +39,6 @@ from loader.order import ORDER_VERSION, Order
 from loader.ranks import find_process_rank
 from loader.reading import ReaderContext, ReaderIndex
 from loader.samples import LongDocuments, SampleRules, Samples, make_samples
-from loader.staged_copies import warn_of_missing_copies
 from loader.state import Ramp, RunSteps, ramp_sizes
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
@@ -200,7 +199,6 @@ def get_llama3_dataloader(
     world_size: int | None = None,
     device_mesh: Any = None,
     process_group: Any = None,
-    staged_dir: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> TokenLoader:
     """Return batches of a data set's token ids for this rank, shuffled anew each epoch.
@@ -291,8 +289,6 @@ def get_llama3_dataloader(
             process_group: instead of both, the data-parallel process group.
 
         Storage:
-            staged_dir: a folder on this node that ``shardprep stage DATA --to`` has filled. A shard without a
-                whole copy there is read from where it was found. Batches and state do not change.
             cache_dir: where webdataset copies tars that are no local files.
 
     Returns:
@@ -332,11 +328,7 @@ def get_llama3_dataloader(
         split=split,
     )
     shards = ShardSet([source for part in sources.values() for source in part.sources], split)
-    warn_of_missing_copies(shards, staged_dir)
-    context = ReaderContext(
-        reader_index=ReaderIndex(number=who.rank, count=who.world_size),
-        staged_dir=staged_dir,
-    )
+    context = ReaderContext(reader_index=ReaderIndex(number=who.rank, count=who.world_size))
     tokenizer = choose_tokenizer(shards, model_id)
     every = [
         make_samples(

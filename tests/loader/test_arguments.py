@@ -51,7 +51,7 @@ def test_the_reference_page_says_what_the_code_declares() -> None:
 
 def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data: Path) -> None:
     with pytest.raises(
-        TypeError, match=r"no argument 'seqlen', did you mean 'seq_len'; .*storage: staged_dir"
+        TypeError, match=r"no argument 'seqlen', did you mean 'seq_len'; .*storage: cache_dir"
     ):
         load(data, 4, seqlen=16)
 

@@ -641,7 +641,7 @@ class SampleRules:
     group: int = 1  # samples of like length side by side
 
     def __post_init__(self) -> None:
-        if self.long_documents == "split":  # of 0.1.0
+        if str(self.long_documents) == "split":  # of 0.1.0
             raise UsageError(
                 'long_documents="split" was removed: pack documents with seq_len=, which keeps all tokens, '
                 'or pass "truncate" or "error"',

@@ -77,7 +77,7 @@ PROGRAM = Program(
             run="loader.staging:stage",
         ),
         "where": Command(
-            summary="which documents a training step saw; --find: which steps see a document",
+            summary="which documents a training step saw",
             add_flags="loader.where:add_flags",
             run="loader.where:where",
         ),

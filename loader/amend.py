@@ -19,13 +19,12 @@ from loader.find_shards import ShardSet
 from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
 from loader.order import Order
 from loader.samples import Samples, samples_of
-from loader.state import OtherRun, Position, RunSteps, SizeHistory, check_run, is_same, position_of
+from loader.state import OtherRun, Position, RunSteps, SizeHistory, are_equal, check_run, position_of
 from loader.workers import MixedSamples, Plan, check_batch, make_order, rank_slots
 from shardprep.errors import BrokenShard, UsageError
 
 logger = logging.getLogger(__name__)
 _MIXTURE = ("data", "num_samples", "sources", "schedule")  # what an amendment of it changes of a fingerprint
-_SIZES = ("global_batch_size", "batch_size_schedule", "seq_len_schedule")  # the same of sizes
 _PART = re.compile(r" \+\d+$")  # of a name: behind it which later part of its source this is
 _Stages = Sequence[tuple[int, Any]]  # from which step on, and what holds then
 _Shares = Sequence[tuple[int, dict[str, int]]]  # likewise: each source's steps of a cycle
@@ -77,16 +76,17 @@ def go_on(
     plan_run, plan = plan.run, _in_blocks_of(saved, _laid_out(plan, own, history, layout))
     past = _past_mixture(plan, saved)
     expected = _expected(plan, saved, past)
-    expected["seq_len"] = saved["seq_len"] if history.seq_len == own.seq_len else own.seq_len
     check_run(state, expected)
     run = _run_of(history, plan.run, past)
     position = position_of(state, expected, layout, run)
     step, order_step = run.step_of(position), run.total_order_steps(position)
     last = max(step, run.amended_at)
-    found = [each.difference(last) for each in _size_schedules(own, history) if each.differs(last)]
+    sizes = _size_schedule(own, history)
+    found = [sizes.difference(last)] if sizes.differs(last) else []
     order = plan.order
     if past is not None:
-        order = past = _with_known_data(past, plan.order)
+        _check_data(past, plan.order)
+        order = past
         _, _, mixed = _joined(past, plan.order, plan_run, run)
         if mixed.differs(max(order_step, past.amended_at)):
             found.append(mixed.difference(order_step))
@@ -112,8 +112,8 @@ def go_on(
                 mixed.check_over(past.amended_at, order_step)
                 order = _amended(joined, stages, order_step)
     samples = plan.samples if past is None else _samples_of(order, plan, order_step)
-    sizes = run.settings(history.order_batch_size, history.seq_len)
-    fingerprint = {**plan.fingerprint, "num_samples": order.num_samples, **order.sizes, **sizes}
+    fingerprint = {**plan.fingerprint, "num_samples": order.num_samples, **order.sizes}
+    fingerprint["global_batch_size"] = run.history(history.order_batch_size)
     plan = replace(plan, order=order, samples=samples, run=run, fingerprint=fingerprint)
     return plan, position, bool(found)
 
@@ -226,7 +226,7 @@ def _laid_out(plan: Plan, own: SizeHistory, history: SizeHistory, layout: Mappin
         rank_slots(made[0], 0, world_size)
     except UsageError as error:
         raise OtherRun(
-            f"{_size_schedules(own, history)[0].difference(0)}; the order of the state has global "
+            f"{_size_schedule(own, history).difference(0)}; the order of the state has global "
             f"batches of {size}, and any later size is a multiple of it, in equal batches: {error}",
             found=error.found,
             expected=error.expected,
@@ -246,35 +246,25 @@ def _past_mixture(plan: Plan, saved: Mapping[str, Any]) -> Mixture | None:
     """The mixture of a state: the plan's where nothing differs; None for one data set, or for none."""
     if not isinstance(plan.order, Mixture):
         return None
-    if all(is_same(name, saved.get(name), plan.fingerprint.get(name)) for name in _MIXTURE):
+    if all(are_equal(saved.get(name), plan.fingerprint.get(name)) for name in _MIXTURE):
         return plan.order
     return Mixture.of_sizes(saved, plan.order)
 
 
 def _expected(plan: Plan, saved: Mapping[str, Any], past: Mixture | None) -> dict[str, Any]:
     """What a state that may be amended has: what an amendment changes is its own."""
-    expected = {**plan.fingerprint, **{name: saved[name] for name in _SIZES if name in saved}}
+    expected = {**plan.fingerprint, "global_batch_size": saved["global_batch_size"]}
     if past is not None and past is not plan.order:
         expected |= {name: saved.get(name) for name in _MIXTURE}
-        if not all(past.data) and {*past.names} == {*plan.order.names}:
-            expected["data"] = plan.fingerprint["data"]  # a state of 0.1.0 has no fingerprint of each source
     return expected
 
 
 def _run_of(history: SizeHistory, run: RunSteps, past: Mixture | None) -> RunSteps:
-    """The steps of a state's run, for a loader of the same order. Raises BrokenShard, or OtherRun where its
-    rows cannot be cut as they were."""
-    wrong = [length for _, length in history.row_lengths if length and run.row_tokens % length]
-    if wrong:
-        raise OtherRun(
-            f"the state has rows cut to {wrong[0]} tokens, and rows here have {run.row_tokens}, which is no "
-            "multiple of it; pass the targets that the run had, or start without the state"
-        )
+    """The steps of a state's run, for a loader of the same order. Raises BrokenShard."""
     found = replace(
         run,
         order_steps_per_epoch=run.order_steps_per_epoch if past is None else past.steps_per_epoch,
         sizes=tuple((step, size // history.order_batch_size) for step, size in history.sizes),
-        row_lengths=history.row_lengths,
         amended=history.amended,
     )
     for step, epoch in history.amended:
@@ -283,31 +273,31 @@ def _run_of(history: SizeHistory, run: RunSteps, past: Mixture | None) -> RunSte
     return found
 
 
-def _size_schedules(own: SizeHistory, history: SizeHistory) -> tuple[_Schedule, _Schedule]:
-    batches, rows, words = "batch_size_schedule", "seq_len_schedule", "{there} in the state, {here} here"
-    whole, lengths = "global_batch_size", (own.row_lengths, history.row_lengths)
-    return (
-        _Schedule(f"{whole} {words}", batches, whole, own.sizes, history.sizes, _ramp_text),
-        _Schedule(f"{rows} {words}", rows, f"no {rows}", *lengths, _ramp_text),
+def _size_schedule(own: SizeHistory, history: SizeHistory) -> _Schedule:
+    return _Schedule(
+        "global_batch_size {there} in the state, {here} here",
+        "batch_size_schedule",
+        "global_batch_size",
+        own.sizes,
+        history.sizes,
+        _ramp_text,
     )
 
 
 def _ramp_text(held: _Stages) -> str:
-    values = [str(value or "whole rows") for _, value in held]
     if len(held) == 1:
-        return values[0]
-    return ", ".join(f"{value} from step {step} on" for (step, _), value in zip(held, values, strict=True))
+        return str(held[0][1])
+    return ", ".join(f"{size} from step {step} on" for step, size in held)
 
 
 def _amended_run(run: RunSteps, own: SizeHistory, history: SizeHistory, position: Position) -> RunSteps:
     """The run with the sizes of a plan from a position on. Raises OtherRun or UsageError."""
     step, least = run.step_of(position), history.order_batch_size
-    schedules = _size_schedules(own, history)
-    if not any(each.differs(step) for each in schedules):
+    schedule = _size_schedule(own, history)
+    if not schedule.differs(step):
         return run
-    for each in schedules:
-        each.check_over(run.amended_at, step)
-    sizes, lengths = _held(own.sizes, step), _held(own.row_lengths, step)
+    schedule.check_over(run.amended_at, step)
+    sizes = _held(own.sizes, step)
     for first, size in sizes:
         if size % least:
             raise OtherRun(
@@ -316,12 +306,9 @@ def _amended_run(run: RunSteps, own: SizeHistory, history: SizeHistory, position
                 f"{max(size // least, 1) * least} or {(size // least + 1) * least}; pass one of these, or "
                 "start without the state"
             )
-    if lengths == _held(history.row_lengths, step):
-        lengths = [stage for stage in history.row_lengths if stage[0] >= step]
     return replace(
         run,
         sizes=(*_before(run.sizes, step), *((first, size // least) for first, size in sizes)),
-        row_lengths=(*_before(run.row_lengths, step), *lengths),
         amended=(*_before(run.amended, step), (step, position.epoch)),
     )
 
@@ -343,23 +330,17 @@ def _held(stages: _Stages, first: int, end: int | None = None) -> _Stages:
     return found
 
 
-def _with_known_data(past: Mixture, mine: Mixture) -> Mixture:
-    """The past with the data of each source that this loader has, also where the state does not say it.
-    Raises OtherRun where a source is other data than in the state."""
+def _check_data(past: Mixture, mine: Mixture) -> None:
+    """Raises OtherRun where a source is other data than in the state."""
     here = dict(zip(mine.names, zip(mine.orders, mine.data, strict=True), strict=True))
-    known = []
     for name, then, data_then in zip(past.names, past.orders, past.data, strict=True):
         now, data_now = here.get(name, (then, data_then))
-        if (now.num_samples, now.sizes) != (then.num_samples, then.sizes) or data_then not in ("", data_now):
+        if (now.num_samples, now.sizes, data_now) != (then.num_samples, then.sizes, data_then):
             raise OtherRun(
                 f"the source {name} is other data: {now.num_samples} samples, data {data_now} here, and "
-                f"{then.num_samples}, data {data_then or 'unknown'} in the state; put added "
+                f"{then.num_samples}, data {data_then} in the state; put added "
                 "folders behind those that it had, and name changed data as a source of its own"
             )
-        if not data_then and {*past.names} != {*mine.names}:
-            logger.warning("the state says of source %s its number of samples alone; it is the same", name)
-        known.append(data_now)
-    return replace(past, data=tuple(known))
 
 
 def _joined(
@@ -443,9 +424,6 @@ def _size_lines(plan: Plan) -> list[str]:
         for first, size in run.sizes:
             samples = size * plan.order.global_batch_size
             lines.append(f"  from step {first}{' (amended)' if first in amended else ''}: {samples} samples")
-    if run.row_lengths != RunSteps.row_lengths:
-        lines.append("rows, by step of training")
-        lines += [f"  from step {first}: {length or 'whole'}" for first, length in run.row_lengths]
     return lines
 
 
@@ -465,7 +443,7 @@ def _mixture_lines(order: Mixture, samples: Sequence[Samples | None], step: int,
             tokens, share = "not in this loader", "dropped"
         lines.append(
             f"  {name:{width}}  {share}; {_epochs(now[name], then[name], until)}; "
-            f"{of_source.num_samples:,} samples, {tokens}, data {found or 'unknown'}"
+            f"{of_source.num_samples:,} samples, {tokens}, data {found}"
         )
     lines.append("what held, by share of samples")
     for stage, (first, counts) in zip(order.stages, _shares(order, order.stages), strict=True):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,8 @@ import torch
 
 from loader.boundaries import boundary_fields
 from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, step_edges, step_origins
-from loader.context_parallel import split_for_context_parallel as split_for_context_parallel  # its old place
 from loader.find_shards import check_choice
 from loader.order import Int64s
-from loader.state import Ramp, RunSteps, check_ramp
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -110,7 +108,6 @@ class PaddedBatches:
     pad: PadToken
     pad_to_multiple_of: int | None = None
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
-    max_padded_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
     num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
 
     def __call__(self, examples: Sequence[Any]) -> Batch:
@@ -139,13 +136,6 @@ class PaddedBatches:
         multiple = self.pad_to_multiple_of or 1
         widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
         width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
-        num_rows = len(lengths)
-        if self.max_padded_tokens is not None and num_rows * width > self.max_padded_tokens:
-            raise UsageError(
-                f"a batch of {num_rows} documents padded to {width:,} tokens has {num_rows * width:,}, "
-                f"max_padded_tokens is {self.max_padded_tokens:,}; lower batch_size, or pass "
-                f"max_length={self.max_padded_tokens // num_rows} or less"
-            )
         is_real = np.arange(width) < lengths[:, None]
         ids = np.full(is_real.shape, self.pad.token_id, np.int64)
         ids[is_real] = joined
@@ -200,10 +190,8 @@ def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
     )
 
 
-def check_padding(
-    padding: str, batch_size: int, max_length: int | None, max_padded_tokens: int | None, long_documents: str
-) -> None:
-    """Raises UsageError where a width is needed and not given, or batches could be too large."""
+def check_padding(padding: str, max_length: int | None, long_documents: str) -> None:
+    """Raises UsageError where a width is needed and not given."""
     check_choice("padding", padding, Literal["longest", "max_length"])
     if max_length is None and (padding == "max_length" or long_documents != "truncate"):
         raise UsageError(
@@ -211,55 +199,14 @@ def check_padding(
             found=f"padding={padding!r}",
             expected="max_length",
         )
-    if max_padded_tokens is not None and batch_size * (max_length or 1) > max_padded_tokens:
-        raise UsageError(
-            f"batch_size {batch_size} x max_length {max_length} can make {batch_size * (max_length or 1):,} "
-            f"tokens, max_padded_tokens is {max_padded_tokens:,}; lower one of them"
-        )
 
 
 Collate = Callable[[list[Any]], Any]
-SampleField = Literal["num_tokens", "doc_starts", "lengths"]
-Sample = Ids | tuple[Ids, dict[str, Any]]  # the ids of one, and its fields where they were asked for
-
-
-def check_sample_fields(fields: Sequence[str], *, has_collate_fn: bool, cuts_rows: bool) -> tuple[str, ...]:
-    """The names as a tuple. Raises UsageError for an unknown one, or where nobody would get them."""
-    unknown = sorted(set(fields) - set(get_args(SampleField)))
-    if unknown or isinstance(fields, str):
-        raise UsageError(
-            f"sample_fields is {fields!r}, expected a list of some of {', '.join(get_args(SampleField))}"
-        )
-    if fields and (cuts_rows or not has_collate_fn):
-        raise UsageError(
-            "sample_fields are what a collate_fn of your own gets of whole samples; pass collate_fn, without "
-            "seq_len_schedule, or leave them out"
-        )
-    return tuple(fields)
-
-
-def with_fields(
-    samples: Sequence[Ids], starts: Sequence[Ids] | None, fields: tuple[str, ...]
-) -> list[Sample]:
-    """Samples, each with its fields; ``starts``: where documents begin in each row, None for documents. Of
-    ``lengths`` the first may be of a document that goes on from another row."""
-    found: list[Sample] = []
-    for number, ids in enumerate(samples):
-        of_row = [0] if starts is None else starts[number].tolist()
-        begins = [start for start in of_row if start < len(ids)]
-        parts = begins if begins[:1] == [0] or not len(ids) else [0, *begins]
-        known: dict[str, Any] = {
-            "num_tokens": len(ids),
-            "doc_starts": begins,
-            "lengths": np.diff([*parts, len(ids)]).tolist(),
-        }
-        found.append((ids, {name: known[name] for name in fields}))
-    return found
 
 
 def collate_lists(
     collate_fn: Collate,
-    samples: Sequence[Sample],
+    samples: Sequence[Ids],
     *,
     has_masks: bool = False,
     withdrawn_id: int | None = None,
@@ -267,19 +214,18 @@ def collate_lists(
     """What a ``collate_fn`` of the user's makes of some samples; with masks, they have labels, too.
     ``withdrawn_id`` takes the place of what is WITHDRAWN; None: nothing is."""
 
-    def as_lists(sample: Sample) -> dict[str, Any]:
-        ids, fields = sample if isinstance(sample, tuple) else (sample, {})
+    def as_lists(ids: Ids) -> dict[str, Any]:
         if not has_masks and withdrawn_id is None:
-            return {"input_ids": ids.tolist(), **fields}
+            return {"input_ids": ids.tolist()}
         ids = ids.astype(np.int32, copy=False)
         labels = np.where(ids < 0, IGNORED, ids)
         if withdrawn_id is not None:
             is_gone = ids == WITHDRAWN
             ids = np.where(is_gone, withdrawn_id, ids)
             labels[1:][is_gone[:-1]] = IGNORED
-        return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist(), **fields}
+        return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist()}
 
-    return collate_fn([as_lists(sample) for sample in samples])
+    return collate_fn([as_lists(ids) for ids in samples])
 
 
 Targets = Literal["same", "shifted"]
@@ -313,72 +259,6 @@ def without_last_place(edges: Edges) -> Edges:
     row, within = np.divmod(edges.begins, width)
     kept = within < width - 1
     return Edges.of(row[kept] * (width - 1) + within[kept], (num_rows, width - 1))
-
-
-def check_row_lengths(schedule: Ramp | None, row_tokens: int, *, is_validation: bool) -> Ramp:
-    """The lengths that rows of ``row_tokens`` are cut to, by step. Raises UsageError. A row of 4,096 tokens
-    comes as four of 1,024, side by side in the same batch."""
-    if schedule is None:
-        return RunSteps.row_lengths
-    check_ramp("seq_len_schedule", schedule)
-    if is_validation:
-        raise UsageError("seq_len_schedule is for training; leave it out with split='validation'")
-    if not row_tokens:
-        raise UsageError(
-            "seq_len_schedule cuts packed rows into shorter ones, and these samples are documents: a shorter "
-            "max_length would lose their ends; pass seq_len= to pack them"
-        )
-    wrong = [length for _, length in schedule if row_tokens % length]
-    if wrong:
-        fitting = [length for length in range(1, row_tokens + 1) if row_tokens % length == 0]
-        raise UsageError(
-            f"rows of {row_tokens} tokens cannot be cut into equal ones of {wrong[0]}; seq_len_schedule can "
-            f"have {', '.join(map(str, fitting[-8:]))}"
-        )
-    return tuple((first, 0 if length == row_tokens else length) for first, length in schedule)
-
-
-def cut_rows(fields: dict[str, Any], width: int) -> None:
-    """Cut the rows of a batch's tensors, [batch, seq] -> [batch x seq / width, width]. The mask of a row that
-    is padding alone has its first place: attention over nothing may give NaN."""
-    for name in ("input_ids", "attention_mask", "labels"):
-        fields[name] = fields[name].reshape(-1, width)
-    mask = fields["attention_mask"]
-    mask[~mask.any(axis=1), 0] = 1
-
-
-def cut_lengths(lengths: npt.NDArray[Any], old_width: int, width: int) -> npt.NDArray[Any]:
-    """Tokens of each shorter row, of rows with so many tokens: [batch] -> [batch x old_width / width]."""
-    left = lengths[:, None] - np.arange(0, old_width, width)
-    cut: npt.NDArray[Any] = left.clip(0, width).reshape(-1)
-    return cut
-
-
-def cut_edges(edges: Edges, width: int) -> Edges:
-    """The edges of the shorter rows: each begins one."""
-    num_places = edges.shape[0] * edges.shape[1]
-    begins = np.union1d(edges.begins, np.arange(0, num_places, width))
-    return Edges.of(begins, (num_places // width, width))
-
-
-def fit_origins(origins: Int64s, lengths: npt.NDArray[Any] | None, row_places: int, width: int) -> Int64s:
-    """The origins of rows of ``row_places``, without documents behind them; of shorter rows of ``width``,
-    where each piece of a document has its own. ``lengths``: tokens of each row (None: all are full)."""
-    origins = origins[origins[:, 1] < row_places]
-    if not width:
-        return origins
-    row, place = origins[:, 0], origins[:, 1]
-    num_rows = int(row.max(initial=0)) + 1
-    ends = np.full(num_rows, row_places) if lengths is None else lengths.clip(max=row_places)
-    end = np.append(place[1:], 0)
-    is_last = np.append(row[1:] != row[:-1], values=True)
-    end[is_last] = ends[row[is_last]]
-    pieces = ((end - 1) // width - place // width + 1).clip(1)
-    number = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    cut = np.repeat(origins, pieces, axis=0)
-    cut[:, 0] = cut[:, 0] * (row_places // width) + cut[:, 1] // width + number
-    cut[:, 1] = np.where(number > 0, 0, cut[:, 1] % width)
-    return cut
 
 
 Fillers = npt.NDArray[np.bool_] | None
@@ -422,8 +302,6 @@ class Uncollated(NamedTuple):
     lengths: npt.NDArray[Any] | None  # of each sample, unless all are full rows
     edges: Edges | None = None  # where documents begin in rows, if boundaries were asked for
     is_filler: Fillers = None  # samples that fill a last batch up, if there are any: they have no labels
-    width: int = 0  # that rows are cut to, side by side; 0: as they are
-    starts: Sequence[Ids] | None = None  # where documents begin in each row, if sample_fields ask for it
     origins: Int64s | None = None  # int64[documents, ORIGIN], if they were asked for
 
     @property
@@ -432,16 +310,14 @@ class Uncollated(NamedTuple):
         return self.ids.size if self.lengths is None else int(self.lengths.sum())
 
     def samples(self) -> list[Ids]:
-        """The ids of each sample, without padding; of rows that are cut, of each piece that has any."""
+        """The ids of each sample, without padding."""
         rows: list[Ids] = list(self.ids) if self.ids.ndim > 1 else []
         if self.lengths is not None and self.ids.ndim == 1:
             bounds = [0, *np.cumsum(self.lengths).tolist()]
             rows = [self.ids[first:end] for first, end in pairwise(bounds)]
         elif self.lengths is not None:
             rows = [row[:length] for row, length in zip(rows, self.lengths.tolist(), strict=True)]
-        if not self.width:
-            return rows
-        return [row[first : first + self.width] for row in rows for first in range(0, len(row), self.width)]
+        return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,7 +332,6 @@ class StepBatches:
     has_masks: bool = False  # ids may carry NO_LABEL
     withdrawn_id: int | None = None  # what a collate_fn gets for ids that are WITHDRAWN; None: none is
     shifts_targets: bool = False  # labels stand where the token before them stands
-    sample_fields: tuple[str, ...] = ()  # what a collate_fn gets beside the ids
     origins: bool = False  # whether batches say where their documents come from
 
     def __post_init__(self) -> None:
@@ -482,31 +357,24 @@ class StepBatches:
         return batches
 
     def cut(
-        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers = None, width: int = 0
+        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers = None
     ) -> Iterator[Uncollated]:
         """The batches of one step of some chunks, from one of them on. ``is_filler``: which samples of the
-        step are fillers. ``width``: what rows are to be cut to."""
+        step are fillers."""
         if not self.row_tokens:
             yield from self._cut_documents(chunks, step, first_batch, is_filler)
             return
         rows, lengths = _rows_of_step(chunks, step)
-        every_start = (
-            [each for chunk in chunks for each in chunk.starts_of(step)] if self.sample_fields else []
-        )
         for part in _batch_parts(self.batch_size, len(rows), first_batch):
             edges = step_edges(chunks, step, part) if self.boundaries else None
             of_rows = None if lengths is None else lengths[part]
-            starts = every_start[part] if self.sample_fields else None
             origins = step_origins(chunks, step, part) if self.origins else None
-            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), width, starts, origins)
+            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), origins)
 
     def _cut_documents(
         self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
     ) -> Iterator[Uncollated]:
-        """The same of samples of any length; with ``starts``, each sample is a batch."""
-        if chunks[0].starts is not None:
-            yield from cut_token_batches(chunks, step, first_batch, is_filler, tells=self.origins)
-            return
+        """The same of samples of any length."""
         lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
         parts = [chunk.ids_of(step) for chunk in chunks]
         ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -524,9 +392,8 @@ class StepBatches:
             blank_labels(batch, part.is_filler)
         if part.origins is not None:
             origins = part.origins
-            if self.shifts_targets or part.width:
-                places = part.ids.shape[-1] - self.shifts_targets if part.width else batch["labels"].shape[1]
-                origins = fit_origins(origins, part.lengths, places, part.width)
+            if self.shifts_targets:  # a document that begins at the place which is lost is not in the batch
+                origins = origins[origins[:, 1] < batch["labels"].shape[1]]
             batch["origins"] = torch.from_numpy(origins)
         return batch
 
@@ -552,23 +419,15 @@ class StepBatches:
         )
         return True
 
-    @property
-    def list_options(self) -> dict[str, Any]:
-        """What ``collate_lists`` is to be told."""
-        return {"has_masks": self.has_masks, "withdrawn_id": self.withdrawn_id}
-
-    def samples_of(self, part: Uncollated) -> list[Any]:
-        """What a collate_fn gets of a batch, before ids are lists."""
-        return (
-            with_fields(part.samples(), part.starts, self.sample_fields)
-            if self.sample_fields
-            else part.samples()
-        )
-
     def _collated(self, part: Uncollated) -> Any:
         pad = self.padded
         if pad is None:
-            return collate_lists(self.collate_fn, self.samples_of(part), **self.list_options)
+            return collate_lists(
+                self.collate_fn,
+                part.samples(),
+                has_masks=self.has_masks,
+                withdrawn_id=self.withdrawn_id,
+            )
         has_withdrawn = self.withdrawn_id is not None
         if self.row_tokens or part.lengths is None:
             batch = pad.mask_rows(
@@ -581,8 +440,6 @@ class StepBatches:
             return batch
         if self.shifts_targets:
             shift(batch)
-        if part.width:
-            cut_rows(batch, part.width)
         return batch
 
     def _add_boundaries(self, fields: Batch, part: Uncollated) -> None:
@@ -598,10 +455,6 @@ class StepBatches:
             shift(fields)
             edges = without_last_place(edges)
             lengths = None if lengths is None else np.minimum(lengths, edges.shape[1])
-        if part.width:
-            cut_rows(fields, part.width)
-            lengths = None if lengths is None else cut_lengths(lengths, edges.shape[1], part.width)
-            edges = cut_edges(edges, part.width)
         fields.update(boundary_fields(self.boundaries, edges, lengths))
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # where there is one, transformers looks for no documents
@@ -628,26 +481,6 @@ def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any]
     if all(chunk.is_full(step) for chunk in chunks):
         return rows, None
     return rows, np.concatenate([chunk.lengths[:, step] for chunk in chunks])
-
-
-def cut_token_batches(
-    chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers, *, tells: bool
-) -> Iterator[Uncollated]:
-    """The batches of one step whose samples are batches, from one of them on; ``tells``: with origins."""
-    number = 0
-    for chunk in chunks:
-        ids, begin = chunk.ids_of(step), 0
-        parts = zip(chunk.lengths[:, step].tolist(), chunk.starts_of(step), strict=True)
-        for slot, (size, starts) in enumerate(parts):
-            if number >= first_batch:
-                lengths, origins = np.diff(starts, append=size), None
-                fills = is_filler is not None and is_filler[number]
-                is_filled = np.ones(len(lengths), bool) if fills else None
-                if tells:
-                    origins = step_origins([chunk], step, slice(slot, slot + 1))
-                    origins[:, 0] = np.arange(len(origins))
-                yield Uncollated(ids[begin : begin + size], lengths, None, is_filled, origins=origins)
-            number, begin = number + 1, begin + size
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:

@@ -235,11 +235,6 @@ class Chunk:
         bounds: list[int] = np.cumsum([0, *self.lengths.sum(axis=0, dtype=np.int64).tolist()]).tolist()
         return bounds
 
-    def starts_of(self, step: int) -> list[Int32s]:
-        """Where documents begin in each row of one step, of a chunk that says it."""
-        assert self.starts is not None
-        return [self.starts.of(step, row, row + 1) for row in range(len(self.lengths))]
-
     @cached_property
     def row_edges(self) -> RowEdges:
         """Where documents begin in all rows, step after step, of a chunk of rows that says it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
@@ -20,14 +20,10 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
 
     mlm: bool = False
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
-    max_padded_tokens: int | None = None  # of a padded batch; a larger one is refused, not left to CUDA
     pad: PadToken = field(init=False)
-    max_batch_tokens: InitVar[int | None] = None  # the old name of max_padded_tokens
 
-    def __post_init__(self, max_batch_tokens: int | None) -> None:
+    def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]  # of transformers
-        if max_batch_tokens is not None:
-            self.max_padded_tokens = max_batch_tokens
         if self.mlm:
             raise UsageError("mlm=True is not for a causal model; pass your own collate_fn for it")
         self.pad = choose_pad_token(self.tokenizer)
@@ -40,7 +36,6 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
             pad=self.pad,
             pad_to_multiple_of=self.pad_to_multiple_of,
             pad_to_length=self.pad_to_length,
-            max_padded_tokens=self.max_padded_tokens,
         )
 
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]

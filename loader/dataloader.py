@@ -9,9 +9,8 @@ import logging
 import operator
 import os
 import re
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -20,12 +19,9 @@ from loader.batches import (
     Collate,
     PaddedBatches,
     PadToken,
-    SampleField,
     StepBatches,
     Targets,
     check_padding,
-    check_row_lengths,
-    check_sample_fields,
     check_targets,
     choose_pad_token,
     log_pad_token,
@@ -34,9 +30,8 @@ from loader.boundaries import Boundary, boundary_names
 from loader.find_shards import (
     InputShards,
     ShardSet,
-    SizeCheck,
     SplitName,
-    document_split,
+    check_choice,
     find_sources,
 )
 from loader.mixture import Mixture, Schedule
@@ -44,7 +39,6 @@ from loader.order import ORDER_VERSION, Order
 from loader.ranks import find_process_rank
 from loader.reading import ReaderContext, ReaderIndex
 from loader.samples import LongDocuments, SampleRules, Samples, make_samples
-from loader.staged_copies import warn_of_missing_copies
 from loader.state import Ramp, RunSteps, ramp_sizes
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
@@ -55,7 +49,6 @@ from loader.workers import (
     WeightsIn,
     check_batch,
     check_mixing,
-    check_tokens_per_batch,
     group_size,
     make_order,
     mix,
@@ -63,6 +56,7 @@ from loader.workers import (
     whole_number,
 )
 from shardprep.errors import UsageError
+from shardprep.removed import ARGUMENTS
 
 
 def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
@@ -73,13 +67,12 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
     data = f"{shards.num_shards:,} shards, {order.num_samples:,} samples"
     samples = f"{loader.step_batches.batch_size} per batch{accumulated} x {who.world_size} ranks"
     steps = f"{loader.run.steps_in(0):,} steps, {len(loader):,} batches per rank"
-    ramped = [name for name in ("global_batch_size", "seq_len") if type(run[name]) is str]
-    ramps = "".join(f"; {name} {run[name]}" for name in ramped)
+    ramp = f"; global_batch_size {run['global_batch_size']}" if loader.run.is_ramped else ""
     global_batch = order.global_batch_size * loader.run.order_steps_in(0)
     lines = [
         f"loader of {data}, about {shards.mean_tokens * shards.num_samples:.3g} tokens",
         f"sample: {_sample(loader)}",
-        f"global batch: {global_batch} samples = {samples}{ramps}; {_padding(loader)}",
+        f"global batch: {global_batch} samples = {samples}{ramp}; {_padding(loader)}",
         f"epoch: {steps}; {order.num_left_out:,} samples left out, others each epoch",
         f"order: {_order(loader)}",
         *filter(None, [shards.split_words]),
@@ -93,12 +86,9 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
 def _sample(loader: TokenLoader) -> str:
     run, fields = loader.fingerprint, loader.step_batches.boundaries
     if run["seq_len"]:
-        seq_len = str(run["seq_len"]).partition(";")[0]
         apart = f"boundaries {', '.join(fields)}" if fields else "attention crosses documents (no boundaries)"
         shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
-        return f"a row of {seq_len} tokens; {apart}{shifted}"
-    if "batch_tokens" in run:
-        return f"a batch of documents of like length, of up to {run['batch_tokens']:,} tokens with padding"
+        return f"a row of {run['seq_len']} tokens; {apart}{shifted}"
     if not run["max_length"]:
         return "a whole document"
     return f"a document of up to {run['max_length']} tokens, longer ones: {run['long_documents']}"
@@ -141,11 +131,6 @@ def _workers(loader: TokenLoader) -> str:
 logger = logging.getLogger(__name__)
 
 Padding = Literal["longest", "max_length"]
-RENAMED = {
-    "batch_tokens": "tokens_per_batch",
-    "max_batch_tokens": "max_padded_tokens",
-    "schedule": "weights_schedule",
-}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -161,19 +146,15 @@ def arguments_by_group(docstring: str) -> dict[str, dict[str, str]]:
     return groups
 
 
-def _with_old_names(make: _Function) -> _Function:
-    """Take arguments by their old names, too; say the nearest name, and all by group, of an unknown one."""
+def _with_hints(make: _Function) -> _Function:
+    """Answer an unknown argument with the nearest name, and all by group; one that went, with what to do."""
     known = inspect.signature(make).parameters
 
     @functools.wraps(make)
     def call(*args: Any, **options: Any) -> Any:
-        for old in RENAMED.keys() & options.keys():
-            new = RENAMED[old]
-            if new in options:
-                raise UsageError(f"{old} is the old name of {new}; pass {new} alone")
-            warnings.warn(f"the argument {old} is called {new} now", DeprecationWarning, stacklevel=2)
-            options[new] = options.pop(old)
         for name in options.keys() - known.keys():
+            if name in ARGUMENTS:
+                raise TypeError(f"get_llama3_dataloader has no argument {name!r} any more: {ARGUMENTS[name]}")
             near = difflib.get_close_matches(name, known, 1)
             hint = f", did you mean {near[0]!r}" if near else ""
             groups = arguments_by_group(make.__doc__ or "").items()
@@ -184,24 +165,19 @@ def _with_old_names(make: _Function) -> _Function:
     return cast(_Function, call)
 
 
-@_with_old_names
+@_with_hints
 def get_llama3_dataloader(
     input_shards: InputShards | Mapping[str, InputShards],
-    batch_size: int | None = None,
+    batch_size: int,
     model_id: str | os.PathLike[str] | None = None,
     *,
     split: SplitName | None = None,
-    validation_fraction: float | None = None,
-    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
-    tokens_per_batch: int | None = None,
     global_batch_size: int | None = None,
     batch_size_schedule: Ramp | None = None,
     group_by_length: bool | int = False,
     padding: Padding = "longest",
     pad_to_multiple_of: int | None = None,
-    max_padded_tokens: int | None = None,
     collate_fn: Collate | None = None,
-    sample_fields: Sequence[SampleField] = (),
     origins: bool = False,
     seed: int = 0,
     shuffle: bool = True,
@@ -210,7 +186,6 @@ def get_llama3_dataloader(
     weights_in: WeightsIn = "tokens",
     amend: bool = False,
     seq_len: int | None = None,
-    seq_len_schedule: Ramp | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
     targets: Targets = "same",
     max_length: int | None = None,
@@ -224,7 +199,6 @@ def get_llama3_dataloader(
     world_size: int | None = None,
     device_mesh: Any = None,
     process_group: Any = None,
-    staged_dir: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> TokenLoader:
     """Return batches of a data set's token ids for this rank, shuffled anew each epoch.
@@ -248,22 +222,14 @@ def get_llama3_dataloader(
                 sources to mix, by name: ``{"web": ..., "code": ...}``.
             model_id: for tars that shardprep did not write, the model whose tokenizer made them. A data set
                 brings its own tokenizer; if you pass the model too, it must be the same.
-            split: ``"train"`` leaves out the documents that ``"validation"`` gives. A data set that was
-                planned with ``--validation_fraction`` says itself which these are; of others ``"validation"``
-                gives all without the next argument. A validation loader has one fixed order and gives each
-                document once. It fills its last global batch up with samples whose labels are
-                all -100, so that all ranks get equally many batches.
-            validation_fraction: the part of the documents that is held out of data sets that were planned
-                without one: one of each 1/fraction of a shard, chosen by a hash. A fraction that differs from
-                the plan's is refused.
-            exclude_shards: numbers or tars of shards to leave out. This changes the order. With ``amend``
-                they keep their place in it, and are masked there, so that the state of a run fits.
+            split: ``"train"`` leaves out the documents that ``"validation"`` gives: those that
+                ``plan --validation_fraction`` chose. Of data sets that were planned without it
+                ``"validation"`` gives all. A validation loader has one fixed order and gives each document
+                once. It fills its last global batch up with samples whose labels are all -100, so that all
+                ranks get equally many batches.
 
         What a batch is:
             batch_size: samples per batch on each rank.
-            tokens_per_batch: instead of ``batch_size``, the most tokens of a batch, padding included: as many
-                whole documents of similar length as fit. All ranks get equally many batches, and
-                ``global_batch_size``, ``batch_size_schedule`` and ``weights_in="samples"`` count batches.
             global_batch_size: samples of one optimizer step, on all ranks, accumulation included. It alone
                 fixes the order: keep it when the number of ranks changes, or see ``amend``. Default:
                 batch_size x world_size.
@@ -275,12 +241,9 @@ def get_llama3_dataloader(
                 ``batch_size``.
             padding: ``"longest"`` pads to the longest sample of a batch, ``"max_length"`` to one width.
             pad_to_multiple_of: round the width of padded batches up to a multiple of this.
-            max_padded_tokens: refuse a padded batch of more tokens, before the GPU runs out of memory.
-            collate_fn: called with a list of ``{"input_ids": list[int]}``, in ``num_workers`` processes
-                beside those that read. Default: ``input_ids``, ``attention_mask`` and ``labels``, bit for bit
-                as transformers' DataCollatorForLanguageModeling makes them.
-            sample_fields: what ``collate_fn`` gets of each sample beside ``input_ids``: ``"num_tokens"``;
-                ``"doc_starts"``, the places where a document begins; ``"lengths"`` of its documents.
+            collate_fn: called with a list of ``{"input_ids": list[int]}``, in the training process. Default:
+                ``input_ids``, ``attention_mask`` and ``labels``, bit for bit as transformers'
+                DataCollatorForLanguageModeling makes them.
             origins: True: batches have ``origins`` int64[documents, 6]: row and place in the batch, then
                 source, shard, sample and document, which ``loader.origin`` resolves to file and byte. Take
                 them out before ``model(**batch)``.
@@ -293,15 +256,13 @@ def get_llama3_dataloader(
             weights_schedule: instead of ``weights``, the weights from a global step on: ``[(0, {...}),
                 (80_000, {...})]``. It is part of the state: keep it when you resume.
             weights_in: weights are shares of ``"tokens"``, by the mean of each source, or of ``"samples"``.
-            amend: go on from a state of other weights, sources, folders of a source, excluded shards,
-                ``global_batch_size`` or schedules: these hold from its step on, and each source goes on at
-                its own place. Global batches must be
-                multiples of the run's first one. The default refuses such a state, and says what differs.
+            amend: go on from a state of other weights, sources, folders of a source, ``global_batch_size`` or
+                schedules: these hold from its step on, and each source goes on at its own place. Global
+                batches must be multiples of the run's first one. The default refuses such a state, and says
+                what differs.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
-            seq_len_schedule: cut packed rows to this many tokens from a step on, ``[(0, 1024), (1000,
-                4096)]``: batches have more, shorter rows of the same tokens. It is part of the state.
             boundaries: keep attention inside each document of packed rows. ``"transformers"``: the fields
                 that ``model(**batch)`` of a transformers model needs, no ``attention_mask``, and
                 ``use_cache`` 0. Not every model keeps documents apart by them: ``check_boundaries(model,
@@ -311,8 +272,8 @@ def get_llama3_dataloader(
                 ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops like those of
                 Megatron, nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
             max_length: tokens at which documents that are not packed are cut; see ``long_documents``.
-            long_documents: ``"truncate"`` drops the rest and counts it in ``loader.metrics``, ``"split"``
-                makes it samples of its own, ``"error"`` refuses.
+            long_documents: ``"truncate"`` drops the rest and counts it in ``loader.metrics``, ``"error"``
+                refuses.
 
         Processes and workers:
             num_workers: processes that read, on each rank; more than ``global_batch_size / (world_size x
@@ -329,8 +290,6 @@ def get_llama3_dataloader(
             process_group: instead of both, the data-parallel process group.
 
         Storage:
-            staged_dir: a folder on this node that ``shardprep stage DATA --to`` has filled. A shard without a
-                whole copy there is read from where it was found. Batches and state do not change.
             cache_dir: where webdataset copies tars that are no local files.
 
     Returns:
@@ -345,7 +304,6 @@ def get_llama3_dataloader(
     _check_types(locals())
     is_validation = split == "validation"
     who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
-    batch_size = check_tokens_per_batch(tokens_per_batch, batch_size, padding, max_padded_tokens)
     sizes: Ramp = RunSteps.sizes
     if batch_size_schedule is not None:
         global_batch_size, sizes = ramp_sizes(
@@ -359,35 +317,19 @@ def get_llama3_dataloader(
         max_length=None if max_length is None else max_length + shifts,
         long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
-        tokens_per_batch=tokens_per_batch,
-        batch_multiple=pad_to_multiple_of or 1,
-        num_beyond=int(shifts),
     )
-    asked_fields = check_sample_fields(
-        sample_fields, has_collate_fn=collate_fn is not None, cuts_rows=seq_len_schedule is not None
-    )
-    side = document_split(split, validation_fraction)
+    if split is not None:
+        check_choice("split", split, SplitName)
     mixes = check_mixing(input_shards, weights, weights_schedule, weights_in, is_validation=is_validation)
-    check_padding(padding, batch_size, max_length, max_padded_tokens, long_documents)
+    check_padding(padding, max_length, long_documents)
     sources = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
-        exclude_shards=exclude_shards,
-        masks_excluded=amend,
         cache_dir=cache_dir,
         count_tokens=rules.needs_lengths or (mixes and weights_in == "tokens"),
-        split=side,
+        split=split,
     )
-    shards = ShardSet(
-        [source for part in sources.values() for source in part.sources],
-        side,
-        is_masked=next(iter(sources.values())).is_masked,
-    )
-    warn_of_missing_copies(shards, staged_dir)
-    context = ReaderContext(
-        reader_index=ReaderIndex(number=who.rank, count=who.world_size),
-        staged_dir=staged_dir,
-    )
-    size_check = SizeCheck(shards) if who.rank == 0 else None
+    shards = ShardSet([source for part in sources.values() for source in part.sources], split)
+    context = ReaderContext(reader_index=ReaderIndex(number=who.rank, count=who.world_size))
     tokenizer = choose_tokenizer(shards, model_id)
     every = [
         make_samples(
@@ -395,7 +337,7 @@ def get_llama3_dataloader(
             rules,
             eos_token_id=tokenizer.special.eos_token_id,
             vocab_size=tokenizer.vocab_size if part.has_external else None,
-            starts=bool(fields or asked_fields),
+            starts=bool(fields),
             keeps_tail=is_validation,
             origins=origins,
             context=context,
@@ -419,10 +361,6 @@ def get_llama3_dataloader(
         order_steps_per_epoch=sum(order.steps_per_epoch for order in orders),
         num_batches=len(slots) * rules.group // batch_size,
         sizes=sizes,
-        row_lengths=check_row_lengths(
-            seq_len_schedule, every[0].row_tokens - shifts, is_validation=is_validation
-        ),
-        row_tokens=max(every[0].row_tokens - shifts, 0),
     )
     samples: Samples | MixedSamples = every[0]
     order: Order | Mixture = orders[0]
@@ -452,7 +390,6 @@ def get_llama3_dataloader(
             pad_to_multiple_of=pad_to_multiple_of,
             pad_to_length=rules.max_length if padding == "max_length" else None,
             num_beyond=int(shifts),
-            max_padded_tokens=max_padded_tokens,
         )
     if isinstance(pad, PadToken):
         tokenizer.pad_with(pad.token)
@@ -466,13 +403,10 @@ def get_llama3_dataloader(
         boundaries=fields,
         collate_fn=collate_fn,
         shifts_targets=shifts,
-        sample_fields=asked_fields,
         origins=origins,
         has_masks=any(part.has_masks for part in sources.values()),
         withdrawn_id=withdrawn_id,
     )
-    if size_check is not None:
-        size_check.wait()
     fingerprint = _fingerprint(rules, shards, order, run, tokenizer.fingerprint)
     loader = TokenLoader(
         Plan(order=order, samples=samples, run=run, fingerprint=fingerprint, shards=shards),
@@ -480,7 +414,6 @@ def get_llama3_dataloader(
         loader_tokenizer=tokenizer,
         process_rank=who,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-        size_check=size_check,
         amend=amend,
         **workers,
     )
@@ -505,21 +438,21 @@ def _fingerprint(
     rules: SampleRules, shards: ShardSet, order: Order | Mixture, run: RunSteps, tokenizer: str
 ) -> dict[str, Any]:
     """All that fixes which sample is where, and the ramps. What else shapes a batch is not in it."""
-    split = {} if shards.split is None else {"split": shards.split.name, "split_group": shards.split_group}
+    split = {} if shards.split is None else {"split": shards.split}
     return {
         "law_version": ORDER_VERSION,
         "data": shards.fingerprint,
         "tokenizer": tokenizer,
         "seed": order.seed,
         "shuffle": order.shuffle,
-        **run.settings(order.global_batch_size, shards.row_tokens or rules.seq_len or 0),
+        "global_batch_size": run.history(order.global_batch_size),
+        "seq_len": shards.row_tokens or rules.seq_len or 0,
         "group_by_length": order.group,
         "max_length": rules.max_length or 0,
         "long_documents": rules.long_documents,
         "num_samples": order.num_samples,
         **order.sizes,
         **split,
-        **rules.settings,
         **({"keeps_tail": True} if order.keeps_tail else {}),
     }
 
@@ -534,7 +467,6 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "collate_fn": (callable, "a function of a list of samples"),
     "bool": (lambda value: value in (True, False), "True or False"),
-    "float": (lambda value: isinstance(value, Real) and float(value) > 0, "a number above 0"),
 }
 
 

@@ -1,8 +1,8 @@
 """What a user names as ``input_shards`` -> the shards of a run, their samples numbered as one sequence.
 
-A folder is a whole data set; shards can be left out by name, before the order is made. Shards of our data
-sets are known by manifest or index.json and opened when they are needed; external tars are scanned here,
-once. What is no local file is copied once, by webdataset, to where the loader can read at random:
+A folder is a whole data set. Shards of our data sets are known by manifest or index.json and opened when
+they are needed; external tars are scanned here, once. What is no local file is copied once, by webdataset, to
+where the loader can read at random:
 
     DIR/<16 digits of the URL>-part-07.tar                      an external tar
     DIR/<16 digits of the folder's URL>/shard-00000.tar ...     a shard of ours, with its manifest and idx
@@ -17,29 +17,25 @@ import logging
 import os
 import re
 import stat
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 from braceexpand import braceexpand
 
 from loader.external_tars import TarSamples, scan_tar
-from loader.order import Int64s, hash_array
+from loader.order import Int64s
 from shardprep.console import quoted
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
-    MissingShard,
     NotFound,
     OtherTokenizer,
     ReadWriteError,
-    ShardprepError,
     UnknownMember,
     UsageError,
 )
@@ -66,14 +62,10 @@ from shardprep.format.manifest import (
 )
 from shardprep.format.names import (
     INDEX_NAME,
-    LEAST_FRACTION,
-    MOST_FRACTION,
     PLAN_NAME,
-    id_ranges,
     idx_path,
     manifest_path,
     rerun_command,
-    shard_name,
     tar_path,
 )
 from shardprep.format.withdrawals import Withdrawals, read_withdrawals
@@ -85,61 +77,6 @@ def check_choice(name: str, value: object, choices: Any) -> None:
     """Raises UsageError for a value of an argument that is none of a Literal's."""
     if value not in get_args(choices):
         raise UsageError.of_value(name, value, " or ".join(map(repr, get_args(choices))))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentSplit:
-    """One side of the split.
-
-    Where the plan has ``--validation_fraction``, the last samples of each shard are for validation. In other
-    data sets one of every ``group`` consecutive documents of a shard is. A hash of the group and of the
-    shard's content chooses it, so a document stays on its side whatever other shards there are. Equal
-    documents at two places, and rows of one document, may be on two sides.
-    """
-
-    name: SplitName
-    group: int  # documents, of which one is for validation; 0: no fraction was given
-    fraction: float | None = None  # as given
-
-    def num_documents(self, keys: npt.NDArray[np.uint64], counts: Int64s) -> Int64s:
-        """Of shards with these keys and numbers of documents, those of this side: int64[shards]."""
-        whole, rest = np.divmod(counts, self.group)
-        num_validation = whole + (self._chosen(keys, whole) < rest)
-        return num_validation if self.name == "validation" else counts - num_validation
-
-    def rows(self, key: np.uint64, numbers: Int64s) -> Int64s:
-        """Where documents of this side stand in their shard, ascending as ``numbers`` are: same shape."""
-        if self.name == "validation":
-            return numbers * self.group + self._chosen(key, numbers)
-        group, within = np.divmod(numbers, self.group - 1)
-        return group * self.group + within + (within >= self._chosen(key, group))
-
-    def _chosen(self, key: npt.NDArray[np.uint64] | np.uint64, group: Int64s) -> Int64s:
-        """Which document of a group is for validation, from 0."""
-        hashes = hash_array(np.asarray(key, np.uint64), group)
-        return (hashes % np.uint64(self.group)).astype(np.int64)
-
-
-def document_split(name: SplitName | None, validation_fraction: float | None) -> DocumentSplit | None:
-    """The side that a user names; None for all documents. Raises UsageError.
-
-    A fraction is taken as 1/n, n whole, but for data sets that were planned with one.
-    """
-    if name is None:
-        if validation_fraction is not None:
-            raise UsageError(
-                f'validation_fraction is {validation_fraction}, and no split is named; pass split="train" or '
-                'split="validation"'
-            )
-        return None
-    check_choice("split", name, SplitName)
-    if validation_fraction is None:
-        return DocumentSplit(name=name, group=0)
-    if not LEAST_FRACTION <= validation_fraction <= MOST_FRACTION:
-        raise UsageError(
-            f"validation_fraction is {validation_fraction}, expected {LEAST_FRACTION} to {MOST_FRACTION}"
-        )
-    return DocumentSplit(name=name, group=round(1 / validation_fraction), fraction=validation_fraction)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,27 +168,26 @@ class ShardSet:
     def __init__(
         self,
         sources: Iterable[DatasetShards | ExternalTar],
-        split: DocumentSplit | None = None,
-        *,
-        is_masked: Callable[[str, int | None], bool] | None = None,
+        split: SplitName | None = None,
     ) -> None:
         self.sources = tuple(sources)
         self.datasets = [source for source in self.sources if isinstance(source, DatasetShards)]
         self.has_external = len(self.datasets) < len(self.sources)
-        self.split = split
-        self.is_masked = is_masked  # by path and number: shards that keep their place, and are masked there
-        self.split_rule, self.split_group = "", 0  # in words; 0: each shard is split by its plan
+        self.split = split  # None: the samples of both sides
         # Shard s is row s - source_first[i] of source i.
         self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
         self.num_records = self._column("num_samples")  # of each shard, on both sides of a split
         self.first_record = np.cumsum(self.num_records) - self.num_records
         self.num_planned = self._column("num_validation")  # samples for validation by plan; -1: by none
         self.has_planned = bool((self.num_planned >= 0).any())
+        if split == "train":
+            self._check_all_planned()
+        if not self.has_planned:  # validation is all of these shards
+            self.split = None
         counts = self.num_records
-        if split is not None:
-            counts = self._counts_of_side(split)
-            if not self.split_rule:  # validation is all of these shards
-                self.split = None
+        if self.split is not None:
+            of_side = self.num_planned if split == "validation" else self.num_records - self.num_planned
+            counts = np.where(self.num_planned >= 0, of_side, self.num_records)
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
@@ -271,75 +207,39 @@ class ShardSet:
             parts.append(np.full(len(source.num_samples), -1) if said is None else said)
         return np.concatenate(parts).astype(np.int64)
 
-    def _counts_of_side(self, split: DocumentSplit) -> Int64s:
-        """Samples of each shard on a side: int64[shards]. Raises UsageError where a plan says otherwise."""
-        fractions = {
-            s.spec.validation_fraction: s.folder for s in self.datasets if s.spec.validation_fraction
-        }
-        for fraction, folder in fractions.items():
-            if split.fraction is not None and split.fraction != fraction:
-                raise UsageError(
-                    f"validation_fraction is {split.fraction}, and {folder} was planned with "
-                    f"--validation_fraction {fraction}, by which its rows are packed; leave the argument out"
-                )
-        planned, is_planned = self.num_planned, self.num_planned >= 0
-        if split.name == "train" and not split.group and not is_planned.all():
-            path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
-            raise UsageError(
-                'split="train" needs validation_fraction, what is left to split="validation", or a data set '
-                f"that was planned with --validation_fraction{f', which {path} was not' if path else ''}",
-                path=path,
-                found='split="train"',
-                remedy="--validation_fraction",
-            )
-        rules = [f"by plan, {fraction:g} of the documents by their content" for fraction in fractions]
-        counts = self.num_records
-        if split.group and not is_planned.all():
-            counts = split.num_documents(self._split_keys, counts)
-            rules.append(f"by shards, one of {split.group} for validation")
-            self.split_group = split.group
-        self.split_rule = "; ".join(rules)
-        if self.has_planned:
-            of_side = planned if split.name == "validation" else self.num_records - planned
-            counts = np.where(is_planned, of_side, counts)
-        return counts
-
-    @cached_property
-    def _split_keys(self) -> npt.NDArray[np.uint64]:
-        """uint64[shards]: of each shard's content."""
-        keys = [
-            key
-            for source in self.sources
-            for key in (
-                [source.fingerprint] if isinstance(source, ExternalTar) else source.tar_sha256.tolist()
-            )
-        ]
-        return np.array([int(key[:16], 16) for key in keys], np.uint64)
+    def _check_all_planned(self) -> None:
+        """Raises UsageError where nothing says which samples of a shard are for training."""
+        if (self.num_planned >= 0).all():
+            return
+        path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
+        raise UsageError(
+            'split="train" needs data sets that were planned with --validation_fraction'
+            f"{f', which {path} was not' if path else ''}; plan one with it, or leave split out",
+            path=path,
+            found='split="train"',
+            remedy="--validation_fraction",
+        )
 
     def rows_of(self, shard: int, samples: Int64s) -> Int64s:
         """Where samples of one shard stand in it: int64[n] -> int64[n]."""
-        local = samples - self.first_sample[shard]
-        if self.split is None:
-            return local
-        if (num_validation := self.num_planned[shard]) >= 0:
-            return local + (self.num_records[shard] - num_validation) * (self.split.name == "validation")
-        return self.split.rows(self._split_keys[shard], local) if self.split.group else local
+        return self.rows_of_each(samples, np.full(samples.shape, shard))
 
     def rows_of_each(self, samples: Int64s, shard: Int64s) -> Int64s:
-        """The same of samples of some shards: int64[n], int64[n] -> int64[n]."""
-        if self.split is None:
-            return samples - self.first_sample[shard]
-        found = np.empty_like(samples)
-        for number in np.unique(shard).tolist():
-            here = shard == number
-            found[here] = self.rows_of(number, samples[here])
-        return found
+        """Where samples stand in their shards: int64[n], int64[n] -> int64[n]. Those for validation are the
+        last ones of a shard, so for training nothing moves."""
+        rows = samples - self.first_sample[shard]
+        if self.split == "validation":
+            num_planned = self.num_planned[shard]
+            rows += np.where(num_planned >= 0, self.num_records[shard] - num_planned, 0)
+        return rows
 
     @property
     def split_words(self) -> str:
         """Which side this is and by which rule, for people; "" where no document is held out."""
         if self.split is not None:
-            return f"split: {self.split.name}, {self.split_rule}"
+            fractions = dict.fromkeys(data.spec.validation_fraction for data in self.datasets)
+            rules = [f"{fraction:g} of the documents by their content" for fraction in fractions if fraction]
+            return f"split: {self.split}, by plan, {', '.join(rules)}"
         return (
             "split: none, with the documents that the plan holds out for validation"
             if self.has_planned
@@ -352,16 +252,6 @@ class ShardSet:
             return samples
         shard = self.shard_of(samples)
         return self.first_record[shard] + self.rows_of_each(samples, shard)
-
-    def samples_at(self, places: Int64s) -> Int64s:
-        """The inverse of ``stored``, ascending; samples of the other side of a split are left out."""
-        found = [np.empty(0, np.int64)]
-        shard = np.searchsorted(self.first_record, places, side="right") - 1
-        for number in np.unique(shard).tolist():
-            samples = np.arange(self.first_sample[number], self.first_sample[number + 1])
-            wanted = places[shard == number] - self.first_record[number]
-            found.append(samples[np.isin(self.rows_of(number, samples), wanted)])
-        return np.concatenate(found)
 
     @property
     def tar_bytes(self) -> int:
@@ -376,19 +266,6 @@ class ShardSet:
         """sha256 of all sources, in their order."""
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
 
-    @cached_property
-    def masked(self) -> list[int]:
-        """The shards that are masked, counted through all sources."""
-        if self.is_masked is None:
-            return []
-        found = []
-        for shard in range(self.num_shards):
-            source, row = self.locate(shard)
-            shard_id = int(source.shard_ids[row]) if isinstance(source, DatasetShards) else None
-            if self.is_masked(str(source.path_of(row)), shard_id):
-                found.append(shard)
-        return found
-
     def end_of(self, first: int, fingerprint: str) -> int | None:
         """Where those sources from ``first`` on end whose fingerprint begins so; None: there are none."""
         found = hashlib.sha256()
@@ -400,7 +277,7 @@ class ShardSet:
 
     def of_sources(self, first: int, end: int) -> ShardSet:
         """Some of the sources that stand side by side."""
-        return ShardSet(self.sources[first:end], self.split, is_masked=self.is_masked)
+        return ShardSet(self.sources[first:end], self.split)
 
     def locate(self, shard: int) -> tuple[DatasetShards | ExternalTar, int]:
         """The source of a shard, counted through all sources, and its row there."""
@@ -424,124 +301,6 @@ class ShardSet:
 
 
 logger = logging.getLogger(__name__)
-
-WAIT_S = 0.5
-_NUM_NAMED = 3
-
-
-class Misfit(NamedTuple):
-    """A tar that is not there, or has not the bytes that its manifest says."""
-
-    name: str
-    shard_id: int
-    found_bytes: int  # -1: not there
-    expected_bytes: int
-
-
-class SizeCheck:
-    """Compares every tar of our data sets with its manifest's size, in a thread of its own.
-
-    For rank 0 alone: 99,999 files cost 1 s on a local disk, but a call of a metadata server each on Lustre.
-    What is not found within half a second is raised where the next run of batches is fetched; the launcher,
-    which sees rank 0 end, ends the others.
-    """
-
-    def __init__(self, shards: ShardSet) -> None:
-        self._datasets = shards.datasets
-        self.error: ShardprepError | None = None  # set once a tar was found missing or of a wrong size
-        self._thread = threading.Thread(target=self._look, name="size check", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Give it a moment to end; raise MissingShard or BrokenShard where it found one by then."""
-        self._thread.join(WAIT_S)
-        if self.error is not None:
-            raise self.error
-
-    def _look(self) -> None:
-        for source in self._datasets:
-            try:
-                misfits = find_misfits(source)
-            except OSError as error:  # reading tries again, and will tell
-                logger.warning("the sizes of the tars in %s cannot be looked at: %s", source.folder, error)
-                continue
-            if misfits:
-                self.error = _refusal(source, misfits)
-                return
-
-
-def find_misfits(source: DatasetShards) -> list[Misfit]:
-    """The tars of a data set's shards that are missing or of a wrong size, in their order.
-
-    One listing of the folder, whose order a Lustre client reads attributes ahead in, and a stat per file.
-    """
-    shard_ids = source.shard_ids.tolist()
-    found = {f"{shard_name(shard_id)}.tar": -1 for shard_id in shard_ids}
-    with os.scandir(source.folder) as entries:
-        for name in (entry.name for entry in entries if entry.name in found):
-            with contextlib.suppress(FileNotFoundError):  # gone, or a link to nothing
-                found[name] = os.stat(f"{source.folder}/{name}").st_size  # noqa: PTH116  10^5 of them
-    rows = zip(found, shard_ids, found.values(), source.tar_bytes.tolist(), strict=True)
-    return [misfit for misfit in map(Misfit._make, rows) if misfit.found_bytes != misfit.expected_bytes]
-
-
-def _refusal(source: DatasetShards, misfits: list[Misfit]) -> ShardprepError:
-    missing = [misfit for misfit in misfits if misfit.found_bytes < 0]
-    named = [
-        f"{source.folder / name} {'is missing' if found < 0 else f'has {found} of {expected} bytes'}"
-        for name, _, found, expected in (missing or misfits)[:_NUM_NAMED]
-    ]
-    ids = id_ranges(misfit.shard_id for misfit in misfits)
-    kind = MissingShard if missing else BrokenShard
-    first = (missing or misfits)[0]
-    remedy = f"shardprep run {quoted(source.folder)}{f' --shards {ids}' if len(ids) <= 200 else ''}"
-    return kind(
-        f"{source.folder}: of {len(source.shard_ids)} tars {len(missing)} are missing and "
-        f"{len(misfits) - len(missing)} have not their manifest's size: "
-        f"{'; '.join(named)}{'; ...' if len(misfits) > len(named) else ''}; "
-        f"copy them anew, or make them again: {remedy}",
-        path=source.folder / first.name,
-        found=None if missing else first.found_bytes,
-        expected=None if missing else first.expected_bytes,
-        remedy=remedy,
-    )
-
-
-class ExcludedShards:
-    """What ``exclude_shards`` names: a shard's number, its tar's name, or the tar's path."""
-
-    def __init__(self, names: Iterable[int | str | os.PathLike[str]]) -> None:
-        texts = [name if isinstance(name, int) else os.fspath(name) for name in names]
-        # A number, a tar's name, or an absolute path; and the tars that each fits.
-        self._found: dict[int | str, set[str]] = {
-            _absolute(text) if isinstance(text, str) and "/" in text else text: set() for text in texts
-        }
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
-    def has(self, path: str, shard_id: int | None = None) -> bool:
-        """Whether a tar is excluded; ``shard_id`` is its number in a data set of ours."""
-        keys = (path, path.rpartition("/")[2], shard_id)
-        named = [key for key in keys if key is not None and key in self._found]
-        for key in named:
-            self._found[key].add(path)
-        return bool(named)
-
-    def check_all_found(self) -> None:
-        """Raises UsageError for a name that fits no shard, or more than one."""
-        for name, paths in self._found.items():
-            if not paths:
-                raise UsageError(
-                    f"exclude_shards names {name!r}, which is none of the shards; expected the number of a "
-                    "shard of ours, or the name or path of a tar"
-                )
-            if len(paths) > 1:
-                raise UsageError(
-                    f"exclude_shards names {name!r}, which fits {' and '.join(sorted(paths)[:2])}; "
-                    "name the path"
-                )
-
 
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
@@ -801,18 +560,16 @@ _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 def find_shards(
     input_shards: InputShards,
     *,
-    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
-    split: DocumentSplit | None = None,
+    split: SplitName | None = None,
 ) -> ShardSet:
-    """Find what a user named, without what is excluded; an incomplete folder is refused.
+    """Find what a user named; an incomplete folder is refused.
 
     ``count_tokens``: tars without an idx are read once for the lengths of their samples.
     """
     return find_sources(
         {"all": input_shards},
-        exclude_shards=exclude_shards,
         cache_dir=cache_dir,
         count_tokens=count_tokens,
         split=split,
@@ -822,34 +579,26 @@ def find_shards(
 def find_sources(
     sources: Mapping[str, InputShards],
     *,
-    exclude_shards: Iterable[int | str | os.PathLike[str]] = (),
-    masks_excluded: bool = False,
     cache_dir: str | os.PathLike[str] | None = None,
     count_tokens: bool = False,
-    split: DocumentSplit | None = None,
+    split: SplitName | None = None,
 ) -> dict[str, ShardSet]:
-    """The shards of each named source, as ``find_shards`` finds them; no shard in two of them.
-
-    ``masks_excluded``: what is excluded is among them, and says so.
-    """
+    """The shards of each named source, as ``find_shards`` finds them; no shard in two of them."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(
             f"input_shards names the sources {list(sources)}, expected names with shards for each",
             found=list(sources),
             expected="names with shards for each",
         )
-    excluded = ExcludedShards(exclude_shards)
     found = {}
     for name, input_shards in sources.items():
-        finder = _Finder(ExcludedShards(()) if masks_excluded else excluded, count_tokens)
+        finder = _Finder(count_tokens)
         for path in find_inputs(input_shards, cache_dir):
             _retried(path, finder.add, path)
-        is_masked = excluded.has if masks_excluded and excluded else None
-        shards = found[name] = ShardSet(finder.sources(), split, is_masked=is_masked)
-        if shards.num_samples == 0 or 0 < shards.num_shards == len(shards.masked):
-            side = "" if shards.split is None else f", for {shards.split.name} ({shards.split_rule})"
-            raise UsageError(f"{input_shards} holds no sample that is not excluded{side}")
-    excluded.check_all_found()
+        shards = found[name] = ShardSet(finder.sources(), split)
+        if shards.num_samples == 0:
+            side = "" if shards.split is None else f" for {shards.split}"
+            raise UsageError(f"{input_shards} holds no sample{side}")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
 
@@ -857,8 +606,7 @@ def find_sources(
 class _Finder:
     """Takes the named paths one by one; what is read again after an error counts once."""
 
-    def __init__(self, excluded: ExcludedShards, count_tokens: bool) -> None:
-        self._excluded = excluded
+    def __init__(self, count_tokens: bool) -> None:
         self._count_tokens = count_tokens
         self._found: list[DatasetShards | ExternalTar] = []
         self._named: dict[Path, list[int]] = {}  # shards named one by one, of our data sets
@@ -868,10 +616,9 @@ class _Finder:
         folder, name = os.path.split(path)
         shard_id = self._our_shard_id(folder, name)
         if shard_id is not None:
-            if not self._excluded.has(path, shard_id):
-                self._named.setdefault(Path(folder), []).append(shard_id)
+            self._named.setdefault(Path(folder), []).append(shard_id)
         elif name == INDEX_NAME:
-            self._found.append(self._whole(Path(folder)))
+            self._found.append(_dataset(Path(folder)))
         elif name.endswith(".tar"):
             self._found += self._external([path])
         elif is_folder(Path(path)):
@@ -901,13 +648,10 @@ class _Finder:
 
     def _in_folder(self, folder: Path) -> list[DatasetShards] | list[ExternalTar]:
         if _has_index_or_plan(folder) or manifest_ids(folder):
-            return [self._whole(folder)]
+            return [_dataset(folder)]
         names = names_in(folder)
         for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
-            if not self._excluded.has(str(path)):
-                raise UsageError(
-                    f"{path} is compressed; decompress it, or name it in exclude_shards to go without it"
-                )
+            raise UsageError(f"{path} is compressed; decompress it, or name the other tars one by one")
         tars = [str(folder / name) for name in names if name.endswith(".tar")]
         if not tars:
             remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
@@ -924,22 +668,7 @@ class _Finder:
             samples = scan_tar(tar, count_tokens=self._count_tokens)
             return ExternalTar(path=tar, samples=samples, tar_bytes=tar.stat().st_size)
 
-        return [_retried(path, scanned, Path(path)) for path in paths if not self._excluded.has(path)]
-
-    def _whole(self, folder: Path) -> DatasetShards:
-        if not self._excluded:
-            return _dataset(folder)
-        done = manifest_ids(folder)
-        is_by_index = _has_index(folder) or not done
-        spec = read_index(folder).spec if is_by_index else read_manifest(folder, done[0]).spec
-        kept = [
-            shard_id
-            for shard_id in range(spec.num_shards)
-            if not self._excluded.has(f"{folder / shard_name(shard_id)}.tar", shard_id)
-        ]
-        if not kept:
-            raise UsageError(f"exclude_shards names all {spec.num_shards} shards of {folder}")
-        return _dataset(folder, kept)
+        return [_retried(path, scanned, Path(path)) for path in paths]
 
 
 def _retried(path: Path | str, attempt: Callable[..., T], *given: Any) -> T:

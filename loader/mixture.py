@@ -64,15 +64,6 @@ def _cycle_ends(weights: Sequence[float]) -> Int64s:
     return np.rint(np.cumsum([0.0, *weights]) * CYCLE_STEPS).astype(np.int64)
 
 
-def is_same_schedule(text: str, other: str) -> bool:
-    """Whether the schedules of two states make the same order, as whole steps of a cycle. Equal shares may
-    differ in their last digit, in states of versions that divided floats."""
-    try:
-        return _stages(text) == _stages(other)
-    except (ValueError, TypeError, RecursionError):  # a damaged state
-        return False
-
-
 _SOURCE = re.compile(
     r"(?P<name>.*) (?P<num_samples>\d{1,18}) \[(?P<block>\d{1,18}), (?P<window>\d{1,18})\]"
     r"( (?P<data>[0-9a-f]{16}))?(?P<added> added)?"
@@ -134,7 +125,7 @@ class Mixture(BatchOrder):
     names: tuple[str, ...]
     orders: tuple[Order, ...]
     stages: tuple[Stage, ...]
-    data: tuple[str, ...] = ()  # fingerprint of each source's data, 16 hex digits; "" where a state lacks it
+    data: tuple[str, ...] = ()  # fingerprint of each source's data, 16 hex digits; "": none was given
     num_first: int = 0  # sources that the run began with, where amendments added some; 0: all
 
     @property

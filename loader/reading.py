@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import resource
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -26,9 +25,8 @@ import numpy.typing as npt
 from loader.external_tars import JSON, RAW, TarSamples, scan_tar
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet
 from loader.order import Int64s
-from loader.staged_copies import StagedCopies, recheck_command
 from shardprep.console import quoted
-from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry
 from shardprep.format.idx import RecordFile, open_idx
 from shardprep.format.names import idx_path
@@ -52,7 +50,6 @@ class OpenShard:
     row_tokens: int  # of a packed row, else 0
     has_mask: bool  # a byte per token of each row says which have a label
     remedy: str
-    is_copy: bool = False  # staged, so the data set has the same bytes
     sums: dict[str, Int64s] = field(default_factory=dict)  # what its readers keep with it
 
     def close(self) -> None:
@@ -143,12 +140,11 @@ class OpenShards:
     """The shards that a process has open, by their number through all sources: the latest ones.
 
     At most MAX_OPEN_SHARDS, and an eighth of the process's handles: an open shard holds three at most. What
-    fails is tried again; a copy that cannot be read is left, and the shard opened in its data set.
+    fails is tried again.
     """
 
-    def __init__(self, shards: ShardSet, *, copies: StagedCopies | None) -> None:
+    def __init__(self, shards: ShardSet) -> None:
         self._shards = shards
-        self._copies = copies
         self._open: OrderedDict[int, OpenShard] = OrderedDict()
         self.max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
 
@@ -164,25 +160,11 @@ class OpenShards:
         path = source.path_of(row)
         for delay_s in (*RETRY_DELAYS_S, None):
             try:
-                self._open[number] = self._opened(source, row)
+                self._open[number] = open_shard(source, row)
                 break
             except (OSError, BrokenShard, ReadWriteError) as error:
                 wait_to_retry(f"{path} cannot be opened", error, delay_s)
         return self._open[number]
-
-    def _opened(self, source: DatasetShards | ExternalTar, row: int) -> OpenShard:
-        """A shard's staged copy, if there is one that can be opened; else the shard itself."""
-        if isinstance(source, ExternalTar):
-            return open_shard(source, row)
-        if self._copies is not None and (copy := self._copies.find(source, row)) is not None:
-            try:
-                shard = open_shard(copy, row)
-            except (OSError, ShardprepError) as error:
-                self._copies.leave(copy.folder, error)
-            else:
-                remedy = f"run: {recheck_command(source, copy.folder)}"
-                return replace(shard, is_copy=True, remedy=remedy)
-        return open_shard(source, row)
 
     def fill(self, number: int, offset: int, target: memoryview, part: Part = "tar") -> None:
         """Read bytes of a shard's file, all; those of one that is not open after all are left unread."""
@@ -197,17 +179,10 @@ class OpenShards:
                 while done < len(target):
                     done += file.read_some(target[done:], offset + done)
             except (OSError, BrokenShard) as error:
-                if not self.leave_copy(shard, error):
-                    wait_to_retry(f"{file.path} cannot be read at byte {offset + done}", error, delay_s)
+                wait_to_retry(f"{file.path} cannot be read at byte {offset + done}", error, delay_s)
                 self.drop(number)  # a stale handle stays stale
             else:
                 return
-
-    def leave_copy(self, shard: OpenShard, error: Exception) -> bool:
-        """Leave a shard that cannot be read if it is a copy; whether it was: opening it anew helps then."""
-        if shard.is_copy and self._copies is not None:
-            self._copies.leave(shard.tar.path.parent, error)
-        return shard.is_copy
 
     def drop(self, number: int) -> None:
         self._open.pop(number).close()
@@ -254,7 +229,6 @@ class ReaderContext:
     """How the processes of a rank read; whatever opens shards is given it."""
 
     reader_index: ReaderIndex = ReaderIndex()
-    staged_dir: str | os.PathLike[str] | None = None  # where copies of shards may lie on this node
 
 
 class SampleBytes(NamedTuple):
@@ -298,10 +272,7 @@ class ShardReader:
         self._reader_index = (
             reader_index if worker is None else reader_index.of_worker(worker.id, worker.num_workers)
         )
-        self._files = OpenShards(
-            shards,
-            copies=None if context.staged_dir is None else StagedCopies(context.staged_dir),
-        )
+        self._files = OpenShards(shards)
         self.opened = self._files.opened  # no call more: it is asked several times per read
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
@@ -393,13 +364,7 @@ class ShardReader:
         self._files.fill(number, offset, chunks.data, part)
         if getattr(self.opened(number), part) is None:
             return None
-        try:
-            return file.records(rows, chunks)
-        except BrokenShard as error:
-            if not self._files.leave_copy(self.opened(number), error):
-                raise
-        self._files.drop(number)
-        return None
+        return file.records(rows, chunks)
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns; ``row``: where each stands in its shard."""
@@ -464,9 +429,11 @@ class ShardReader:
             raise _misplaced(shard, column, int(begin[span]), int(end[span]))
         limit = places.limit[_first_of_parts(places.shard[1:] != places.shard[:-1])]
         if (end - begin).sum() > limit.sum():
-            # Samples lie apart: they have no more than all bytes. A source may deliver one several times.
+            # Samples lie apart: they have no more than all bytes. A source may deliver one several times, and
+            # each side of a split is read with the gaps that the other one leaves.
             _, num_times = np.unique(np.stack([places.shard, places.row]), axis=1, return_counts=True)
-            if (end - begin).sum() > limit.sum() * num_times.max():
+            num_sides = 2 if self._shards.has_planned else 1
+            if (end - begin).sum() > limit.sum() * num_times.max() * num_sides:
                 raise _misplaced(self.opened(int(places.shard[0])), column, int(begin.min()), int(end.max()))
         held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
         to_buffer = self._used + np.cumsum(held) - held
@@ -517,5 +484,5 @@ def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenSh
     verify = f"run: shardprep verify {quoted(shard.tar.path.parent)}"
     return BrokenShard(
         f"{shard.tar.path}: its idx is damaged: it places {what} at bytes {first} to {last} of "
-        f"{shard.tar.num_bytes}, some of a wrong size or order; {shard.remedy if shard.is_copy else verify}"
+        f"{shard.tar.num_bytes}, some of a wrong size or order; {verify}"
     )

@@ -1,8 +1,7 @@
 """What a sample is, and how its bytes become token ids.
 
-A sample is a stored document, a piece of one (``long_documents="split"``), a packed row, a row that is joined
-at load (``seq_len``), or a batch of documents (``tokens_per_batch``). ``make_samples`` chooses by the user's
-rules; each kind numbers its samples, and reads the windows that a worker asks for.
+A sample is a stored document, a packed row, or a row that is joined at load (``seq_len``). ``make_samples``
+chooses by the user's rules; each kind numbers its samples, and reads the windows that a worker asks for.
 """
 
 from __future__ import annotations
@@ -300,13 +299,8 @@ class Samples:
         return 1
 
     @property
-    def first_samples(self) -> Int64s:
-        """int64[shards + 1]: the samples before each shard."""
-        raise NotImplementedError
-
-    @property
     def num_samples(self) -> int:
-        return int(self.first_samples[-1])
+        raise NotImplementedError
 
     @property
     def mean_tokens(self) -> float:
@@ -345,15 +339,6 @@ class Samples:
         found[:, 3], found[:, 4] = shard, stored - first[shard]
         return found
 
-    def by_shard(
-        self, reader: ShardReader, samples: Int64s
-    ) -> Iterator[tuple[int, npt.NDArray[np.bool_], Int64s]]:
-        """The shards of some samples, which of them each has, and their numbers in it."""
-        shard = np.searchsorted(self.first_samples, samples, side="right") - 1
-        for number in reader.opening_order(np.unique(shard)).tolist():
-            here = shard == number
-            yield number, here, samples[here] - self.first_samples[number]
-
     def _sums(self, count: Callable[[ShardReader, int], int]) -> Int64s:
         """What is counted before each shard: int64[shards + 1]. Opens each one: 0.1 ms, files cached."""
         reader = self.open()
@@ -364,7 +349,7 @@ class Samples:
         return np.concatenate([[0], np.cumsum(counts)])
 
 
-LongDocuments = Literal["split", "truncate", "error"]
+LongDocuments = Literal["truncate", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,8 +365,8 @@ class WholeSamples(Samples):
         return self.shards.row_tokens
 
     @property
-    def first_samples(self) -> Int64s:
-        return self.shards.first_sample
+    def num_samples(self) -> int:
+        return int(self.shards.first_sample[-1])
 
     @property
     def mean_tokens(self) -> float:
@@ -441,7 +426,7 @@ class WholeSamples(Samples):
         raise BrokenShard(
             f"{self.shards.describe(int(data.sample[rows[longer]]))} holds {int(lengths[longer]):,} tokens, "
             f"more than max_length={self.max_length}; "
-            'long_documents="split" would keep them all, "truncate" the beginning'
+            'long_documents="truncate" would keep the beginning, and seq_len= all in packed rows'
         )
 
 
@@ -454,91 +439,6 @@ def _document_places(starts: Int32s, num_starts: Int64s) -> tuple[Int64s, Int32s
     goes_on[has] = starts[first[has]] > 0
     counts = num_starts + goes_on
     return counts, np.insert(starts, first[goes_on], 0), places_of(np.zeros_like(counts), counts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentPieces(Samples):
-    """Documents in pieces of ``max_length`` tokens, numbered through all shards; an empty one is one piece.
-    Making it opens every shard for its idx."""
-
-    max_length: int
-
-    def __post_init__(self) -> None:
-        self.first_samples  # noqa: B018  in this process, once
-
-    @cached_property
-    def first_samples(self) -> Int64s:
-        return self._sums(lambda *which: int(self._ends(*which)[-1]))
-
-    @property
-    def mean_tokens(self) -> float:
-        return min(self.shards.mean_tokens, self.max_length)
-
-    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        documents, first = self.locate(reader, samples)
-        return (reader.num_tokens(documents) - first).clip(max=self.max_length)
-
-    def locate(self, reader: ShardReader, pieces: Int64s) -> tuple[Int64s, Int64s]:
-        """int64[n] pieces -> int64[n] documents, counted through all shards, and their first token."""
-        documents, first = np.empty_like(pieces), np.empty_like(pieces)
-        for number, here, local in self.by_shard(reader, pieces):
-            ends = self._ends(reader, number)
-            document = np.searchsorted(ends, local, side="right") - 1
-            documents[here] = document + self.shards.first_sample[number]
-            first[here] = (local - ends[document]) * self.max_length
-        return documents, first
-
-    def of_documents(self, reader: ShardReader, documents: Int64s) -> Int64s:
-        """The pieces of some documents, counted through all shards: int64[n] -> int64[pieces]."""
-        parts = [np.empty(0, np.int64)]
-        for document in documents.tolist():
-            number = int(self.shards.shard_of(np.array(document)))
-            ends = self._ends(reader, number)[document - self.shards.first_sample[number] :][:2]
-            parts.append(np.arange(*ends) + self.first_samples[number])
-        return np.concatenate(parts)
-
-    def _ends(self, reader: ShardReader, number: int) -> Int64s:
-        """Sums of a shard's pieces, from 0: int64[documents + 1]."""
-        sums = reader.opened(number).sums
-        if "pieces" not in sums:
-            counts = np.maximum(-(-reader.num_tokens_of(number) // self.max_length), 1)
-            sums["pieces"] = np.concatenate([[0], np.cumsum(counts)])
-        return sums["pieces"]
-
-    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
-        """Read and decode the documents of some pieces, each once, and keep the pieces alone. So a window
-        holds 4 bytes per token of its pieces, and while it is made the ids of some documents."""
-        asked, rows = np.unique(samples, return_inverse=True)
-        documents, first = self.locate(reader, asked)
-        unique, document = np.unique(documents, return_inverse=True)  # ascending, as pieces are
-        data = reader.read(unique)
-        lengths = np.empty(len(asked), np.int64)
-        parts: list[Int32s] = []
-        for part in decode_parts(data, np.arange(len(unique))):
-            found = self.decode(data, part)
-            held = found.lengths.astype(np.int64)
-            here = slice(*np.searchsorted(document, [part[0], part[-1] + 1]).tolist())
-            local = document[here] - part[0]
-            lengths[here] = np.minimum(held[local] - first[here], self.max_length)
-            parts.append(found.ids[places_of((np.cumsum(held) - held)[local] + first[here], lengths[here])])
-        origins = self._origins(documents) if self.origins else None
-        return partial(_pieces_chunk, np.concatenate(parts), lengths, rows.reshape(samples.shape), origins)
-
-
-def _pieces_chunk(
-    ids: Int32s, lengths: Int64s, pieces: Int64s, origins: Int32s | None, first: int, end: int
-) -> Chunk:
-    """Steps of ``pieces``, int64[samples per step, steps], whose ids stand one after another."""
-    steps = pieces[:, first:end].T
-    begin = np.cumsum(lengths) - lengths
-    of_steps = lengths[steps]
-    chunk = Chunk(
-        lengths=of_steps.T.astype(np.int32),
-        ids=ids[places_of(begin[steps.reshape(-1)], of_steps.reshape(-1))],
-    )
-    if origins is None:
-        return chunk
-    return with_origins(chunk, np.ones(chunk.lengths.shape, np.int32), origins[steps.reshape(-1)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -617,25 +517,6 @@ class JoinedRows(Samples):
 
     def num_tokens(self, _: ShardReader, samples: Int64s) -> Int64s:
         return np.full(samples.shape, self.seq_len, np.int64)
-
-    def stream_place(self, reader: ShardReader, document: int) -> tuple[int, int]:
-        """The tokens of the stream that a document is, without an EOS that is put behind it: [begin, end)."""
-        number = int(self.shards.shard_of(np.array(document)))
-        local = document - int(self.shards.first_sample[number])
-        begin = int(self.first_token[number]) + int(self._ends(reader, number)[local])
-        return begin, begin + int(reader.num_tokens_of(number)[local])
-
-    def documents_of(self, reader: ShardReader, row: int, offset: int) -> list[tuple[int, int, int]]:
-        """The documents of a row, for an epoch's offset: (document, first token of it, number of tokens)."""
-        found: list[tuple[int, int, int]] = []
-        for number, begin, end in self._stretches(offset + row * self.seq_len, self.seq_len):
-            ends, held = self._ends(reader, number), reader.num_tokens_of(number)
-            for document in range(*_documents_in(ends, begin, end)):
-                first = max(begin - int(ends[document]), 0)
-                last = min(end - int(ends[document]), int(held[document]))  # no EOS that is put behind it
-                if first < last:
-                    found.append((document + int(self.shards.first_sample[number]), first, last - first))
-        return found
 
     def _stretches(self, begin: int, size: int) -> Iterator[tuple[int, int, int]]:
         """A part of the stream shard by shard: the shard, and the first token and the end in it."""
@@ -750,111 +631,6 @@ def _documents_in(ends: Int64s, begin: int, end: int) -> tuple[int, int]:
     return first, int(np.searchsorted(ends, end, side="left"))
 
 
-BIN_BATCHES = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenBatches(Samples):
-    """Samples that are batches of whole documents of like length, as many as the places of a batch hold.
-
-    By the idx alone: a shard is cut into bins of BIN_BATCHES batches' tokens, a bin is sorted by length, the
-    longest first, and cut where another document would not fit. The price: documents share their batch in
-    every epoch, and a loader reads all idx when it is made: about 1 us a document. Raises UsageError.
-    """
-
-    documents: Samples
-    tokens_per_batch: int
-    multiple: int = 1  # widths of batches
-    num_beyond: int = 0  # tokens of a document that are no place of a batch
-
-    def __post_init__(self) -> None:
-        self.first_samples  # noqa: B018  computed now, so that an error comes now
-
-    @cached_property
-    def first_samples(self) -> Int64s:
-        return self._sums(lambda *which: len(self._sums_of(*which)["batch_sizes"]))
-
-    @property
-    def mean_tokens(self) -> float:
-        return self.documents.mean_tokens * self.documents.num_samples / max(self.num_samples, 1)
-
-    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        found = np.empty(len(samples), np.int64)
-        for number, here, local in self.by_shard(reader, samples):
-            found[here] = self._sums_of(reader, number)["batch_sizes"][local]
-        return found
-
-    def _sums_of(self, reader: ShardReader, number: int) -> dict[str, Int64s]:
-        """Of a shard: its documents from 0 on, batch after batch, sums of them, and tokens of each batch."""
-        sums = reader.opened(number).sums
-        if "batch_ends" not in sums:
-            first, end = self.documents.first_samples[number : number + 2].tolist()
-            lengths = self.documents.num_tokens(reader, np.arange(first, end))
-            members, ends = self._batches(lengths, number)
-            sums["batch_ends"], sums["batch_members"] = ends, members
-            sums["batch_sizes"] = np.add.reduceat(lengths[members], ends[:-1]) if len(members) else members
-        return sums
-
-    def _batches(self, lengths: Int64s, number: int) -> tuple[Int64s, Int64s]:
-        """Documents of a shard, batch after batch, in each as they stand in the shard; and the sums."""
-        widths = -(-np.maximum(lengths - self.num_beyond, 1) // self.multiple) * self.multiple
-        if len(widths) and int(widths.max()) > self.tokens_per_batch:
-            longest = int(widths.argmax())
-            where = self.shards.describe(int(self.documents.first_samples[number]) + longest)
-            raise UsageError(
-                f"{where} has {int(lengths[longest]):,} tokens, more than a batch of tokens_per_batch="
-                f"{self.tokens_per_batch:,} holds; pass max_length, with long_documents='split' to keep all"
-            )
-        before = np.cumsum(widths) - widths
-        bins = before // (BIN_BATCHES * self.tokens_per_batch)
-        longest_first = np.lexsort((-widths, bins))
-        bounds = [*np.flatnonzero(np.diff(bins, prepend=-1)).tolist(), len(bins)]
-        descending, ends = widths[longest_first].tolist(), [0]
-        for begin, end in pairwise(bounds):
-            at = begin
-            while at < end:
-                at = min(at + self.tokens_per_batch // descending[at], end)
-                ends.append(at)
-        of_batch = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
-        return longest_first[np.lexsort((longest_first, of_batch))], np.array(ends, np.int64)
-
-    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
-        flat = samples.T.reshape(-1)  # step after step
-        first, counts = np.empty_like(flat), np.empty_like(flat)  # of each batch in its shard's members
-        for number, here, local in self.by_shard(reader, flat):
-            ends = self._sums_of(reader, number)["batch_ends"]
-            first[here], counts[here] = ends[local], ends[local + 1] - ends[local]
-        begin = np.cumsum(counts) - counts
-        documents = np.empty(int(counts.sum()), np.int64)
-        for number, here, _ in self.by_shard(reader, flat):
-            members = self._sums_of(reader, number)["batch_members"]
-            members = members[places_of(first[here], counts[here])]
-            documents[places_of(begin[here], counts[here])] = members + self.documents.first_samples[number]
-        window = self.documents.read(reader, documents[None], offset)
-        return partial(_batches_chunk, window, counts.reshape(samples.shape[::-1]))
-
-
-def _batches_chunk(window: Window, counts: Int64s, first: int, end: int) -> Chunk:
-    """Steps of batches of ``counts`` documents, int64[steps, batches]; the window has a document a step. Each
-    sample is a batch; ``starts`` says where its documents begin."""
-    documents = window(int(counts[:first].sum()), int(counts[:end].sum()))
-    counts = counts[first:end]
-    lengths = documents.lengths[0].astype(np.int64)
-    places = np.cumsum(lengths) - lengths
-    flat = counts.reshape(-1)
-    begin = np.cumsum(flat) - flat
-    starts = places - np.repeat(places[begin], flat)
-    chunk = Chunk(
-        lengths=np.add.reduceat(lengths, begin).reshape(counts.shape).T.astype(np.int32),
-        ids=documents.ids,
-        num_cut=documents.num_cut,
-        starts=Parts(counts=counts.T.astype(np.int32), flat=starts.astype(np.int32)),
-    )
-    if documents.origins is None:
-        return chunk
-    return with_origins(chunk, counts.T, documents.origins.flat.reshape(-1, len(ORIGIN)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleRules:
     """What one sample is; the names are arguments of ``get_llama3_dataloader``. Raises UsageError."""
@@ -863,11 +639,15 @@ class SampleRules:
     max_length: int | None = None
     long_documents: LongDocuments = "truncate"
     group: int = 1  # samples of like length side by side
-    tokens_per_batch: int | None = None  # places of a batch of as many documents as fit
-    batch_multiple: int = 1  # of the width of such a batch
-    num_beyond: int = 0  # tokens of a document that are no place of a batch
 
     def __post_init__(self) -> None:
+        if str(self.long_documents) == "split":  # of 0.1.0
+            raise UsageError(
+                'long_documents="split" was removed: pack documents with seq_len=, which keeps all tokens, '
+                'or pass "truncate" or "error"',
+                found='long_documents="split"',
+                remedy="seq_len=",
+            )
         check_choice("long_documents", self.long_documents, LongDocuments)
         if self.seq_len is not None and (self.max_length is not None or self.group > 1):
             raise UsageError(
@@ -875,28 +655,11 @@ class SampleRules:
                 "for padded documents: leave one side out",
                 found=f"seq_len={self.seq_len}",
             )
-        if self.tokens_per_batch is not None and (self.seq_len is not None or self.group > 1):
-            raise UsageError(
-                f"tokens_per_batch={self.tokens_per_batch} makes batches of whole documents of like length; "
-                "seq_len, which packs them, and group_by_length have no meaning beside it: leave them out"
-            )
-
-    @property
-    def settings(self) -> dict[str, int]:
-        """What fixes which documents make a batch, as a state has it."""
-        if self.tokens_per_batch is None:
-            return {}
-        return {
-            "batch_tokens": self.tokens_per_batch,
-            "pad_to_multiple_of": self.batch_multiple,
-            "num_beyond": self.num_beyond,
-        }
 
     @property
     def needs_lengths(self) -> bool:
         """Whether the lengths of all documents must be known before the first batch."""
-        is_whole = self.seq_len is None and self.group == 1 and self.tokens_per_batch is None
-        return not is_whole or self.long_documents == "split"
+        return self.seq_len is not None or self.group > 1
 
 
 def make_samples(
@@ -924,44 +687,23 @@ def make_samples(
         "withdrawn": withdrawn_tokens(shards),
         "origins": origins,
     }
-    documents: Samples
     if rules.seq_len is not None and not shards.row_tokens:
         return JoinedRows(
             seq_len=rules.seq_len, eos_token_id=eos_token_id, starts=starts, keeps_tail=keeps_tail, **shared
         )
-    if rules.long_documents == "split" and rules.max_length is not None:
-        documents = DocumentPieces(max_length=rules.max_length, **shared)
-    else:
-        refuses = rules.long_documents == "error"
-        documents = WholeSamples(max_length=rules.max_length, refuse_longer=refuses, starts=starts, **shared)
-    if rules.tokens_per_batch is None:
-        return documents
-    return TokenBatches(
-        documents=documents,
-        tokens_per_batch=rules.tokens_per_batch,
-        multiple=rules.batch_multiple,
-        num_beyond=rules.num_beyond,
-        **shared,
-    )
+    refuses = rules.long_documents == "error"
+    return WholeSamples(max_length=rules.max_length, refuse_longer=refuses, starts=starts, **shared)
 
 
 def samples_of(samples: Samples, shards: ShardSet) -> Samples:
     """The samples of other shards, by the same rules."""
-    changed: dict[str, Any] = {"shards": shards, "withdrawn": withdrawn_tokens(shards)}
-    if isinstance(samples, TokenBatches):
-        changed["documents"] = replace(samples.documents, **changed)
-    return replace(samples, **changed)
+    return replace(samples, shards=shards, withdrawn=withdrawn_tokens(shards))
 
 
 def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
     if not shards.has_rows:
         return
     rows = f"packed rows of {shards.row_tokens} tokens" if shards.row_tokens else "some packed rows"
-    if rules.tokens_per_batch is not None:
-        raise UsageError(
-            f"tokens_per_batch={rules.tokens_per_batch} is for documents; these are {rows}, each as long as "
-            "the others: pass batch_size"
-        )
     if rules.max_length is not None or rules.group > 1:
         given = "group_by_length" if rules.max_length is None else f"max_length={rules.max_length}"
         raise UsageError(

@@ -20,15 +20,13 @@ from math import gcd
 from operator import index
 from typing import Any, NamedTuple
 
-from loader.mixture import check_first_steps, is_same_schedule
+from loader.mixture import check_first_steps
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 
 _HASH_DIGITS = 64
-_SOURCE_DATA = re.compile(r" [0-9a-f]{16}(?=; | added|$)")
-_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
-STATE_FORMAT = "shardprep-loader-state"
+STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 3
 _WHY = {
-    "data": "these are other shards, or others are excluded, which amend=True masks in their place",
+    "data": "these are other shards",
     "tokenizer": "another tokenizer",
     "seed": "the order is another one",
 }
@@ -39,51 +37,6 @@ class OtherRun(Refused):
 
 
 MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
-
-
-@dataclass(frozen=True)
-class SkippedSteps:
-    """Steps that a run left out: ranges [first, end) of steps of the order, ascending and apart. Kept as a
-    text, ``1000-1199,4000``: torch.distributed.checkpoint needs a state with the same keys always."""
-
-    ranges: tuple[tuple[int, int], ...] = ()
-
-    def and_from(self, first: int, num_steps: int) -> SkippedSteps:
-        """These and ``num_steps`` from ``first`` on, which lies behind them or at the last one's end."""
-        kept = tuple(item for item in self.ranges if item[1] < first)
-        joined = [item for item in self.ranges if item[1] >= first]
-        return SkippedSteps((*kept, (min([first, *(start for start, _ in joined)]), first + num_steps)))
-
-    def up_to(self, step: int) -> SkippedSteps:
-        """Those that a run has left out which stands before a step of the order."""
-        return SkippedSteps(tuple(item for item in self.ranges if item[0] < step))
-
-    def order_step(self, trained: int) -> int:
-        """The step of the order that comes next after ``trained`` steps were trained."""
-        step = trained
-        for first, end in self.ranges:
-            if step >= first:
-                step += end - first
-        return step
-
-    def trained(self, order_step: int) -> int:
-        """Steps that were trained before a step of the order."""
-        return order_step - sum(min(end, order_step) - first for first, end in self.up_to(order_step).ranges)
-
-    def text(self) -> str:
-        return ",".join(f"{first}-{end - 1}" for first, end in self.ranges)
-
-    @staticmethod
-    def of_text(text: object) -> SkippedSteps:
-        """What ``text`` gave. Raises BrokenShard for anything else."""
-        parts = text.split(",") if isinstance(text, str) and text else []
-        matches = [match for match in map(_RANGE.fullmatch, parts) if match]
-        ranges = [(int(match[1]), int(match[2] or match[1]) + 1) for match in matches]
-        are_apart = all(end <= later for (_, end), (later, _) in pairwise(ranges))
-        are_ranges = len(ranges) == len(parts) and all(first < end for first, end in ranges)
-        if not (isinstance(text, str) and are_ranges and are_apart):
-            raise BrokenShard(f"the state is damaged: its skipped is {text!r}, expected such as 100-199,300")
-        return SkippedSteps(tuple(ranges))
 
 
 class Position(NamedTuple):
@@ -121,7 +74,7 @@ def position_of(
                 expected="a whole number",
             ) from None
     position = Position(*counts)
-    if position.num_micro and not _are_equal(state.get("layout"), dict(layout)):
+    if position.num_micro and not are_equal(state.get("layout"), dict(layout)):
         raise UsageError(
             f"the state was saved inside of a step, after {position.num_micro} batches of "
             f"{state.get('layout')}, this loader has {dict(layout)}; save it after the optimizer's step "
@@ -160,6 +113,13 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
             expected=STATE_FORMAT,
             remedy="state_dict()",
         )
+    if not are_equal(state.get("version"), STATE_VERSION):
+        raise UnknownVersion(
+            f"the state has version {state.get('version')!r:.80}, this shardprep reads {STATE_VERSION}; go "
+            "on with the shardprep that saved it, or start without the state",
+            found=f"{state.get('version')!r:.80}",
+            expected=STATE_VERSION,
+        )
     saved = state.get("fingerprint")
     if not isinstance(saved, Mapping):
         raise BrokenShard(
@@ -176,7 +136,7 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
             expected=expected,
         )
     names = {**fingerprint, **saved}
-    differing = [name for name in names if not is_same(name, saved.get(name), fingerprint.get(name))]
+    differing = [name for name in names if not are_equal(saved.get(name), fingerprint.get(name))]
     if not differing:
         return
     parts = [
@@ -193,16 +153,7 @@ def check_run(state: Mapping[str, Any], fingerprint: Mapping[str, Any]) -> None:
     )
 
 
-def is_same(name: str, saved: Any, mine: Any) -> bool:
-    """Whether two states have the same of one name of their fingerprints."""
-    if name == "schedule" and isinstance(saved, str) and isinstance(mine, str):
-        return is_same_schedule(saved, mine)
-    if name == "sources" and isinstance(saved, str) and not _SOURCE_DATA.search(saved):
-        return saved == _SOURCE_DATA.sub("", str(mine))  # states of 0.1.0 have them in ``data`` alone
-    return _are_equal(saved, mine)
-
-
-def _are_equal(saved: Any, mine: Any) -> bool:
+def are_equal(saved: Any, mine: Any) -> bool:
     """Whether two values are; an array in a state is nothing that this loader has."""
     try:
         return bool(saved == mine)
@@ -229,7 +180,6 @@ class RunProgress:
     began: Position = _BEGINNING  # where the run began: a new loader's beginning, or a loaded state
     left: Position | None = None  # where the run left an epoch, or jumped, if it did
     is_loaded: bool = False  # a state was loaded, and not iterated since
-    skipped: SkippedSteps = SkippedSteps()
     trained: Position | None = None  # of the optimizer's last step; None: the loop has not said it
 
     @property
@@ -252,23 +202,11 @@ class RunProgress:
         self.is_loaded = False
         return start
 
-    def load(self, position: Position, skipped: SkippedSteps) -> None:
+    def load(self, position: Position) -> None:
         """Go on behind what a state says was delivered: a run begins there."""
         self.jump(position)
         self.began = position
-        self.left, self.is_loaded, self.skipped = None, True, skipped
-
-    def skip(self, num_steps: int, run: RunSteps) -> None:
-        """Leave out the steps behind what was delivered. Raises UsageError inside of a step."""
-        if self.delivered.num_micro:
-            raise UsageError(
-                f"skip leaves out whole steps, and {self.delivered.num_micro} batches of a step are "
-                "delivered; call it between two optimizer's steps"
-            )
-        first = run.step_of(self.delivered)
-        self.skipped = self.skipped.and_from(first, num_steps)
-        self.jump(run.position(first + num_steps))
-        self.is_loaded = True
+        self.left, self.is_loaded = None, True
 
     def set_epoch(self, epoch: int) -> None:
         """Make an epoch the next one. Raises UsageError where a loaded state would be thrown away."""
@@ -317,8 +255,6 @@ class RunSteps:
     order_steps_per_epoch: int
     num_batches: int  # of a rank, in a step of the order
     sizes: Ramp = ((0, 1),)  # steps of the order in a step of training
-    row_lengths: Ramp = ((0, 0),)  # tokens that rows are cut to; 0: as they are
-    row_tokens: int = 0  # of a row that is not cut; 0: samples are documents
     amended: Sequence[tuple[int, int]] = ()  # at which steps the sizes were amended, in which epoch
 
     def __post_init__(self) -> None:
@@ -333,18 +269,13 @@ class RunSteps:
     def is_ramped(self) -> bool:
         return len(self.sizes) > 1
 
-    def settings(self, order_batch_size: int, seq_len: int) -> dict[str, int | str]:
-        """What a state has of the sizes: two names always, see ``SizeHistory``."""
-        sizes = [(step, size * order_batch_size) for step, size in self.sizes]
-        is_plain = (self.sizes, self.amended) == (RunSteps.sizes, RunSteps.amended)
+    def history(self, order_batch_size: int) -> int | str:
+        """The sizes as a state has them, see ``SizeHistory``."""
+        if (self.sizes, self.amended) == (RunSteps.sizes, RunSteps.amended):
+            return order_batch_size
         epochs = {step: f"/{epoch}" for step, epoch in self.amended}
-        texts = [f"{step}{epochs.get(step, '')}: {size}" for step, size in sizes]
-        lengths = [f"{step}: {length}" for step, length in self.row_lengths]
-        is_whole = self.row_lengths == RunSteps.row_lengths
-        return {
-            "global_batch_size": order_batch_size if is_plain else "; ".join([str(order_batch_size), *texts]),
-            "seq_len": seq_len if is_whole else "; ".join([str(seq_len), *lengths]),
-        }
+        stages = [f"{step}{epochs.get(step, '')}: {size * order_batch_size}" for step, size in self.sizes]
+        return "; ".join([str(order_batch_size), *stages])
 
     @property
     def amended_at(self) -> int:
@@ -357,10 +288,6 @@ class RunSteps:
     def batches_in(self, step: int) -> int:
         """Batches of a rank in a step."""
         return self.num_batches * _at(self.sizes, step)
-
-    def row_length(self, step: int) -> int:
-        """Tokens that the rows of a step are cut to; 0: as they are."""
-        return _at(self.row_lengths, step)
 
     @cached_property
     def _first_steps(self) -> list[int]:
@@ -433,54 +360,38 @@ _STAGE = re.compile(r"([0-9]{1,9})(?:/([0-9]{1,9}))?: ([0-9]{1,9})")
 
 @dataclass(frozen=True, kw_only=True)
 class SizeHistory:
-    """The sizes of a run as its state has them, by step, under names that each state has.
+    """The sizes of a run, by step, as ``global_batch_size`` of its state has them.
 
-    ``global_batch_size`` is a number, that of the order, or a text where it changes: ``256; 0: 256; 900/1:
-    512`` is an order of 256 samples a step, and global batches of 512 from step 900 in epoch 1 on, by an
-    amendment; without ``/1`` as it was planned. ``seq_len`` is ``4096; 0: 1024; 900: 0``: rows of 4,096
-    tokens, cut to 1,024 before step 900. An amendment of either is marked in ``global_batch_size``. States
-    of 0.1.0 have ``batch_size_schedule`` and ``seq_len_schedule`` besides, without the first number.
+    A number, that of the order, or a text where it changes: ``256; 0: 256; 900/1: 512`` is an order of 256
+    samples a step, and global batches of 512 from step 900 in epoch 1 on, by an amendment; without ``/1`` as
+    it was planned.
     """
 
     order_batch_size: int
     sizes: Ramp  # samples of a global batch
     amended: Sequence[tuple[int, int]]
-    seq_len: int
-    row_lengths: Ramp
 
     @property
     def changes(self) -> bool:
         """Whether steps differ in size."""
-        return len(self.sizes) > 1 or self.row_lengths != RunSteps.row_lengths or bool(self.amended)
+        return len(self.sizes) > 1 or bool(self.amended)
 
     @staticmethod
     def of_fingerprint(fingerprint: Mapping[str, Any]) -> SizeHistory | None:
         """The sizes in a state's fingerprint; None where it has none. Raises BrokenShard."""
-        size, sizes, amended = _stages_of(fingerprint, "global_batch_size", "batch_size_schedule")
-        seq_len, lengths, _ = _stages_of(fingerprint, "seq_len", "seq_len_schedule")
-        if size is None or seq_len is None or size < 1:
+        size, sizes, amended = _stages_of(fingerprint.get("global_batch_size"))
+        if size is None or size < 1:
             return None
         if any(samples < 1 or samples % size for _, samples in sizes):
             raise BrokenShard(
                 f"the state is damaged: its global_batch_size is {fingerprint['global_batch_size']!r}, "
                 "expected multiples of the first number"
             )
-        return SizeHistory(
-            order_batch_size=size,
-            sizes=sizes or ((0, size),),
-            amended=amended,
-            seq_len=seq_len,
-            row_lengths=lengths or RunSteps.row_lengths,
-        )
+        return SizeHistory(order_batch_size=size, sizes=sizes or ((0, size),), amended=amended)
 
 
-def _stages_of(
-    fingerprint: Mapping[str, Any], name: str, old_name: str
-) -> tuple[int | None, Ramp, Sequence[tuple[int, int]]]:
-    """The first number of a name, its stages, and the steps of amendments among them with their epochs."""
-    value = fingerprint.get(name)
-    if old_name in fingerprint:
-        value = f"{value}; {fingerprint[old_name]}"
+def _stages_of(value: Any) -> tuple[int | None, Ramp, Sequence[tuple[int, int]]]:
+    """The first number, the stages, and the steps of amendments among them with their epochs."""
     if not isinstance(value, str):
         return (value if type(value) is int else None), (), ()
     first, *texts = value.split("; ")
@@ -489,7 +400,9 @@ def _stages_of(
     steps = [step for step, _ in ramp]
     are_stages = re.fullmatch("[0-9]{1,9}", first) and len(stages) == len(texts) and steps[:1] == [0]
     if not are_stages or any(step >= later for step, later in pairwise(steps)):
-        raise BrokenShard(f"the state is damaged: its {name} is {value!r}, expected such as 256; 0: 256")
+        raise BrokenShard(
+            f"the state is damaged: its global_batch_size is {value!r}, expected such as 256; 0: 256"
+        )
     return int(first), ramp, tuple((int(match[1]), int(match[2])) for match in stages if match[2])
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,20 +26,15 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 from loader.amend import describe, go_on
 from loader.batches import (
     Batch,
-    Collate,
     LoaderMetrics,
-    Sample,
     StepBatches,
     Uncollated,
-    blank_labels,
-    collate_lists,
 )
 from loader.chunks import IGNORED, Chunk
-from loader.find_shards import SizeCheck
 from loader.mixture import Mixture
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
-from loader.state import STATE_FORMAT, Position, RunProgress, RunSteps, SkippedSteps
+from loader.state import STATE_FORMAT, STATE_VERSION, Position, RunProgress, RunSteps
 from loader.tokenizer import LoaderTokenizer
 from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
 from loader.workers import (
@@ -139,85 +131,7 @@ def _end_with_main_process(parent_pid: int, folder: Path) -> None:
     os._exit(0)
 
 
-_NUMPY_TYPES = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32, torch.float64}
-
 logger = logging.getLogger(__name__)
-
-
-class _BatchPickler(pickle.Pickler):
-    """Gives the plain tensors of a batch to numpy, which copies them once."""
-
-    def reducer_override(self, item: Any) -> Any:
-        is_plain = type(item) is torch.Tensor and item.dtype in _NUMPY_TYPES and item.device.type == "cpu"
-        if not is_plain or item.requires_grad or item.layout != torch.strided:
-            return NotImplemented
-        return torch.from_numpy, (item.numpy(),)
-
-
-class _Collated(Dataset[Any]):
-    """A torch Dataset whose index is the samples of a batch, and whose item is the batch."""
-
-    def __init__(self, collate_fn: Collate, list_options: Mapping[str, Any]) -> None:
-        self._collate_fn = collate_fn
-        self._list_options = list_options
-
-    def __getitem__(self, samples: list[Sample]) -> bytes:
-        target = io.BytesIO()
-        batch = collate_lists(self._collate_fn, samples, **self._list_options)
-        _BatchPickler(target, pickle.HIGHEST_PROTOCOL).dump(batch)
-        return target.getvalue()
-
-
-class _Source:
-    """What a torch DataLoader takes for its sampler: the samples of each batch of an epoch."""
-
-    samples: Iterator[list[Sample]] = iter(())
-
-    def __iter__(self) -> Iterator[list[Sample]]:
-        return self.samples
-
-
-class CollateWorkers(WorkerLoader):
-    """Batches of a user's ``collate_fn``, in order; ``workers``: options of torch's DataLoader.
-
-    A batch has samples of all the workers that read, so none of these can collate one. For 8 x 2048 ids
-    handing them on costs this process 0.8 ms of CPU; calling the smallest ``collate_fn`` here costs 3.8.
-    """
-
-    def __init__(self, collate_fn: Collate, list_options: Mapping[str, Any], **workers: Any) -> None:
-        source = _Source()
-        super().__init__(_Collated(collate_fn, list_options), sampler=source, **workers)
-        self._source = source
-
-    def batches(self, samples: Iterator[list[Sample]]) -> Iterator[Any]:
-        """The batch of each list of samples; ends an earlier iterator of these workers."""
-        self._source.samples = samples
-        try:
-            for pickled in self.start():
-                yield pickle.loads(pickled)  # noqa: S301  of our own process
-        finally:
-            if self._source.samples is samples:
-                self._source.samples = iter(())  # else the loader that gives the samples would hold itself
-
-
-def can_be_sent(collate_fn: Collate, multiprocessing_context: Any) -> bool:
-    """Whether worker processes can be given a ``collate_fn``: one that is forked gets anything. Says once, at
-    INFO, where it cannot, so that batches are collated in this process."""
-    context = multiprocessing_context or torch.multiprocessing.get_context()
-    method = context if isinstance(context, str) else context.get_start_method()
-    if method == "fork":
-        return True
-    try:
-        pickle.dumps(collate_fn)
-    except Exception as error:  # whatever its objects raise
-        logger.info(
-            "collate_fn cannot be pickled (%s), which workers of the method %s need, so this process calls "
-            "it; give it a name at the top of a module",
-            error,
-            method,
-        )
-        return False
-    return True
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -227,7 +141,6 @@ def _as_it_is(batch: Any) -> Any:
 
 _MOST_PATH_BYTES = 107  # of a Unix socket
 _SOCKET_BYTES = len("/pymp-12345678/listener-12345678")
-_END = object()
 
 
 class BatchStream:
@@ -239,13 +152,11 @@ class BatchStream:
         chunks: ChunkDataset,
         step_batches: StepBatches,
         metrics: LoaderMetrics,
-        size_check: SizeCheck | None,
         workers: Mapping[str, Any],
     ) -> None:
         self._chunks = chunks
         self._step_batches = step_batches
         self._metrics = metrics
-        self._size_check = size_check
         self._num_workers: int = workers.get("num_workers", 0)
         if self._num_workers:
             check_worker_sockets()
@@ -254,26 +165,19 @@ class BatchStream:
             except (OSError, RuntimeError) as error:
                 raise cannot_share(error) from error
         self._chunk_loader = WorkerLoader(chunks, **workers)
-        self._loaders = [self._chunk_loader]
-        self._collate_workers: CollateWorkers | None = None
-        context = workers.get("multiprocessing_context")
-        if self._num_workers and not step_batches.is_own and can_be_sent(step_batches.collate_fn, context):
-            self._collate_workers = CollateWorkers(
-                step_batches.collate_fn, step_batches.list_options, **workers
-            )
-            self._loaders.append(self._collate_workers)
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
 
     def rest_of_epoch(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
         """The batches of an epoch from a position on: the samples of each, and the batch."""
-        if any(each.is_broken for each in self._loaders):
+        if self._chunk_loader.is_broken:
             self.end()
         if self._stands_at != start or start.num_micro:  # persistent workers are sent there
             shared = self._chunks.position
             shared[0], shared[1] = start.epoch, self._chunks.plan.run.order_step(start)
             self._chunk_loader.start()
         self._stands_at = None
-        for part, batch in self._batches(start):
+        for part in self._uncollated(start):
+            batch = self._step_batches.collate(part)
             self._step_batches.warn_of_no_labels(part, batch)
             yield part, batch
         self._stands_at = Position(epoch=start.epoch + 1, step=0)
@@ -282,42 +186,17 @@ class BatchStream:
         """The batch at a position, of a copy of the chunks; the stream stays where it stands."""
         run = chunks.plan.run
         chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
-        within, width = start.num_micro % run.num_batches, run.row_length(run.step_of(start))
+        within = start.num_micro % run.num_batches
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
         fillers = chunks.plan.order.is_filler(start.step, chunks.slots)
-        parts = self._step_batches.cut([chunk], 0, within, fillers, width)
+        parts = self._step_batches.cut([chunk], 0, within, fillers)
         return self._step_batches.collate(next(parts))
 
     def end(self) -> None:
         """End the workers and close the files; the next batches start them again."""
         self._stands_at = None
-        for each in self._loaders:
-            each.end()
+        self._chunk_loader.end()
         self._chunks.close()
-
-    def _batches(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
-        if self._collate_workers is None:
-            for part in self._uncollated(start):
-                yield part, self._step_batches.collate(part)
-            return
-        sent: deque[Uncollated] = deque()  # what is being collated
-
-        def samples() -> Iterator[list[Any]]:
-            for part in self._uncollated(start):
-                sent.append(part)
-                yield self._step_batches.samples_of(part)
-
-        batches = self._collate_workers.batches(samples())
-        while True:
-            began, waited = time.perf_counter(), self._metrics.wait_s  # also for chunks, while it waits
-            batch = next(batches, _END)
-            if batch is _END:
-                return
-            self._metrics.wait_s = waited + time.perf_counter() - began
-            part = sent.popleft()
-            if part.is_filler is not None:
-                blank_labels(batch, part.is_filler)
-            yield part, batch
 
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
         run, step = self._chunks.plan.run, start.step
@@ -328,7 +207,7 @@ class BatchStream:
             chunks = self._next_chunks()
             for place in range(chunks[0].lengths.shape[1]):
                 fillers = self._chunks.plan.order.is_filler(step, self._chunks.slots)
-                yield from self._step_batches.cut(chunks, place, within, fillers, run.row_length(number))
+                yield from self._step_batches.cut(chunks, place, within, fillers)
                 left, within = left - 1, 0
                 if not left:
                     step, number = step + 1, number + 1
@@ -337,8 +216,6 @@ class BatchStream:
 
     def _next_chunks(self) -> list[Chunk]:
         """The next chunk of every worker, in the order of their slots."""
-        if self._size_check is not None and self._size_check.error is not None:
-            raise self._size_check.error
         began = time.perf_counter()
         arriving = self._chunk_loader.stream
         try:
@@ -415,7 +292,6 @@ class TokenLoader(DataLoader[Batch]):
         loader_tokenizer: LoaderTokenizer,
         process_rank: ProcessRank,
         pin_memory: bool = False,
-        size_check: SizeCheck | None = None,
         amend: bool = False,
         **workers: Any,
     ) -> None:
@@ -451,7 +327,7 @@ class TokenLoader(DataLoader[Batch]):
         self.metrics = LoaderMetrics()
         self.step_batches = step_batches
         self._amend = amend
-        self._stream_options: tuple[SizeCheck | None, dict[str, Any]] = size_check, workers
+        self._worker_options = workers
         self._go_by(plan)
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
@@ -505,7 +381,6 @@ class TokenLoader(DataLoader[Batch]):
                 self.tokenizer,
                 pad_to_multiple_of=padded.pad_to_multiple_of,
                 pad_to_length=padded.pad_to_length,
-                max_padded_tokens=padded.max_padded_tokens,
             )
         return self._collator
 
@@ -574,8 +449,8 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def num_steps_delivered(self) -> int:
-        """Global batches that the loop got, counted through all epochs from 0, without those it skipped."""
-        return self._progress.skipped.trained(self.run.step_of(self._progress.delivered))
+        """Global batches that the loop got, counted through all epochs from 0."""
+        return self.run.step_of(self._progress.delivered)
 
     @property
     def epoch(self) -> float:
@@ -660,9 +535,9 @@ class TokenLoader(DataLoader[Batch]):
 
     def _go_by(self, plan: Plan) -> None:
         self.chunks = self._chunks_of(plan)
-        size_check, workers = self._stream_options
-        workers = {**workers, "num_workers": min(workers.get("num_workers", 0), len(self.chunks.slots))}
-        self._stream = BatchStream(self.chunks, self.step_batches, self.metrics, size_check, workers)
+        num_workers = min(self._worker_options.get("num_workers", 0), len(self.chunks.slots))
+        workers = {**self._worker_options, "num_workers": num_workers}
+        self._stream = BatchStream(self.chunks, self.step_batches, self.metrics, workers)
 
     def _chunks_of(self, plan: Plan) -> ChunkDataset:
         slots = rank_slots(plan.order, self.process_rank.rank, self.process_rank.world_size)
@@ -683,7 +558,7 @@ class TokenLoader(DataLoader[Batch]):
         Save it with the optimizer's step: the batch that the loop holds counts as delivered, unless the
         loader was told to ``follow`` the optimizer.
         """
-        return self._state_of(self._progress.to_save, self._progress.skipped)
+        return self._state_of(self._progress.to_save)
 
     def follow(self, optimizer: Any) -> None:
         """Let ``state_dict()`` be of the optimizer's last step, wherever inside of a step it is saved.
@@ -705,12 +580,12 @@ class TokenLoader(DataLoader[Batch]):
         """Positions in the run: of what was delivered, of a state, and of the next ``iter()``."""
         return self._progress
 
-    def _state_of(self, at: Position, skipped: SkippedSteps) -> dict[str, Any]:
+    def _state_of(self, at: Position) -> dict[str, Any]:
         """Always the same keys: torch.distributed.checkpoint reads those that a fresh loader's state has."""
         return {
             "format": STATE_FORMAT,
+            "version": STATE_VERSION,
             **at._asdict(),
-            "skipped": skipped.text(),
             "withdrawn": self._list_history.up_to(self.run.total_order_steps(at)).text(),
             "layout": dict(self._layout),
             "fingerprint": self.fingerprint,
@@ -719,15 +594,14 @@ class TokenLoader(DataLoader[Batch]):
     def state_at(self, step: int) -> dict[str, Any]:
         """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
 
-        For loops that something fetches ahead for. Raises UsageError after the run left an epoch before its
-        end.
+        For loops that something fetches ahead for, and to leave steps out, as after a spike of the loss:
+        ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError after the run left an epoch
+        before its end.
         """
         if step < 0:
             raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
         self._progress.check_unbroken()
-        at = self._progress.skipped.order_step(step)
-        skipped = self._progress.skipped.up_to(at)
-        return self._state_of(self.run.position(at), skipped)
+        return self._state_of(self.run.position(step))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
@@ -736,7 +610,6 @@ class TokenLoader(DataLoader[Batch]):
         Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py and loader/amend.py.
         """
         plan, position, is_amended = go_on(self.plan, state, self._layout, amend=self._amend)
-        skipped = SkippedSteps.of_text(state.get("skipped", ""))
         history = ListHistory.of_text(state.get("withdrawn", ""))
         self._newest += 1
         if dict(plan.fingerprint) == self.fingerprint:
@@ -744,24 +617,13 @@ class TokenLoader(DataLoader[Batch]):
         else:
             self._stream.end()  # workers have the plan of before
             self._go_by(plan)
-        self._progress.load(position, skipped)
+        self._progress.load(position)
         self._list_history = history.going_on(self._delivered_of_order, self._lists)
         if self.process_rank.rank == 0 and self.plan.shards is not None:
             warn_of_lost_lists(history, self.plan.shards)
         self._num_accumulated = plan.run.batches_in(plan.run.step_of(position))
         if self.process_rank.rank == 0 and is_amended:
             logger.warning("the run is amended, and goes on so:\n%s", self.describe())
-
-    def skip(self, steps: int) -> None:
-        """Leave out the next global batches, as after a spike of the loss; the next ``iter()`` begins behind.
-
-        They are counted from what was delivered, and are part of the state. All ranks must skip alike. Raises
-        UsageError inside of a step.
-        """
-        whole_number("steps", steps, least=1)
-        self._progress.skip(steps, self.run)
-        self._newest += 1
-        self._end_unless_persistent()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` this epoch; all ranks must.

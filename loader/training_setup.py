@@ -18,25 +18,21 @@ from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """What was set; ``lines`` says it for a log."""
+    """What was set."""
 
-    device_type: str  # cuda or cpu
     bf16: bool
     num_threads: int  # of torch in this process
     pad: PadToken
     model_options: Mapping[str, Any]  # for from_pretrained, or a model's configuration
-    lines: tuple[str, ...]
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """For the forward pass: bfloat16 where it was asked for."""
-        if not self.bf16:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device_type, torch.bfloat16)
+        return torch.autocast(
+            "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, enabled=self.bf16
+        )
 
 
 def set_up_training(
@@ -50,24 +46,21 @@ def set_up_training(
     """Set what follows, for this process and those it starts, and say it once, at INFO on rank 0.
 
     Args:
-        loader: a TokenLoader, or a tokenizer of transformers.
+        loader: a TokenLoader, or a tokenizer of transformers. It pads to the right with a token of its own,
+            the same as the loader's batches; where only EOS is left for it, that is a warning.
         bf16: ``autocast`` computes in bfloat16; refused on a GPU that has none. Weights stay float32.
         tf32: float32 matrix products in TF32 where there is CUDA: "high" in torch's words.
-        num_threads: of torch in this process. Default: OMP_NUM_THREADS, unless that is a launcher's guess;
-            else the CPUs that this process may use, shared among the ranks of torchrun on this node, one of
-            them left for each worker that reads.
+        num_threads: of torch in this process. Default: OMP_NUM_THREADS, unless that is torchrun's guess;
+            else the CPUs of this process, shared among torchrun's ranks on this node, less one a worker.
         environ: the process's own if not given.
 
-    The tokenizer pads to the right with a token of its own, the same as the loader's; where only EOS is left
-    for it, that is a warning. ``model_options`` has ``attn_implementation="sdpa"``, whose fused kernels are
-    switched on. Raises UsageError.
+    ``model_options`` has ``attn_implementation="sdpa"``. Raises UsageError.
     """
     environ = os.environ if environ is None else environ
     if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave bf16 out, tf32 stays")
     is_loader = isinstance(loader, TokenLoader)
     tokenizer: Any = loader.tokenizer if is_loader else loader
-    threads = _set_threads(num_threads, loader.num_workers if is_loader else 0, environ)
     pad = choose_pad_token(tokenizer)
     tokenizer.padding_side, tokenizer.pad_token = "right", pad.token
     if pad.token_id == tokenizer.eos_token_id and not is_loader:  # of a loader, its collator has said it
@@ -77,37 +70,28 @@ def set_up_training(
             pad.token,
         )
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    for switch in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
-        switch(True)
-    setup = TrainingSetup(
-        device_type="cuda" if torch.cuda.is_available() else "cpu",
-        bf16=bf16,
-        num_threads=threads,
-        pad=pad,
-        model_options={"attn_implementation": "sdpa"},
-        lines=(
-            f"precision: {'bfloat16' if bf16 else 'float32'}; TF32 on CUDA: {'yes' if tf32 else 'no'}",
-            f"attention: sdpa; threads: {threads} per process",
-            f"padding: right, with {pad.token} (id {pad.token_id}), {pad.reason}",
-        ),
-    )
-    if not is_loader or loader.process_rank.rank == 0:
-        logger.info("set up for training\n  %s", "\n  ".join(setup.lines))
-    return setup
-
-
-def _set_threads(asked: int | None, num_workers: int, environ: MutableMapping[str, str]) -> int:
-    """As many as asked, as the user set, or the CPUs of this rank but one for each worker."""
-    text, local = environ.get("OMP_NUM_THREADS", ""), environ.get("LOCAL_WORLD_SIZE", "1")
-    is_guess = text == "1" and "TORCHELASTIC_RUN_ID" in environ  # of torchrun, for several ranks
-    if asked is None and text.isdigit() and int(text) and not is_guess:
-        asked = int(text)
-    if asked is None:  # torchrun's ranks see all CPUs of the node; srun's their own
-        cpus = len(os.sched_getaffinity(0)) // max(int(local) if local.isdigit() else 1, 1)
-        asked = max(cpus - num_workers, 1)
-    count = whole_number("num_threads", asked, least=1)
-    torch.set_num_threads(count)
-    for name in _THREAD_VARIABLES:
-        environ.setdefault(name, str(count))
+    text = environ.get("OMP_NUM_THREADS", "")
+    is_guess = text == "1" and "TORCHELASTIC_RUN_ID" in environ  # torchrun sets it for several ranks
+    if num_threads is None and text.isdigit() and int(text) and not is_guess:
+        num_threads = int(text)
+    if num_threads is None:  # torchrun's ranks see all CPUs of the node; srun's their own
+        num_ranks = max(int(environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        num_cpus = len(os.sched_getaffinity(0)) // num_ranks
+        num_threads = max(num_cpus - (loader.num_workers if is_loader else 0), 1)
+    torch.set_num_threads(whole_number("num_threads", num_threads, least=1))
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        environ.setdefault(name, str(num_threads))
     environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork beside its threads may hang, and it warns
-    return count
+    if not is_loader or loader.process_rank.rank == 0:
+        logger.info(
+            "set up for training: %s, TF32 on CUDA: %s; attention: sdpa; %d threads; padding right with %s "
+            "(id %d)",
+            "bfloat16" if bf16 else "float32",
+            "yes" if tf32 else "no",
+            num_threads,
+            pad.token,
+            pad.token_id,
+        )
+    return TrainingSetup(
+        bf16=bf16, num_threads=num_threads, pad=pad, model_options={"attn_implementation": "sdpa"}
+    )

@@ -1,14 +1,12 @@
-"""Withdrawn documents and excluded shards: which tokens are masked, by what, and from which step of a run on.
+"""Withdrawn documents: which tokens are masked, by what, and from which step of a run on.
 
 The lists of each data set are read once, when the loader is made. Order and positions are as without them. A
 state has what the run went by: ``0: 1f2e3d4c5b6a=0011223344556677; 1200: ...``, by the step of the order from
-which on it held. Lists are named by their plan and by the hash of the last one, excluded shards by the data
-of all shards and by a hash of their numbers.
+which on it held. Lists are named by their plan and by the hash of the last one.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from dataclasses import dataclass
@@ -20,8 +18,7 @@ import numpy.typing as npt
 from loader.find_shards import DatasetShards, ShardSet
 from loader.order import Int64s
 from shardprep.errors import BrokenShard
-from shardprep.format.names import id_ranges
-from shardprep.format.withdrawals import WHOLE, Withdrawals, withdrawal_path
+from shardprep.format.withdrawals import Withdrawals, withdrawal_path
 
 logger = logging.getLogger(__name__)
 _PLAN_DIGITS, _LIST_DIGITS = 12, 16
@@ -64,9 +61,6 @@ def withdrawn_tokens(shards: ShardSet) -> WithdrawnTokens | None:
         for number, source in enumerate(shards.sources)
         if isinstance(source, DatasetShards) and source.withdrawn.lists
     ]
-    for shard in shards.masked:
-        samples = shards.first_record[shard] + np.arange(shards.num_records[shard])
-        parts.append(np.stack([samples, np.zeros_like(samples), np.full_like(samples, WHOLE)], axis=1))
     marks = np.concatenate([np.empty((0, 3), np.int64), *parts])
     sample, begin, end = marks[np.argsort(marks[:, 0], kind="stable")].T
     return WithdrawnTokens(sample=sample.copy(), begin=begin.copy(), end=end.copy()) if len(sample) else None
@@ -91,15 +85,12 @@ def marks_of_lists(shards: ShardSet, number: int, lists: Withdrawals) -> Int64s:
 
 
 def lists_in_use(shards: ShardSet) -> str:
-    """What masks, as a state names it: the last list of each data set that has any, and excluded shards."""
+    """What masks, as a state names it: the last list of each data set that has any."""
     lists = [
         f"{source.spec.plan_id[:_PLAN_DIGITS]}={source.withdrawn.sha256[:_LIST_DIGITS]}"
         for source in shards.datasets
         if source.withdrawn.lists
     ]
-    if shards.masked:
-        which = hashlib.sha256(str(shards.masked).encode()).hexdigest()[:_LIST_DIGITS]
-        lists.append(f"{shards.fingerprint[:_PLAN_DIGITS]}={which}")
     return " ".join(lists)
 
 
@@ -110,7 +101,7 @@ def describe_lists(shards: ShardSet) -> list[str]:
         f"{withdrawal_path(source.folder, len(source.withdrawn.lists))} ({source.withdrawn.sha256[:12]})"
         for source in shards.datasets
         if source.withdrawn.lists
-    ] + ([f"excluded: shards {id_ranges(shards.masked)} are masked"] if shards.masked else [])
+    ]
 
 
 @dataclass(frozen=True)
@@ -140,22 +131,11 @@ class ListHistory:
         before = tuple(item for item in self.held if item[0] < step)
         return ListHistory(before if (before[-1][1] if before else "") == lists else (*before, (step, lists)))
 
-    def first_step_of(self, plan_id: str, known: list[str]) -> int | None:
-        """The step from which on a data set's documents were masked by one of some lists; None: by none."""
-        names = {f"{plan_id[:_PLAN_DIGITS]}={sha256[:_LIST_DIGITS]}" for sha256 in known}
-        return next((first for first, lists in self.held if names & set(lists.split())), None)
-
 
 def warn_of_lost_lists(history: ListHistory, shards: ShardSet) -> None:
     """Say where the newest lists of a state are not among those of the data sets that they are of."""
-    in_use = lists_in_use(shards).split()
     for name in history.held[-1][1].split() if history.held else []:
         plan, _, sha256 = name.partition("=")
-        if shards.fingerprint.startswith(plan) and name not in in_use:
-            logger.warning(
-                "the state's run masked shards that this loader does not exclude: they are seen again; pass "
-                "exclude_shards and amend=True as before"
-            )
         for source in shards.datasets:
             known = {each.sha256[:_LIST_DIGITS] for each in source.withdrawn.lists}
             if source.spec.plan_id.startswith(plan) and sha256 not in known:

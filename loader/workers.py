@@ -243,23 +243,6 @@ def check_batch(batch_size: int, global_batch_size: int | None, world_size: int)
     return global_batch_size
 
 
-def check_tokens_per_batch(
-    tokens_per_batch: int | None, batch_size: int | None, padding: str, max_padded_tokens: int | None
-) -> int:
-    """The samples of a batch, of which one is a batch with ``tokens_per_batch``. Raises UsageError."""
-    if (tokens_per_batch is None) == (batch_size is None):
-        raise UsageError(
-            f"batch_size is {batch_size} and tokens_per_batch {tokens_per_batch}; pass one of them: "
-            "samples of a batch, or its most tokens, padding included"
-        )
-    if tokens_per_batch is not None and (padding == "max_length" or max_padded_tokens is not None):
-        raise UsageError(
-            "tokens_per_batch says how large a padded batch is; leave out max_padded_tokens, and "
-            "padding='max_length'"
-        )
-    return 1 if batch_size is None else batch_size
-
-
 def whole_number(name: str, value: object, *, least: int) -> int:
     """The value as an int. Raises UsageError for what is none, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):

@@ -22,8 +22,24 @@ FLAGS = {
     "--lang": "the report is in English",
     "--auto": "plan says what the shards cost; give --cpus_per_task, --mem_gb and --time_min",
     "--metrics": "status --json is for programs, see docs/status_json.md",
+    "--exclude_shards": "name the shards that are to be read, as a list or a pattern",
+    "--limit_bytes": "stage copies a whole data set; plan smaller ones",
+    "--recheck": "shardprep verify DIR reads a staged copy again",
+    "--find": "peek DATA ADDRESS shows a document; where DATA --state FILE --step N names those of a step",
+    "--withdrawn": "where DATA --state FILE --step N names the documents that a step saw",
+    "--global_batch_size": "where takes the loader's settings from the checkpoint: --state FILE",
 }
 
 COMMANDS = {
     "restore": "bring files back with lfs hsm_restore, see docs/lustre.md",
+}
+
+ARGUMENTS = {  # of get_llama3_dataloader
+    "tokens_per_batch": "pack documents into rows with seq_len=, or pass group_by_length=True",
+    "exclude_shards": "name the shards that are to be read, as a list or a pattern",
+    "validation_fraction": "plan the data with --validation_fraction; split= then names a side",
+    "staged_dir": "shardprep stage DATA --to DIR makes a data set: load DIR",
+    "sample_fields": "collate_fn gets input_ids alone; boundaries= tells where documents begin",
+    "seq_len_schedule": "make one loader of a short seq_len= for the first steps, then one of the long",
+    "max_padded_tokens": "max_length= limits the width of a batch, and batch_size= its rows",
 }

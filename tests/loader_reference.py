@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import loader
-from loader.dataloader import RENAMED, arguments_by_group
+from loader.dataloader import arguments_by_group
 from loader.token_loader import TokenLoader
 from tests.checkout import ROOT
 
@@ -49,8 +49,6 @@ def _arguments() -> Iterator[str]:
             shown = "" if default in (None, (), inspect.Parameter.empty) else f"`{default!r}`"
             yield f"| `{name}` | {shown} | {_in_table(text)} |"
         yield ""
-    renamed = ", ".join(f"`{old}` (now `{new}`)" for old, new in RENAMED.items())
-    yield f"Old names still work, with a DeprecationWarning: {renamed}.\n"
 
 
 def _members() -> Iterator[str]:

@@ -30,7 +30,7 @@ def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[in
     if name == "load":
         return lambda: (0, loaded(data))
     if name == "load staged":
-        return lambda: (0, loaded(data, staged_dir=place / "staged"))
+        return lambda: (0, loaded(place / "staged"))
     if name == "load tars":
         return lambda: (
             0,

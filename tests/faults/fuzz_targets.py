@@ -20,7 +20,7 @@ import webdataset
 from hypothesis import strategies as st
 
 from loader.samples import parse_id_lists
-from loader.state import STATE_FORMAT, RunSteps, position_of
+from loader.state import STATE_FORMAT, STATE_VERSION, RunSteps, position_of
 from preprocess.formats import long_documents
 from preprocess.make.packing import BestFitRows, ConcatRows
 from preprocess.options import PrepConfig
@@ -191,6 +191,7 @@ def _state_check() -> Check:
     layout = {"world_size": 2, "batch_size": 4}
     state = {
         "format": STATE_FORMAT,
+        "version": STATE_VERSION,
         "epoch": 1,
         "step": 2,
         "num_micro": 0,

@@ -19,7 +19,6 @@ import webdataset
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.mixture import Mixture, make_stages
-from loader.where import SeenDocuments
 from shardprep.__main__ import main
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
@@ -37,7 +36,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "padded": {},
     "grouped": {"group_by_length": 2},
     "packed at load": {"seq_len": 16, "boundaries": "segment_ids"},
-    "split": {"max_length": 3, "long_documents": "split"},
 }
 Steps = list[list[list[int]]]
 LATER = ("books", "wiki")  # in some histories these come as folders of web
@@ -201,39 +199,34 @@ def test_workers_of_a_rank_agree_on_more_random_histories(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_where_names_what_each_step_of_an_amended_run_saw_and_finds_it_again(
-    data: dict[str, Path], form: str
+def test_where_names_what_each_step_of_an_amended_run_saw(
+    data: dict[str, Path], tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All of it by the tars' own numbers, as webdataset reads them, asked of the run's last state."""
-    rng, options = random.Random(f"where {form}"), FORMS[form]
-    history = History(data, rng, options)
-    ids_of: dict[Path, list[list[int]]] = {}
-    steps_of: dict[int, set[int]] = defaultdict(set)  # by a document's first id
+    """By the tars' own numbers, as webdataset reads them, asked of the run's last state."""
+    rng = random.Random(f"where {form}")
+    history = History(data, rng, FORMS[form])
+    ids_of: dict[str, list[list[int]]] = {}
     added = {name: f"web +{number}" for number, name in enumerate(history.folders) if number}
-    sources = [name for name in history.names if name not in added]
-    every = {"weights": dict.fromkeys(sources, 1), "folders": history.folders}
-    with load(data, every, amend=True, **options) as loader:
-        loader.load_state_dict(history.states[-1][1])
-        with SeenDocuments(loader) as seen:
-            for step, delivered in enumerate(history.found[:-1]):  # the last state is of before the last step
-                rows = seen.of_step(step)
-                for each, ids in zip(rows, delivered, strict=True):
-                    told = list[int]()
-                    for part in each.parts:
-                        if part.tar not in ids_of:
-                            samples = webdataset.WebDataset(str(part.tar), shardshuffle=False)
-                            ids_of[part.tar] = [json.loads(sample["token_ids.json"]) for sample in samples]
-                        whole = ids_of[part.tar][part.number]
-                        assert part.source == added.get(source_of(whole), source_of(whole))
-                        length = len(whole) if part.num_tokens < 0 else part.num_tokens
-                        told += whole[part.first_token :][:length]
-                        steps_of[whole[0]].add(step)
-                    assert told == [number for number in ids if number != EOS], (step, each)
-            for first in rng.sample(sorted(steps_of), 20):
-                number = np.array([first % 1000 - 1])
-                source = added.get(source_of([first]), source_of([first]))
-                found = seen.steps_of({source: number}, len(history.found) - 1)
-                assert {each.order_step for each in found} == steps_of[first]
+    state = tmp_path / "state.json"
+    state.write_text(json.dumps(history.states[-1][1]))
+    words = [f"{name}={data[name]}" for name in history.names if name not in added]
+    words += [f"web={data[name]}" for name in history.folders[1:]]
+    words += ["--model_id", str(data["web"].parent), "--state", str(state), "--json"]
+    for step in rng.sample(range(len(history.found) - 1), 6):  # the last state is of before the last step
+        assert main(["where", *words, "--step", str(step)]) == 0
+        documents: dict[tuple[int, int, int], list[dict[str, Any]]] = defaultdict(list)
+        for each in json.loads(capsys.readouterr().out)["documents"]:
+            documents[each["rank"], each["batch"], each["row"]].append(each)
+        for row, ids in zip(sorted(documents), history.found[step], strict=True):
+            ends = [*(each["token"] for each in documents[row][1:]), len(ids)]
+            for each, end in zip(documents[row], ends, strict=True):
+                if each["tar"] not in ids_of:
+                    samples = webdataset.WebDataset(each["tar"], shardshuffle=False)
+                    ids_of[each["tar"]] = [json.loads(sample["token_ids.json"]) for sample in samples]
+                whole = ids_of[each["tar"]][each["sample"]]
+                assert each["source"] == added.get(source_of(whole), source_of(whole))
+                piece = [number for number in ids[each["token"] : end] if number != EOS]
+                assert str(piece)[1:-1] in str(whole)[1:-1], (step, each)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -534,18 +527,14 @@ def test_the_command_where_answers_of_a_mixture_by_its_state(
     words = [f"{name}={data[name]}" for name in ("web", "code", "books")]
     words = ["where", *words, "--model_id", str(data["web"].parent), "--state", str(tmp_path / "state.json")]
     assert main([*words, "--step", "7", "--json"]) == 0
-    samples = json.loads(capsys.readouterr().out)["samples"]
-    assert sources_in(samples) == [*map(source_of, found[7])]
+    documents = json.loads(capsys.readouterr().out)["documents"]
+    assert [each["source"] for each in documents] == [*map(source_of, found[7])]
     assert main([*words, "--json"]) == 0
-    last = json.loads(capsys.readouterr().out)["samples"]
-    assert sorted(sources_in(last)) == sorted(map(source_of, chain(*found[-2:])))
+    last = json.loads(capsys.readouterr().out)["documents"]
+    assert sorted(each["source"] for each in last) == sorted(map(source_of, chain(*found[-2:])))
     assert main([*words, "--step", "70"]) == 2
     assert "take a later checkpoint" in capsys.readouterr().err
-    assert main([*words[:2], *words[3:], "--step", "7"]) == 2
-    assert "name its shards, too: code=PATH" in capsys.readouterr().err
+    assert main([*words[:2], *words[3:], "--step", "7"]) == 78
+    assert "samples of code, which this loader has not" in capsys.readouterr().err
     assert main([*words[:2], str(data["code"]), *words[4:]]) == 2
     assert "names no source, as web=" in capsys.readouterr().err
-
-
-def sources_in(samples: list[dict[str, Any]]) -> list[str]:
-    return [part["source"] for each in samples for part in each["parts"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,9 @@ from transformers import DataCollatorForLanguageModeling, LlamaConfig, LlamaForC
 import loader
 import shardprep
 from loader import get_llama3_dataloader
-from loader.dataloader import RENAMED, arguments_by_group
+from loader.dataloader import arguments_by_group
 from shardprep.errors import NotFound, UsageError
+from shardprep.removed import ARGUMENTS
 from tests import loader_reference
 from tests.external_tars import write_numbered_data
 from tests.waiting import HANG_S
@@ -30,7 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_numbered_data(tmp_path_factory.mktemp("data"), 64, 2)
 
 
-def load(data: Path, batch_size: int | None = None, **options: Any) -> Any:
+def load(data: Path, batch_size: int = 4, **options: Any) -> Any:
     return get_llama3_dataloader(data, batch_size, data, num_workers=0, **options)
 
 
@@ -47,28 +49,26 @@ def test_the_reference_page_says_what_the_code_declares() -> None:
     assert found == loader_reference.page(), "run: python -m tests.loader_reference"
 
 
-@pytest.mark.parametrize(
-    ("old", "value", "options"),
-    [
-        ("batch_tokens", 64, {}),
-        ("max_batch_tokens", 10_000, {"batch_size": 4}),
-        ("schedule", None, {"batch_size": 4}),
-    ],
-)
-def test_old_names_work_and_say_the_new_one(data: Path, old: str, value: Any, options: Any) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{old} is called {RENAMED[old]} now"):
-        by_old_name = load(data, **options, **{old: value})
-    by_new_name = load(data, **options, **{RENAMED[old]: value})
-    assert by_old_name.state_dict() == by_new_name.state_dict()
-    with pytest.raises(UsageError, match=f"pass {RENAMED[old]} alone"):
-        load(data, **options, **{old: value, RENAMED[old]: value})
-
-
 def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data: Path) -> None:
     with pytest.raises(
-        TypeError, match=r"no argument 'seqlen', did you mean 'seq_len'; .*storage: staged_dir"
+        TypeError, match=r"no argument 'seqlen', did you mean 'seq_len'; .*storage: cache_dir"
     ):
         load(data, 4, seqlen=16)
+
+
+@pytest.mark.processes
+def test_a_collate_fn_is_called_in_the_training_process(data: Path) -> None:
+    made = get_llama3_dataloader(data, 4, data, num_workers=2, collate_fn=lambda _: os.getpid())
+    with made as one:
+        assert {*one} == {os.getpid()}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_went_is_answered_with_what_to_do_instead(data: Path, name: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        load(data, 4, **{name: 1})
+    assert name in str(raised.value)
+    assert ARGUMENTS[name] in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +86,9 @@ def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group(data:
             ({name: value}, f"{name} is {value!r}, expected {said}")
             for value, names, said in (
                 ("x", ("shuffle", "amend", "pin_memory", "persistent_workers"), "True or False"),
-                ("2", ("batch_size", "global_batch_size", "max_padded_tokens"), "a whole number"),
+                ("2", ("batch_size", "global_batch_size"), "a whole number"),
                 (True, ("seq_len", "pad_to_multiple_of", "num_workers", "prefetch_factor"), "a whole number"),
-                (1.0, ("tokens_per_batch", "rank", "world_size", "seed"), "a whole number"),
-                ("1", ("validation_fraction",), "a number above 0"),
+                (1.0, ("rank", "world_size", "seed"), "a whole number"),
             )
             for name in names
         ),
@@ -173,7 +172,7 @@ def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(d
 @given(
     st.integers(1, 6),
     st.sampled_from([None, 8]),
-    st.sampled_from([{}, {"max_length": 7}, {"max_length": 7, "long_documents": "split"}]),
+    st.sampled_from([{}, {"max_length": 7}]),
     st.integers(0, 3),
 )
 def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(

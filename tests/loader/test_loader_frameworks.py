@@ -140,9 +140,8 @@ def evaluate_in_trainer(run, seen):
     class OwnTrainer(LoaderMixin, Trainer):
         pass
 
-    options = {"num_workers": 0, "validation_fraction": 0.1}
-    train_loader = get_llama3_dataloader(DATA, 8, DATA, split="train", **options)
-    eval_loader = get_llama3_dataloader(DATA, 8, DATA, split="validation", **options)
+    train_loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0)
+    eval_loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0, split="validation")
     arguments = TrainingArguments(
         output_dir=f"{OUT}/e", use_cpu=True, report_to=[], max_steps=4, disable_tqdm=True,
         eval_strategy="steps", per_device_train_batch_size=8, eval_steps=2, save_strategy="no",

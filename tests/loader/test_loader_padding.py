@@ -12,7 +12,6 @@ import pytest
 import webdataset
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader import samples as token_ids
 from shardprep.errors import BrokenShard, UsageError
 
 if TYPE_CHECKING:
@@ -48,48 +47,9 @@ def test_long_documents_are_truncated_and_what_is_cut_is_counted(
             assert loader.metrics.num_tokens == sum(map(len, found))
 
 
-@pytest.mark.parametrize("max_length", [3, 20, 10**6])
-def test_long_documents_are_split_without_losing_a_token(
-    made_dir: Path, documents: list[tuple[int, ...]], max_length: int
-) -> None:
-    expected = [ids[at : at + max_length] for ids in documents for at in range(0, len(ids), max_length)]
-    with load(made_dir, 1, max_length=max_length, long_documents="split", shuffle=False) as loader:
-        assert len(loader) == len(expected)
-        found = [ids for batch, _ in zip(loader, range(300), strict=False) for ids in shown(batch)]
-        assert found == expected[:300]
-    with load(made_dir, 7, max_length=max_length, long_documents="split") as loader:
-        steps = min(len(loader), 50)
-        assert {ids for batch, _ in zip(loader, range(steps), strict=False) for ids in shown(batch)} <= set(
-            expected
-        )
-        assert loader.metrics.num_cut_tokens == 0
-
-
-def test_a_document_is_decoded_once_a_window_however_many_pieces_it_has(
-    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = " ".join(f"word{number % 97}" for number in range(6000))
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw" / "a.txt").write_text(f"short one\n{text}\nanother\n", encoding="utf-8")
-    prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=1)
-    prep.make(tmp_path / "data")
-    decoded: list[int] = []
-    real = token_ids.parse_id_lists
-
-    def counting(texts: list[memoryview]) -> Any:
-        decoded.extend(len(each) for each in texts if len(each) > 1000)
-        return real(texts)
-
-    monkeypatch.setattr(token_ids, "parse_id_lists", counting)
-    with load(tmp_path / "data", 2, max_length=16, long_documents="split") as loader:
-        assert len(list(loader)) > 400
-        num_windows = len(list(loader.order.windows(0)))
-    assert 0 < len(decoded) <= num_windows < 100
-
-
 def test_long_documents_are_refused_where_asked_naming_the_first(made_dir: Path) -> None:
     with load(made_dir, max_length=20, long_documents="error") as loader:
-        message = r'sample \d+ of .*shard-0000\d\.tar holds \d+ tokens, more than max_length=20; .*"split"'
+        message = r"sample \d+ of .*shard-0000\d\.tar holds \d+ tokens, more than max_length=20; .*seq_len="
         with pytest.raises(BrokenShard, match=message):
             list(loader)
     with load(made_dir, max_length=10**6, long_documents="error") as loader:
@@ -107,25 +67,14 @@ def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(made_dir: 
     assert {width % 16 for width in widths(pad_to_multiple_of=16)} == {0}
 
 
-def test_a_batch_too_large_for_the_limit_is_refused_and_what_can_never_fit_at_once(
-    made_dir: Path,
-) -> None:
-    message = r"padded to \d+ tokens has .* pass max_length=60 or less"
-    with load(made_dir, max_padded_tokens=8 * 60) as loader, pytest.raises(UsageError, match=message):
-        list(loader)
-    with load(made_dir, max_padded_tokens=8 * 60, max_length=60) as loader:
-        assert len(list(loader)) == len(loader)
-    with pytest.raises(UsageError, match="batch_size 8 x max_length 61 can make 488 tokens"):
-        load(made_dir, max_padded_tokens=8 * 60, max_length=61)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"padding": "max_length"}, "needs max_length"),
-        ({"long_documents": "split"}, "needs max_length"),
+        ({"long_documents": "error"}, "needs max_length"),
         ({"padding": "left"}, "padding is 'left', expected 'longest' or 'max_length'"),
-        ({"max_length": 4, "long_documents": "drop"}, "expected 'split' or 'truncate' or 'error'"),
+        ({"max_length": 4, "long_documents": "drop"}, "expected 'truncate' or 'error'"),
+        ({"max_length": 4, "long_documents": "split"}, "seq_len="),
         ({"group_by_length": 3}, "groups of 3 samples of like length do not divide the global batch of 8"),
         (
             {"group_by_length": 50, "batch_size": 4},

@@ -19,7 +19,7 @@ from loader import TokenLoader, get_llama3_dataloader
 from loader import reading as open_shard
 from loader.find_shards import find_shards
 from loader.reading import ShardReader
-from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember, UsageError
+from shardprep.errors import BrokenShard, NotFound, ReadWriteError, UnknownMember
 from shardprep.format.idx import CHUNK_RECORDS
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def first_orders(folder: Path, **options: Any) -> list[list[int]]:
     return orders
 
 
-@pytest.mark.parametrize("options", [{}, {"seq_len": 32}, {"max_length": 8, "long_documents": "split"}])
+@pytest.mark.parametrize("options", [{}, {"seq_len": 32}])
 def test_the_ranks_begin_with_different_shards(made: Path, options: dict[str, Any]) -> None:
     orders = first_orders(made / "json", **options)
     assert [order[0] for order in orders] == [0, 1, 2, 3]
@@ -293,7 +293,7 @@ def test_the_ranks_begin_with_different_shards(made: Path, options: dict[str, An
 
 
 def test_a_tar_of_ours_that_became_a_fifo_is_refused_and_not_waited_for(copied: Path) -> None:
-    """By a rank that does not look at sizes beforehand; a reader of a FIFO waits for a writer."""
+    """A reader of a FIFO waits for a writer."""
     (copied / "shard-00002.tar").unlink()
     os.mkfifo(copied / "shard-00002.tar")
     with (
@@ -361,46 +361,6 @@ def test_the_limit_of_handles_bounds_the_shards_kept_open(
 ) -> None:
     monkeypatch.setattr("loader.reading.resource.getrlimit", lambda _: (24, 24))
     assert ShardReader(find_shards(made / "json"))._files.max_open == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("named", "how"), [(1, "folder"), ("shard-00001.tar", "pattern"), ("path", "folder")]
-)
-def test_an_excluded_shard_is_left_out_before_the_order(copied: Path, named: Any, how: str) -> None:
-    shards = copied if how == "folder" else f"{copied}/shard-*.tar"
-    excluded = copied / "shard-00001.tar" if named == "path" else named
-    kept = [copied / f"shard-0000{number}.tar" for number in (0, 2, 3)]
-    expected = epoch(load(kept))
-    assert epoch(load(shards, exclude_shards=[excluded])) == expected
-    for suffix in ("tar", "idx", "json"):  # bad in whatever way
-        (copied / f"shard-00001.{suffix}").write_bytes(b"broken")
-    assert epoch(load(shards, exclude_shards=[excluded])) == expected
-    (copied / "shard-00001.json").unlink()
-    with pytest.raises(MissingShard):
-        load(copied)
-    assert epoch(load(copied, exclude_shards=[excluded])) == expected
-
-
-def test_broken_tars_of_others_can_be_excluded_and_unknown_or_doubtful_names_are_refused(
-    prep: Prep, tmp_path: Path
-) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        for name in ("one", "two"):
-            with webdataset.TarWriter(str(tmp_path / folder / f"{name}.tar")) as writer:
-                writer.write({"__key__": "d", "token_ids.json": [1]})
-    (tmp_path / "a" / "one.tar").write_bytes(b"broken")
-    both = [tmp_path / "a", tmp_path / "b"]
-    options: dict[str, Any] = {"model_id": prep.model_dir, "batch_size": 1}
-    assert len(load(both, exclude_shards=[tmp_path / "a" / "one.tar"], **options)) == 3
-    assert len(load(tmp_path / "a", exclude_shards=["one.tar"], **options)) == 1
-    with pytest.raises(UsageError, match=r"names 'three\.tar', which is none of the shards"):
-        load(tmp_path / "b", exclude_shards=["three.tar"], **options)
-    with pytest.raises(UsageError, match=r"fits .*a/one\.tar and .*b/one\.tar; name the path"):
-        load(both, exclude_shards=["one.tar"], **options)
-    with pytest.raises(UsageError, match="holds no sample that is not excluded"):
-        load(tmp_path / "b", exclude_shards=["one.tar", "two.tar"], **options)
 
 
 @pytest.mark.processes

@@ -184,9 +184,9 @@ def test_a_compressed_tar_among_others_is_refused_instead_of_passed_over(
     tars: list[Path], tmp_path: Path, model: str
 ) -> None:
     (tmp_path / "part-03.tar.gz").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"part-03\.tar\.gz is compressed; decompress it, or name it in"):
+    with pytest.raises(UsageError, match=r"part-03\.tar\.gz is compressed; decompress it"):
         batches(tmp_path, model)
-    assert len(numbers(batches(tmp_path, model, exclude_shards=["part-03.tar.gz"]))) == 18
+    assert len(numbers(batches(tmp_path / "part-*.tar", model))) == 18
 
 
 def test_a_file_that_is_no_tar_is_refused_with_the_pattern_to_use(tmp_path: Path, model: str) -> None:
@@ -344,11 +344,9 @@ def test_ids_that_are_none_are_refused_with_sample_and_shard(
     with webdataset.TarWriter(str(tmp_path / "a.tar"), encoder=False) as writer:
         for number, data in enumerate((b"[1]", raw, b"[3]")):
             writer.write({"__key__": f"d{number}", "token_ids.json": data})
-    options: dict[str, Any]
-    for options in ({}, {"split": "train", "validation_fraction": 1e-3}):
-        with pytest.raises(BrokenShard, match=r"sample 1 of .*a\.tar") as error:
-            batches(tmp_path / "a.tar", model, **options)
-        assert message in str(error.value)
+    with pytest.raises(BrokenShard, match=r"sample 1 of .*a\.tar") as error:
+        batches(tmp_path / "a.tar", model)
+    assert message in str(error.value)
 
 
 def test_a_huge_last_id_is_refused_where_lengths_are_counted_beforehand(tmp_path: Path, model: str) -> None:

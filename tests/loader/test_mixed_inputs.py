@@ -30,7 +30,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from loader import get_llama3_dataloader
-from loader.__main__ import main as loader_main
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -202,17 +201,6 @@ def test_peek_prints_the_document_at_an_address(mixed: Mixed) -> None:
         )
         for address in [*mixed.places_of(word), *by_id]:
             assert word in mixed.printed(address)
-
-
-def test_where_names_the_steps_that_see_it(mixed: Mixed, capsys: pytest.CaptureFixture[str]) -> None:
-    for word in mixed.some_words():
-        address = ":".join(mixed.loaded.origins[word].address.split(":")[:2])
-        for find in [address, *mixed.places_of(word)]:
-            asked = ["where", str(mixed.data), "--find", find, "--batch_size", "1", "--json"]
-            assert loader_main(asked) == 0
-            seen = {sight["order_step"] for sight in json.loads(capsys.readouterr().out)["seen"]}
-            assert seen & mixed.loaded.steps[word]
-            assert mixed.is_rows or seen == mixed.loaded.steps[word]
 
 
 def test_a_source_has_the_documents_that_were_written_for_it(mixed: Mixed) -> None:

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 
 from loader import SourceLosses, TokenLoader, get_llama3_dataloader, source_ids
 from loader.context_parallel import split_for_context_parallel
-from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -106,19 +105,13 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
     ("documents", {}),
     ("documents", {"num_workers": 2}),
     ("documents", {"max_length": 40}),
-    ("documents", {"max_length": 40, "long_documents": "split"}),
-    ("documents", {"tokens_per_batch": 8192, "batch_size": None}),
-    ("documents", {"tokens_per_batch": 8192, "batch_size": None, "num_workers": 2}),
     ("documents", {"targets": "shifted"}),
     ("documents", {"group_by_length": 4}),
-    ("documents", {"split": "train", "validation_fraction": 0.2}),
-    ("documents", {"split": "validation", "validation_fraction": 0.2}),
     ("documents", {"seq_len": ROW}),
     ("documents", {"seq_len": ROW, "num_workers": 2, "boundaries": "segment_ids"}),
-    ("documents", {"seq_len": ROW, "targets": "shifted", "seq_len_schedule": [(0, ROW // 4)]}),
+    ("documents", {"seq_len": ROW, "targets": "shifted"}),
     ("concat", {}),
     ("concat", {"boundaries": "segment_ids", "num_workers": 2}),
-    ("concat", {"seq_len_schedule": [(0, ROW // 4)]}),
     ("best_fit", {}),
     ("best_fit", {"boundaries": "position_ids"}),
     ("held_out", {"split": "validation"}),
@@ -131,34 +124,20 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 def test_each_document_of_a_batch_is_the_one_that_lies_where_its_origin_says(
     sets: dict[str, Path], name: str, options: dict[str, Any]
 ) -> None:
-    """And where ``where`` says that the batch's step saw it."""
     seen: dict[tuple[int, ...], int] = defaultdict(int)
     num_batches = num_places = 0
     with load(sets[name], **options) as loader:
         first = loader.tokenizer.bos_token_id
-        where: SeenDocuments | None = None
-        if not options.keys() & {"tokens_per_batch", "seq_len_schedule"}:
-            where = SeenDocuments(loader)
         while num_places < LEAST_PLACES:
             for batch in loader:
-                said = where.of_step(num_batches) if where else []
-                samples = {each.row: {(part.tar, part.number) for part in each.parts} for each in said}
                 num_batches += 1
-                for (origin, part), row in zip(
-                    pieces_of(batch), batch["origins"][:, 0].tolist(), strict=True
-                ):
+                for origin, part in pieces_of(batch):
                     whole = whole_of(origin, loader, first)
                     assert str(part)[1:-1] in str(whole)[1:-1], (origin, part[:9], whole[:9])
                     assert part or name == "documents", "a document has tokens"
-                    found = loader.origin(*origin)
-                    assert where is None or (found.tar, found.sample) in samples[row]
                     seen[tuple(origin)] += len(part)
                     num_places += 1
     assert num_batches > 3
-    whole_documents = name == "documents" and options.get("long_documents") == "split"
-    if whole_documents:  # all pieces of a document have its origin
-        lengths = {key: len(whole_of(list(key), loader, -1)) for key in seen}
-        assert sum(seen[key] == lengths[key] for key in seen) > len(seen) / 2
 
 
 def test_the_address_of_an_origin_is_that_of_its_text(prep: Prep, sets: dict[str, Path]) -> None:
@@ -301,9 +280,7 @@ def test_trainer_logs_the_mean_loss_of_each_source(sets: dict[str, Path], tmp_pa
 
     sources = {"web": sets["documents"], "code": sets["concat"]}
     options = {"weights": {"web": 0.5, "code": 0.5}, "seq_len": ROW, "boundaries": "transformers"}
-    eval_loader = load(
-        sets["documents"], seq_len=ROW, split="validation", validation_fraction=0.2, boundaries="transformers"
-    )
+    eval_loader = load(sets["held_out"], split="validation", boundaries="transformers")
     with load(sources, global_batch_size=8, **options) as loader, eval_loader:
         torch.manual_seed(0)
         model = LlamaForCausalLM(

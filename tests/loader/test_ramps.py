@@ -1,28 +1,24 @@
-"""Global batches and rows that grow with the steps of a run: nothing lost or twice, elastic as all else."""
+"""Global batches that grow with the steps of a run: nothing lost or twice, elastic as all else."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.state import Position, RunSteps
-from loader.where import SeenDocuments
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 
 NUM_SAMPLES = 203
 SIZES = [(0, 8), (5, 24), (9, 16), (30, 32)]
-LENGTHS = [(0, 4), (3, 8), (20, 16)]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +133,6 @@ def test_a_state_inside_of_a_grown_step_resumes_there(data: Path) -> None:
         assert documents_of(loader.peek()) == whole[6][16:]
         seen += steps_of_rest(loader)
         assert seen == whole[6]
-        loader.skip(1)
         assert loader.num_steps_delivered == 7
 
 
@@ -181,80 +176,6 @@ def test_a_mixture_changes_its_weights_at_the_steps_of_training(data: Path, tmp_
     assert 0 < sum(of_other[20:]) < sum(map(size_at, range(20, 24)))
 
 
-def rows_of(loader: TokenLoader) -> list[Any]:
-    return [dict(batch.items()) for batch in loader]
-
-
-@pytest.mark.parametrize("targets", ["same", "shifted"])
-def test_rows_come_cut_to_the_length_of_their_stage_and_no_token_is_lost(data: Path, targets: Any) -> None:
-    options: dict[str, Any] = {
-        "batch_size_schedule": None,
-        "seq_len": 16,
-        "targets": targets,
-        "boundaries": "segment_ids",
-    }
-    with load(data, **options) as plain, load(data, seq_len_schedule=LENGTHS, **options) as ramped:
-        for number, (whole, cut) in enumerate(zip(rows_of(plain), rows_of(ramped), strict=True)):
-            length = next(length for first, length in reversed(LENGTHS) if first <= number)
-            for name in ("input_ids", "labels", "attention_mask"):
-                assert cut[name].shape == (8 * 16 // length, length)
-            assert (cut["input_ids"].flatten() == whole["input_ids"].flatten()).all()
-            known = whole["labels"].flatten() != cut["labels"].flatten()
-            at = torch.nonzero(known).flatten() % length
-            assert targets == "same" or not len(at), "every target stays"
-            # Documents stay apart, and each shorter row counts its own from 1.
-            changes = whole["segment_ids"].flatten().diff() != 0
-            changes[length - 1 :: length] = True
-            segments = cut["segment_ids"]
-            assert (segments[:, 0] == 1).all()
-            assert ((segments.flatten().diff() != 0) <= changes).all()
-            inside = (torch.arange(1, segments.numel()) % length) != 0
-            assert ((segments.flatten().diff() != 0)[inside] == changes[inside]).all()
-
-
-def test_a_run_of_growing_rows_and_batches_resumes_on_another_world(data: Path) -> None:
-    options: dict[str, Any] = {
-        "seq_len": 16,
-        "seq_len_schedule": LENGTHS,
-        "batch_size_schedule": [(0, 8), (4, 16)],
-    }
-    with load(data, **options) as loader:
-        whole = steps(loader, 12)
-        state = loader.state_at(3)
-    assert [len(step[0]) for step in whole[2:5]] == [4, 8, 8]
-    parts = []
-    for rank in range(2):
-        with load(data, 2, rank, **options) as loader:
-            loader.load_state_dict(state)
-            parts.append(steps(loader, 9))
-    for number, of_ranks in enumerate(zip(*parts, strict=True), start=3):
-        found, expected = (Counter(map(tuple, rows)) for rows in (chain(*of_ranks), whole[number]))
-        assert found == expected
-
-
-def test_a_collate_fn_gets_the_shorter_rows(data: Path) -> None:
-    with load(
-        data, batch_size_schedule=None, seq_len=16, seq_len_schedule=[(0, 4), (1, 16)], collate_fn=list
-    ) as loader:
-        first: Any = next(iter(loader))
-        loader.load_state_dict(loader.state_at(1))
-        second: Any = next(iter(loader))
-    assert [len(sample["input_ids"]) for sample in first] == [4] * 32
-    assert [len(sample["input_ids"]) for sample in second] == [16] * 8
-
-
-def test_a_row_that_is_padding_alone_has_one_place_in_its_mask() -> None:
-    from loader.batches import cut_lengths, cut_rows
-
-    lengths = np.array([8, 3, 5])
-    ids = torch.arange(24).reshape(3, 8)
-    mask = (torch.arange(8) < torch.from_numpy(lengths)[:, None]).long()
-    fields = {"input_ids": ids, "labels": ids.clone(), "attention_mask": mask}
-    cut_rows(fields, 4)
-    assert cut_lengths(lengths, 8, 4).tolist() == [4, 4, 3, 0, 4, 1]
-    assert fields["attention_mask"].sum(1).tolist() == [4, 4, 3, 1, 4, 1]
-
-
 def test_a_state_of_another_ramp_is_refused(data: Path) -> None:
     with load(data) as loader:
         state = loader.state_at(5)
@@ -283,19 +204,8 @@ def test_a_state_of_another_ramp_is_refused(data: Path) -> None:
         ({"batch_size_schedule": 8}, r"expected pairs such as \[\(0, 256\)"),
         ({"batch_size_schedule": [(0, 8), (5, 8 * 26)]}, "26 x the least, and an epoch has 25"),
         ({"split": "validation"}, "batch_size_schedule is for training"),
-        ({"seq_len_schedule": [(0, 4)]}, "these samples are documents: a shorter max_length would lose"),
-        (
-            {"seq_len": 16, "seq_len_schedule": [(0, 5)]},
-            "cannot be cut into equal ones of 5; .* 1, 2, 4, 8, 16",
-        ),
     ],
 )
 def test_what_makes_no_ramp_is_refused(data: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         load(data, **options)
-
-
-def test_what_a_ramped_loader_saw_is_not_told_wrongly(data: Path) -> None:
-    rows: dict[str, Any] = {"seq_len": 16, "seq_len_schedule": LENGTHS}
-    with load(data, **rows) as loader, pytest.raises(UsageError, match="cuts rows"):
-        SeenDocuments(loader)

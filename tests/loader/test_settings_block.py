@@ -61,7 +61,7 @@ def test_settings_and_steps_of_an_epoch_stand_in_one_record(
         ({"max_length": 64}, 1),
         ({"seq_len": 128}, 0),
         ({"rank": 1, "world_size": 2}, 0),
-        ({"split": "validation", "validation_fraction": 0.2}, 0),
+        ({"split": "validation"}, 0),
     ],
 )
 def test_rank_0_warns_once_of_training_documents_without_eos(

@@ -132,7 +132,7 @@ def test_the_example_trains_with_it(
     words = [str(tmp_path / "data"), str(tmp_path / "saved"), *words]
     monkeypatch.setattr("sys.argv", ["train_llama.py", *words])
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     for name, value in {**variables, "TOKENIZERS_PARALLELISM": "false"}.items():
         monkeypatch.setenv(name, value)
     example = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))

@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.__main__ import PROGRAM
+from loader import TokenLoader, get_llama3_dataloader
 from shardprep.errors import BrokenShard
 from shardprep.format.withdrawals import read_withdrawals, withdrawal_path
 
@@ -44,18 +42,13 @@ FORMS: dict[str, dict[str, Any]] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("json", {}),
     "cut": ("npy", {"max_length": 5}),
-    "split": ("json", {"max_length": 5, "long_documents": "split"}),
     "grouped": ("npy", {"group_by_length": 2}),
-    "by tokens": ("json", {"batch_size": None, "tokens_per_batch": 64}),
     "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),
-    "validation": ("json", {"split": "validation", "validation_fraction": 0.2}),
-    "train": ("json", {"split": "train", "validation_fraction": 0.2}),
     "joined": ("json", {"seq_len": 16}),
     "joined with boundaries": ("json", {"seq_len": 16, "boundaries": ["segment_ids", "cu_seqlens"]}),
     "joined with EOS": ("npy", {"seq_len": 16, "boundaries": "transformers"}),
     "packed": ("concat", {}),
     "packed with boundaries": ("concat", {"boundaries": ["segment_ids", "position_ids"]}),
-    "packed and cut": ("concat", {"seq_len_schedule": [(0, 8), (3, 16)]}),
     "best fit": ("best_fit", {"boundaries": "transformers"}),
     "chat": ("chat", {"boundaries": "segment_ids"}),
     "shifted": ("concat", {"targets": "shifted"}),
@@ -102,8 +95,6 @@ WITHDRAWN = frozenset(random.Random(1).sample(range(1, NUM_DOCUMENTS + 1), 20))
 
 def load(data: Path, name: str, world: int = 1, rank: int = 0, **options: Any) -> TokenLoader:
     given = {"batch_size": 12 // world, "num_workers": 0, "seed": 3, **options}
-    if "tokens_per_batch" in given:
-        given["global_batch_size"] = 6
     return get_llama3_dataloader(data / name, rank=rank, world_size=world, **given)
 
 
@@ -288,73 +279,3 @@ def test_a_state_goes_on_when_a_list_grows_and_names_the_lists(
     withdrawal_path(tmp_path / "set", 1).write_text("{}")
     with pytest.raises(BrokenShard, match=r"0001\.json.*bring the folder back"):
         load(tmp_path, "set")
-
-
-@pytest.mark.parametrize("form", ["json", "concat"])
-def test_shards_that_are_excluded_of_a_run_keep_their_place_and_are_masked(
-    data: Path, form: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with load(data, form, exclude_shards=[0, 2], batch_size=1) as loader:
-        gone = torch.cat([batch["input_ids"].reshape(-1) for batch in loader]).unique()
-        gone = gone[(gone != EOS) & (gone != PAD)]
-    with load(data, form) as loader:
-        batches = list(loader)
-        state = loader.state_at(3)
-    with load(data, form, exclude_shards=[1]) as loader, pytest.raises(OtherRun, match="amend=True"):
-        loader.load_state_dict(state)
-    with load(data, form, exclude_shards=[1], amend=True) as loader:
-        loader.load_state_dict(state)
-        found = list(loader)
-        later = json.loads(json.dumps(loader.state_at(4)))
-        assert "excluded: shards 1 are masked" in loader.describe()
-    assert len(found) == len(batches) - 3
-    num_gone = 0
-    for batch, masked_batch in zip(batches[3:], found, strict=True):
-        ids, labels = masked_batch["input_ids"], masked_batch["labels"]
-        is_gone = torch.isin(batch["input_ids"], gone)
-        num_gone += int(is_gone.sum())
-        assert (ids[is_gone] == PAD).all()
-        assert (labels[is_gone] == -100).all()
-        is_kept = ~is_gone & (batch["input_ids"] != EOS)
-        assert torch.equal(ids[is_kept], batch["input_ids"][is_kept])
-    assert num_gone > 50
-    caplog.clear()
-    with load(data, form) as loader:
-        loader.load_state_dict(later)
-    assert "masked shards that this loader does not exclude" in caplog.text
-
-
-@pytest.mark.parametrize("case", ["padded", "split", "joined", "chat", "trained best fit"])
-def test_where_names_the_steps_that_saw_them_before(
-    data: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    form, options = CASES[case]
-    shutil.copytree(data / form, tmp_path / "set")
-
-    def run(state: dict[str, Any] | None, num_steps: int) -> tuple[list[set[int]], dict[str, Any]]:
-        with load(tmp_path, "set", **options) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            batches = (batch for _ in range(9) for batch in loader)
-            found = [set(batch["input_ids"].flatten().tolist()) for batch in islice(batches, num_steps)]
-            return found, loader.state_dict()
-
-    steps, state = run(None, 20)
-    (tmp_path / "set" / "withdrawn").mkdir()
-    for number in (1, 2):
-        name = f"{number:04d}.json"
-        shutil.copy(data / f"{form} withdrawn" / "withdrawn" / name, tmp_path / "set" / "withdrawn" / name)
-        more, state = run(state, 30)
-        steps += more
-    (tmp_path / "state.json").write_text(json.dumps(state))
-    words = ["where", str(tmp_path / "set"), "--withdrawn", "--state", str(tmp_path / "state.json")]
-    assert PROGRAM.run([*words, "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["until_step"] == len(steps) == 80
-    first = set(sorted(WITHDRAWN)[::2])
-    for each, names, masked_from in zip(answer["lists"], (first, WITHDRAWN - first), (20, 50), strict=True):
-        assert each["masked_from"] == masked_from
-        assert each["steps"] == [step for step, ids in enumerate(steps) if ids & names]
-        assert 0 <= max(each["steps"], default=-1) < masked_from
-    assert PROGRAM.run(words) == 0
-    assert "0001.json" in capsys.readouterr().out

@@ -46,7 +46,7 @@ def test_importing_the_loader_names_the_extra(tmp_path: Path) -> None:
     assert "During handling" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [[], ["where", "--step", "0", "--batch_size", "4"]])
+@pytest.mark.parametrize("words", [[], ["where", "--state", "checkpoint.pt"]])
 def test_a_command_that_needs_torch_names_the_extra_in_one_line(
     tmp_path: Path, made_dir: Path, words: list[str]
 ) -> None:

@@ -116,8 +116,8 @@ BREAKS = [
     Break(
         "a resumed run keeps its schedule of weights",
         "loader/token_loader.py",
-        "self._progress.load(position, skipped)",
-        "self._progress.load(position, skipped)\n"
+        "self._progress.load(position)",
+        "self._progress.load(position)\n"
         "        if isinstance(self.order, Mixture):\n"
         "            first = replace(self.order, stages=self.order.stages[:1])\n"
         "            self._go_by(replace(self.chunks.plan, order=first))",

@@ -68,7 +68,7 @@ def damaged(state: Any) -> Iterator[tuple[str, Any]]:
 
 
 # Other values of these are states as good as any.
-FREE = ("epoch", "step", "num_micro", "skipped", "block_samples", "window_samples")
+FREE = ("epoch", "step", "num_micro", "block_samples", "window_samples")
 
 
 @pytest.mark.slow

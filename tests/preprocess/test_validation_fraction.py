@@ -18,7 +18,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from loader import get_llama3_dataloader
-from loader.where import SeenDocuments
 from preprocess.look.train_tokenizer import train_tokenizer
 from shardprep.errors import UsageError
 from tests.chat_sets import PLAIN, chat_model, conversations, write_chats
@@ -297,23 +296,16 @@ def test_the_loader_gives_the_planned_sides_on_every_world(
         assert shuffled <= {tuple(ids) for step in plain for ids in step}
     copy = tmp_path / "without_index"
     shutil.copytree(data, copy, ignore=shutil.ignore_patterns("index.json"))
-    assert load(copy, model, split="validation", validation_fraction=FRACTION) == by_world[0]
+    assert load(copy, model, split="validation") == by_world[0]
 
 
-def test_the_loader_says_which_rule_holds_and_refuses_another_fraction(
-    prep: Prep, raws: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_loader_says_which_rule_holds(prep: Prep, raws: dict[str, Path], tmp_path: Path) -> None:
     planned = make(prep, raws, tmp_path / "planned", "packed")
     settings: dict[str, Any] = {"num_workers": 0, "batch_size": 2, "model_id": prep.model_dir}
     with get_llama3_dataloader(planned, split="train", **settings) as loader:
         assert "split: train, by plan, 0.2 of the documents by their content" in loader.describe()
-        state = loader.state_at(1)
-    with get_llama3_dataloader(planned, split="train", validation_fraction=FRACTION, **settings) as loader:
-        loader.load_state_dict(state)
     with get_llama3_dataloader(planned, **settings) as loader:
         assert "with the documents that the plan holds out" in loader.describe()
-    with pytest.raises(UsageError, match=r"was planned with --validation_fraction 0\.2"):
-        get_llama3_dataloader(planned, split="train", validation_fraction=0.1, **settings)
     (planned / "shard-00000.idx").unlink()
     with (
         get_llama3_dataloader(planned, split="validation", **settings) as loader,
@@ -322,13 +314,12 @@ def test_the_loader_says_which_rule_holds_and_refuses_another_fraction(
         list(loader)
 
 
-def test_old_data_sets_keep_their_rule(prep: Prep, raws: dict[str, Path], tmp_path: Path) -> None:
-    old = make(prep, raws, tmp_path / "old", "packed", validation_fraction=0.0)
-    settings: dict[str, Any] = {"num_workers": 0, "batch_size": 2, "model_id": prep.model_dir}
-    with get_llama3_dataloader(old, split="train", validation_fraction=0.1, **settings) as loader:
-        assert "split: train, by shards, one of 10 for validation" in loader.describe()
-    with pytest.raises(UsageError, match="needs validation_fraction"):
-        get_llama3_dataloader(old, split="train", **settings)
+def test_a_side_of_a_data_set_that_was_planned_without_a_fraction_is_refused(
+    prep: Prep, raws: dict[str, Path], tmp_path: Path
+) -> None:
+    whole = make(prep, raws, tmp_path / "whole", "packed", validation_fraction=0.0)
+    with pytest.raises(UsageError, match="--validation_fraction"):
+        get_llama3_dataloader(whole, split="train", num_workers=0, batch_size=2, model_id=prep.model_dir)
 
 
 def test_export_peek_and_report_know_the_sides(prep: Prep, raws: dict[str, Path], tmp_path: Path) -> None:
@@ -342,18 +333,3 @@ def test_export_peek_and_report_know_the_sides(prep: Prep, raws: dict[str, Path]
     assert shown.count(" tokens, for validation, ") == sides_of(data)[1].counts[0]
     everything = tmp_path / "all"
     assert prep.command("export", data, "--to", "hf", "--output_dir", everything).code == 0
-
-
-@pytest.mark.parametrize("record", ["documents", "packed"])
-def test_a_document_is_found_on_both_sides(
-    prep: Prep, raws: dict[str, Path], tmp_path: Path, record: str
-) -> None:
-    data, model = make(prep, raws, tmp_path / "data", record, num_shards=2), prep.model_dir
-    steps, place = load(data, model, size=1, shuffle=False), 0
-    options: dict[str, Any] = {"num_workers": 0, "shuffle": False}
-    with get_llama3_dataloader(data, 1, model, **options) as loader, SeenDocuments(loader) as seen:
-        for text in TEXTS[:60]:
-            sightings = seen.steps_of(seen.stored_at("a.txt", place), len(loader))
-            found = [str(token) for each in sightings for token in steps[each.order_step][0]]
-            assert " ".join(map(str, ids_of(model, [text])[:9])) in " ".join(found)
-            place += len(text) + 1

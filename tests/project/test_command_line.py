@@ -70,7 +70,7 @@ FLAGS = [
     "slurm retry O --max_attempts=2 --shards_per_task=2 --max_parallel=3", "slurm status O --json",
     "lustre show O --json", "lustre apply O --stripe=8 --dry_run",
     "loader O --batch_size=2 --num_workers=0 --model_id=m --max_length=3",
-    "loader stage O --to=D --limit_bytes=1G --world_size=2 --batch_size=3 --no-shuffle",
+    "loader stage O --to=D",
 ]  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import bz2
 import gzip
 import io
 import lzma
-import os
 import pickle
 import re
 import tarfile
@@ -18,11 +17,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from loader import get_llama3_dataloader, staged_copies
+from loader import get_llama3_dataloader
 from loader.find_shards import copy_url
-from loader.staged_copies import staged_folder
 from preprocess.formats.compression import COMPRESSIONS
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BadInput, NotFound, ShardprepError
 from tests.checkout import ROOT
 from tests.faults import altered_inputs
@@ -161,21 +158,6 @@ def test_secrets_of_a_url_stand_in_no_error(tmp_path: Path, url: str, shown: str
         assert "secret" not in str(error)
         error = error.__cause__
     assert not any("secret" in path.name for path in tmp_path.rglob("*"))
-
-
-def test_copies_that_somebody_else_staged_are_warned_of(
-    made_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(staged_copies.logger, "warning", lambda text, *args: warnings.append(text % args))
-    folder = staged_folder(tmp_path, need_plan(made_dir).spec)
-    folder.mkdir()
-    if os.getuid() == 0:
-        os.chown(folder, 4321, -1)
-    monkeypatch.setattr(os, "getuid", lambda: 4322)
-    with get_llama3_dataloader(made_dir, 1, num_workers=0, staged_dir=tmp_path):
-        pass
-    assert f"belong to user {folder.stat().st_uid}, this process to user 4322" in "".join(warnings)
 
 
 def test_every_test_that_the_page_on_security_names_is_there() -> None:

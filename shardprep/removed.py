@@ -17,6 +17,7 @@ FLAGS = {
     "--dom": _STRIPE,
     "--num_readers": "docs/lustre.md says which layout to choose; --stripe sets it",
     "--crcs": "verify and stage compare hashes; Lustre has checksums of its own on the wire",
+    "--keep_fields": "--id_field keeps an id of each document, by which its record is found in the input",
     "--text": "the report is a page for a browser, or --json",
     "--card": "the report is a page for a browser, or --json",
     "--lang": "the report is in English",

@@ -70,8 +70,8 @@ SAYING = {"debug", "info", "warning", "error", "exception", "log", "say", "warn"
 SPEED = {"max_workers", "buffering", "maxsize", "chunksize", "num_threads", "prefetch_factor", "timeout"}
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
 # What stands in the code, and goes with this wave: withdrawn documents, crcs, skipped steps, the stall watch,
-# OSTs, kept fields. Delete these words when it is gone.
-GOING = ("withdraw", "crc", "skip", "watch", "osts", "_fields", "balance")
+# OSTs. Delete these words when it is gone.
+GOING = ("withdraw", "crc", "skip", "watch", "osts", "balance")
 RELEASING = {"close", "flush", "cache_clear", "collect"}  # what memory and files are given back by
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

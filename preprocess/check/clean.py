@@ -23,9 +23,9 @@ from shardprep.console import counted, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_folder, is_link, names_in, remove_tree
 from shardprep.format.done import check_done, read_findings
-from shardprep.format.names import DIGESTS_DIR, FIELDS_DIR, IDS_DIR, QUARANTINE_DIR
+from shardprep.format.names import DIGESTS_DIR, IDS_DIR, QUARANTINE_DIR
 
-_SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, FIELDS_DIR, "jobs")
+_SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, "jobs")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 

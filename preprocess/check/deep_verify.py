@@ -53,7 +53,6 @@ from shardprep.format.names import (
     TEXT_FIELD,
     TOKENIZER_DIR,
     digests_path,
-    fields_path,
     ids_path,
     quarantine_path,
     remake_command,
@@ -119,7 +118,6 @@ def _check_shard(folder: Path, plan: Plan, shard_id: int, engine: Engine) -> dic
     differences = _compare(plan, found.documents(), held)
     differences += _compare_left_out(folder, manifest, found.left_out)
     differences += _compare_ids(folder, plan, shard_id, found.ids)
-    differences += _compare_fields(folder, plan, shard_id, [*found.kept[0], *found.kept[1]])
     differences += found.counts_that_differ(manifest)
     if differences:
         raise BrokenShard(
@@ -166,8 +164,6 @@ class _Input:
     lengths: Counter[int] = field(default_factory=Counter)  # of documents, by their bits
     left_out: Counter[tuple[str, int, str]] = field(default_factory=Counter)  # input, place, reason
     ids: list[tuple[int, int, str]] = field(default_factory=list)  # input, place, id
-    # Input, place, fields to keep; of the documents for training, and of those for validation.
-    kept: tuple[list[Any], list[Any]] = field(default_factory=lambda: ([], []))
     sources: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     texts: dict[str, dict[str, Any]] = field(default_factory=dict)  # by source, as ``run`` of a manifest
     validation: Counter[str] = field(default_factory=Counter)  # documents and tokens for it
@@ -322,8 +318,6 @@ class _Input:
             ]
         else:
             keys = [_Key(None, b"", _hash_of_ids(ids), digest)] if len(ids) else []
-        if keys and options.keep_fields:
-            self.kept[is_validation].append((*place, record.kept))
         if keys and is_validation:
             self.validation.update(num_documents=1, num_tokens=len(ids))
         for key in keys:
@@ -586,15 +580,6 @@ def _compare_ids(folder: Path, plan: Plan, shard_id: int, expected: list[tuple[i
     rows = ((number, offset, name) for number, offset, name in _lines_of(ids_path(folder, shard_id)))
     found = [row for row in rows if row[2] or input_kind(plan.inputs[row[0]].path).format.has_fields]
     return _compare_values("kept ids", plan, expected, found, has_order=True)
-
-
-def _compare_fields(folder: Path, plan: Plan, shard_id: int, expected: list[Any]) -> list[str]:
-    """Compare what --keep_fields keeps with the input; of rows packed best_fit, in any order."""
-    if not plan.options.keep_fields:
-        return []
-    found = [tuple(line) for line in _lines_of(fields_path(folder, shard_id))]
-    has_order = plan.options.pack != "best_fit"
-    return _compare_values("kept fields", plan, expected, found, has_order=has_order)
 
 
 def _compare_values(

@@ -23,7 +23,7 @@ import string
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +49,6 @@ class PlainRecord:
     reason: str = ""  # why it is left out as bad
     id: str | None = None  # of --id_field; None: lines of text have none
     named: str = ""  # the source that the record names
-    kept: dict[str, Any] = field(default_factory=dict)  # of --keep_fields
     is_filtered: bool = False  # left out by --min_chars or --max_chars
     line: int = 0  # in the shard, from 0
     source: int = 0  # position of the input file in the plan
@@ -60,7 +59,7 @@ class _BadError(Exception):
     """A record gives no text; the argument is the reason."""
 
 
-_Read = tuple[str, "str | None", str, dict[str, Any]]  # text, id, source, fields to keep
+_Read = tuple[str, "str | None", str]  # text, id, source
 _Records = Iterator[tuple[int, Callable[[], _Read]]]  # where each begins; reading it may raise _BadError
 
 
@@ -77,8 +76,8 @@ def plain_records(plan: Plan, shard_id: int) -> Iterator[PlainRecord]:
         text_stop = plan.text_starts[shard_id + 1] if is_cut and plan.text_starts is not None else None
         for offset, read in _READERS[_suffix(part.path.name)](part, text_stop, plan.options):
             try:
-                text, name, source, kept = read()
-                record = PlainRecord(offset, text, id=name, named=source, kept=kept)
+                text, name, source = read()
+                record = PlainRecord(offset, text, id=name, named=source)
             except UnicodeDecodeError:
                 record = PlainRecord(offset, reason="undecodable")
             except _BadError as bad:
@@ -187,7 +186,7 @@ def _in_text(part: ByteRange, text_stop: int | None, options: PlanOptions) -> _R
 def _text_of(line: bytes, codec: str, blanks: str | None, *, is_held: bool) -> _Read:
     if is_held and len(line) > _MOST_HELD_BYTES:
         raise _BadError("too_long")
-    return line.decode(codec).replace("\r\n", "\n").replace("\r", "\n").strip(blanks), None, "", {}
+    return line.decode(codec).replace("\r\n", "\n").replace("\r", "\n").strip(blanks), None, ""
 
 
 def _codec_of(data: bytes, encoding: str) -> tuple[str, int]:
@@ -220,7 +219,7 @@ def _object_of(line: bytes, fields: _Fields, *, is_first: bool) -> _Read:
         raise _BadError("too_long")
     data = line.removeprefix(codecs.BOM_UTF8) if is_first else line
     if not data.strip(b" \t\r\n"):
-        return "", None, "", {}
+        return "", None, ""
     return fields.read(functools.partial(_value_at, _parsed(data)))
 
 
@@ -521,9 +520,7 @@ class _Fields:
         self._id, self._source = (
             name.split(".") if name else [] for name in (options.id_field, options.source_field)
         )
-        self._kept = [name.strip() for name in options.keep_fields.split(",") if name]
-        kept = [name.split(".") for name in self._kept]
-        paths = [path for path in (*self._text, self._id, self._source, *kept) if path]
+        paths = [path for path in (*self._text, self._id, self._source) if path]
         self.columns = [name for path in paths for name in (path[0], ".".join(path))]
 
     def read(self, value_of: Callable[..., Any]) -> _Read:
@@ -538,9 +535,8 @@ class _Fields:
         most_bytes = _MOST_CHAT_BYTES if self._is_chat else _MOST_HELD_BYTES
         if len(text) > most_bytes or len(text.encode()) > _MOST_HELD_BYTES:
             raise _BadError("too_long")
-        kept = {name: _value(value_of(name.split("."), is_text=False)) for name in self._kept}
         text = "" if text.isspace() else text
-        return text, _name(self._id, value_of), _name(self._source, value_of), kept
+        return text, _name(self._id, value_of), _name(self._source, value_of)
 
     def _text_of(self, value: Any) -> str:
         if isinstance(value, Exception):
@@ -573,10 +569,3 @@ def _name(path: Sequence[str], value_of: Callable[..., Any]) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=_last)
-
-
-def _value(value: Any) -> Any:
-    """A field to keep, as JSON gives it back: what JSON has not is null."""
-    if value is _MISSING or isinstance(value, Exception):
-        return None
-    return json.loads(json.dumps(value, default=_last), parse_constant=lambda _: None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,6 @@ from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import name_of_input, place_text
-from shardprep.format.kept_fields import KeptFields
 from shardprep.format.manifest import read_manifest
 from shardprep.format.names import TOKENIZER_DIR, shard_name
 from shardprep.format.shards import ShardSamples
@@ -173,13 +171,11 @@ class Beside(NamedTuple):
 
     num_train: int  # those behind are for validation
     withdrawn: Numbers  # as Withdrawals.marks_of has it
-    kept: KeptFields | None
 
     @staticmethod
     def of_shard(folder: Path, plan: Plan, shard_id: int, num_samples: int) -> Beside:
         withdrawn = read_withdrawals(folder, plan.plan_id).marks_of(shard_id, plan.spec.seq_len)
-        kept = KeptFields(folder, plan.spec, shard_id) if plan.options.keep_fields else None
-        return Beside(num_train_samples(folder, shard_id, num_samples), withdrawn, kept)
+        return Beside(num_train_samples(folder, shard_id, num_samples), withdrawn)
 
 
 def is_withdrawn(marks: Numbers, sample: int, place: int) -> bool:
@@ -223,8 +219,6 @@ def sample_lines(
             yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}{withdrawn}"
         elif withdrawn:
             yield f"  ---{withdrawn.removeprefix(',')}"
-        if beside.kept is not None and (found := beside.kept.of(number, position)) is not None:
-            yield f"  {json.dumps(found.fields, ensure_ascii=False)}"
         yield from (f"  {line}" for line in cut.split("\n"))
     yield ""
 

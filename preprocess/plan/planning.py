@@ -612,10 +612,6 @@ def _divided(
             found="text",
             expected="JSON lines and tables",
         )
-    if config.keep_fields and not any(input_kind(path.name).format.has_fields for path in paths):
-        raise UsageError(
-            f"--keep_fields reads fields of JSON lines and tables, and {paths[0]} is text; leave it out"
-        )
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}")
     for line in left_out_lines(listing.left_out):

@@ -96,12 +96,11 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: engine, versions, host, times
     digests: FileStamp | None = None  # of --digests; absent without
-    fields: FileStamp | None = None  # of --keep_fields; absent without
 
     def to_json(self) -> bytes:
         """The bytes on disk; the part before ``run`` is equal for equal shards, and each has its hash."""
         content = dataclasses.asdict(self) | {"spec": self.spec.to_json()}
-        parts = ((content, "digests"), (content, "fields"), (content["counts"], "validation"))
+        parts = ((content, "digests"), (content["counts"], "validation"))
         for values, name in parts:
             if values[name] is None:  # as before there were any
                 del values[name]

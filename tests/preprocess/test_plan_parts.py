@@ -207,7 +207,7 @@ def test_every_command_works_with_a_plan_in_parts(
     for words in (["run", folder], ["verify", folder, "--deep"], ["peek", folder], ["clean", folder]):
         ended = prep.command(*words)
         assert ended.code == 0, ended.text
-    assert "0.txt" in prep.command("peek", folder, "--input", "0000.txt").text
+    assert "0.txt" in prep.command("peek", folder, "0000.txt:0").text
     for words in (["status", folder], ["report", folder, "--json"]):
         assert slurm([str(word) for word in words]) == 0, capsys.readouterr()
     assert "4200" in capsys.readouterr().out.replace(",", "")

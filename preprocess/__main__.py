@@ -226,22 +226,25 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
 
 
 def _verify_deep(args: argparse.Namespace, plan: Plan, standing: Mapping[int, Finding]) -> int:
-    """Compare some shards with their input, among them those that such a comparison found wrong before."""
+    """Make some shards again and compare, among them those that such a comparison found wrong before."""
     from preprocess.check.deep_verify import choose_shards, verify_deep
 
-    resources.bind_to_task_cpus(offset=0)
+    num_cpus = resources.bind_to_task_cpus(offset=0)
     chosen = sorted({*choose_shards(plan, args.deep), *standing})
-    with Progress("comparing with the input", len(chosen), unit="shards") as progress:
-        problems, checked = verify_deep(
-            args.output_dir, plan, chosen, input_dir=args.input_dir, progress=progress.add
+    with Progress("making shards again", len(chosen), unit="shards") as progress:
+        problems = verify_deep(
+            args.output_dir,
+            plan,
+            chosen,
+            num_cpus=num_cpus,
+            input_dir=args.input_dir,
+            progress=progress.add,
         )
     if problems:
         return _tell_problems(args.output_dir, plan, problems, "deep")
     print_lines(
-        "a second reader finds the same in the input of "
-        f"{counted(len(chosen), 'shard')} ({id_ranges(chosen)}): "
-        f"{counted(checked['documents'], 'document')}, {checked['left out']:,} left out, "
-        f"{counted(checked['tokens'], 'token')}, each as the reference engine gives it"
+        f"the reference engine makes the same of the input of {counted(len(chosen), 'shard')} "
+        f"({id_ranges(chosen)}), byte for byte"
     )
     return 0
 
@@ -350,7 +353,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     tier = parser.add_mutually_exclusive_group()
     text = "check manifests, sizes and coverage; read no shard"
     tier.add_argument("--fast", action="store_true", help=text)
-    text = "also read the input of N shards by a second reader, and compare (default: 0; without N: 3)"
+    text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
     tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
     text = "for --deep, folder of the input, if it moved (default: the plan's)"
     parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)

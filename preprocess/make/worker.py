@@ -110,13 +110,17 @@ class Worker:
         shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
         """
         try:
-            return self._make_shard(shard, progress)
+            return self._make_shard(shard, progress, self.folder)
         except (ReadWriteError, CannotWrite):
             if (manifest := finished_manifest(self.plan, self.folder, shard.shard_id)) is None:
                 raise
             return manifest
 
-    def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
+    def make_into(self, folder: Path, shard: PlannedShard) -> Manifest:
+        """Make a shard in another folder, where it counts for nothing, to compare it with the one there is."""
+        return self._make_shard(shard, lambda _: None, folder)
+
+    def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None], folder: Path) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
         options, spec = self.plan.options, self.plan.spec
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
@@ -127,7 +131,7 @@ class Worker:
         with (
             ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
-                self.folder,
+                folder,
                 spec,
                 shard.shard_id,
                 members,

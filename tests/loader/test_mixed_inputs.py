@@ -185,7 +185,7 @@ def mixed(
     data = root / "data"
     prep.plan(root / "raw", data, num_shards=num_shards, model_id=str(model), engine="tokenizers", **options)
     prep.make(data, engine="tokenizers")
-    assert prep.command("verify", data, "--deep", 99).code == 0
+    assert prep.command("verify", data).code == 0
     is_rows, is_best_fit = "record" in FORMS[form], form == "best_fit"
     loaded = Loaded(data)
     assert loaded.steps.keys() == {*range(len(documents))}

@@ -396,9 +396,7 @@ PROGRAM = Program(
         "verify": Command("check all shards and write index.json", _verify_flags, verify),
         "doctor": _elsewhere("look.doctor", "check machine, tokenizer and folders before the work"),
         "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
-        "export": _elsewhere(
-            "look.export", "write the token ids as Megatron, nanoGPT, Hugging Face or MosaicML files"
-        ),
+        "export": _elsewhere("look.export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
         "withdraw": _elsewhere("withdraw", "name documents that no training may see any more"),
         "rewrite": Command(
             "make the data set anew without the documents that are withdrawn", _rewrite_flags, rewrite

@@ -117,7 +117,7 @@ class Worker:
             return manifest
 
     def make_into(self, folder: Path, shard: PlannedShard) -> Manifest:
-        """Make a shard in another folder, where it counts for nothing, to compare it with the one there is."""
+        """Make a shard in another folder, where it counts for nothing: to compare it with what is there."""
         return self._make_shard(shard, lambda _: None, folder)
 
     def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None], folder: Path) -> Manifest:

@@ -255,7 +255,7 @@ def test_a_worker_that_hashes_another_text_is_found_where_its_shard_is_made_agai
         out = make(prep, raws, tmp_path / "data", "documents")
     ended = prep.command("verify", out, "--deep", 1)
     assert ended.code == 65
-    assert "shard-00000.digests has another sha256" in ended.text
+    assert ".digests has another sha256" in ended.text
 
 
 def load(folder: Path, model: Path, world: int = 1, size: int = 6, **options: Any) -> list[list[list[int]]]:

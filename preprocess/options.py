@@ -29,7 +29,7 @@ Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]
 # Which tokens the assistant wrote, given its characters; see docs/training_data.md.
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]
-EngineName = Literal["auto", "gigatoken", "tokenizers", "fastokens"]  # fastokens: the fast one of old
+EngineName = Literal["auto", "gigatoken", "tokenizers"]
 
 SPLITS = ("train", "validation", "test")
 INPUT = "input files"

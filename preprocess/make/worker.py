@@ -328,7 +328,7 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     if size_of_file(path) is None:
         raise NotFound(f"{path} is missing; run the plan command again, it writes it anew")
     allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
-    if wanted != "tokenizers" and (wanted != "auto" or plan.allows_gigatoken):
+    if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
         fast = equal_fast_engine(
             path, allow_special_tokens=allow, texts=plan.probe, expected_sha256=plan.probe_sha256
         )

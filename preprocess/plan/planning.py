@@ -54,7 +54,6 @@ from preprocess.plan.plan_file import (
     Boundary,
     Plan,
     file_boundaries,
-    is_same_plan,
     plan_differences,
     plan_id,
     publish_plan,
@@ -536,7 +535,7 @@ def make_plan(
         if not dry_run:
             _prepare_folder(config.output_dir)
         frozen = read_plan(config.output_dir)
-        if dry_run and frozen is not None and not is_same_plan(frozen, plan):
+        if dry_run and frozen is not None and frozen.plan_id != plan.plan_id:
             raise Refused(
                 f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
             )
@@ -734,7 +733,7 @@ def _plan_of(
         if isinstance(fast, Engine) and not resolved.passes_gate(fast):
             fast = "its ids differ from those of tokenizers"
         if isinstance(fast, Engine):
-            engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True, fast_engine=fast.name)
+            engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
         else:
             say(
                 f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"

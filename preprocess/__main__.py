@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,14 +66,13 @@ def make_plan(args: argparse.Namespace) -> int:
     from lustre import Need, space_lines
     from preprocess.plan import planning
 
-    given = given_of(args, PrepConfig)
-    config = PrepConfig(**given)
-    if not os.path.lexists(config.input_dir):
-        sharding_flags = {"num_shards": args.num_shards, "shard_bytes": args.shard_bytes}
-        if fetch := planning.hub_lines(config.input_dir, {**given, **sharding_flags}):
-            raise NotFound(
-                f"--input_dir {config.input_dir} is no folder; if it is a data set of the hub, type: {fetch}"
-            )
+    config = PrepConfig(**given_of(args, PrepConfig))
+    if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
+        raise NotFound(
+            f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}",
+            path=config.input_dir,
+            remedy="hf download",
+        )
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = planning.Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     plan, cost = planning.make_plan(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
@@ -360,6 +360,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"
+_HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB = (
     "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "
     "then plan --input_dir RAW --recursive"

@@ -16,7 +16,6 @@ import heapq
 import itertools
 import os
 import re
-import shlex
 import stat
 import subprocess
 import sys
@@ -62,7 +61,6 @@ from preprocess.plan.plan_file import (
 from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, stamp_tokenizer
 from preprocess.resources import BATCH_BYTES
-from shardprep.command_line import flag_words
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, remove_temporaries
@@ -773,21 +771,6 @@ def next_lines(folder: Path, num_shards: int) -> list[str]:
     lines.append(f"shardprep submit {place}  # within the site's limits, verify included")
     lines.append(f"shardprep run {place}  # here, without a cluster")
     return [f"next: {lines[0]}", *(f"  or: {line}" for line in lines[1:])]
-
-
-_HUB_DATASET = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
-
-_FETCHED = {"input_dir": "raw", "recursive": True}
-
-
-def hub_lines(input_dir: Path, given: Mapping[str, Any]) -> str | None:
-    """Return the commands that fetch a data set of the hub and plan it; None if it has no such name."""
-    if not (match := _HUB_DATASET.fullmatch(str(input_dir))):
-        return None
-    others = {name: value for name, value in given.items() if value is not None and name not in _FETCHED}
-    words = flag_words(_FETCHED | others)
-    fetch = f"hf download {match[1]} --repo-type dataset --local-dir raw"
-    return f"{fetch} && shardprep plan {shlex.join(words)}"
 
 
 def _max_array_size() -> int:

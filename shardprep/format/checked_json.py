@@ -120,7 +120,7 @@ def unknown_version(path: Path, found: object) -> UnknownVersion:
         path=path,
         found=_shown(found),
         expected=FORMAT_VERSION,
-        remedy=remedy,
+        remedy=remedy if type(found) is int and found < FORMAT_VERSION else None,
     )
 
 

@@ -70,19 +70,17 @@ def sample_places(folder: Path, plan: Plan, *, is_random: bool) -> Iterator[tupl
     Raises NotFound where no shard is made.
     """
     shard_ids = made_shards(folder)
-    chooser = random.Random()  # noqa: S311 - a choice to look at
-    if is_random:
-        chooser.shuffle(shard_ids)
-    left: dict[int, list[int]] = {}
+    if not is_random:
+        for shard_id in shard_ids:
+            yield from ((shard_id, number) for number in range(len(read_idx(folder, plan.spec, shard_id))))
+        return
+    random.shuffle(shard_ids)
+    left: dict[int, list[int]] = {}  # samples of each shard that was looked at, not shown yet
     while shard_ids:
         for shard_id in list(shard_ids):
             if shard_id not in left:
                 left[shard_id] = list(range(len(read_idx(folder, plan.spec, shard_id))))
-                if is_random:
-                    chooser.shuffle(left[shard_id])
-            if not is_random:
-                yield from ((shard_id, number) for number in left[shard_id])
-                left[shard_id] = []
+                random.shuffle(left[shard_id])
             if left[shard_id]:
                 yield shard_id, left[shard_id].pop()
             else:

@@ -228,6 +228,7 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
 def _verify_deep(args: argparse.Namespace, plan: Plan, standing: Mapping[int, Finding]) -> int:
     """Make some shards again and compare, among them those that such a comparison found wrong before."""
     from preprocess.check.deep_verify import choose_shards, verify_deep
+    from preprocess.make.task import worker_settings
 
     num_cpus = resources.bind_to_task_cpus(offset=0)
     chosen = sorted({*choose_shards(plan, args.deep), *standing})
@@ -236,8 +237,8 @@ def _verify_deep(args: argparse.Namespace, plan: Plan, standing: Mapping[int, Fi
             args.output_dir,
             plan,
             chosen,
+            settings=worker_settings(args),
             num_cpus=num_cpus,
-            input_dir=args.input_dir,
             progress=progress.add,
         )
     if problems:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from preprocess.check.verify import Problem
@@ -37,16 +37,17 @@ def verify_deep(
     plan: Plan,
     shard_ids: Sequence[int],
     *,
+    settings: WorkerSettings,
     num_cpus: int,
-    input_dir: Path | None,
     progress: Callable[[int], None],
 ) -> list[Problem]:
     """Return the shards that come out otherwise when they are made again.
 
-    ``progress`` is told 1 for each shard. Raises what loading the tokenizer raises, and Refused where a
-    library that changes or renders text has another version than planned.
+    ``settings``: of the worker, but for the engine and how much may be bad. ``progress`` is told 1 for each
+    shard. Raises what loading the tokenizer raises, and Refused where a library that changes or renders text
+    has another version than planned.
     """
-    settings = WorkerSettings(engine="tokenizers", input_dir=input_dir, max_bad_fraction=1.0)
+    settings = replace(settings, engine="tokenizers", max_bad_fraction=1.0)
     worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: list[Problem] = []
     for shard_id in shard_ids:

@@ -21,10 +21,9 @@ from loader.chunks import IGNORED
 from loader.find_shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, UsageError
 from shardprep.files import NOT_THERE
-from shardprep.format.dataset_spec import DatasetSpec, read_input_names
+from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import name_of_input, place_text
-from shardprep.format.kept_fields import KeptFields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +34,8 @@ class Origin:
     tar: Path
     sample: int  # its number in the tar, from 0
     document: int  # its number in a packed row, from 0; 0 for a document that is a sample
-    # File and byte of the input; of packed rows without --keep_fields, of the row's first token; "": unknown.
-    place: str
+    place: str  # file and byte of the input; of a packed row, of its first token; "": unknown
     address: str  # for ``shardprep peek DATA``, as "3:17:2"; "" in tars of other tools
-    fields: dict[str, Any]  # of ``plan --keep_fields``; {}: none are kept, or it was packed by the loader
 
 
 def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: int) -> Origin:
@@ -49,18 +46,14 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
             "samples are numbered in each from 0; pass columns 2 to 5 of origins"
         )
     data, row = shards.locate(shard)
-    place, address, fields = "", "", dict[str, Any]()
+    place, address = "", ""
     if isinstance(data, DatasetShards):
         shard_id = int(data.shard_ids[row])
         address = f"{shard_id}:{sample}:{document}" if data.row_tokens else f"{shard_id}:{sample}"
         with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan
             record = _records(data.folder, data.spec, shard_id)[sample]
-            number, offset = int(record["source"]), int(record["source_offset"])
-            if kept := _kept_fields(data.folder, data.spec, shard_id):
-                if (found := kept.of(sample, document)) is None:
-                    raise UsageError(f"{address}: that sample has no document {document}")
-                number, offset, fields = found
-            place = place_text(name_of_input(_input_names(data.folder), number), offset)
+            name_of = name_of_input(_input_names(data.folder), int(record["source"]))
+            place = place_text(name_of, int(record["source_offset"]))
     return Origin(
         source=name,
         tar=data.path_of(row),
@@ -68,21 +61,12 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
         document=document,
         place=place,
         address=address,
-        fields=fields,
     )
 
 
 # A loop may ask for each document of each batch.
 _input_names = lru_cache(maxsize=4)(read_input_names)
 _records = lru_cache(maxsize=16)(read_idx)
-
-
-@lru_cache(maxsize=16)
-def _kept_fields(folder: Path, spec: DatasetSpec, shard_id: int) -> KeptFields | None:
-    try:
-        return KeptFields(folder, spec, shard_id)
-    except NOT_THERE:
-        return None
 
 
 class SourceLosses:

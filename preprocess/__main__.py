@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,14 +66,13 @@ def make_plan(args: argparse.Namespace) -> int:
     from lustre import Need, space_lines
     from preprocess.plan import planning
 
-    given = given_of(args, PrepConfig)
-    config = PrepConfig(**given)
-    if not os.path.lexists(config.input_dir):
-        sharding_flags = {"num_shards": args.num_shards, "shard_bytes": args.shard_bytes}
-        if fetch := planning.hub_lines(config.input_dir, {**given, **sharding_flags}):
-            raise NotFound(
-                f"--input_dir {config.input_dir} is no folder; if it is a data set of the hub, type: {fetch}"
-            )
+    config = PrepConfig(**given_of(args, PrepConfig))
+    if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
+        raise NotFound(
+            f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}",
+            path=config.input_dir,
+            remedy="hf download",
+        )
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = planning.Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     plan, cost = planning.make_plan(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
@@ -226,22 +226,26 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
 
 
 def _verify_deep(args: argparse.Namespace, plan: Plan, standing: Mapping[int, Finding]) -> int:
-    """Compare some shards with their input, among them those that such a comparison found wrong before."""
+    """Make some shards again and compare, among them those that such a comparison found wrong before."""
     from preprocess.check.deep_verify import choose_shards, verify_deep
+    from preprocess.make.task import worker_settings
 
-    resources.bind_to_task_cpus(offset=0)
+    num_cpus = resources.bind_to_task_cpus(offset=0)
     chosen = sorted({*choose_shards(plan, args.deep), *standing})
-    with Progress("comparing with the input", len(chosen), unit="shards") as progress:
-        problems, checked = verify_deep(
-            args.output_dir, plan, chosen, input_dir=args.input_dir, progress=progress.add
+    with Progress("making shards again", len(chosen), unit="shards") as progress:
+        problems = verify_deep(
+            args.output_dir,
+            plan,
+            chosen,
+            settings=worker_settings(args),
+            num_cpus=num_cpus,
+            progress=progress.add,
         )
     if problems:
         return _tell_problems(args.output_dir, plan, problems, "deep")
     print_lines(
-        "a second reader finds the same in the input of "
-        f"{counted(len(chosen), 'shard')} ({id_ranges(chosen)}): "
-        f"{counted(checked['documents'], 'document')}, {checked['left out']:,} left out, "
-        f"{counted(checked['tokens'], 'token')}, each as the reference engine gives it"
+        f"the reference engine makes the same of the input of {counted(len(chosen), 'shard')} "
+        f"({id_ranges(chosen)}), byte for byte"
     )
     return 0
 
@@ -350,13 +354,14 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     tier = parser.add_mutually_exclusive_group()
     text = "check manifests, sizes and coverage; read no shard"
     tier.add_argument("--fast", action="store_true", help=text)
-    text = "also read the input of N shards by a second reader, and compare (default: 0; without N: 3)"
+    text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
     tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
     text = "for --deep, folder of the input, if it moved (default: the plan's)"
     parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"
+_HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB = (
     "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "
     "then plan --input_dir RAW --recursive"
@@ -393,9 +398,7 @@ PROGRAM = Program(
         "verify": Command("check all shards and write index.json", _verify_flags, verify),
         "doctor": _elsewhere("look.doctor", "check machine, tokenizer and folders before the work"),
         "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
-        "export": _elsewhere(
-            "look.export", "write the token ids as Megatron, nanoGPT, Hugging Face or MosaicML files"
-        ),
+        "export": _elsewhere("look.export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
         "withdraw": _elsewhere("withdraw", "name documents that no training may see any more"),
         "rewrite": Command(
             "make the data set anew without the documents that are withdrawn", _rewrite_flags, rewrite

@@ -29,7 +29,7 @@ Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]
 # Which tokens the assistant wrote, given its characters; see docs/training_data.md.
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]
-EngineName = Literal["auto", "gigatoken", "tokenizers", "fastokens"]  # fastokens: the fast one of old
+EngineName = Literal["auto", "gigatoken", "tokenizers"]
 
 SPLITS = ("train", "validation", "test")
 INPUT = "input files"
@@ -109,9 +109,6 @@ class PlanOptions:
     id_field: str = _fields("", "field of a document's id, which is kept in DATA/ids")
     source_field: str = _fields(
         "", "field of a document's source, for counts per source", shown="the first subfolder"
-    )
-    keep_fields: str = _fields(
-        "", "fields to keep for each document in DATA/fields: 'url,license'", kept="used"
     )
     fix_text: bool = _text(
         False,
@@ -213,16 +210,12 @@ class PlanOptions:
 
     def side_files(self) -> list[str]:
         """The files of a shard that only some options ask for, by their names in its manifest."""
-        wanted = {"ids": self.id_field, "digests": self.digests, "fields": self.keep_fields}
+        wanted = {"ids": self.id_field, "digests": self.digests}
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
     def text_fields(self) -> TextFields:
         """What of a record is the text. Raises UsageError where the names or the template are none."""
-        others = {
-            "id_field": self.id_field,
-            "source_field": self.source_field,
-            "keep_fields": self.keep_fields,
-        }
+        others = {"id_field": self.id_field, "source_field": self.source_field}
         if self.messages_field:
             return MessageFields(self.messages_field, **others)
         return TextFields(self.text_field, self.text_template, **others)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from preprocess.plan.plan_file import Plan, is_same_plan, need_plan, plan_id, publish_plan, read_plan
+from preprocess.plan.plan_file import Plan, need_plan, plan_id, publish_plan, read_plan
 from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.console import Progress
 from shardprep.errors import Refused, UsageError
@@ -49,7 +49,7 @@ def take_over(folder: Path, new: Path) -> tuple[Plan, int]:
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, rewritten=lists.sha256))
     planned = dataclasses.replace(planned, plan_id=plan_id(planned))
     found = read_plan(new)
-    if found is not None and not is_same_plan(found, planned):
+    if found is not None and found.plan_id != planned.plan_id:
         raise Refused(
             f"{new} has another plan ({found.plan_id[:12]}, expected {planned.plan_id[:12]}); choose a new "
             "folder. A rewrite goes on only with the lists that it began with; those of "

@@ -119,8 +119,9 @@ class Program:
         if words and words[0] in called:
             known = called[words[0]]._option_string_actions  # noqa: SLF001 - argparse has no other list
             for flag in (word.partition("=")[0] for word in words):
-                if flag in FLAGS and flag not in known:
-                    called[words[0]].error(f"the flag {flag} was removed: {FLAGS[flag]}")
+                instead = FLAGS.get(f"{words[0]} {flag}", FLAGS.get(flag))
+                if instead and flag not in known:
+                    called[words[0]].error(f"the flag {flag} was removed: {instead}")
         args, unknown = parser.parse_known_args(words)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown]

@@ -70,9 +70,9 @@ SAYING = {"debug", "info", "warning", "error", "exception", "log", "say", "warn"
 SPEED = {"max_workers", "buffering", "maxsize", "chunksize", "num_threads", "prefetch_factor", "timeout"}
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
 QUIET = {"__repr__", "__str__", "_short", "opening_order"}  # functions: messages, and what is opened first
-# What stands in the code, and goes with this wave: withdrawn documents, crcs, kept fields, functions for long
-# documents. Delete these words when it is gone.
-GOING = ("withdraw", "crc", "_fields", "kept")
+# What stands in the code, and goes with this wave: withdrawn documents, functions for long documents. Delete
+# these words when it is gone.
+GOING = ("withdraw",)
 RELEASING = {"close", "flush", "cache_clear", "collect"}  # what memory and files are given back by
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

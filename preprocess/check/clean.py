@@ -32,9 +32,9 @@ from shardprep.files import (
     size_of_file,
 )
 from shardprep.format.done import check_done, read_findings
-from shardprep.format.names import DIGESTS_DIR, FIELDS_DIR, IDS_DIR, INDEX_NAME, QUARANTINE_DIR
+from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, QUARANTINE_DIR
 
-_SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, FIELDS_DIR, "jobs")
+_SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, "jobs")
 _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 

@@ -142,7 +142,7 @@ def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
         raise _Wrong(f"the manifest of {name} describes another data set than plan.json", OtherPlan)
     if found != planned_bytes:
         raise _Wrong(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
-    for what in ("ids", "digests", "fields"):
+    for what in ("ids", "digests"):
         if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
             has = "some" if is_there else "no"
             raise _Wrong(f"the manifest of {name} has {has} {what}, other than the plan")

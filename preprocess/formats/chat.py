@@ -253,17 +253,6 @@ def render_conversations(
     return found
 
 
-def encode_conversations(
-    folder: Path, template: ChatTemplate, conversations: Sequence[str]
-) -> list[tuple[list[int], list[int]]]:
-    """Ids and loss mask of usable conversations by transformers alone, for verify --deep.
-
-    ``folder`` has the tokenizer. Raises as render_conversations does.
-    """
-    question = {"folder": str(folder), "template": template, "conversations": list(conversations)}
-    return [(ids, mask) for ids, mask in _asked(question, len(conversations))]
-
-
 _LOCK = threading.Lock()
 
 
@@ -343,7 +332,6 @@ def serve() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     guard_streams()
     conversations_of = functools.lru_cache(maxsize=1)(Conversations)
-    tokenizer_of = functools.lru_cache(maxsize=1)(_tokenizer_of)
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
             question = json.loads(line)
@@ -351,15 +339,12 @@ def serve() -> None:
                 _say(answers, _tokenizer_facts(question["folder"]))
                 continue
             renderer = conversations_of(ChatTemplate(*question["template"]))
-            answer: Callable[[str], Any] = renderer.rendered
-            if "folder" in question:
-                answer = functools.partial(renderer.encoded, tokenizer_of(question["folder"]))
             with _limited(resource.RLIMIT_AS, _address_bytes() + question["most_memory_bytes"]):
                 for text in question["conversations"]:
                     # The kernel counts whole seconds.
                     most_cpu_s = int(time.process_time()) + 1 + question["most_cpu_s"]
                     with _limited(resource.RLIMIT_CPU, most_cpu_s):
-                        _say(answers, answer(text))
+                        _say(answers, renderer.rendered(text))
 
 
 def _end_with(parent: int) -> None:
@@ -391,14 +376,10 @@ def _say(answers: IO[bytes], what: Any) -> None:
     answers.flush()
 
 
-def _tokenizer_of(folder: str) -> Any:
+def _tokenizer_facts(folder: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-
-
-def _tokenizer_facts(folder: str) -> dict[str, Any]:
-    tokenizer = _tokenizer_of(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     added = tokenizer.added_tokens_decoder
     try:
         template = tokenizer.get_chat_template()
@@ -475,21 +456,6 @@ class Conversations:
             detail = "the template renders nothing that the assistant wrote"
             return {"reason": "no_assistant", "detail": detail}
         return [text, spans]
-
-    def encoded(self, tokenizer: Any, conversation: str) -> tuple[list[int], list[int]]:
-        """Ids and mask by transformers alone; without tags, a token that shares a character with a span."""
-        messages = self._checked(json.loads(conversation))
-        if self._is_tagged:
-            options = {"return_dict": True, "return_assistant_tokens_mask": True}
-            found = tokenizer.apply_chat_template(messages, chat_template=self._template, **options)
-            return found["input_ids"], found["assistant_masks"]
-        text, spans = self._by_beginnings(messages)
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = [
-            int(any(begin < span_end and span_begin < end for span_begin, span_end in spans))
-            for begin, end in found["offset_mapping"]
-        ]
-        return found["input_ids"], mask
 
     def _checked(self, messages: list[Any]) -> list[dict[str, Any]]:
         if not messages:

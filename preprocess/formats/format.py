@@ -49,7 +49,6 @@ class DocumentBatch:
     bad: list[BadDocument] = field(default_factory=list)
     ids: list[str] | None = None  # of --id_field, one per document
     sources: list[str] | None = None  # of --source_field, one per document; None: the file's
-    kept: list[str] | None = None  # of --keep_fields, one per document: an object of JSON
     spans: list[list[tuple[int, int]]] | None = None  # of conversations: the characters by the assistant
     conversations: list[str] | None = None  # the messages in JSON that the texts are rendered from
     keeps_space: bool = False  # white space beyond ASCII is not yet stripped

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import operator
 import re
 import string
 from collections.abc import Mapping, Sequence
@@ -30,11 +29,10 @@ _MISSING = object()
 
 
 class Told(NamedTuple):
-    """What records tell beside their texts: of each its id, its source, and the fields to keep as JSON."""
+    """What records tell beside their texts: of each its id and its source."""
 
     ids: list[str] | None = None
     sources: list[str] | None = None
-    kept: list[str] | None = None
 
 
 TOLD_NOTHING = Told()
@@ -54,17 +52,9 @@ class TextFields:
         *,
         id_field: str = "",
         source_field: str = "",
-        keep_fields: str = "",
     ) -> None:
         self.id_path = _path(id_field, "--id_field")
         self.source_path = _path(source_field, "--source_field")
-        self.kept_names = names = list(map(str.strip, keep_fields.split(","))) if keep_fields else []
-        if not all(names) or len({*names}) < len(names):
-            raise UsageError(
-                f"--keep_fields {keep_fields!r} has an empty name or one twice, expected such as url,license"
-            )
-        self.kept_paths = [_path(name, "--keep_fields") for name in names]
-        self._kept_keys = [f"{json.dumps(name, ensure_ascii=False)}:" for name in names]
         self._literals: list[str] = []  # one before each field, and one behind the last
         self.text_paths: list[FieldPath] = []
         if text_template:
@@ -83,15 +73,12 @@ class TextFields:
         other.text_paths = [places.get(path, path) for path in self.text_paths]
         other.id_path = places.get(self.id_path, self.id_path)
         other.source_path = places.get(self.source_path, self.source_path)
-        other.kept_paths = [places.get(path, path) for path in self.kept_paths]
         return other
 
     @property
     def other_paths(self) -> list[FieldPath]:
         """All fields but those of the text that have to be read, each once."""
-        return list(
-            dict.fromkeys(path for path in (self.id_path, self.source_path, *self.kept_paths) if path)
-        )
+        return list(dict.fromkeys(path for path in (self.id_path, self.source_path) if path))
 
     @property
     def paths(self) -> list[FieldPath]:
@@ -103,11 +90,7 @@ class TextFields:
         ids, sources = (
             list(map(name_of, values[path])) if path else None for path in (self.id_path, self.source_path)
         )
-        if not self.kept_paths:
-            return Told(ids, sources)
-        rows = zip(*(map(_kept_value, values[path]) for path in self.kept_paths), strict=True)
-        kept = ["{%s}" % ",".join(map(operator.add, self._kept_keys, row)) for row in rows]  # noqa: UP031
-        return Told(ids, sources, kept)
+        return Told(ids, sources)
 
     def text(self, record: Any) -> str | UnusableText:
         if not isinstance(record, dict):
@@ -215,18 +198,6 @@ def _json_of(value: Any) -> str:
     if "null" in text:  # which orjson writes for NaN, too
         json.dumps(value, allow_nan=False, default=str)
     return text
-
-
-def _kept_value(value: Any) -> str:
-    """A value of --keep_fields as JSON; null for none, and for what cannot be given."""
-    import orjson
-
-    if value is _MISSING or isinstance(value, UnusableText):
-        return "null"
-    try:
-        return orjson.dumps(value).decode()
-    except TypeError:  # an integer of more than 64 bits
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _path(name: str, flag: str) -> FieldPath:

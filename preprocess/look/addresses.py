@@ -19,7 +19,7 @@ from shardprep.files import read_lines
 from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import ids_of_ranges, ids_path, manifest_path, remake_command, shard_name
+from shardprep.format.names import ids_path, manifest_path, remake_command, shard_name
 
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 
@@ -52,7 +52,7 @@ def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
                 found=address,
                 expected="SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID",
             )
-        number, place = input_number(plan, "address", name), int(offset)
+        number, place = _input_number(plan, address, name), int(offset)
         item = plan.inputs[number]
         # Of other inputs a place counts decompressed bytes, or rows, and nobody has counted these.
         if input_kind(item.path).is_in_bytes and place >= item.num_bytes:
@@ -63,7 +63,7 @@ def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
                 expected=f"0 to {item.num_bytes - 1}",
             )
         return InInput(number, place)
-    (shard_id,) = made_shards(folder, plan, found[1], what=f"the shard of {address}")
+    shard_id = _made_shard(folder, plan, address, int(found[1]))
     number, num_samples = int(found[2]), len(read_idx(folder, plan.spec, shard_id))
     if number >= num_samples:
         raise NotFound(
@@ -72,6 +72,31 @@ def find_address(folder: Path, plan: Plan, address: str) -> InShard | InInput:
             expected=f"samples 0 to {num_samples - 1}",
         )
     return InShard(shard_id, number, int(found[3]) if found[3] else None)
+
+
+def _made_shard(folder: Path, plan: Plan, address: str, shard_id: int) -> int:
+    """The shard that an address names, once it is made. Raises NotFound, UsageError."""
+    if shard_id >= plan.num_shards:
+        expected = f"ids of 0 to {plan.num_shards - 1}"
+        raise UsageError(
+            f"the shard of {address} is {shard_id}, expected {expected}", found=shard_id, expected=expected
+        )
+    if shard_id not in set(manifest_ids(folder)):
+        path, again = manifest_path(folder, shard_id), f"shardprep run {quoted(folder)}"
+        raise NotFound(f"shard {shard_id:05d} is not made: {path} is missing", path=path, remedy=again)
+    return shard_id
+
+
+def _input_number(plan: Plan, address: str, name: str) -> int:
+    """The input that an address names, by its path in the plan. Raises NotFound."""
+    paths = [item.path for item in plan.inputs]
+    if name not in paths:
+        raise NotFound(
+            f"{address}: {name} is no input of the plan; the inputs are named as {paths[0]}",
+            found=name,
+            expected=paths[0],
+        )
+    return paths.index(name)
 
 
 def _place_of_id(folder: Path, plan: Plan, wanted: str) -> InInput:
@@ -84,7 +109,7 @@ def _place_of_id(folder: Path, plan: Plan, wanted: str) -> InInput:
         )
     if not wanted:
         raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
-    shard_ids = made_shards(folder, plan, None)
+    shard_ids = made_shards(folder)
     with Progress("looking for an id", len(shard_ids), unit="shards") as progress:
         for shard_id in shard_ids:
             for place, kept in ids_kept(folder, shard_id):
@@ -123,7 +148,7 @@ def samples_at(folder: Path, plan: Plan, place: InInput) -> list[tuple[int, int]
 
 def shards_of_input(folder: Path, plan: Plan, input_number: int) -> list[PlannedShard]:
     """The finished shards that have a part of an input."""
-    shards = map(plan.shard, made_shards(folder, plan, None))
+    shards = map(plan.shard, made_shards(folder))
     return [shard for shard in shards if input_number in shard.input_numbers]
 
 
@@ -139,38 +164,9 @@ def num_train_samples(folder: Path, shard_id: int, num_samples: int) -> int:
     return num_samples - (0 if held is None else held.num_samples)
 
 
-def made_shards(folder: Path, plan: Plan, asked: str | None, what: str = "--shard") -> list[int]:
-    """The finished shards, or those that a flag asks for. Raises NotFound, UsageError."""
-    made = set(manifest_ids(folder))
-    try:
-        wanted = sorted(made if asked is None else set(ids_of_ranges(asked, end=plan.num_shards)))
-    except ValueError:
-        expected = f"ids of 0 to {plan.num_shards - 1}, such as {plan.num_shards - 1}"
-        raise UsageError(
-            f"{what} is {asked!r}, expected {expected}", found=asked, expected=expected
-        ) from None
-    again = f"shardprep run {quoted(folder)}"
-    if missing := [number for number in wanted if number not in made]:
-        path = manifest_path(folder, missing[0])
-        raise NotFound(f"shard {missing[0]:05d} is not made: {path} is missing", path=path, remedy=again)
-    if not wanted:
+def made_shards(folder: Path) -> list[int]:
+    """The finished shards of a data set, at least one. Raises NotFound."""
+    if not (made := sorted(manifest_ids(folder))):
+        again = f"shardprep run {quoted(folder)}"
         raise NotFound(f"{folder} has no finished shard", path=folder, remedy=again)
-    return wanted
-
-
-def input_number(plan: Plan, flag: str, name: str) -> int:
-    """The input that a flag names, by its path or the end of it. Raises NotFound."""
-    paths = [item.path for item in plan.inputs]
-    matches = [number for number, path in enumerate(paths) if path == name]
-    matches = matches or [number for number, path in enumerate(paths) if path.endswith(f"/{name}")]
-    if len(matches) != 1:
-        several = ", ".join(paths[number] for number in matches[:3])
-        what = f"names {len(matches)} inputs ({several})" if matches else "is no input of the plan"
-        if flag == "--source":
-            sources = sorted({plan.source_of(number) for number in range(len(paths))} - {"."})
-            named = f"the sources are {', '.join(sources[:5])}"
-            what += f", and {named if sources else 'no input lies in a subfolder, so there are no sources'}"
-        raise NotFound(
-            f"{flag} {name} {what}; the inputs are named as {paths[0]}", found=name, expected=paths[0]
-        )
-    return matches[0]
+    return made

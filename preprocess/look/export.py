@@ -1,4 +1,4 @@
-"""``export``: the token ids in the layouts of Megatron, nanoGPT, Hugging Face datasets and MosaicML.
+"""``export``: the token ids in the layouts of Megatron, nanoGPT and Hugging Face datasets.
 
 An exporter writes the files of one shard whole or not at all, so that an export that was stopped goes on with
 the shards that are missing; ``finish`` writes what names them all.
@@ -14,11 +14,10 @@ import itertools
 import json
 import os
 import struct
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +44,6 @@ from shardprep.format.names import shard_name
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import read_withdrawals
 
-_MDS_BYTES = 64 << 20  # of one .mds file, about: their offsets are uint32
 _ARROW_ROWS_TOKENS = 1 << 20  # tokens of a record batch, about
 _SETTINGS = "export.json"
 STREAMS: Sequence[str] = ("megatron", "nanogpt")  # of which documents are told apart by EOS alone
@@ -81,10 +79,10 @@ class ShardTokens:
             yield np.insert(piece, ends[told:until] - done, self.put_eos)
             done, told = done + len(piece), until
 
-    def groups(self, sizes: Numbers, most: int) -> Iterator[tuple[Numbers, Ids]]:
-        """Rows in groups of about ``most`` in the sum of their ``sizes``: their lengths, and their ids."""
+    def groups(self) -> Iterator[tuple[Numbers, Ids]]:
+        """Rows in groups of about _ARROW_ROWS_TOKENS: their lengths, and their ids."""
         lengths, pieces, held = self.row_lengths(), self.pieces(), np.empty(0, np.uint32)
-        bounds = np.flatnonzero(np.diff(np.cumsum(sizes) // most)) + 1
+        bounds = np.flatnonzero(np.diff(np.cumsum(lengths) // _ARROW_ROWS_TOKENS)) + 1
         for of_group in np.split(lengths, bounds) if len(lengths) else []:
             num_ids, parts = int(of_group.sum()), [held]
             while sum(map(len, parts)) < num_ids:
@@ -95,29 +93,29 @@ class ShardTokens:
 
 
 @dataclass(kw_only=True)
-class Exporter(ABC):
-    """Writes shards of one data set into ``folder``."""
+class Exporter:
+    """Writes shards of one data set into ``folder``; see its three kinds below."""
 
     folder: Path
     vocab_size: int
     num_shards: int
     first_token: list[int]  # where each shard begins in the whole stream, EOS included; num_shards + 1
 
-    @abstractmethod
     def last_file(self, shard_id: int) -> Path:
-        """The file of a shard that gets its name last."""
+        """Return the file of a shard that gets its name last."""
+        raise NotImplementedError
 
     def is_done(self, shard_id: int) -> bool:
         """Whether the files of a shard are there."""
         return size_of_file(self.last_file(shard_id)) is not None
 
-    @abstractmethod
     def write(self, shard: ShardTokens) -> None:
         """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
+        raise NotImplementedError
 
-    @abstractmethod
     def finish(self) -> str:
-        """Write what names all shards; returns how the tool opens them."""
+        """Write what names all shards, and return how the tool opens them."""
+        raise NotImplementedError
 
 
 @contextlib.contextmanager
@@ -253,7 +251,7 @@ class HuggingFace(Exporter):
             _published(self.last_file(shard.samples.shard_id)) as (file,),
             pa.ipc.new_stream(_Sink(file), schema) as stream,
         ):
-            for lengths, ids in shard.groups(shard.row_lengths(), _ARROW_ROWS_TOKENS):
+            for lengths, ids in shard.groups():
                 ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
                 rows = pa.ListArray.from_arrays(pa.array(ends), pa.array(ids.astype(np.int32)))
                 stream.write_batch(pa.record_batch([rows], schema=schema))
@@ -290,69 +288,7 @@ class _Sink(io.RawIOBase):
         return view.nbytes
 
 
-class Mosaic(Exporter):
-    """MDS files and index.json, as MosaicML's StreamingDataset reads them: ``tokens``, bytes of int32.
-
-    A file: samples u32, where each begins and where the last ends u32[samples + 1], the columns as JSON, then
-    per sample the bytes of its column u32 and the column. A sample is a document, or a packed row.
-    """
-
-    _COLUMNS: ClassVar[dict[str, Any]] = {
-        "column_encodings": ["bytes"],
-        "column_names": ["tokens"],
-        "column_sizes": [None],
-        "compression": None,
-        "format": "mds",
-        "hashes": [],
-        "size_limit": _MDS_BYTES,
-        "version": 2,
-    }
-
-    def last_file(self, shard_id: int) -> Path:
-        return self.folder / f"{shard_name(shard_id)}.json"
-
-    def write(self, shard: ShardTokens) -> None:
-        groups = shard.groups(4 * shard.row_lengths() + 4, _MDS_BYTES)
-        stem = shard_name(shard.samples.shard_id)
-        entries = [
-            self._write_file(self.folder / f"{stem}-{number:04d}.mds", lengths, ids)
-            for number, (lengths, ids) in enumerate(groups)
-        ]
-        publish_bytes(self.last_file(shard.samples.shard_id), json.dumps(entries).encode())
-
-    def _write_file(self, path: Path, lengths: Numbers, ids: Ids) -> dict[str, Any]:
-        config = json.dumps(self._COLUMNS, sort_keys=True).encode()
-        begin = 4 + 4 * (len(lengths) + 1) + len(config)
-        ends = begin + np.cumsum(np.concatenate([[0], 4 * lengths + 4]))
-        if int(ends[-1]) >= 1 << 32:
-            raise UsageError(
-                f"a document of {int(lengths.max())} tokens does not fit an MDS file; split it before"
-            )
-        with _published(path) as (file,):
-            file.write(np.uint32(len(lengths)).tobytes() + ends.astype("<u4").tobytes() + config)
-            file.write(np.insert(ids, np.cumsum(lengths) - lengths, 4 * lengths).astype("<u4").tobytes())
-        raw = {"basename": path.name, "bytes": int(ends[-1]), "hashes": {}}
-        return {**self._COLUMNS, "raw_data": raw, "samples": len(lengths), "zip_data": None}
-
-    def finish(self) -> str:
-        entries = [entry for shard_id in range(self.num_shards) for entry in self._entries(shard_id)]
-        publish_bytes(self.folder / "index.json", json.dumps({"version": 2, "shards": entries}).encode())
-        return f'MosaicML: StreamingDataset(local="{self.folder}"); np.frombuffer(sample["tokens"], np.int32)'
-
-    def _entries(self, shard_id: int) -> list[Any]:
-        path = self.last_file(shard_id)
-        try:
-            return list(load_json(read_regular(path, max_bytes=1 << 26)))
-        except (ValueError, TypeError, *NOT_THERE):
-            raise BrokenShard(f"{path} is not a list of files; remove it and run this again") from None
-
-
-EXPORTERS: dict[str, type[Exporter]] = {
-    "megatron": Megatron,
-    "nanogpt": NanoGpt,
-    "hf": HuggingFace,
-    "mosaicml": Mosaic,
-}
+EXPORTERS: dict[str, type[Exporter]] = {"megatron": Megatron, "nanogpt": NanoGpt, "hf": HuggingFace}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

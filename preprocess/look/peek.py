@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -18,11 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.check.plain_reader import plain_records
 from preprocess.look.addresses import (
     InInput,
     find_address,
-    input_number,
     made_shards,
     num_train_samples,
     samples_at,
@@ -35,13 +32,9 @@ from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import name_of_input, place_text
-from shardprep.format.kept_fields import KeptFields
-from shardprep.format.manifest import read_manifest
 from shardprep.format.names import TOKENIZER_DIR, shard_name
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import read_withdrawals
-
-_SHARE = 64  # samples of a shard that --random --grep looks at before the next shard's turn
 
 
 class Decoder:
@@ -71,77 +64,27 @@ class Decoder:
         )
 
 
-class Choice:
-    """Which samples of which shards to show, in which order. Raises NotFound, UsageError."""
+def sample_places(folder: Path, plan: Plan, *, is_random: bool) -> Iterator[tuple[int, int]]:
+    """Yield shard and number of all samples: in their order, or at random, of each shard by turns.
 
-    def __init__(self, folder: Path, plan: Plan, args: argparse.Namespace) -> None:
-        self._folder, self._plan, self._args = folder, plan, args
-        self._shard_ids = made_shards(folder, plan, args.shard)
-        self._label = ""  # of --source_field
-        self._input_numbers: Sequence[int] | None = None
-        paths = [item.path for item in plan.inputs]
-        if args.input is not None:
-            self._input_numbers = [input_number(plan, "--input", args.input)]
-        elif args.source is not None and plan.options.source_field and args.source not in paths:
-            self._label = args.source
-        elif args.source is not None:
-            numbers = [number for number in range(len(paths)) if plan.source_of(number) == args.source]
-            self._input_numbers = numbers or [input_number(plan, "--source", args.source)]
-
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Shard and number of each sample."""
-        if self._args.longest:
-            return self._longest()
-        if self._args.random:
-            return self._at_random()
-        return ((shard, number) for shard in self._shard_ids for number in self._candidates(shard).tolist())
-
-    def _candidates(self, shard_id: int) -> Numbers:
-        """The samples of a shard that may be shown; of rows, by the document that they begin with."""
-        records = read_idx(self._folder, self._plan.spec, shard_id)
-        if self._input_numbers is not None:
-            return np.flatnonzero(np.isin(records["source"], self._input_numbers))
-        if not self._label:
-            return np.arange(len(records))
-        if self._label not in read_manifest(self._folder, shard_id).counts.sources:
-            return np.empty(0, np.int64)
-        labeled = plain_records(self._plan, shard_id)  # a shard keeps no label of a document: read it again
-        places = {
-            (one.source, one.offset)
-            for one in labeled
-            if (one.named or self._plan.source_of(one.source)) == self._label
-        }
-        found = zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)
-        return np.array([number for number, place in enumerate(found) if place in places], np.int64)
-
-    def _at_random(self) -> Iterator[tuple[int, int]]:
-        """Shards and their samples in a random order, some of each shard before the next one's turn."""
-        chooser = random.Random(self._args.seed)  # noqa: S311 - a choice to look at
-        shard_ids = list(self._shard_ids)
-        chooser.shuffle(shard_ids)
-        of_shard: dict[int, list[int]] = {}
-        share = _SHARE if self._args.grep else 1
-        while shard_ids:
-            for shard_id in list(shard_ids):
-                if shard_id not in of_shard:
-                    of_shard[shard_id] = self._candidates(shard_id).tolist()
-                    chooser.shuffle(of_shard[shard_id])
-                taken, of_shard[shard_id] = of_shard[shard_id][:share], of_shard[shard_id][share:]
-                yield from ((shard_id, number) for number in taken)
-                if not of_shard[shard_id]:
-                    shard_ids.remove(shard_id)
-
-    def _longest(self) -> Iterator[tuple[int, int]]:
-        """Most tokens first; of equal ones the earlier first."""
-        best: list[tuple[int, int, int]] = []
-        most = 10**6 if self._args.grep else self._args.num
-        for shard_id in self._shard_ids:
-            numbers = self._candidates(shard_id)
-            tokens = read_idx(self._folder, self._plan.spec, shard_id)["num_tokens"].astype(np.int64)[numbers]
-            first = np.argsort(-tokens, kind="stable")[:most]
-            pairs = zip(tokens[first].tolist(), numbers[first].tolist(), strict=True)
-            best = sorted([*best, *((-length, shard_id, number) for length, number in pairs)])[:most]
-        return ((shard_id, number) for _, shard_id, number in best)
+    Raises NotFound where no shard is made.
+    """
+    shard_ids = made_shards(folder)
+    if not is_random:
+        for shard_id in shard_ids:
+            yield from ((shard_id, number) for number in range(len(read_idx(folder, plan.spec, shard_id))))
+        return
+    random.shuffle(shard_ids)
+    left: dict[int, list[int]] = {}  # samples of each shard that was looked at, not shown yet
+    while shard_ids:
+        for shard_id in list(shard_ids):
+            if shard_id not in left:
+                left[shard_id] = list(range(len(read_idx(folder, plan.spec, shard_id))))
+                random.shuffle(left[shard_id])
+            if left[shard_id]:
+                yield shard_id, left[shard_id].pop()
+            else:
+                shard_ids.remove(shard_id)
 
 
 def asked_documents(
@@ -149,7 +92,7 @@ def asked_documents(
 ) -> tuple[dict[tuple[int, int], set[int]], list[str]]:
     """The samples at some addresses, and of each the documents that are asked for (none: all); and lines on
     documents that were left out. Raises NotFound, UsageError."""
-    flags = ("shard", "input", "source", "grep", "longest", "random")
+    flags = ("grep", "random")
     if args.addresses and (given := [name for name in flags if getattr(args, name)]):
         raise UsageError(f"an address says which sample to show; leave out --{given[0]}")
     wanted: dict[tuple[int, int], set[int]] = {}
@@ -173,13 +116,11 @@ class Beside(NamedTuple):
 
     num_train: int  # those behind are for validation
     withdrawn: Numbers  # as Withdrawals.marks_of has it
-    kept: KeptFields | None
 
     @staticmethod
     def of_shard(folder: Path, plan: Plan, shard_id: int, num_samples: int) -> Beside:
         withdrawn = read_withdrawals(folder, plan.plan_id).marks_of(shard_id, plan.spec.seq_len)
-        kept = KeptFields(folder, plan.spec, shard_id) if plan.options.keep_fields else None
-        return Beside(num_train_samples(folder, shard_id, num_samples), withdrawn, kept)
+        return Beside(num_train_samples(folder, shard_id, num_samples), withdrawn)
 
 
 def is_withdrawn(marks: Numbers, sample: int, place: int) -> bool:
@@ -223,8 +164,6 @@ def sample_lines(
             yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}{withdrawn}"
         elif withdrawn:
             yield f"  ---{withdrawn.removeprefix(',')}"
-        if beside.kept is not None and (found := beside.kept.of(number, position)) is not None:
-            yield f"  {json.dumps(found.fields, ensure_ascii=False)}"
         yield from (f"  {line}" for line in cut.split("\n"))
     yield ""
 
@@ -282,14 +221,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "(default: the first samples)"
     )
     add("addresses", nargs="*", metavar="ADDRESS", help=text)
-    add("--shard", help="only these shards, such as 3 or 0-9,12 (default: all)")
-    add("--input", help="only samples of one input file, as plan.json names it (default: all)")
-    add("--source", help="only samples of one source, as the report names it (default: all)")
     add("--grep", help="only samples whose decoded text this regular expression finds (default: all)")
-    order = parser.add_mutually_exclusive_group()
-    order.add_argument("--longest", action="store_true", help="samples with most tokens first")
-    order.add_argument("--random", action="store_true", help="random samples of all shards")
-    add("--seed", type=int, default=0, help="seed of --random (default: 0)")
+    add("--random", action="store_true", help="random samples of all shards, other ones each time")
     add("--num", type=int, default=5, help="number of samples (default: 5)")
     text = "characters to print of a document at most; 0: all (default: 400)"
     add("--chars", type=int, default=400, help=text)
@@ -312,7 +245,7 @@ def peek(args: argparse.Namespace) -> int:
         ) from None
     asked, left_out = asked_documents(folder, plan, args)
     print_lines(*left_out)
-    places = iter(asked) if args.addresses else Choice(folder, plan, args).places()
+    places = iter(asked) if args.addresses else sample_places(folder, plan, is_random=args.random)
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
         with ShardSamples(folder, plan.spec, shard_id) as samples:

@@ -57,8 +57,6 @@ class Piece(NamedTuple):
     records: Records
     digests: Digests = _NO_DIGESTS  # of the documents that begin in the samples, if any are kept
     is_validation: bool = False
-    begun: Records | None = None  # of rows, START of the documents that begin in them
-    kept: bytes = b""  # lines of --keep_fields of these documents
 
 
 Prepared = Callable[[], Iterator[Piece]]  # to be called in the order of the input
@@ -420,8 +418,7 @@ class RowMembers:
         self._num_rows += len(group.rows)
         self._tar_bytes += len(data)
         self.num_padding += num_padding
-        digests, records = group.starts["digest"], self._records(group, payloads)
-        return Piece(data, records, digests, is_validation, begun=group.starts)
+        return Piece(data, self._records(group, payloads), group.starts["digest"], is_validation)
 
     def _records(self, group: RowGroup, payloads: dict[str, int]) -> Records:
         row_bytes = self._spec.seq_len * self._spec.dtype.itemsize

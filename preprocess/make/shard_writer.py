@@ -22,7 +22,6 @@ import orjson
 from preprocess.formats.format import DocumentBatch, SourceTexts
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import Told
 from preprocess.make.engines import Ids, Numbers, TokenBatch
 from preprocess.make.members import Digests, Members, Piece, Prepared
 from shardprep.errors import BadInput, CannotWrite
@@ -40,7 +39,6 @@ from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import Manifest, ShardCounts, ValidationCounts
 from shardprep.format.names import (
     DIGESTS_DIR,
-    FIELDS_DIR,
     IDS_DIR,
     QUARANTINE_DIR,
     TAR_END,
@@ -116,7 +114,7 @@ def _unlink(marks: list[Path], owner: int) -> None:
 
 def remove_temporaries_of(shard_ids: Iterable[int], folder: Path, *, older_than_s: float = 0) -> None:
     """Remove what attempts at some shards left, by one look at the folder."""
-    subfolders = [QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, FIELDS_DIR]
+    subfolders = [QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR]
     remove_temporaries(folder, *map(shard_name, shard_ids), older_than_s=older_than_s, subfolders=subfolders)
 
 
@@ -164,9 +162,9 @@ class ShardWriter:
         try:
             self._idx = PublishedFile(idx_path(folder, shard_id))
             self._files.append(self._idx)
-            self._ids, self._digests, self._fields = (
+            self._ids, self._digests = (
                 self._subfolder_file(VOUCHED_PATHS[name](folder, shard_id)) if name in side_files else None
-                for name in ("ids", "digests", "fields")
+                for name in ("ids", "digests")
             )
         except CannotWrite:
             self.__exit__(None, None, None)
@@ -174,8 +172,6 @@ class ShardWriter:
         self._idx.write(idx_header(spec, shard_id))
         self._crcs = ChunkCrcs(idx_dtype(spec.kind))
         self._validation: list[Piece] = []  # whose records and digests come behind all others
-        # Fields of documents that no sample is known of yet, by their places.
-        self._kept: dict[tuple[int, int], str] = {}
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -222,8 +218,7 @@ class ShardWriter:
         self._count_documents(num_tokens)
         self.bad += documents.bad
         self._count_sources(documents, texts, num_tokens)
-        told = Told(documents.ids, documents.sources, documents.kept)
-        self._keep(documents.input_number, documents.input_offsets.tolist(), told)
+        self._write_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
         self._write(prepared())
 
     def append_long(
@@ -244,7 +239,7 @@ class ShardWriter:
         )
         if num_text_bytes:
             self._texts[name].add(num_text_bytes, num_chars, num_tokens)
-            self._keep(place.input_number, [place.start], document.told)
+            self._write_ids(place.input_number, [place.start], document.told.ids)
             self._write(self._members.long_document(document, num_text_bytes, ids, digest))
 
     def leave_out(self, document: LongDocument, bad: BadDocument) -> None:
@@ -290,15 +285,12 @@ class ShardWriter:
             )
         return name
 
-    def _keep(self, input_number: int, offsets: list[int], told: Told) -> None:
-        """Write the ids of documents, and hold their fields until their samples are written."""
-        places = [(input_number, offset) for offset in offsets]
+    def _write_ids(self, input_number: int, offsets: list[int], ids: list[str] | None) -> None:
+        """Write the ids of documents of an input, given where they begin; lines of text have none."""
         if self._ids is not None:
-            ids = told.ids or [""] * len(places)  # lines of text have none
-            rows = [orjson.dumps([*place, name]) for place, name in zip(places, ids, strict=True)]
+            named = zip(offsets, ids or [""] * len(offsets), strict=True)
+            rows = [orjson.dumps([input_number, offset, name]) for offset, name in named]
             self._ids.write(b"\n".join([*rows, b""]))
-        if self._fields is not None:
-            self._kept.update(zip(places, told.kept or ["{}"] * len(places), strict=True))
 
     def _count_documents(self, num_tokens: Numbers) -> None:
         """Count documents, given the tokens of each."""
@@ -308,17 +300,10 @@ class ShardWriter:
     def _write(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             self._tar.write(piece.data)
-            if self._fields is not None:
-                piece = piece._replace(kept=self._kept_lines(piece))
             if piece.is_validation:
                 self._validation.append(piece._replace(data=b""))
             else:
                 self._note(piece)
-
-    def _kept_lines(self, piece: Piece) -> bytes:
-        begun = piece.records if piece.begun is None else piece.begun
-        places = zip(begun["source"].tolist(), begun["source_offset"].tolist(), strict=True)
-        return b"".join(f"[{place[0]},{place[1]},{self._kept.pop(place)}]\n".encode() for place in places)
 
     def _note(self, piece: Piece) -> None:
         """Write what is said of a piece's samples beside the tar."""
@@ -329,8 +314,6 @@ class ShardWriter:
             self._counts["num_samples"] += len(piece.records)
         if self._digests is not None and len(piece.digests):
             self._digests.write(piece.digests.tobytes())
-        if self._fields is not None:
-            self._fields.write(piece.kept)
 
     def commit(self, run: dict[str, Any]) -> Manifest:
         """Publish the shard; its manifest, with ``run`` in it, comes last."""
@@ -341,7 +324,6 @@ class ShardWriter:
         self._idx.write(self._crcs.table())
         files = {"tar": self._tar, "idx": self._idx}
         others = {"quarantine": self.quarantine(), "ids": self._ids, "digests": self._digests}
-        others["fields"] = self._fields
         files |= {name: file for name, file in others.items() if file is not None}
         stamps: dict[str, Any] = dict.fromkeys(others) | {name: file.sync() for name, file in files.items()}
         # For reports. They stand in ``run``, so that every shardprep reads what any of them wrote.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -215,8 +214,6 @@ def _other_names(plan: Plan, input_dir: Path) -> list[str]:
         split=options.split,
     )
     found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
-    # An older shardprep took names that are left out today.
-    found |= planned.intersection(itertools.chain.from_iterable(listing.left_out.values()))
     added, missing = sorted(found - planned), sorted(planned - found)
     return [f"{name} was added" for name in added] + [f"{name} is missing" for name in missing]
 
@@ -308,7 +305,7 @@ def engine_line(worker: Worker) -> str:
         why = "its ids equal those of tokenizers, seen on the plan's probe just now"
     elif worker.settings.engine == "tokenizers":
         why = "as --engine asks; gigatoken would be many times faster"
-    elif not worker.plan.allows_gigatoken:
+    elif not worker.plan.fast_engine_is_equal:
         why = (
             "planning did not see gigatoken give the same ids: a little text, or an unknown kind of tokenizer"
         )

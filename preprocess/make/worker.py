@@ -109,13 +109,17 @@ class Worker:
         shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
         """
         try:
-            return self._make_shard(shard, progress)
+            return self._make_shard(shard, progress, self.folder)
         except (ReadWriteError, CannotWrite):
             if (manifest := finished_manifest(self.plan, self.folder, shard.shard_id)) is None:
                 raise
             return manifest
 
-    def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
+    def make_into(self, folder: Path, shard: PlannedShard) -> Manifest:
+        """Make a shard in another folder, where it counts for nothing: to compare it with what is there."""
+        return self._make_shard(shard, lambda _: None, folder)
+
+    def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None], folder: Path) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
         options, spec = self.plan.options, self.plan.spec
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
@@ -126,7 +130,7 @@ class Worker:
         with (
             ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
-                self.folder,
+                folder,
                 spec,
                 shard.shard_id,
                 members,
@@ -323,7 +327,7 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     if size_of_file(path) is None:
         raise NotFound(f"{path} is missing; run the plan command again, it writes it anew")
     allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
-    if wanted != "tokenizers" and (wanted != "auto" or plan.allows_gigatoken):
+    if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
         fast = equal_fast_engine(
             path, allow_special_tokens=allow, texts=plan.probe, expected_sha256=plan.probe_sha256
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import shutil
 import sys
 import tempfile
@@ -159,7 +158,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
     cpu_s = read_s + encode_s + layout_s + write_s
     locked_s = read_s + _LOCKED_LAYOUT * layout_s
     scale = sum(shard_bytes) / max(1, num_bytes)
-    files = filter(None, [manifest.tar, manifest.idx, manifest.digests, manifest.ids, manifest.fields])
+    files = filter(None, [manifest.tar, manifest.idx, manifest.digests, manifest.ids])
     num_documents = writer.num_documents * scale
     taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
     return CostEstimate(
@@ -232,28 +231,20 @@ class _OtherFields:
 
     def __init__(self, options: PlanOptions) -> None:
         self._options = options
-        self._wanted = {
-            "--keep_fields": options.text_fields().kept_names,
-            "--id_field": [options.id_field],
-            "--source_field": [options.source_field],
-        }
+        self._wanted = {"--id_field": options.id_field, "--source_field": options.source_field}
         self._has_records, self._seen = False, {""}
 
     def look_at(self, batch: DocumentBatch) -> None:
-        if not batch.texts or batch.ids is batch.sources is batch.kept is None:
+        if not batch.texts or batch.ids is batch.sources is None:
             return
         self._has_records = True
         if any(batch.ids or ()):
             self._seen.add(self._options.id_field)
         if any(batch.sources or ()):
             self._seen.add(self._options.source_field)
-        if not self._seen.issuperset(self._wanted["--keep_fields"]):
-            for kept in batch.kept or ():
-                self._seen.update(name for name, value in json.loads(kept).items() if value is not None)
 
     def note(self) -> list[str]:
-        wanted = [(flag, name) for flag, names in self._wanted.items() for name in names]
-        unseen = [f"{flag} {name}" for flag, name in wanted if name not in self._seen]
+        unseen = [f"{flag} {name}" for flag, name in self._wanted.items() if name not in self._seen]
         if not unseen or not self._has_records:
             return []
         return [f"no record of a sample has a value for {', '.join(unseen)}; check the spelling"]

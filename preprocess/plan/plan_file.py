@@ -79,7 +79,6 @@ class Plan:
     shard_sha256: Sequence[str] | None = None  # of each shard's input bytes: see planning.py
     text_starts: Sequence[int] | None = None  # of each boundary: its byte of the text of a compressed file
     names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see planning.InputListing
-    fast_engine: str = ""  # its name; "" in a plan from before gigatoken, or where it is not equal
 
     @property
     def num_shards(self) -> int:
@@ -112,11 +111,6 @@ class Plan:
         """The token that is put behind each document: EOS where it is appended."""
         options = self.options
         return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
-
-    @property
-    def allows_gigatoken(self) -> bool:
-        """Whether it may encode. An older plan saw fastokens be equal: enough for known tokenizers."""
-        return self.fast_engine_is_equal and (self.can_be_cut or self.fast_engine == "gigatoken")
 
     def at(self, input_dir: Path | None) -> Plan:
         """The same plan where its inputs lie in another folder by now; None: where they were."""
@@ -193,11 +187,6 @@ def plan_id(plan: Plan) -> str:
     return _id_of(plan, is_in_parts=_is_large(plan))
 
 
-def is_same_plan(frozen: Plan, plan: Plan) -> bool:
-    """Whether two plans make equal shards. A large plan from before there were parts has another id."""
-    return frozen.plan_id in (plan.plan_id, _id_of(plan, is_in_parts=False))
-
-
 def _is_large(plan: Plan) -> bool:
     return len(plan.inputs) + plan.num_shards > _MOST_WHOLE
 
@@ -249,8 +238,6 @@ def plan_json(plan: Plan) -> bytes:
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
     }
-    if not plan.fast_engine:
-        del content["fast_engine"]
     if _is_large(plan):
         lists |= {"mtimes_ns": [item.mtime_ns for item in plan.inputs], "left_out": plan.names_left_out}
         raw = json_by_parts(
@@ -284,7 +271,7 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
     finally:
         file.discard()
     frozen = need_plan(output_dir)
-    if not is_same_plan(frozen, plan):
+    if frozen.plan_id != plan.plan_id:
         raise Refused(
             f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
             f"{'; '.join(plan_differences(frozen, plan))}. A plan is never changed: for more data or other "

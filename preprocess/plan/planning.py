@@ -16,7 +16,6 @@ import heapq
 import itertools
 import os
 import re
-import shlex
 import stat
 import subprocess
 import sys
@@ -54,7 +53,6 @@ from preprocess.plan.plan_file import (
     Boundary,
     Plan,
     file_boundaries,
-    is_same_plan,
     plan_differences,
     plan_id,
     publish_plan,
@@ -63,7 +61,6 @@ from preprocess.plan.plan_file import (
 from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, stamp_tokenizer
 from preprocess.resources import BATCH_BYTES
-from shardprep.command_line import flag_words
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, remove_temporaries
@@ -536,7 +533,7 @@ def make_plan(
         if not dry_run:
             _prepare_folder(config.output_dir)
         frozen = read_plan(config.output_dir)
-        if dry_run and frozen is not None and not is_same_plan(frozen, plan):
+        if dry_run and frozen is not None and frozen.plan_id != plan.plan_id:
             raise Refused(
                 f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
             )
@@ -611,10 +608,6 @@ def _divided(
             path=plain[0],
             found="text",
             expected="JSON lines and tables",
-        )
-    if config.keep_fields and not any(input_kind(path.name).format.has_fields for path in paths):
-        raise UsageError(
-            f"--keep_fields reads fields of JSON lines and tables, and {paths[0]} is text; leave it out"
         )
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}")
@@ -738,7 +731,7 @@ def _plan_of(
         if isinstance(fast, Engine) and not resolved.passes_gate(fast):
             fast = "its ids differ from those of tokenizers"
         if isinstance(fast, Engine):
-            engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True, fast_engine=fast.name)
+            engine, plan = fast, dataclasses.replace(plan, fast_engine_is_equal=True)
         else:
             say(
                 f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"
@@ -778,21 +771,6 @@ def next_lines(folder: Path, num_shards: int) -> list[str]:
     lines.append(f"shardprep submit {place}  # within the site's limits, verify included")
     lines.append(f"shardprep run {place}  # here, without a cluster")
     return [f"next: {lines[0]}", *(f"  or: {line}" for line in lines[1:])]
-
-
-_HUB_DATASET = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
-
-_FETCHED = {"input_dir": "raw", "recursive": True}
-
-
-def hub_lines(input_dir: Path, given: Mapping[str, Any]) -> str | None:
-    """Return the commands that fetch a data set of the hub and plan it; None if it has no such name."""
-    if not (match := _HUB_DATASET.fullmatch(str(input_dir))):
-        return None
-    others = {name: value for name, value in given.items() if value is not None and name not in _FETCHED}
-    words = flag_words(_FETCHED | others)
-    fetch = f"hf download {match[1]} --repo-type dataset --local-dir raw"
-    return f"{fetch} && shardprep plan {shlex.join(words)}"
 
 
 def _max_array_size() -> int:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -115,21 +115,14 @@ def checked_fields(
 
 def unknown_version(path: Path, found: object) -> UnknownVersion:
     """Return the error of a file of another version, with what is to be done about it."""
-    remedy = None
-    what_to_do = "install the shardprep that wrote it, or make the data set anew in a new folder"
-    if type(found) is int and 0 < found < FORMAT_VERSION:
-        remedy = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
-        what_to_do = (
-            f"make the data set anew in a new folder: {remedy}, then: shardprep run NEW (or install the "
-            "shardprep that wrote it)"
-        )
+    remedy = "shardprep plan --input_dir RAW --output_dir NEW --model_id MODEL --num_shards N"
     return UnknownVersion(
-        f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION} alone; "
-        f"{what_to_do}",
+        f"{path} has format version {_shown(found)}, this shardprep reads {FORMAT_VERSION} alone; install "
+        f"the shardprep that wrote it, or make the data set anew in a new folder: {remedy}",
         path=path,
         found=_shown(found),
         expected=FORMAT_VERSION,
-        remedy=remedy,
+        remedy=remedy if type(found) is int and found < FORMAT_VERSION else None,
     )
 
 
@@ -273,14 +266,11 @@ class Fields:
         """Size and sha256 of a file."""
         return self.fields(key).all_of(FileStamp)
 
-    def run(self, names_without_hash: Container[str]) -> dict[str, Any]:
-        """The ``run`` of a file, without its hash, which has to be right.
-
-        A run without one is as old as its names: one that is not in ``names_without_hash`` is refused.
-        """
+    def run(self) -> dict[str, Any]:
+        """The ``run`` of a file, without its hash, which has to be right; an empty one needs none."""
         run = dict(self.mapping(RUN))
         found, expected = run.pop(RUN_HASH, None), content_sha256(run)
-        if found != expected and (found is not None or any(name not in names_without_hash for name in run)):
+        if found != expected and (found is not None or run):
             raise _altered(self.path, RUN_HASH, found, expected)
         return run
 

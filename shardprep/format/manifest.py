@@ -40,9 +40,6 @@ from shardprep.format.names import (
 )
 from shardprep.format.shard_making import SourceCounts, sources_of, sum_of_sources
 
-# What the first manifests of this version say of their run, which has no hash there. Nothing is added.
-_FIRST_RUN = {"engine", "shardprep", "python", "host", "slurm"}
-_FIRST_RUN |= {"num_cpus", "began", "wall_s", "cpu_s", "max_rss_bytes"}
 _MOST_LENGTH_STEPS = 64  # of a histogram: lengths are below 2**63
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
 
@@ -96,12 +93,11 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: engine, versions, host, times
     digests: FileStamp | None = None  # of --digests; absent without
-    fields: FileStamp | None = None  # of --keep_fields; absent without
 
     def to_json(self) -> bytes:
         """The bytes on disk; the part before ``run`` is equal for equal shards, and each has its hash."""
         content = dataclasses.asdict(self) | {"spec": self.spec.to_json()}
-        parts = ((content, "digests"), (content, "fields"), (content["counts"], "validation"))
+        parts = ((content, "digests"), (content["counts"], "validation"))
         for values, name in parts:
             if values[name] is None:  # as before there were any
                 del values[name]
@@ -113,7 +109,7 @@ class Manifest:
         """Raises BrokenShard, also where counts and sizes do not agree."""
         spec = DatasetSpec.from_json(fields.fields("spec"))
         manifest = fields.all_of(
-            Manifest, spec=spec, counts=counts_of(fields.fields("counts")), run=fields.run(_FIRST_RUN)
+            Manifest, spec=spec, counts=counts_of(fields.fields("counts")), run=fields.run()
         )
         expected = idx_num_bytes(manifest.spec.kind, manifest.counts.num_samples)
         if manifest.idx.num_bytes != expected:

@@ -36,7 +36,6 @@ CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as 
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
 DIGESTS_DIR = "digests"
-FIELDS_DIR = "fields"
 WITHDRAWN_DIR = "withdrawn"
 LEFT_OUT_DIR = "left_out"  # of a data set that rewrite made: the lists of the one that it was made from
 DOC_STARTS_FIELD = "doc_starts.npy"
@@ -61,7 +60,6 @@ manifest_path = _path_of("{}.json")
 quarantine_path = _path_of(f"{QUARANTINE_DIR}/{{}}.jsonl")
 ids_path = _path_of(f"{IDS_DIR}/{{}}.jsonl")
 digests_path = _path_of(f"{DIGESTS_DIR}/{{}}.digests")
-fields_path = _path_of(f"{FIELDS_DIR}/{{}}.jsonl")
 # Of the files that a manifest vouches for, by their names there.
 VOUCHED_PATHS = {
     "tar": tar_path,
@@ -69,7 +67,6 @@ VOUCHED_PATHS = {
     "quarantine": quarantine_path,
     "ids": ids_path,
     "digests": digests_path,
-    "fields": fields_path,
 }
 
 

@@ -12,7 +12,7 @@ _WARNED = 1  # the exit code of doctor where all is usable
 REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
 LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean removes
 REPORT_NAME = "report.json"
-EXPORTS = ("export megatron", "export nanogpt", "export hf", "export mosaicml")
+EXPORTS = ("export megatron", "export nanogpt", "export hf")
 
 
 def plan(place: Path, options: list[str]) -> int:

@@ -503,7 +503,7 @@ CHECK_ROWS = [
         remedy="shardprep run $PLANNED"),
     row("a sample past the end", lambda s: s.main("peek", "$DATA", "0:999"), 66, found="0:999",
         expected="samples 0 to"),
-    row("a shard to look at that is not made", lambda s: s.main("peek", "$PLANNED", shard=1), 66,
+    row("a shard to look at that is not made", lambda s: s.main("peek", "$PLANNED", "1:0"), 66,
         path="$PLANNED/shard-00001.json", remedy="shardprep run $PLANNED"),
     row("a shard to look at past the end", lambda s: s.main("peek", "$DATA", "9:0"), 2, found="9",
         expected="ids of 0 to 2"),

@@ -96,8 +96,6 @@ def check_masks(prep: Prep, model: Path, template: str, folder: Path, *, seed: i
     options |= {"model_id": str(model), "max_bad_fraction": 1.0}
     prep.plan(raw, out, num_shards=1, chat_template_file=folder / "template.jinja", **options)
     prep.make(out)
-    ended = prep.command("verify", out, "--deep", 1)
-    assert ended.code == 0, ended.text
     quarantine = out / "quarantine" / "shard-00000.jsonl"
     lines = quarantine.read_text(encoding="utf-8").splitlines() if quarantine.exists() else []
     left_out = {json.loads(line)["line"] for line in lines}

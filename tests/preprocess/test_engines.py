@@ -187,17 +187,6 @@ def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
         load(plan, json_path, "gigatoken", warnings)
 
 
-def test_a_plan_from_before_gigatoken_allows_it_for_tokenizers_of_a_known_kind(
-    data_dir: Path, json_path: Path
-) -> None:
-    for can_be_cut, name in ((True, "gigatoken"), (False, "tokenizers")):
-        assert (
-            load(need_plan(data_dir), json_path, "auto", [], fast_engine="", can_be_cut=can_be_cut).name
-            == name
-        )
-    assert load(need_plan(data_dir), json_path, "fastokens", []).name == "gigatoken"  # the flag's old word
-
-
 def test_a_plan_that_saw_the_fast_engine_differ_never_uses_it(data_dir: Path, json_path: Path) -> None:
     plan = need_plan(data_dir)
     assert load(plan, json_path, "auto", [], fast_engine_is_equal=False).name == "tokenizers"
@@ -301,7 +290,7 @@ def test_planning_tries_all_code_points_that_gigatoken_gets_and_keeps_the_verdic
     prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert prep.plan(sample_dir, tmp_path / "data").fast_engine == "gigatoken"
+    assert prep.plan(sample_dir, tmp_path / "data").fast_engine_is_equal
     texts = gate_texts((prep.model_dir / "tokenizer.json").read_bytes())
     missing = {*range(0xD800), *range(0xE000, 0xF0000)} - set(map(ord, "".join(texts)))
     assert len(engines.texts_with_new_code_points([*map(chr, missing)])) == len(missing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from itertools import chain
 from pathlib import Path
@@ -97,34 +96,7 @@ def names_of(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def mds_samples(out: Path) -> list[list[int]]:
-    """As MosaicML documents its files."""
-    found = []
-    for shard in json.loads((out / "index.json").read_bytes())["shards"]:
-        raw = (out / shard["raw_data"]["basename"]).read_bytes()
-        assert len(raw) == shard["raw_data"]["bytes"]
-        (num_samples,) = struct.unpack_from("<I", raw)
-        assert num_samples == shard["samples"]
-        ends = np.frombuffer(raw, "<u4", num_samples + 1, 4)
-        config = json.loads(raw[4 + ends.nbytes : ends[0]])
-        assert config["column_names"] == shard["column_names"] == ["tokens"]
-        for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            assert struct.unpack_from("<I", raw, begin)[0] == end - begin - 4
-            found.append(np.frombuffer(raw[begin + 4 : end], "<i4").tolist())
-    return found
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_mds_files_hold_the_stored_samples_in_files_of_a_size(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(layouts, "_MDS_BYTES", 50_000)
-    out = export(prep, folders[name], "mosaicml", tmp_path / "out")
-    assert len(list(out.glob("*.mds"))) > 3
-    assert mds_samples(out) == rows_of(folders[name])
-
-
-@pytest.mark.parametrize("to", ["megatron", "nanogpt", "mosaicml"])
+@pytest.mark.parametrize("to", ["megatron", "nanogpt", "hf"])
 def test_a_stopped_export_goes_on_with_the_shards_that_are_missing(
     prep: Prep, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
@@ -211,9 +183,12 @@ def test_a_folder_that_megatron_could_not_read_again_is_refused_before_anything_
 def test_eos_is_put_where_it_is_asked_for(prep: Prep, folders: dict[str, Path], tmp_path: Path) -> None:
     out = export(prep, folders["json"], "nanogpt", tmp_path / "without", "--no-put_eos")
     assert np.memmap(out / "train.bin", np.uint16, "r").tolist() == list(chain(*rows_of(folders["json"])))
-    out = export(prep, folders["json"], "mosaicml", tmp_path / "with", "--put_eos")
+    pa = pytest.importorskip("pyarrow", exc_type=ImportError)
+    out = export(prep, folders["json"], "hf", tmp_path / "with", "--put_eos")
+    tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in sorted(out.glob("*.arrow"))]
     eos = need_plan(folders["json"]).tokenizer.eos_token_id
-    assert mds_samples(out) == [[*row, eos] for row in rows_of(folders["json"])]
+    rows = list(chain(*(table["input_ids"].to_pylist() for table in tables)))
+    assert rows == [[*row, eos] for row in rows_of(folders["json"])]
 
 
 @pytest.mark.parametrize("name", ["json", "packed"])
@@ -249,14 +224,3 @@ def test_megatron_core_reads_the_documents(
         found = indexed.IndexedDataset(str(out / f"shard-{shard_id:05d}_document"))
         ids += chain(*(found[number].tolist() for number in range(len(found))))
     assert ids == stream_of(folders[name])
-
-
-@pytest.mark.parametrize("name", ["json", "packed"])
-def test_streaming_reads_the_stored_samples(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str
-) -> None:
-    streaming = pytest.importorskip("streaming", exc_type=ImportError)
-    out = export(prep, folders[name], "mosaicml", tmp_path / "out")
-    found = streaming.StreamingDataset(local=str(out), shuffle=False, batch_size=1)
-    rows = [np.frombuffer(sample["tokens"], np.int32).tolist() for sample in found]
-    assert rows == rows_of(folders[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
+import re
 import sys
 import threading
 import time
@@ -131,7 +131,7 @@ def test_a_model_of_the_hub_is_fetched_once_and_later_found_without_a_hub(
     assert len({json.loads(path.read_bytes())["plan_id"] for path in tmp_path.glob("*/plan.json")}) == 1
 
 
-def test_a_data_set_of_the_hub_is_answered_with_the_commands_that_fetch_and_plan_it(
+def test_a_data_set_of_the_hub_is_answered_with_the_command_that_fetches_it(
     hub: Hub, prep: Prep, tmp_path: Path
 ) -> None:
     lines = b"".join(b'{"input": "question %d", "output": "answer"}\n' % number for number in range(20))
@@ -141,13 +141,14 @@ def test_a_data_set_of_the_hub_is_answered_with_the_commands_that_fetch_and_plan
     flags = {"output_dir": "data", "model_id": model, "text_template": r"{input}\n\n{output}"}
     code, said = plan(hub, tmp_path, input_dir="some/questions", **flags)
     assert code == 66
-    assert said.startswith("error: --input_dir some/questions is no folder; if it is a data set of the hub")
-    command = said.strip().partition("type: ")[2]
-    assert shlex.split(command)[:2] == ["hf", "download"]
-    done = run_child(["bash", "-euc", command], cwd=tmp_path, env=hub.environ(tmp_path))
-    assert "2 shards of" in done.stdout
+    assert said.startswith("error: --input_dir some/questions is no folder; a data set of the hub")
+    found = re.search(r"(hf download .* --local-dir RAW); then plan --input_dir RAW --recursive", said)
+    assert found
+    run_child(["bash", "-euc", found[1]], cwd=tmp_path, env=hub.environ(tmp_path))
+    code, said = plan(hub, tmp_path, input_dir="RAW/data", **flags)
+    assert code == 0, said
     planned = json.loads((tmp_path / "data" / "plan.json").read_bytes())
-    assert [each["path"] for each in planned["inputs"]] == ["data/train.jsonl"]
+    assert [each["path"] for each in planned["inputs"]] == ["train.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["raw", "/lustre/raw", "a/b/c", "../a"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from itertools import chain
@@ -42,7 +41,7 @@ def heads(text: str) -> list[tuple[int, int, int, str, int]]:
 def test_a_document_is_printed_as_its_line_of_the_input_stands_at_its_place(
     prep: Prep, made_dir: Path, sample_dir: Path
 ) -> None:
-    ended = prep.command("peek", made_dir, "--num", 3, "--chars", 0, "--random", "--seed", 4)
+    ended = prep.command("peek", made_dir, "--num", 3, "--chars", 0, "--random")
     assert ended.code == 0
     blocks = ended.text.strip().split("\n\n")
     assert len(blocks) == 3
@@ -56,11 +55,12 @@ def test_a_document_is_printed_as_its_line_of_the_input_stands_at_its_place(
 def test_a_row_shows_where_documents_begin_in_it_and_the_rest_of_one_that_began_before(
     prep: Prep, packed: Path
 ) -> None:
-    ended = prep.command("peek", packed, "--num", 400, "--chars", 0, "--shard", "1")
-    blocks = ended.text.strip().split("\n\n")
     plan = need_plan(packed)
     with ShardSamples(packed, plan.spec, 1) as samples:
-        assert len(blocks) == min(400, len(samples.records))
+        rows = [f"1:{number}" for number in range(min(400, len(samples.records)))]
+        ended = prep.command("peek", packed, *rows, "--chars", 0)
+        blocks = ended.text.strip().split("\n\n")
+        assert len(blocks) == len(rows)
         assert blocks[0].split("\n")[1] == "  --- a document begins"
         for number, block in enumerate(blocks):
             assert block.count("  --- a document begins") == samples.records["num_starts"][number]
@@ -70,27 +70,7 @@ def test_a_row_shows_where_documents_begin_in_it_and_the_rest_of_one_that_began_
     assert "⟦<|end_of_text|>⟧" in ended.text
 
 
-def test_the_longest_come_first_of_all_shards_or_of_one(prep: Prep, made_dir: Path) -> None:
-    plan = need_plan(made_dir)
-    tokens = []
-    for shard_id in range(3):
-        with ShardSamples(made_dir, plan.spec, shard_id) as samples:
-            tokens.append(samples.records["num_tokens"].tolist())
-    of_all = heads(prep.command("peek", made_dir, "--longest", "--num", 4).text)
-    assert [head[2] for head in of_all] == sorted(chain(*tokens), reverse=True)[:4]
-    of_one = heads(prep.command("peek", made_dir, "--longest", "--num", 2, "--shard", 2).text)
-    assert [(head[0], head[2]) for head in of_one] == [(2, n) for n in sorted(tokens[2], reverse=True)[:2]]
-
-
-@pytest.mark.slow
-def test_grep_and_source_choose_and_are_told_where_nothing_is_found(prep: Prep, made_dir: Path) -> None:
-    plan = need_plan(made_dir)
-    name = plan.inputs[-1].path
-    of_source = heads(prep.command("peek", made_dir, "--source", name, "--num", 10**6).text)
-    assert of_source
-    assert {head[3] for head in of_source} == {name}
-    everything = heads(prep.command("peek", made_dir, "--num", 10**6).text)
-    assert len(of_source) < len(everything)
+def test_grep_chooses_and_is_told_where_nothing_is_found(prep: Prep, made_dir: Path) -> None:
     found = prep.command("peek", made_dir, "--grep", r"\b7[0-9] lamps", "--num", 2, "--chars", 0)
     assert len(heads(found.text)) == 2
     assert len(re.findall(r"\b7[0-9] lamps", found.text)) >= 2
@@ -99,36 +79,12 @@ def test_grep_and_source_choose_and_are_told_where_nothing_is_found(prep: Prep, 
     assert "has no sample that was asked for" in nothing.text
 
 
-@pytest.mark.parametrize("record", ["documents", "packed"])
-@pytest.mark.parametrize("field", [False, True])
-def test_a_source_is_asked_for_by_the_name_that_the_report_shows(
-    prep: Prep, tmp_path: Path, record: str, field: bool
-) -> None:
-    raw, data = tmp_path / "raw", tmp_path / "data"
-    for label in ("web_ko", "books"):
-        (raw / label).mkdir(parents=True)
-        rows = [{"text": f"{label} says {number}", "of": label} for number in range(9)]
-        (raw / label / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows_options: dict[str, Any] = {"record": "packed", "seq_len": 8} if record == "packed" else {}
-    prep.plan(raw, data, num_shards=1, recursive=True, source_field="of" if field else "", **rows_options)
-    prep.make(data)
-    ended = prep.command("peek", data, "--source", "web_ko", "--num", 99)
-    assert ended.code == 0, ended.text
-    assert {path for _, _, _, path, _ in heads(ended.text)} == {"web_ko/a.jsonl"}
-    every = heads(prep.command("peek", data, "--num", 99).text)
-    assert heads(ended.text) == [head for head in every if head[3] == "web_ko/a.jsonl"]
-    ended = prep.command("peek", data, "--input", "books/a.jsonl", "--num", 99)
-    assert {path for _, _, _, path, _ in heads(ended.text)} == {"books/a.jsonl"}
-    assert prep.command("peek", data, "--source", "none").code == 66
-
-
-def test_random_samples_are_of_all_shards_and_equal_for_equal_seeds(prep: Prep, made_dir: Path) -> None:
-    first, again, other = (
-        heads(prep.command("peek", made_dir, "--random", "--num", 6, "--seed", seed).text)
-        for seed in (1, 1, 2)
-    )
-    assert first == again != other
+def test_random_samples_are_of_all_shards_and_others_each_time(prep: Prep, made_dir: Path) -> None:
+    first, other = (heads(prep.command("peek", made_dir, "--random", "--num", 6).text) for _ in range(2))
+    assert first != other
     assert {head[0] for head in first} == {0, 1, 2}
+    every = heads(prep.command("peek", made_dir, "--random", "--num", 10**6).text)
+    assert sorted(every) == heads(prep.command("peek", made_dir, "--num", 10**6).text)
 
 
 @pytest.mark.parametrize("folder", ["made_dir", "packed"])
@@ -152,12 +108,12 @@ def test_a_place_in_an_input_shows_the_samples_that_hold_its_document(
 def test_an_address_prints_its_sample_and_of_a_row_one_document(
     prep: Prep, made_dir: Path, packed: Path
 ) -> None:
-    every = prep.command("peek", made_dir, "--num", 9, "--shard", "0", "--chars", 0).text.split("\n\n")
+    every = prep.command("peek", made_dir, "--num", 9, "--chars", 0).text.split("\n\n")
     ended = prep.command("peek", made_dir, "0:7", "0:2", "--num", 1, "--chars", 0)
     assert ended.text.split("\n\n")[:2] == [every[7], every[2]]
     row = next(
         block
-        for block in prep.command("peek", packed, "--num", 99, "--shard", "1", "--chars", 0).text.split(
+        for block in prep.command("peek", packed, *(f"1:{n}" for n in range(9)), "--chars", 0).text.split(
             "\n\n"
         )
         if block.count("  --- ") > 1
@@ -173,16 +129,14 @@ def test_an_address_prints_its_sample_and_of_a_row_one_document(
 @pytest.mark.parametrize(
     ("flags", "code", "what"),
     [
-        (["--shard", "7"], 2, "expected ids of 0 to 2"),
-        (["--source", "web"], 66, "--source web is no input of the plan, and no input lies in a subfolder"),
         (["--grep", "("], 2, "is no regular expression"),
         (["--num", "0"], 2, "--num is 0"),
-        (["0:1", "--shard", "0"], 2, "leave out --shard"),
+        (["0:1", "--random"], 2, "leave out --random"),
         (["shard-00000"], 2, "expected SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"),
-        (["shard-00000:1"], 66, "address shard-00000 is no input of the plan"),
+        (["shard-00000:1"], 66, "shard-00000 is no input of the plan"),
         (["0:99999"], 66, "0:99999: shard-00000 has samples 0 to"),
         (["0:1:1"], 66, "0:1:1: that sample has documents 0 to 0"),
-        (["77:1"], 2, "the shard of 77:1 is '77', expected ids of 0 to"),
+        (["77:1"], 2, "the shard of 77:1 is 77, expected ids of 0 to"),
     ],
 )
 def test_flags_and_addresses_that_cannot_be_are_refused(
@@ -199,12 +153,12 @@ def test_a_shard_that_is_not_made_is_66_with_the_command_that_makes_it(prep: Pre
     none = prep.command("peek", folder)
     assert (none.code, "has no finished shard; run: shardprep run" in none.text) == (66, True)
     prep.make(folder, 0)
-    one = prep.command("peek", folder, "--shard", "1")
+    one = prep.command("peek", folder, "1:0")
     assert (one.code, "shard 00001 is not made" in one.text) == (66, True)
     command = re.search(r"(shardprep run .*)", one.text)
     assert command
     assert prep.command(*shlex.split(command[1])[1:]).code == 0
-    assert prep.command("peek", folder, "--shard", "1").code == 0
+    assert prep.command("peek", folder, "1:0").code == 0
 
 
 @pytest.mark.slow
@@ -266,17 +220,3 @@ def test_a_document_of_a_small_input_is_in_a_row_that_begins_in_another(
         for place, words in ((0, "kettle"), (len(f"the kettle {number * 111:03} sings\n"), "second line")):
             ended = prep.command("peek", data, f"{number}.txt:{place}", "--chars", 0)
             assert (ended.code, f"{words} {number}{number}{number}" in ended.text) == (0, True), ended.text
-
-
-def test_lines_of_text_have_the_source_of_their_file_where_records_name_theirs(
-    prep: Prep, tmp_path: Path
-) -> None:
-    (tmp_path / "raw" / "web").mkdir(parents=True)
-    (tmp_path / "raw" / "web" / "a.txt").write_text("the kettle sings\n")
-    (tmp_path / "raw" / "web" / "b.jsonl").write_text('{"text": "the pan", "label": "news"}\n')
-    data = tmp_path / "data"
-    prep.plan(tmp_path / "raw", data, num_shards=1, recursive=True, source_field="label")
-    prep.make(data)
-    for source, words, other in (("web", "kettle", "pan"), ("news", "pan", "kettle")):
-        ended = prep.command("peek", data, "--source", source)
-        assert (ended.code, words in ended.text, other in ended.text) == (0, True, False), ended.text

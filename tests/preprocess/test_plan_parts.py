@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.plan import plan_file
 from preprocess.plan.plan_file import Plan, need_plan, plan_id, plan_json
 from shardprep.errors import BrokenShard, ShardprepError
 from shardprep.format.checked_json import content_sha256
@@ -207,28 +206,8 @@ def test_every_command_works_with_a_plan_in_parts(
     for words in (["run", folder], ["verify", folder, "--deep"], ["peek", folder], ["clean", folder]):
         ended = prep.command(*words)
         assert ended.code == 0, ended.text
-    assert "0.txt" in prep.command("peek", folder, "--input", "0000.txt").text
+    assert "0.txt" in prep.command("peek", folder, "0000.txt:0").text
     for words in (["status", folder], ["report", folder, "--json"]):
         assert slurm([str(word) for word in words]) == 0, capsys.readouterr()
     assert "4200" in capsys.readouterr().out.replace(",", "")
     assert read_input_names(folder) == [f"{number:04d}.txt" for number in range(4_200)]
-
-
-def test_a_large_plan_of_an_older_version_stays_valid_and_is_the_plan_that_would_be_made(
-    prep: Prep, many_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "data"
-    with monkeypatch.context() as patch:
-        patch.setattr(plan_file, "_MOST_WHOLE", 10**9)  # as every plan was written before
-        older = prep.plan(many_dir, folder, num_shards=3)
-    raw = (folder / "plan.json").read_bytes()
-    assert b'"version":2,' in raw[:60]
-    assert need_plan(folder).plan_id == older.plan_id
-    assert prep.plan(many_dir, folder, num_shards=3).plan_id == older.plan_id
-    assert (folder / "plan.json").read_bytes() == raw
-    ended = prep.command("--shard_id", 1, "--output_dir", folder)
-    assert ended.code == 0, ended.text
-    new = prep.plan(many_dir, tmp_path / "new", num_shards=3)
-    assert new.plan_id != older.plan_id
-    prep.command("--shard_id", 1, "--output_dir", tmp_path / "new")
-    assert (folder / "shard-00001.tar").read_bytes() == (tmp_path / "new/shard-00001.tar").read_bytes()

@@ -185,9 +185,6 @@ def test_a_value_of_each_type_has_its_text_and_one_without_is_no_id(
     prep.make(tmp_path / "data")
     lines = (tmp_path / "data/ids/shard-00000.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)[2] for line in lines] == ids
-    if not has_pandas:
-        verified = prep.command("verify", tmp_path / "data", "--deep")
-        assert verified.code == 0, verified.text
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])

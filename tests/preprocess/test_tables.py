@@ -331,3 +331,19 @@ def test_the_window_is_no_part_of_the_plan_id(prep: Prep, sample_dir: Path, tmp_
     assert one.plan_id == other.plan_id
     assert b"zstd_long" not in (tmp_path / "one/plan.json").read_bytes()
     assert b'"zstd_long":31' in (tmp_path / "other/plan.json").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_field_that_no_record_has_is_told_by_plan(prep: Prep, tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "raw").mkdir()
+    records = [{"text": f"w{number}", "id": f"i{number}"} for number in range(9)]
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "raw" / "a.parquet")
+    else:
+        (tmp_path / "raw" / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    given = ["plan", "--input_dir", tmp_path / "raw", "--model_id", prep.model_dir, "--dry_run"]
+    given += ["--output_dir", tmp_path / "data"]
+    ended = prep.command(*given, "--id_field", "idd", "--source_field", "src")
+    assert ended.code == 0, ended.text
+    assert "a value for --id_field idd, --source_field src;" in " ".join(ended.text.split())
+    assert "no record" not in prep.command(*given, "--id_field", "id").text

@@ -161,8 +161,6 @@ def test_the_same_documents_are_held_out_whatever_shards_tokenizer_and_record(
             assert train.ids == ids_of(
                 models[model], [text for text in every if not is_held(digest_of(text))]
             )
-        ended = prep.command("verify", out, "--deep", 3)
-        assert ended.code == 0, ended.text
 
 
 @pytest.mark.parametrize("record", ["documents", "packed", "best_fit"])
@@ -177,8 +175,6 @@ def test_batches_change_no_byte_and_without_the_options_nothing_is_kept(
     assert prep.contents(small) == prep.contents(whole)
     if record != "documents":
         assert len(prep.members(whole / "shard-00000.tar")) > 2 * 3 * 2
-    ended = prep.command("verify", whole, "--deep", 4)
-    assert ended.code == 0, ended.text
     plain = make(prep, raws, tmp_path / "plain", record, validation_fraction=0.0)
     assert not (plain / "digests").exists()
     content = b"".join(path.read_bytes() for path in [plain / "plan.json", *plain.glob("shard-*.json")])
@@ -247,7 +243,7 @@ def test_a_flipped_bit_a_missing_file_and_a_wrong_digest_are_found(
     assert prep.command("verify", out).code == 0
 
 
-def test_a_worker_that_hashes_another_text_is_found_by_the_second_reader(
+def test_a_worker_that_hashes_another_text_is_found_where_its_shard_is_made_again(
     prep: Prep, raws: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -258,7 +254,7 @@ def test_a_worker_that_hashes_another_text_is_found_by_the_second_reader(
         out = make(prep, raws, tmp_path / "data", "documents")
     ended = prep.command("verify", out, "--deep", 1)
     assert ended.code == 65
-    assert "documents whose text, digest, side, or ids by the reference engine, are others" in ended.text
+    assert ".digests has another sha256" in ended.text
 
 
 def load(folder: Path, model: Path, world: int = 1, size: int = 6, **options: Any) -> list[list[list[int]]]:

@@ -357,4 +357,3 @@ def test_lines_of_text_beside_records_with_ids_do_not_shift_them(
     (tmp_path / "ids").write_text("id8\n")
     ended = prep.command("withdraw", tmp_path / "data", "--ids", tmp_path / "ids")
     assert (ended.code, "has 20 lines, expected one for each of 41 documents" in ended.text) == (78, True)
-    assert prep.command("verify", tmp_path / "data", "--deep").code == 0

@@ -81,7 +81,7 @@ def test_of_shardprep_the_format_stands_on_the_rest_and_not_the_other_way() -> N
         for path in (ROOT / "shardprep").rglob("*.py")
         if re.search(r'"(preprocess|loader|slurm|lustre)[".:]', path.read_text(encoding="utf-8"))
     }
-    assert named == {"__main__.py", "manifest.py", "shard_making.py"}  # the last two: a key "slurm"
+    assert named == {"__main__.py", "shard_making.py"}  # the last one: a key "slurm"
 
 
 def test_the_loader_imports_shardprep_alone() -> None:

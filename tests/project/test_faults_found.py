@@ -75,14 +75,6 @@ def test_an_export_that_cannot_look_at_its_files_says_so(
         exporter.is_done(0)
 
 
-@pytest.mark.parametrize("content", ["", "{", "7"])
-def test_a_broken_list_of_an_exports_files_is_named(tmp_path: Path, content: str) -> None:
-    exporter = EXPORTERS["mosaicml"](folder=tmp_path, vocab_size=9, num_shards=1, first_token=[0, 9])
-    (tmp_path / "shard-00000.json").write_text(content)
-    with pytest.raises(BrokenShard, match=r"shard-00000\.json .* run this again"):
-        exporter.finish()
-
-
 @pytest.mark.processes
 def test_status_that_cannot_read_the_index_says_so(
     prep: Prep, sample_dir: Path, tmp_path: Path, stale: Callable[..., None]

@@ -105,7 +105,6 @@ def test_a_file_of_the_tokenizer_that_is_not_in_its_folder_is_refused(
 SUBFOLDERS = {
     "ids": ".jsonl",
     "digests": ".digests",
-    "fields": ".jsonl",
     "quarantine": ".jsonl",
 }
 
@@ -118,7 +117,6 @@ def with_side_files(prep: Prep, raw: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     options: dict[str, Any] = {
         "id_field": "id",
-        "keep_fields": "url",
         "digests": True,
         "max_bad_fraction": 0.5,
     }

@@ -150,12 +150,10 @@ def test_a_histogram_of_lengths_that_no_document_has_is_refused(place: Callable[
 def test_a_side_file_of_one_endless_line_is_refused(prep: Prep, raw: Path, tmp_path: Path) -> None:
     (raw / "a.jsonl").write_text("".join(f'{{"text": "text {n}", "id": "i{n}"}}\n' for n in range(9)))
     data = tmp_path / "data"
-    prep.plan(raw, data, num_shards=1, id_field="id", keep_fields="id")
+    prep.plan(raw, data, num_shards=1, id_field="id")
     prep.make(data)
-    for name in ("ids", "fields"):
-        os.truncate(data / name / "shard-00000.jsonl", 60 << 30)  # of which nothing is on disk
-    for words in (["peek", data, "id:none"], ["peek", data]):
-        assert ended_in_words(partial(_command, prep, words)).code == 65
+    os.truncate(data / "ids/shard-00000.jsonl", 60 << 30)  # of which nothing is on disk
+    assert ended_in_words(partial(_command, prep, ["peek", data, "id:none"])).code == 65
 
 
 def _command(prep: Prep, words: list[object]) -> tuple[int, None]:

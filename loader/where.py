@@ -47,7 +47,7 @@ def where(args: argparse.Namespace) -> int:
     options = {**_named_sources(args.input_shards), **loader_options(state), "model_id": args.model_id}
     with _only_errors_logged(), get_llama3_dataloader(**options) as loader:
         loader.load_state_dict({**state, "num_micro": 0})
-        end = loader.run.step_of(loader.next_position)
+        end = loader.run.step_of(loader.progress.next)
         step = max(end - 1, 0) if args.step is None else args.step
         if step < 0:
             raise UsageError.of_value("--step", step, "a step from 0")
@@ -57,7 +57,7 @@ def where(args: argparse.Namespace) -> int:
                 "run's weights and sizes; take a later checkpoint"
             )
         loader.load_state_dict(loader.state_at(step))
-        at = loader.next_position
+        at = loader.progress.next
         documents = list(_documents(loader, state["layout"]["world_size"]))
     if args.json:
         answer = {"step": step, "epoch": at.epoch, "step_of_epoch": at.step, "documents": documents}

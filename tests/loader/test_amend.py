@@ -429,27 +429,6 @@ def test_another_seed_or_row_length_is_refused_also_with_the_word(data: dict[str
             other.load_state_dict(state)
 
 
-def test_a_state_of_a_release_that_knew_no_amendments_is_gone_on_from(data: dict[str, Path]) -> None:
-    plan = {"weights": {"web": 1, "code": 1}}
-    with load(data, plan) as loader:
-        whole = steps(loader, 8)
-        state = loader.state_at(5)
-    state["fingerprint"]["sources"] = "web 700 [3, 48]; code 130 [1, 16]"
-    other_data = {**state, "fingerprint": {**state["fingerprint"], "data": "0" * 64}}
-    for weights in ({"web": 1, "code": 1}, {"web": 2, "code": 1}):
-        with (
-            load(data, {"weights": weights}, amend=True) as loader,
-            pytest.raises(OtherRun, match="data '0000"),
-        ):
-            loader.load_state_dict(other_data)
-    with load(data, plan) as loader:
-        loader.load_state_dict(state)
-        assert steps(loader, 3) == whole[5:]
-    with load(data, {"weights": {"code": 1, "chat": 1}}, amend=True) as loader:
-        loader.load_state_dict(state)
-        assert {source_of(ids) for step in steps(loader, 3) for ids in step} == {"code", "chat"}
-
-
 def test_sources_keep_the_blocks_that_they_began_with(data: dict[str, Path]) -> None:
     """Another version may choose others. A source that is added later has those of this version."""
     plan = {"weights": {"web": 1, "code": 1}}

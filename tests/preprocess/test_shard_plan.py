@@ -236,7 +236,7 @@ def test_another_plan_is_refused_naming_what_differs_and_what_to_do(
     assert (ended.code, dry.code) == (78, 78)
     assert named in ended.text
     assert named in dry.text
-    assert "new folder, and give the loader a list of folders" in ended.text
+    assert "and give the loader a list of folders" in ended.text
     assert (data_dir / "plan.json").read_bytes() == before
 
 

@@ -37,6 +37,7 @@ from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
 MAX_CHUNK_STEPS = 256
+_MOST_SUGGESTED = 1 << 14  # sizes that an error tries, to name those that fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,8 +231,10 @@ def check_batch(batch_size: int, global_batch_size: int | None, world_size: int)
         return step
     global_batch_size = whole_number("global_batch_size", global_batch_size, least=1)
     if global_batch_size < step or global_batch_size % step:
-        fitting = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * world_size) == 0]
-        worlds = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * batch_size) == 0]
+        # The size may come out of a state of others: a list of all its divisors could take for ever.
+        candidates = range(1, min(global_batch_size, _MOST_SUGGESTED) + 1)
+        fitting = [n for n in candidates if global_batch_size % (n * world_size) == 0]
+        worlds = [n for n in candidates if global_batch_size % (n * batch_size) == 0]
         sizes = f"batch_size can be {fitting}" if fitting else "no batch_size fits"
         ranks = f"the number of ranks can be {worlds}" if worlds else "no number of ranks fits"
         raise UsageError(

@@ -107,9 +107,13 @@ class AttemptRecord:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether the record of a task does not say why it ended: it was stopped or killed."""
+        """Whether the record of a task does not say why it ended: it was stopped or killed.
+
+        What a wrapper of Python, or a container, ends with when its process is killed may be any code. Only
+        a code of shardprep's own, but for 75, says why.
+        """
         was_killed = any("was killed by signal" in each.reason for each in self.failures.values())
-        is_bare = not self.failures and self.exit_code in (None, 75)
+        is_bare = not self.failures and self.exit_code not in (0, 2, 65, 66, 73, 74, 78)
         return bool(self.job_id and not self.stopped_by and (is_bare or was_killed))
 
     def is_alive(self) -> bool | None:

@@ -17,7 +17,6 @@ import slurm.__main__
 from preprocess.plan.plan_file import need_plan
 from preprocess.plan.planning import find_inputs
 from shardprep.errors import NotFound
-from tests.conftest import seal
 from tests.random_folders import PATTERNS, random_folder, wrong_of
 
 if TYPE_CHECKING:
@@ -249,24 +248,6 @@ def test_the_plain_form_takes_the_nth_of_all_txt_files_that_are_not_hidden(
         members = prep.members(tmp_path / "data" / f"shard-{number:05d}.tar")
         assert (f"sample_{number}_00000000.text.txt", f"This is {name}.".encode()) in members
     assert number == 2
-
-
-def test_a_plan_of_an_older_version_keeps_the_inputs_that_are_left_out_today(
-    prep: Prep, tmp_path: Path
-) -> None:
-    """Its tasks list the folder again, where they are given one."""
-    raw = tmp_path / "raw"
-    raw.mkdir()
-    for name in ("a.txt", "README.txt"):
-        (raw / name).write_text("text\n")
-    prep.plan(raw, tmp_path / "data", also="README.txt")
-    path = tmp_path / "data" / "plan.json"
-    data = json.loads(path.read_bytes())
-    del data["options"]["also"]
-    path.write_text(json.dumps(data))
-    seal(path)
-    ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data", "--input_dir", raw)
-    assert ended.code == 0, ended.text
 
 
 def test_the_report_has_what_was_left_out(

@@ -68,6 +68,7 @@ ROWS = [
         "slurmstepd: error: Detected 1 oom_kill event in StepId=8.0.",
     ),
     Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], "srun: error: n1: task 0: Out Of Memory"),
+    Row("OUT_OF_MEMORY", [ended(1)], "srun: error: n1: task 0: Out Of Memory"),  # of a wrapper around Python
     Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], "slurmstepd: error: Exceeded job memory limit".lower()),
     Row("OUT_OF_MEMORY", [ended(75, killed_by=9)], queue=("OUT_OF_MEMORY", 0, 125)),
     # told to stop: by whom is in the log, or in squeue

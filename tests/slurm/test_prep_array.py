@@ -395,7 +395,8 @@ def test_real_text_becomes_a_verified_data_set(desk: Desk, tmp_path: Path) -> No
 
 def test_the_script_names_no_partition_and_never_requeues() -> None:
     code = [line for line in SCRIPT.read_text().splitlines() if not re.match(r"#(?!SBATCH)", line)]
-    assert not re.search("partition|requeue|scontrol (?!show)", "\n".join(code).replace("before-restart", ""))
+    text = "\n".join(code).replace("before-restart", "")
+    assert not re.search("--partition|#SBATCH.*partition|requeue|scontrol (?!show)", text)
 
 
 def test_both_scripts_are_clean_to_shellcheck() -> None:

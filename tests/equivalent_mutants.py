@@ -127,4 +127,16 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "if not self.num_first and (any((each.cut_end for each in self.stages))):",
         "the state says the same shares in another spelling",
     ),
+    (
+        "loader/order.py",
+        "lengths = num_tokens(samples.reshape(-1)).reshape(samples.shape)",
+        "lengths = num_tokens(samples.reshape(-(2))).reshape(samples.shape)",
+        "numpy takes any number below 0 for the length that is left",
+    ),
+    (
+        "loader/chunks.py",
+        "bounds: list[int] = [*self.begins.T.reshape(-1).tolist(), len(self.flat)]",
+        "bounds: list[int] = [*self.begins.T.reshape(-(2)).tolist(), len(self.flat)]",
+        "numpy takes any number below 0 for the length that is left",
+    ),
 )

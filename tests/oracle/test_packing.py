@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import tarfile
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.world import EOS, World, hostile_texts, tokenizer_dir
+from tests.world import EOS, PAD, World, hostile_texts, tokenizer_dir
 
 OPEN_ROWS = 1024  # of best fit: the fullest one is closed where there would be more
 Rows = list[list[int]]
@@ -60,6 +63,17 @@ def long_texts() -> Iterator[str]:
         yield text.replace("<|", "< |").strip()[:8000] + "."
 
 
+def ids_of_padding(tar: Path) -> Iterator[int]:
+    """Ids that stand behind the tokens of rows, as numpy reads the members."""
+    with tarfile.open(tar) as file:
+        members = {item.name: np.load(io.BytesIO(file.extractfile(item).read())) for item in file}  # type: ignore[union-attr]
+    for name, num_tokens in members.items():
+        if name.endswith(".row_tokens.npy"):
+            rows = members[name.replace(".row_tokens.", ".token_ids.")]
+            for row, length in zip(rows, num_tokens, strict=True):
+                yield from row[length:].tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pack", "texts", "seq_len"),
@@ -94,6 +108,7 @@ def test_rows_are_those_of_a_plain_packer(
         with world.ranks(global_batch_size=1, shuffle=False, **arguments) as ranks:
             rows = ranks.take(len(ranks.loaders[0]))
         assert [row["input_ids"] for (row,) in rows] == pack(documents, seq_len), side
+    assert set(ids_of_padding(world.data_dir / "shard-00000.tar")) <= {tokenizer.token_to_id(PAD)}
     if texts is long_texts:
         most_ids = 512 * 1024 // 2
         assert sum(map(len, chain(*sides.values()))) > most_ids, "one member holds all"

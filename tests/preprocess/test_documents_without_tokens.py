@@ -71,5 +71,4 @@ def test_the_report_of_documents_without_tokens_is_written(
     capsys.readouterr()
     assert report(data, "--json") == 0
     assert json.loads(capsys.readouterr().out)["data"]["num_documents"] == len(texts)
-    assert report(data) == 0
     assert report(data, "--output", str(tmp_path / "page.html")) == 0

@@ -50,7 +50,10 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
     commands: list[tuple[object, ...]]
     commands = [("shardprep", "plan", "--input_dir", raw, "--output_dir", data, "--model_id", model)]
     if "euckr" in other_locale["LC_ALL"]:  # the others' way is the same
-        commands += [("preprocess", "--shard_id", 0, "--output_dir", data), ("slurm", "report", data)]
+        commands += [
+            ("preprocess", "--shard_id", 0, "--output_dir", data),
+            ("slurm", "report", data, "--output", data / "report.html"),
+        ]
     for command in commands:
         run_child([sys.executable, "-m", *map(str, command)], env={**prep.environ(), **other_locale})
     assert (data / "plan.json").read_bytes() == (tmp_path / "expected" / "plan.json").read_bytes()

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import json_ids
 from preprocess.make.worker import Worker, load_worker
 from preprocess.options import WorkerSettings
 from preprocess.plan.plan_file import need_plan
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch
 from shardprep.files import WRITE_BYTES
 
 READ, ENCODE, JSON_IDS = "bytes to lines of str", "engine alone", "ids as JSON alone"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from preprocess.formats.text_fields import MessageFields, Normalize, TextFields
+from preprocess.read.text_fields import MessageFields, Normalize, TextFields
 from preprocess.resources import BATCH_BYTES, SMALLEST_BATCH_BYTES, text_bytes_within
 from shardprep.command_line import flag_words, option
 from shardprep.errors import UsageError

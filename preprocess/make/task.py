@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from preprocess.formats.inputs import ByteRange, InputFile, OpenInput, sample_sha256
 from preprocess.make.worker import Work, Worker, finished_manifest, load_worker
 from preprocess.options import PLAN_FIELDS, PrepConfig, WorkerSettings, environment_number, option_differences
 from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
 from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
+from preprocess.read.inputs import ByteRange, InputFile, OpenInput, sample_sha256
 from preprocess.resources import bind_to_task_cpus, memory_limit_gb, memory_note
 from shardprep.command_line import given_of
 from shardprep.console import Progress, counted, quoted, say, shards_text, short_bytes, short_number

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import orjson
 
-from preprocess.formats.inputs import ByteRange, InputFile
 from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
+from preprocess.read.inputs import ByteRange, InputFile
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 from shardprep.files import (

@@ -30,7 +30,6 @@ import orjson
 from tokenizers import Tokenizer, processors
 
 import preprocess
-from preprocess.formats.inputs import what_fetches
 from preprocess.make import engines
 from preprocess.plan.tokenizer_files import (
     MAX_TOKENIZER_BYTES,
@@ -39,6 +38,7 @@ from preprocess.plan.tokenizer_files import (
     spec_of_tokenizer,
     special_tokens_of,
 )
+from preprocess.read.inputs import what_fetches
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import (
     NOT_THERE,

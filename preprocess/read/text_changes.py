@@ -10,8 +10,8 @@ import re
 import unicodedata
 from importlib import metadata
 
-from preprocess.formats.text_fields import UnusableText
 from preprocess.options import PlanOptions
+from preprocess.read.text_fields import UnusableText
 from shardprep.command_line import needs
 from shardprep.errors import Refused, UsageError
 

@@ -72,7 +72,6 @@ class Plan:
     probe: list[str]  # texts that tell engines apart, see engines.py
     probe_sha256: Digest  # of their ids by the reference engine
     fast_engine_is_equal: bool  # the fast engine gave the reference's ids on probe and sample
-    can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     # Of a plan in parts the lists are Rows, which read what they are asked for.
     inputs: Sequence[InputFile]
     boundaries: Sequence[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts

@@ -709,7 +709,6 @@ def _plan_of(
         probe=resolved.probe,
         probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,
-        can_be_cut=resolved.can_be_cut,
         inputs=division.inputs,
         boundaries=division.boundaries,
         text_starts=division.text_starts,
@@ -726,7 +725,7 @@ def _plan_of(
             resolved.folder / TOKENIZER_FILE,
             allow_special_tokens=resolved.allow_special_tokens,
             texts=texts,
-            expected_sha256=ids_sha256([engine.encode(texts)]),
+            expected_sha256=ids_sha256([engine.encode_texts(texts)]),
         )
         if isinstance(fast, Engine) and not resolved.passes_gate(fast):
             fast = "its ids differ from those of tokenizers"

@@ -2,7 +2,7 @@
 
 Threads share the work: one reads and decodes the next batch, some take a batch each, encode it, with the
 engine's own threads, and lay it out, and this one writes the batches in their order. All but the encoding is
-Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
+Python and numpy, which share the interpreter's lock for a part of the time: see benchmarks/results.md.
 """
 
 from __future__ import annotations

@@ -15,17 +15,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preprocess import resources
-from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
+from preprocess.make import resources
+from preprocess.make.resources import WorkerSettings, environment_number
 from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import INDEX_NAME, PLAN_NAME, id_ranges, ids_of_ranges
+from shardprep.format.options import GROUPS, RESOURCES, PrepConfig
 
 if TYPE_CHECKING:
     from preprocess.check.verify import Problem
-    from preprocess.plan.plan_file import Plan
     from shardprep.format.done import Check, Finding
+    from shardprep.format.plan import Plan
 
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
@@ -107,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from preprocess.make.local_run import run_shards
     from preprocess.make.task import means_line, total_line, worker_settings
     from preprocess.make.worker import missing_shards
-    from preprocess.plan.plan_file import need_plan
+    from shardprep.format.plan import need_plan
 
     resources.check_address_space()
     folder = args.output_dir
@@ -164,8 +165,8 @@ def verify(args: argparse.Namespace) -> int:
     """``verify DATA``: prove the shards whole and write index.json."""
     from preprocess.attempts import read_attempts, remove_finished
     from preprocess.check.verify import verify_dataset
-    from preprocess.plan.plan_file import need_plan
     from shardprep.format.done import remove_findings, standing_findings
+    from shardprep.format.plan import need_plan
     from shardprep.format.shard_making import source_lines
 
     if args.deep is not None and args.deep < 1:
@@ -254,7 +255,7 @@ def clean(args: argparse.Namespace) -> int:
     """``clean DATA``: what attempts that died left behind."""
     from preprocess.check.clean import clean as remove
     from preprocess.check.clean import cleaning_lines
-    from preprocess.plan.plan_file import read_plan
+    from shardprep.format.plan import read_plan
 
     plan = read_plan(args.output_dir)
     cleaning = remove(args.output_dir, plan, dry_run=args.dry_run, say=say)

@@ -15,12 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from preprocess.formats.inputs import ByteRange, InputFile, OpenInput, sample_sha256
+from preprocess.formats.inputs import OpenInput, sample_sha256
+from preprocess.make.resources import (
+    WorkerSettings,
+    bind_to_task_cpus,
+    environment_number,
+    memory_limit_gb,
+    memory_note,
+)
 from preprocess.make.worker import Work, Worker, finished_manifest, load_worker
-from preprocess.options import PLAN_FIELDS, PrepConfig, WorkerSettings, environment_number, option_differences
-from preprocess.plan.plan_file import Plan, PlannedShard, is_one_file_a_shard, need_plan, read_plan
-from preprocess.plan.tokenizer_files import TOKENIZER_FILE, describe_tokenizer
-from preprocess.resources import bind_to_task_cpus, memory_limit_gb, memory_note
+from preprocess.plan.tokenizer_spec import describe_tokenizer
 from shardprep.command_line import given_of
 from shardprep.console import Progress, counted, quoted, say, shards_text, short_bytes, short_number
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
@@ -28,6 +32,17 @@ from shardprep.files import size_of_file
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR, id_ranges, quarantine_path
+from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
+from shardprep.format.plan import (
+    ByteRange,
+    InputFile,
+    Plan,
+    PlannedShard,
+    is_one_file_a_shard,
+    need_plan,
+    read_plan,
+)
+from shardprep.format.tokenizer_files import TOKENIZER_FILE
 
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
 _LEAST_WAIT_S = 3.0

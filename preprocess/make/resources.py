@@ -6,6 +6,7 @@ of the cgroups and of ``ulimit -v``. The size of a machine says nothing about th
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import math
@@ -15,8 +16,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shardprep.command_line import option
+from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
 from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
 
@@ -205,3 +207,13 @@ def environment_number(environ: Mapping[str, str], name: str) -> int | None:
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"{name} is {text!r} in the environment, expected a whole number of 1 or more")
     return int(text)
+
+
+def worker_settings(args: argparse.Namespace) -> WorkerSettings:
+    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    settings: dict[str, Any] = {
+        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
+        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
+        "memory_gb": memory_limit_gb(os.environ),
+    }
+    return WorkerSettings(**settings | given_of(args, WorkerSettings))

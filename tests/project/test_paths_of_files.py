@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.format import plan as plan_file
 from shardprep.files import STALE_AFTER_S, names_in
+from shardprep.format import plan as plan_file
 from shardprep.format.plan import need_plan, plan_id, plan_json
 from tests.slurm.fake_slurm import FakeSlurm, ended, install_fake_slurm, slurm, write_record
 

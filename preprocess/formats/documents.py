@@ -26,14 +26,15 @@ from preprocess.formats.format import (
     one_left_out,
     starts_among,
 )
-from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput, RangeReader
+from preprocess.formats.inputs import BadDocument, OpenInput, RangeReader
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
-from preprocess.options import PlanOptions
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.input_formats import input_kind, place_text
+from shardprep.format.options import PlanOptions
+from shardprep.format.plan import ByteRange
 
 
 def read_documents(

@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.inputs import BadDocument, ByteRange
+from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TextFields
 from preprocess.make.engines import LLAMA3_REGEX
@@ -35,6 +35,7 @@ from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.format.input_formats import place_text
+from shardprep.format.plan import ByteRange
 
 PART_BYTES = 1 << 20
 MIN_NUM_PARTS = 64

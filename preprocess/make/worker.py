@@ -32,10 +32,8 @@ from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
 from preprocess.make.members import DocumentMembers, Members, RowMembers
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.options import EngineName, PlanOptions, WorkerSettings
-from preprocess.plan.plan_file import Plan, PlannedShard
-from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.console import counted
 from shardprep.errors import (
     BadInput,
@@ -52,6 +50,9 @@ from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.format.options import EngineName, PlanOptions
+from shardprep.format.plan import Plan, PlannedShard
+from shardprep.format.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.format.withdrawals import read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from preprocess.formats import chat as chat_rendering
-from preprocess.plan.plan_file import need_plan, plan_id, publish_plan
 from shardprep.errors import BadInput, OtherTokenizer, ReadWriteError, Refused, UsageError
+from shardprep.format.plan import need_plan, plan_id, publish_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.own_packages import HOME
 from tests import chat_sets

@@ -10,8 +10,9 @@ import pytest
 
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.inputs import BadDocument, ByteRange, OpenInput
+from preprocess.formats.inputs import BadDocument, OpenInput
 from shardprep.errors import NotFound, ReadWriteError
+from shardprep.format.plan import ByteRange
 
 
 @dataclass(frozen=True, kw_only=True)

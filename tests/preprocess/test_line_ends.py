@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from preprocess.formats import compression, long_documents
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.inputs import BadDocument, ByteRange
-from preprocess.options import PrepConfig
+from preprocess.formats.inputs import BadDocument
 from shardprep.errors import UsageError
+from shardprep.format.options import PrepConfig
+from shardprep.format.plan import ByteRange
 from tests.input_writers import zstd_of_blocks
 
 ENCODINGS = [

@@ -19,9 +19,10 @@ from preprocess.formats import arrow
 from preprocess.formats.arrow import messages_of
 from preprocess.formats.documents import read_documents
 from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.inputs import ByteRange, OpenInput
+from preprocess.formats.inputs import OpenInput
 from preprocess.formats.text_fields import TextFields
 from shardprep.errors import BadInput
+from shardprep.format.plan import ByteRange
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Prep

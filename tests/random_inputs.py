@@ -37,8 +37,8 @@ from preprocess.plan.planning import divide, list_inputs, stamp_inputs
 from preprocess.read import arrow, compression
 from preprocess.read.documents import read_documents
 from preprocess.read.format import DocumentBatch, Reading
-from preprocess.read.inputs import ByteRange
 from shardprep.errors import BadInput
+from shardprep.format.plan import ByteRange
 from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
 
 _FILES_AT_ONCE = 500

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.make.packing import START, RowGroup, Starts, packer_of, rows_per_member
-from preprocess.options import PlanOptions
 from preprocess.read.documents import Documents
 from shardprep.errors import BadInput
 from shardprep.format.dataset_spec import DatasetSpec
@@ -36,6 +35,7 @@ from shardprep.format.names import (
     rows_key,
     token_field,
 )
+from shardprep.format.options import PlanOptions
 
 _SIZE = slice(124, 135)  # eleven octal digits
 _CHECKSUM = slice(148, 154)  # six octal digits
@@ -70,8 +70,13 @@ class Batch(NamedTuple):
 class Members(Protocol):
     """Lays out the members of a shard's tar."""
 
-    num_padding: int  # tokens
-    num_split: int  # documents that do not lie whole in one row
+    @property
+    def num_padding(self) -> int:
+        """Tokens of padding so far."""
+
+    @property
+    def num_split(self) -> int:
+        """Documents so far that do not lie whole in one row."""
 
     def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
         """Lay out a batch. Runs in a thread: depends on no other batch.

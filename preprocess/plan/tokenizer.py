@@ -31,13 +31,7 @@ from tokenizers import Tokenizer, processors
 
 import preprocess
 from preprocess.make import engines
-from preprocess.plan.tokenizer_files import (
-    MAX_TOKENIZER_BYTES,
-    TOKENIZER_CONFIG,
-    TOKENIZER_FILE,
-    spec_of_tokenizer,
-    special_tokens_of,
-)
+from preprocess.plan.tokenizer_spec import spec_of_tokenizer, special_tokens_of
 from preprocess.read.inputs import what_fetches
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import (
@@ -53,6 +47,7 @@ from shardprep.files import (
 from shardprep.format.checked_json import read_checked, with_content_hash
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import CHAT_TEMPLATES_DIR
+from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 from shardprep.signals import start_child
 
@@ -152,7 +147,7 @@ def _resolve(
     data = _json_object(saved, TOKENIZER_FILE)
     probe = engines.probe_texts(data)
     reference = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
-    ids = reference.encode(probe)
+    ids = reference.encode_texts(probe)
     return TokenizerFacts(
         spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
         probe=probe,

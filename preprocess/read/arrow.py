@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.ipc as ipc
 
-from preprocess.options import PlanOptions
 from preprocess.read.columns import InputStream, fields_in, refused_by_name, row_records
 from preprocess.read.format import Inspected, Records, Start, no_records, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader, unreadable
-from preprocess.read.text_fields import TextFields
+from preprocess.read.text_fields import TextFields, text_fields_of
 from shardprep.errors import BadInput
+from shardprep.format.options import PlanOptions
 
 END, SCHEMA, DICTIONARY, BATCH = 0, 1, 2, 3
 _MAGIC = b"ARROW1"
@@ -219,7 +219,7 @@ class Arrow:
         """Raises BadInput for another kind of file, or a missing column."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        _open(file, list(itertools.islice(messages_of(file), 1)), options.text_fields(), None)
+        _open(file, list(itertools.islice(messages_of(file), 1)), text_fields_of(options), None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
 
     def starts(

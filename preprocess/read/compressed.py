@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from preprocess.options import PlanOptions
 from preprocess.read.format import Inspected, Start, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader, unreadable
 from preprocess.read.lines import LineEnds, TextPiece, first_line_start
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
+from shardprep.format.options import PlanOptions
 
 _READ_BYTES = 128 << 10
 _XZ_BYTES = 1 << 30  # of memory that a stream may ask for; more is refused

@@ -16,18 +16,18 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.options import PlanOptions
 from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
 from preprocess.read.compressed import COMPRESSIONS, load_zstd
-from preprocess.read.format import Format, Records, Start, starts_among
-from preprocess.read.inputs import ByteRange, OpenInput, RangeReader
+from preprocess.read.format import BATCH_BYTES, Format, Records, Start, starts_among
+from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_changes import change_text
-from preprocess.read.text_fields import TextFields, UnusableText
-from preprocess.resources import BATCH_BYTES
+from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.digests import canonical_conversation, digests_of
 from shardprep.format.input_formats import input_kind, place_text
+from shardprep.format.options import PlanOptions
+from shardprep.format.plan import ByteRange
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -148,13 +148,13 @@ def read_documents(
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-    ``digest`` is told all bytes of the ranges, in their order. Reading ends behind ``most_documents`` of them.
+    ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents`` documents.
 
     Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
     ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
     written to while it was read and nobody hashes it.
     """
-    found = read_records(ranges, options, options.text_fields(), batch_bytes=batch_bytes, digest=digest)
+    found = read_records(ranges, options, text_fields_of(options), batch_bytes=batch_bytes, digest=digest)
     if options.changes_text:
         found = (_changed(documents, options) for documents in found)
     if options.is_chat:

@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 import numpy as np
 import orjson
 
-from preprocess.options import PlanOptions
 from preprocess.read.compressed import LineFormat
 from preprocess.read.format import Inspected, Records, texts_of
 from preprocess.read.inputs import OpenInput, RangeReader
@@ -28,6 +27,7 @@ from preprocess.read.text_fields import FieldPath, MessageFields, TextFields, Un
 from shardprep.console import quoted
 from shardprep.errors import BadInput
 from shardprep.format.checked_json import MAX_JSON_DEPTH, is_too_deep
+from shardprep.format.options import PlanOptions
 
 _HEAD_BYTES = 4 << 10
 _MARK = b"\xef\xbb\xbf"

@@ -6,6 +6,7 @@ Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python's text mode rea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ _FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 <<
 
 
 class TextPiece(NamedTuple):
-    """Some bytes of a file's text, at most MOST_DOCUMENT_BYTES, and the file's bytes that were read for it."""
+    """Bytes of a file's text, at most MOST_DOCUMENT_BYTES, and the file's bytes that were read for them."""
 
     data: bytes
     num_bytes: int
@@ -174,7 +175,7 @@ def line_records(
         if not len(starts):
             yield no_records(num_bytes)
         bounds = [*starts[::most].tolist(), len(block.data)]
-        for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
             own = starts[number * most : (number + 1) * most] - begin
             data = block.data[begin:end]
             texts, columns = texts_of(data, own, block.start + begin)

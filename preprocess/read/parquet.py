@@ -8,7 +8,6 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 
-from preprocess.options import PlanOptions
 from preprocess.read.columns import (
     InputStream,
     column_names,
@@ -18,9 +17,11 @@ from preprocess.read.columns import (
     rows_at_once,
 )
 from preprocess.read.format import Inspected, Records, Start, no_records, starts_among
-from preprocess.read.inputs import ByteRange, OpenInput, RangeReader
-from preprocess.read.text_fields import TextFields
+from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.text_fields import TextFields, text_fields_of
 from shardprep.errors import BadInput
+from shardprep.format.options import PlanOptions
+from shardprep.format.plan import ByteRange
 
 _BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is held whole
 _SIGNATURE_BYTES = 28  # behind the footer of a file whose columns are encrypted: a nonce and a tag
@@ -33,7 +34,7 @@ class Parquet:
         """Raises BadInput where the footer is broken, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        table, stream, fields = _open(file, options.text_fields())
+        table, stream, fields = _open(file, text_fields_of(options))
         with refused_by_name(file, "Parquet", stream):
             groups = range(table.metadata.num_row_groups)
             text_bytes = sum(_text_bytes(table.metadata, group, fields) for group in groups)
@@ -44,7 +45,7 @@ class Parquet:
     ) -> list[Start | None]:
         places: list[int] = []
         if file.stamp.num_bytes:
-            table, stream, _ = _open(file, options.text_fields())
+            table, stream, _ = _open(file, text_fields_of(options))
             with refused_by_name(file, "Parquet", stream):
                 places = [start for start, _ in _row_groups(table)[1:]]
         return starts_among(map(Start, places), file, stretches)

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.options import PlanOptions
 from preprocess.read.compressed import LineFormat
 from preprocess.read.format import MOST_DOCUMENT_BYTES, Records, too_long
 from preprocess.read.inputs import RangeReader
 from preprocess.read.lines import LineEnds, Numbers, TextPiece, Texts, line_blocks, line_records
 from preprocess.read.text_fields import TextFields, UnusableText
+from shardprep.format.options import PlanOptions
 
 _MARK = b"\xef\xbb\xbf"
 # White space as str.strip() knows it: in ASCII, and what a first or last letter beyond it may be, by the

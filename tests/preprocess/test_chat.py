@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.plan.plan_file import need_plan, plan_id, publish_plan
 from preprocess.read import chat as chat_rendering
 from shardprep.errors import BadInput, OtherTokenizer, ReadWriteError, Refused, UsageError
+from shardprep.format.plan import need_plan, plan_id, publish_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.own_packages import HOME
 from tests import chat_sets

@@ -10,8 +10,9 @@ import pytest
 
 from preprocess.read.documents import read_documents
 from preprocess.read.format import DocumentBatch, Reading
-from preprocess.read.inputs import BadDocument, ByteRange, OpenInput
+from preprocess.read.inputs import BadDocument, OpenInput
 from shardprep.errors import NotFound, ReadWriteError
+from shardprep.format.plan import ByteRange
 
 
 @dataclass(frozen=True, kw_only=True)

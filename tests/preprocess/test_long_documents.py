@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 
 from preprocess import options as options_of_workers
 from preprocess.make.engines import Engine, can_be_cut, gigatoken_engine, tokenizers_engine
-from preprocess.plan.plan_file import need_plan
 from preprocess.read import long_documents
 from preprocess.read.documents import read_documents
 from preprocess.read.format import DocumentBatch, Reading
-from preprocess.read.inputs import ByteRange
 from preprocess.read.long_documents import (
     CUT,
     MOST_UNCUT_CHARS,
@@ -27,6 +25,7 @@ from preprocess.read.long_documents import (
     UncuttableText,
     encodable_pieces,
 )
+from shardprep.format.plan import ByteRange, need_plan
 
 OPTIONS: list[dict[str, Any]] = [
     {"token_format": "json"},

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 from tokenizers import Tokenizer
 
-from preprocess.plan.plan_file import need_plan
 from shardprep.format.input_formats import INPUT_FORMATS
 from shardprep.format.manifest import read_index
+from shardprep.format.plan import need_plan
 from tests.checkout import ROOT
 from tests.children import run_child
 
@@ -215,7 +215,7 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
     prep: Prep, tmp_path: Path
 ) -> None:
     home = copy_of_packages(tmp_path / "copy")
-    change(home / "preprocess/options.py", "    limit: int = _text(", LOWERCASE_OPTION)
+    change(home / "shardprep/format/options.py", "    limit: int = _text(", LOWERCASE_OPTION)
     change(home / "preprocess/read/text_changes.py", "    if len(text) < options.min_chars", LOWERCASE_USE)
     raw, data, plain = tmp_path / "raw", tmp_path / "data", tmp_path / "plain"
     raw.mkdir()

@@ -351,7 +351,7 @@ def flags_of(options: PlanOptions) -> list[str]:
 def _python_encoding(name: str) -> str:
     """Python's own name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
     ascii_bytes = bytes(range(128))
-    disguised = ("iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
+    disguised = ("utf-16", "utf-32", "iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
     try:
         known = codecs.lookup(name).name
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess.make.resources import WorkerSettings
-from preprocess.read.documents import read_documents
-from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.documents import read_records
 from preprocess.read.text_fields import MessageFields, TextFields
 from shardprep.format.manifest import read_manifest
+from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
 from tests.chat_sets import TAGGED, chat_model
 
@@ -30,11 +30,11 @@ def rows_of(path: Path, fields: TextFields, batch_bytes: int) -> tuple[Rows, dic
     part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
     rows: Rows = []
     bad: dict[int, str] = {}
-    reading = Reading(doc="line", encoding="utf-8", batch_bytes=batch_bytes, fields=fields)
-    for item in read_documents([part], reading):
-        assert isinstance(item, DocumentBatch)
-        rows += zip(item.lines.tolist(), item.texts, item.ids or [""] * len(item.texts), strict=True)
-        bad |= {one.line: one.detail for one in item.bad}
+    for documents in read_records([part], PlanOptions(), fields, batch_bytes=batch_bytes):
+        texts = [text.decode() for text in documents.texts]
+        ids = documents.columns.get("id", [""] * len(texts))
+        rows += zip(documents.lines.tolist(), texts, ids, strict=True)
+        bad |= {one.line: one.detail for one in documents.bad}
     return rows, bad
 
 

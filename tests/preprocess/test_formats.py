@@ -219,48 +219,6 @@ def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tm
     assert results.count("equal") >= 20
 
 
-BAD_LINES: dict[str, tuple[bytes, str, str]] = {
-    "cut in the middle": (b'{"text": "abc', "bad_json", "is not JSON from byte 9 on"),
-    "ends": (b'{"text":', "bad_json", "ends in the middle"),
-    "half of a pair": (rb'{"text": "a\ud800b"}', "surrogate", r"\ud800"),
-    "NaN": (b'{"text": "a", "score": NaN}', "bad_json", "NaN is no number of JSON"),
-    "NUL": (b'{"text": "a\0b"}', "bad_json", "is not JSON from byte 11 on"),
-    "not UTF-8": (b'{"text": "a\xffb"}', "undecodable", "byte 11 of the line is not utf-8"),
-    "twice": (b'{"text": "a", "text": "b"}', "bad_json", "the key text stands twice"),
-    "missing": (b'{"body": "a"}', "no_field", "there is no field text"),
-    "null": (b'{"text": null}', "null_field", "the field text is null"),
-    "number": (b'{"text": 7}', "wrong_type", "the field text is a number, expected a string"),
-    "list": (b'["text"]', "bad_json", "it is a list, expected an object"),
-    "deep": (b"[" * 100_000, "bad_json", "nested too deep"),
-}
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-def test_a_bad_line_is_quarantined_with_reason_file_and_byte_and_the_others_stay(
-    prep: Prep, tmp_path: Path, raw: Path, packed: bool
-) -> None:
-    lines, places = [], []
-    for bad, _, _ in BAD_LINES.values():
-        lines += [b'{"text": "good"}\r\n', b"\n", bad + b"\n"]
-        places.append(sum(map(len, lines)) - len(lines[-1]))
-    data = b"".join(lines)
-    name = "a.jsonl.gz" if packed else "a.jsonl"
-    (raw / name).write_bytes(gzip.compress(data) if packed else data)
-    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.6)
-    prep.make(tmp_path / "data")
-    entries = [
-        json.loads(line) for line in (tmp_path / "data/quarantine/shard-00000.jsonl").read_text().splitlines()
-    ]
-    assert [entry["source_offset"] for entry in entries] == places
-    for entry, (bad, reason, detail) in zip(entries, BAD_LINES.values(), strict=True):
-        assert (entry["source"], entry["reason"]) == (name, reason)
-        assert detail in entry["detail"]
-        assert entry["num_bytes"] == len(bad) + 1
-    counts = read_manifest(tmp_path / "data", 0).counts
-    assert (counts.num_documents, counts.num_lines, counts.num_empty_lines) == (12, 36, 12)
-    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == ["good"] * 12
-
-
 def table_bytes(name: str, columns: dict[str, Any]) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         write_table(Path(folder) / name, columns)
@@ -404,29 +362,6 @@ def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Pat
     prep.plan(raw, tmp_path / "data", num_shards=2)
     prep.make(tmp_path / "data")
     assert [(name, text) for name, text, _ in documents(prep, tmp_path / "data")] == [("j.txt", "one")]
-
-
-def test_a_column_that_is_all_null_is_quarantined_row_by_row(prep: Prep, tmp_path: Path, raw: Path) -> None:
-    write_table(raw / "a.parquet", {"text": ["one", None, "three"], "id": [1, 2, 3]})
-    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)
-    prep.make(tmp_path / "data")
-    [entry] = (tmp_path / "data/quarantine/shard-00000.jsonl").read_text().splitlines()
-    assert json.loads(entry)["reason"] == "null_field"
-    assert json.loads(entry)["source_offset"] == 1, "a row"
-
-
-def test_a_template_and_nested_fields_give_the_text(prep: Prep, tmp_path: Path, raw: Path) -> None:
-    rows = [{"input": f"q{n}", "meta": {"output": f"a{n}", "n": n}} for n in range(4)]
-    (raw / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_table(raw / "b.parquet", {"input": ["q4"], "meta": [{"output": "a4", "n": 4}]})
-    prep.plan(raw, tmp_path / "data", text_template=r"{input}\n\n{{{meta.output}}}")
-    prep.make(tmp_path / "data")
-    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == [
-        f"q{n}\n\n{{a{n}}}" for n in range(5)
-    ]
-    prep.plan(raw, tmp_path / "nested", text_field="meta.output")
-    prep.make(tmp_path / "nested")
-    assert [text for _, text, _ in documents(prep, tmp_path / "nested")] == [f"a{n}" for n in range(5)]
 
 
 @pytest.mark.parametrize(

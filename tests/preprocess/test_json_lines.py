@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.make.resources import WorkerSettings
 from preprocess.read.documents import read_records
 from preprocess.read.text_fields import MessageFields, TextFields
 from shardprep.format.manifest import read_manifest
@@ -145,40 +144,6 @@ def test_what_is_taken_of_a_line_depends_neither_on_others_nor_on_the_batch(
         assert [row if fields.id_path else (*row[:2], "") for row in expected] == rows
 
     check()
-
-
-TWICE: dict[str, tuple[dict[str, Any], str]] = {
-    "as it is": ({}, '{"text": "a", "text": "b"}'),
-    "with an escape": ({}, '{"text": "a", "te\\u0078t": "b"}'),
-    "with a tab before the colon": ({}, '{"text": "a", "text"\t: "b"}'),
-    "of an outer object": (
-        {"text_field": "a.text"},
-        '{"a": {"text": "a"}, "\\u0061": {"text": "b"}}',
-    ),
-    "of a template": ({"text_template": "{text} {text}"}, '{"text": "a", "text" : "b"}'),
-}
-
-
-@pytest.mark.parametrize("form", TWICE)
-def test_a_key_that_stands_twice_is_left_out_whatever_the_memory_and_the_lines_beside_it(
-    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    options, twice = TWICE[form]
-    right = '{"a": {"text": "right"}, "text": "right"}'
-    (raw / "a.jsonl").write_text(
-        "\n".join([right, '{"other": 1}', twice, '{"n": 2}', right, twice, '{"n": 2}'])
-    )
-    made = []
-    for batch_bytes in (1 << 19, 10, 70):
-        monkeypatch.setattr(WorkerSettings, "batch_bytes", batch_bytes)
-        data = tmp_path / f"data-{batch_bytes}"
-        prep.plan(raw, data, max_bad_fraction=1.0, **options)
-        prep.make(data)
-        made.append(prep.contents(data))
-    assert made[0] == made[1] == made[2]
-    lines = [json.loads(line) for line in (data / "quarantine/shard-00000.jsonl").read_text().splitlines()]
-    assert {line["line"] for line in lines if "stands twice in one object" in line["detail"]} == {2, 5}
-    assert read_manifest(data, 0).counts.num_documents == 2
 
 
 LONG = [18446744073709551616, -9223372036854775809, 10**30, 2**64 - 1, 7, 1.5, [2**70], {"a": 2**64}]

@@ -87,7 +87,7 @@ lint: install ## ruff, mypy --strict, shellcheck
 
 docs: install ## the documentation as a site, in ./site; a broken link fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file .site/mkdocs.yml
-	@echo "open site/index.html in a browser"
+	@echo "look at it: python3 -m http.server --directory site"
 
 release: install ## sdist and wheel in ./dist, checked, and tried with each Python from 3.10 on that is found (3 minutes)
 	.ci/release

@@ -65,7 +65,7 @@ FORMS = {
     "joined": Form(sources=["web"], options={"seq_len": ROW}),
     "sizes by step": Form(sources=["web"], sizes=[(0, 24), (9, 12), (70, 36)]),
     "large": Form(sources=["large"], size=2),
-    "large, grouped": Form(sources=["large"], size=4, options={"group_by_length": 2}),
+    "large, grouped": Form(sources=["large"], size=2, options={"group_by_length": 2}),
     "one": Form(sources=["wiki"], size=1),
     "many": Form(sources=["many"], size=512, later_ticks=(1, 2)),
     "fewer": Form(sources=["many"], size=128, later_ticks=(1, 2)),

@@ -310,7 +310,8 @@ def test_an_engine_that_fails_the_gate_alone_is_not_used(
         right = gigatoken_engine(path, allow_special_tokens=allow_special_tokens)
         wrong = wrong_engine(path, allow_special_tokens=allow_special_tokens)
         return dataclasses.replace(
-            right, encode=lambda texts: (wrong if "\u3404" in "".join(texts) else right).encode(texts)
+            right,
+            encode=lambda texts: (wrong if "\u3404".encode() in b"".join(texts) else right).encode(texts),
         )
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

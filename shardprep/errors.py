@@ -6,6 +6,7 @@ Catch ``ShardprepError`` for all of them; ``Stopped`` is no error.
 from __future__ import annotations
 
 import os
+import shlex
 
 EXIT_CODES = {  # below 128: Slurm mangles others
     0: "done, or done already",
@@ -56,6 +57,11 @@ class ShardprepError(Exception):
         if self.remedy is None or self.remedy in message:
             return message
         return f"{message}; run: {self.remedy}"
+
+
+def quoted(path: str | os.PathLike[str]) -> str:
+    """Return a path as a command to type needs it: quoted, and the same from any folder."""
+    return shlex.quote(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 class UsageError(ShardprepError):

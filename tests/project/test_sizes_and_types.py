@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from shardprep.format import plan as plan_file
-from shardprep.format.checked_json import content_sha256
 from shardprep.format.idx import read_idx
+from shardprep.format.json_files import content_sha256
 from shardprep.format.plan import need_plan
 from tests.conftest import forge_shard, seal
 from tests.faults.commands import REFUSING, command

@@ -40,6 +40,7 @@ from shardprep.format.names import (
 
 _FORMAT = "shardprep-manifest"
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
+_Length = Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
 LENGTH_BITS = 4  # that a length keeps in TextCounts
 
 
@@ -73,7 +74,7 @@ class TextCounts:
     num_bytes: Count  # as UTF-8
     num_chars: Count
     # Documents and tokens by length in tokens, rounded down to four binary digits: "22" is 22 and 23.
-    lengths: dict[Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")], tuple[Count, Count]]
+    lengths: dict[_Length, Annotated[list[Count], Meta(min_length=2, max_length=2)]]
 
 
 def longest_of(low: int) -> int:

@@ -18,9 +18,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.format import DocumentBatch, reading_of
-from preprocess.formats.inputs import BadDocument
-from preprocess.formats.long_documents import LongDocument
 from preprocess.look.addresses import (
     InInput,
     InShard,
@@ -36,6 +33,9 @@ from preprocess.make.members import Piece, RowMembers
 from preprocess.make.packing import START, RowGroup
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import documents_of_shard, load_worker
+from preprocess.read.format import DocumentBatch, reading_of
+from preprocess.read.inputs import BadDocument
+from preprocess.read.long_documents import LongDocument
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BadInput, NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, errors_named, open_regular, read_regular

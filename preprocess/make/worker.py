@@ -2,7 +2,7 @@
 
 Threads share the work: one reads and decodes the next batch, some take a batch each, encode it, with the
 engine's own threads, and lay it out, and this one writes the batches in their order. All but the encoding is
-Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
+Python and numpy, which share the interpreter's lock for a part of the time: see benchmarks/results.md.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import preprocess
-from preprocess.formats.chat import ROLES, check_chat_versions
-from preprocess.formats.documents import load_libraries, read_documents, without
-from preprocess.formats.format import DocumentBatch, Reading, reading_of
-from preprocess.formats.inputs import BadDocument
-from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
-from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
 from preprocess.make.members import DocumentMembers, Members, RowMembers
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
+from preprocess.read.chat import ROLES, check_chat_versions
+from preprocess.read.documents import load_libraries, read_documents, without
+from preprocess.read.format import DocumentBatch, Reading, reading_of
+from preprocess.read.inputs import BadDocument
+from preprocess.read.long_documents import MOST_HELD_BYTES, LongDocument
+from preprocess.read.text_changes import check_text_versions
 from shardprep.console import counted
 from shardprep.errors import (
     BadInput,

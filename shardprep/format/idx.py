@@ -143,7 +143,9 @@ class RecordFile:
         if num_bytes != idx_num_bytes(self.kind, num_records):
             raise BrokenShard(
                 f"{self.file.path} is cut short: no number of records of {record_bytes} bytes, with their "
-                f"crc32s, takes {num_bytes - HEADER_BYTES} bytes"
+                f"crc32s, takes {num_bytes - HEADER_BYTES} bytes",
+                path=self.file.path,
+                remedy=self.remedy,
             )
         return num_records
 

@@ -72,7 +72,7 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
     Raises BrokenShard, UnknownVersion.
     """
     try:
-        data = msgspec.json.decode(raw)
+        data: Any = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: it is no UTF-8
         raise BrokenShard(f"{path} is not JSON ({error})", path=path, expected="JSON") from None
     found = data.pop("format", None) if isinstance(data, dict) else type(data).__name__
@@ -89,7 +89,8 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
     _check_hash(path, CONTENT_HASH, data, {"format": file_format, "version": version})
     if isinstance(data.get(RUN), dict):
         _check_hash(path, RUN_HASH, data[RUN], {})
-    return data
+    fields: dict[str, Any] = data
+    return fields
 
 
 def _check_hash(path: Path, name: str, data: dict[str, Any], more: dict[str, Any]) -> None:

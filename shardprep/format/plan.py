@@ -282,7 +282,8 @@ class _Head:
     tables: dict[str, _Table]
 
 
-_TABLES: dict[str, Any] = {"inputs": InputFile, "cuts": Cut, "left_out": tuple[str, str]}
+# The type of the rows of each table.
+_TABLES: dict[str, Any] = {"inputs": list[InputFile], "cuts": list[Cut], "left_out": list[tuple[str, str]]}
 
 
 class Rows(Sequence[T]):
@@ -341,7 +342,7 @@ class Rows(Sequence[T]):
                 expected=expected[:12],
             )
         try:
-            rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=list[self._kind])
+            rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         except (msgspec.MsgspecError, ValueError) as error:
             raise BrokenShard(f"{where}: {error}; plan into a new folder", path=path) from None
         if len(rows) != num_rows:
@@ -388,7 +389,8 @@ def plan_json(plan: Plan) -> bytes:
     body = bytearray()
     for name, rows in rows_of.items():
         body += b',"%s":[\n' % name.encode()
-        offset, blocks = len(body), []
+        offset = len(body)
+        blocks: list[tuple[int, str]] = []
         for start in range(0, len(rows), _ROWS_PER_BLOCK):
             block = msgspec.json.encode(rows[start : start + _ROWS_PER_BLOCK])[1:-1]
             body += (b",\n" if blocks else b"") + block
@@ -514,7 +516,9 @@ def _open_plan(path: Path) -> Plan:
     for name in head.tokenizer_files:
         if not is_name_inside(name) or "/" in name:
             raise wrong_value(path, "tokenizer_files", name, "names of files in the tokenizer's folder")
-    inputs, cuts, left_out = (Rows(file, begin, head.tables[name], kind) for name, kind in _TABLES.items())
+    rows_of: dict[str, Rows[Any]] = {
+        name: Rows(file, begin, head.tables[name], kind) for name, kind in _TABLES.items()
+    }
     return Plan(
         plan_id=head.plan_id,
         input_dir=Path(head.input_dir),
@@ -526,9 +530,9 @@ def _open_plan(path: Path) -> Plan:
         probe_sha256=head.probe_sha256,
         fast_engine_is_equal=head.fast_engine_is_equal,
         can_be_cut=head.can_be_cut,
-        inputs=inputs,
-        cuts=cuts,
-        names_left_out=left_out,
+        inputs=rows_of["inputs"],
+        cuts=rows_of["cuts"],
+        names_left_out=rows_of["left_out"],
     )
 
 

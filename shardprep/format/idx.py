@@ -113,25 +113,15 @@ class RecordFile:
         header = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         path, magic = self.file.path, expected[:8]
         if len(header) < HEADER_BYTES or not header.startswith(magic):
-            raise BrokenShard(
-                f"{path} is not an idx: it begins {header[:8]!r}, expected {magic!r}",
-                path=path,
-                found=header[:8],
-                expected=magic,
-                remedy=self.remedy,
-            )
+            found = f"no idx: it begins {header[:8]!r}"
+            raise BrokenShard(path=path, found=found, expected=f"{magic!r}", remedy=self.remedy)
         found, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (header, expected))
         if (version := int(found["version"])) != FORMAT_VERSION:
             raise unknown_version(path, version)
         for name in IDX_HEADER.names or ():
             if found[name] != wanted[name]:
-                raise OtherPlan(
-                    f"{path} was written for {name} {found[name]}, expected {wanted[name]}",
-                    path=path,
-                    found=found[name],
-                    expected=wanted[name],
-                    remedy=self.remedy,
-                )
+                what = f"an idx for {name} {found[name]}"
+                raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=self.remedy)
 
     def _count_records(self) -> int:
         """How many records make a file of that size; one number at most does."""
@@ -141,12 +131,9 @@ class RecordFile:
         )
         num_records = num_chunks * CHUNK_RECORDS + max(0, rest_bytes - CHUNK_CRC.itemsize) // record_bytes
         if num_bytes != idx_num_bytes(self.kind, num_records):
-            raise BrokenShard(
-                f"{self.file.path} is cut short: no number of records of {record_bytes} bytes, with their "
-                f"crc32s, takes {num_bytes - HEADER_BYTES} bytes",
-                path=self.file.path,
-                remedy=self.remedy,
-            )
+            found = f"cut short: {num_bytes - HEADER_BYTES} bytes behind the header"
+            expected = f"records of {record_bytes} bytes, with their crc32s"
+            raise BrokenShard(path=self.file.path, found=found, expected=expected, remedy=self.remedy)
         return num_records
 
     def place(self, rows: slice) -> tuple[int, int]:
@@ -180,20 +167,13 @@ class RecordFile:
     def _check(self, chunk: int, data: npt.NDArray[np.uint8]) -> None:
         """Compare the crc32 of a chunk; of an idx, that no offset is beyond all tars. Raises BrokenShard."""
         if zlib.crc32(data.data) != self.crcs[chunk]:
-            raise BrokenShard(
-                f"{self.file.path} is damaged: the crc32 of its records from {chunk * CHUNK_RECORDS} on is "
-                "not the one written",
-                path=self.file.path,
-                remedy=self.remedy,
-            )
+            found = f"damaged: another crc32 of the records from {chunk * CHUNK_RECORDS} on"
+            raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
         if "offset" in (self.dtype.names or ()):
             last = int(data.view(self.dtype)["offset"].max())
             if last > MAX_OFFSET:
-                raise BrokenShard(
-                    f"{self.file.path} places a sample at byte {last} of a tar",
-                    path=self.file.path,
-                    remedy=self.remedy,
-                )
+                found = f"a sample at byte {last} of a tar"
+                raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
         self.checked[chunk] = True
 
     def _is_checked(self, rows: slice) -> bool:
@@ -221,7 +201,7 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
     try:
         return RecordFile(path, spec.kind, idx_header(spec, shard_id), remedy)
     except NOT_THERE:
-        raise MissingShard(f"{path} is missing", path=path, remedy=rerun_command(shard_id, folder)) from None
+        raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder)) from None
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:

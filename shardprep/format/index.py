@@ -128,14 +128,10 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
     for manifest in manifests:
         spec = spec or manifest.spec
         if manifest.spec != spec:
-            path = manifest_path(folder, manifest.shard_id)
             raise OtherPlan(
-                f"{path} belongs to plan {manifest.spec.plan_id[:12]}, the shards before it to "
-                f"{spec.plan_id[:12]}; one folder holds one data set: move the shard to its own, or make it "
-                "again",
-                path=path,
-                found=manifest.spec.plan_id[:12],
-                expected=spec.plan_id[:12],
+                path=manifest_path(folder, manifest.shard_id),
+                found=f"a shard of plan {manifest.spec.plan_id[:12]}",
+                expected=f"{spec.plan_id[:12]}, as the others: move it away, or make it again",
                 remedy=remake_command(manifest.shard_id, folder),
             )
         counts = manifest.counts
@@ -174,23 +170,15 @@ def _merge_folder(folder: Path) -> DatasetIndex:
     if not present:
         if size_of_file(folder / PLAN_NAME) is not None:
             remedy = f"shardprep run {quoted(folder)}"
-            raise NotFound(f"{folder} has a plan, but no shard yet", path=folder, remedy=remedy)
-        raise NotFound(f"{folder} holds no data set: neither {INDEX_NAME} nor a shard's manifest")
+            raise NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
+        raise NotFound(path=folder, found=f"no data set: neither {INDEX_NAME} nor a shard's manifest")
     first = read_manifest(folder, present[0])
     if present[-1] >= first.spec.num_shards:
         path, last = manifest_path(folder, present[-1]), first.spec.num_shards - 1
-        raise OtherPlan(
-            f"{path} is of no shard of this data set, which has shards 0 to {last}; move it, with its tar "
-            "and idx, to the data set that it belongs to",
-            path=path,
-            expected=f"shards 0 to {last}",
-        )
+        expected = f"shards 0 to {last}; move it, with its tar and idx, to the data set that it belongs to"
+        raise OtherPlan(path=path, found="a shard of another data set", expected=expected)
     missing = sorted(set(range(first.spec.num_shards)) - set(present))
     if missing:
-        raise MissingShard(
-            f"{folder} has {len(present)} of {first.spec.num_shards} shards; missing: {id_ranges(missing)}",
-            path=folder,
-            found=f"{len(present)} of {first.spec.num_shards} shards",
-            remedy=f"shardprep run {quoted(folder)}",
-        )
+        found = f"{len(present)} of {first.spec.num_shards} shards, without {id_ranges(missing)}"
+        raise MissingShard(path=folder, found=found, remedy=f"shardprep run {quoted(folder)}")
     return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))

@@ -74,15 +74,10 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
     try:
         data: Any = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: it is no UTF-8
-        raise BrokenShard(f"{path} is not JSON ({error})", path=path, expected="JSON") from None
+        raise BrokenShard(path=path, found=str(error), expected="JSON") from None
     found = data.pop("format", None) if isinstance(data, dict) else type(data).__name__
     if found != file_format:
-        raise BrokenShard(
-            f"{path} is not a {file_format}: its format is {_shown(found)}",
-            path=path,
-            found=_shown(found),
-            expected=file_format,
-        )
+        raise BrokenShard(path=path, found=f"format {_shown(found)}", expected=file_format)
     version = data.pop("version", None)
     if type(version) is not int or version != FORMAT_VERSION:
         raise unknown_version(path, version)
@@ -97,11 +92,7 @@ def _check_hash(path: Path, name: str, data: dict[str, Any], more: dict[str, Any
     found, expected = data.pop(name, None), content_sha256({**more, **data})
     if found != expected:
         raise BrokenShard(
-            f"{path} was altered since it was written: its {name} is {_shown(found)}, its content gives "
-            f"{expected[:12]}...",
-            path=path,
-            found=_shown(found),
-            expected=f"{expected[:12]}...",
+            path=path, found=f"altered since it was written: {name} {_shown(found)}", expected=expected[:12]
         )
 
 
@@ -125,12 +116,7 @@ def as_type(path: Path, data: Any, kind: type[T]) -> T:
 def wrong_value(path: Path, place: str, found: object, expected: str) -> BrokenShard:
     """Return the error of a value that is not what was expected."""
     shown = "a value" if found is ... else _shown(found)
-    return BrokenShard(
-        f"{path}: {place or 'all of it'} is {shown}, expected {expected}",
-        path=path,
-        found=shown,
-        expected=expected,
-    )
+    return BrokenShard(path=path, found=f"{place or 'all of it'} is {shown}", expected=expected)
 
 
 def unknown_version(path: Path, found: object) -> UnknownVersion:

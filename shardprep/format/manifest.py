@@ -206,11 +206,7 @@ def read_manifest(folder: Path, shard_id: int) -> Manifest:
         manifest = read_file(path, _FORMAT, Manifest, max_bytes=MAX_MANIFEST_BYTES)
         _check_agreement(path, manifest)
     except NOT_THERE:
-        raise MissingShard(
-            f"shard {shard_id:05d} is not done: {path} is missing",
-            path=path,
-            remedy=rerun_command(shard_id, folder),
-        ) from None
+        raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder)) from None
     except BrokenShard as error:
         error.remedy = rerun_command(shard_id, folder)
         raise
@@ -286,15 +282,9 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
         path = VOUCHED_PATHS[name](folder, shard_id)
         found = size_of_file(path)
         if found is None:
-            raise MissingShard(f"{path} is missing", path=path, remedy=remedy)
+            raise MissingShard(path=path, found="missing", remedy=remedy)
         if found != stamp.num_bytes:
-            raise BrokenShard(
-                f"{path} has {found} of {stamp.num_bytes} bytes",
-                path=path,
-                found=found,
-                expected=stamp.num_bytes,
-                remedy=remedy,
-            )
+            raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
 
 
 def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]]:
@@ -315,12 +305,7 @@ def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> N
             found = tar_sha256 if is_known else stamp_file(path).sha256
         except NOT_THERE:
             remedy = rerun_command(shard_id, folder)
-            raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
+            raise MissingShard(path=path, found="missing", remedy=remedy) from None
         if found != stamp.sha256:
-            raise BrokenShard(
-                f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}",
-                path=path,
-                found=found[:12],
-                expected=stamp.sha256[:12],
-                remedy=remake_command(shard_id, folder),
-            )
+            expected, remedy = stamp.sha256[:12], remake_command(shard_id, folder)
+            raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)

@@ -329,24 +329,18 @@ class Rows(Sequence[T]):
         path, begin = self._file.path, self._offsets[number]
         num_bytes, expected = self._table.blocks[number]
         num_rows = min(_ROWS_PER_BLOCK, len(self) - number * _ROWS_PER_BLOCK)
-        where = f"{path}, bytes {begin} to {begin + num_bytes}"
+        where = f"bytes {begin} to {begin + num_bytes}"
         with errors_named(path):
             raw = self._file.read(begin, num_bytes)
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:
-            raise BrokenShard(
-                f"{where} were altered since they were written: sha256 {found[:12]}..., the head says "
-                f"{expected[:12]}...; bring the file back as it was",
-                path=path,
-                found=found[:12],
-                expected=expected[:12],
-            )
+            raise BrokenShard(path=path, found=f"{where} of sha256 {found[:12]}", expected=expected[:12])
         try:
             rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         except (msgspec.MsgspecError, ValueError) as error:
-            raise BrokenShard(f"{where}: {error}; plan into a new folder", path=path) from None
+            raise BrokenShard(path=path, found=f"{where}: {error}") from None
         if len(rows) != num_rows:
-            raise BrokenShard(f"{where} are {len(rows)} rows, expected {num_rows}", path=path)
+            raise BrokenShard(path=path, found=f"{where} are {len(rows)} rows", expected=num_rows)
         return rows
 
 
@@ -449,18 +443,11 @@ def read_plan(output_dir: Path) -> Plan | None:
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        raise NotFound(
-            f"{output_dir} is no folder, expected the folder of a data set",
-            path=output_dir,
-            expected="the folder of a data set",
-        ) from None
+        raise NotFound(path=output_dir, found="no folder", expected="the folder of a data set") from None
     except BrokenShard as error:
-        raise BrokenShard(
-            f"{error}; a plan is frozen: bring the file back as it was, or plan into a new folder",
-            path=error.path,
-            found=error.found,
-            expected=error.expected,
-        ) from None
+        hint = "a plan is frozen: bring the file back as it was, or plan into a new folder"
+        message, path, found, expected = f"{error}; {hint}", error.path, error.found, error.expected
+        raise BrokenShard(message, path=path, found=found, expected=expected) from None
 
 
 def need_plan(output_dir: Path) -> Plan:

@@ -50,16 +50,10 @@ from shardprep.files import (
     sync_folder,
     with_retries,
 )
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, idx_num_bytes
 from shardprep.format.done import read_findings, refuse_found, refuse_other_plan
-from shardprep.format.idx import idx_num_bytes
-from shardprep.format.manifest import (
-    VALIDATION_COLUMN,
-    manifest_ids,
-    merge_manifests,
-    read_index,
-    read_manifest,
-)
+from shardprep.format.index import merge_manifests, read_index
+from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import (
     INDEX_NAME,
     PLAN_NAME,
@@ -715,7 +709,9 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_tokens=index.column("num_tokens")[rows],
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
-        num_validation=index.column(VALIDATION_COLUMN)[rows] if index.spec.validation_fraction else None,
+        num_validation=index.column("num_validation_samples")[rows]
+        if index.spec.validation_fraction
+        else None,
         withdrawn=read_withdrawals(folder, index.spec.plan_id),
     )
 

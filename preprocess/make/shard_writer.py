@@ -36,7 +36,14 @@ from shardprep.files import (
 )
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
-from shardprep.format.manifest import Manifest, ShardCounts, ValidationCounts
+from shardprep.format.manifest import (
+    LENGTH_BITS,
+    Manifest,
+    ShardCounts,
+    SourceCounts,
+    TextCounts,
+    ValidationCounts,
+)
 from shardprep.format.names import (
     DIGESTS_DIR,
     IDS_DIR,
@@ -50,7 +57,6 @@ from shardprep.format.names import (
     source_of_path,
     tar_path,
 )
-from shardprep.format.shard_making import LENGTH_BITS, SourceCounts, TextCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 _MOST_LENGTHS = 64 << (LENGTH_BITS - 1)

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 import lustre
 import shardprep
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
@@ -58,10 +60,10 @@ from shardprep.format.input_formats import input_kind, known_suffixes
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 from shardprep.format.options import PlanOptions, PrepConfig
 from shardprep.format.plan import (
-    Boundary,
+    Cut,
     InputFile,
     Plan,
-    file_boundaries,
+    file_cuts,
     plan_differences,
     plan_id,
     publish_plan,
@@ -336,8 +338,7 @@ class Division:
     """The inputs in the order in which they are read, and where each shard begins."""
 
     inputs: list[InputFile]
-    boundaries: list[Boundary]  # num_shards + 1
-    text_starts: list[int] | None  # of each boundary in a compressed file: its byte of the text
+    cuts: list[Cut]  # num_shards + 1
 
 
 def divide(
@@ -364,11 +365,9 @@ def divide(
     ends = itertools.accumulate((len(group) for group in bins), initial=len(cut))
     places += [(end, Start(0)) for end in ends][1:]
     places += [places[-1]] * (num_shards + 1 - len(places))  # more shards than files
-    has_text_starts = any(start.text_byte for _, start in places)
     return Division(
         inputs=[inputs[number] for number in (*cut, *itertools.chain.from_iterable(bins))],
-        boundaries=[(number, start.byte) for number, start in places],
-        text_starts=[start.text_byte for _, start in places] if has_text_starts else None,
+        cuts=[Cut(number, start.byte, start.text_byte) for number, start in places],
     )
 
 
@@ -626,7 +625,7 @@ def _divided(
         say(f"{len(empty)} of them hold nothing, such as {empty[0]}")
     num_shards = _num_shards(inputs, inspected, sharding)
     if num_shards is None:
-        return Division(inputs=inputs, boundaries=file_boundaries(inputs), text_starts=None)
+        return Division(inputs=inputs, cuts=file_cuts(inputs))
     return divide(config.input_dir, inputs, inspected, num_shards, reading)
 
 
@@ -713,12 +712,15 @@ def _plan_of(
         fast_engine_is_equal=False,
         can_be_cut=resolved.can_be_cut,
         inputs=division.inputs,
-        boundaries=division.boundaries,
-        text_starts=division.text_starts,
+        cuts=division.cuts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
     if config.hash_inputs:
-        plan = dataclasses.replace(plan, shard_sha256=_input_sha256s(plan))
+        hashes = [*_input_sha256s(plan), ""]
+        cuts = [
+            msgspec.structs.replace(cut, sha256=each) for cut, each in zip(plan.cuts, hashes, strict=True)
+        ]
+        plan = dataclasses.replace(plan, cuts=cuts)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
     engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES

@@ -44,8 +44,8 @@ from shardprep.files import (
     refuse_fifos,
     size_of_file,
 )
-from shardprep.format.checked_json import read_checked, with_content_hash
 from shardprep.format.dataset_spec import TokenizerSpec
+from shardprep.format.json_files import read_file, with_content_hash
 from shardprep.format.names import CHAT_TEMPLATES_DIR
 from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
@@ -194,8 +194,7 @@ def _digests(files: Files) -> dict[str, str]:
 def _find_kept(place: Path, folder: Path) -> TokenizerFacts | None:
     """Write the files that are kept there into ``folder``; None where no whole entry is."""
     with contextlib.suppress(*NOT_THERE, ShardprepError):
-        fields = read_checked(place / _FOUND, _FOUND_FORMAT, max_bytes=_MAX_FOUND_BYTES)
-        found = fields.all_of(TokenizerFacts)
+        found = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
         files = {name: read_regular(place / name, max_bytes=MAX_TOKENIZER_BYTES) for name in found.files}
         if _digests(files) == found.files:
             _write_files(files, folder)

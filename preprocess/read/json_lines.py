@@ -34,7 +34,7 @@ from preprocess.read.text_fields import (
 )
 from shardprep.console import quoted
 from shardprep.errors import BadInput
-from shardprep.format.checked_json import MAX_JSON_DEPTH, is_too_deep
+from shardprep.format.json_files import MAX_JSON_DEPTH, is_too_deep
 
 _HEAD_BYTES = 4 << 10
 _MARK = b"\xef\xbb\xbf"

@@ -27,7 +27,8 @@ from shardprep.errors import BrokenShard
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.done import publish_findings, read_findings
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index, read_manifest
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 from shardprep.format.options import PrepConfig
 from shardprep.format.plan import need_plan
 from slurm.submissions import read_submissions

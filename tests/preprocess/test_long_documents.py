@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess import options as options_of_workers
+from preprocess.make import resources as options_of_workers
 from preprocess.make.engines import Engine, can_be_cut, gigatoken_engine, tokenizers_engine
 from preprocess.read import long_documents
 from preprocess.read.documents import read_documents

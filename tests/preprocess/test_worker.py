@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import options as options_of_workers
+from preprocess.make import resources as options_of_workers
 from preprocess.make.worker import finished_manifest
 from preprocess.plan.tokenizer import save_tokenizer
 from shardprep.errors import Stopped

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tokenizers import Tokenizer
 
+from shardprep.format.index import read_index
 from shardprep.format.input_formats import INPUT_FORMATS
-from shardprep.format.manifest import read_index
 from shardprep.format.plan import need_plan
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -140,7 +140,7 @@ def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_regi
     plan = ("--input_dir", raw, "--output_dir", data, "--model_id", prep.model_dir, "--num_shards", 4)
     run(prep, home, "preprocess", "plan", *plan)
     made = need_plan(data)
-    inside = [made.inputs[number].path for number, place in made.boundaries[1:-1] if place]
+    inside = [made.inputs[cut.input_number].path for cut in made.cuts[1:-1] if cut.byte]
     assert ("a.csv" in inside) == bool(cut_at)
     run(prep, home, "preprocess", "run", data, "--num_proc", 1)
     run(prep, home, "preprocess", "verify", data)

@@ -31,7 +31,6 @@ import msgspec
 import lustre
 import shardprep
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.make.resources import BATCH_BYTES
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.document_ends import document_ends_lines
 from preprocess.plan.foreign_folders import (
@@ -50,7 +49,7 @@ from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.plan.tokenizer_spec import publish_tokenizer
 from preprocess.read.chat import chat_template_of, chat_versions, template_notes
 from preprocess.read.documents import format_of, load_libraries, starts_in
-from preprocess.read.format import Inspected, Reading, Start, reading_of
+from preprocess.read.format import Inspected, Start
 from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sample_sha256
 from preprocess.read.text_changes import text_versions
 from shardprep.console import Progress, counted, quoted
@@ -301,7 +300,7 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def stamp_inputs(
-    input_dir: Path, paths: list[Path], reading: Reading, progress: Callable[[int], None] = lambda _: None
+    input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[list[InputFile], list[Inspected]]:
     """Size, mtime and sampled hash of each file, and what its format says of it.
 
@@ -316,7 +315,7 @@ def stamp_inputs(
         relative, sha256 = str(path).removeprefix(root), sample_sha256(file)
         size, mtime_ns = file.stamp.num_bytes, file.stamp.mtime_ns
         stamped = InputFile(path=relative, num_bytes=size, mtime_ns=mtime_ns, sha256=sha256)
-        return stamped, format_of(path.name).inspect(file, reading)
+        return stamped, format_of(path.name).inspect(file, options)
 
     inputs: list[InputFile] = []
     inspected: list[Inspected] = []
@@ -342,7 +341,11 @@ class Division:
 
 
 def divide(
-    input_dir: Path, inputs: list[InputFile], inspected: list[Inspected], num_shards: int, reading: Reading
+    input_dir: Path,
+    inputs: list[InputFile],
+    inspected: list[Inspected],
+    num_shards: int,
+    options: PlanOptions,
 ) -> Division:
     """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError."""
     # Whole files are put into shards by their size, but for plain text, whose order was promised.
@@ -360,7 +363,7 @@ def divide(
         [inputs[number] for number in cut],
         [inspected[number] for number in cut],
         max(num_shards - len(bins), 1) if cut else 0,
-        reading,
+        options,
     )
     ends = itertools.accumulate((len(group) for group in bins), initial=len(cut))
     places += [(end, Start(0)) for end in ends][1:]
@@ -391,7 +394,11 @@ def _bins(
 
 
 def even_places(
-    input_dir: Path, inputs: list[InputFile], inspected: list[Inspected], num_shards: int, reading: Reading
+    input_dir: Path,
+    inputs: list[InputFile],
+    inspected: list[Inspected],
+    num_shards: int,
+    options: PlanOptions,
 ) -> list[_Place]:
     """Where shards of even text begin, and where the last one ends, in files that can be cut."""
     prefix = [0, *itertools.accumulate(item.text_bytes for item in inspected)]
@@ -405,12 +412,12 @@ def even_places(
             for number, target in zip(behind, targets, strict=True)
         ]
     else:
-        places = _places_inside(input_dir, inputs, prefix, targets, reading)
+        places = _places_inside(input_dir, inputs, prefix, targets, options)
     return [(0, Start(0)), *places, (len(inputs), Start(0))][0 if num_shards else 1 :]
 
 
 def _places_inside(
-    input_dir: Path, inputs: list[InputFile], prefix: list[int], targets: list[int], reading: Reading
+    input_dir: Path, inputs: list[InputFile], prefix: list[int], targets: list[int], options: PlanOptions
 ) -> list[_Place]:
     """For each target the first place at or behind it where a part may begin.
 
@@ -429,7 +436,7 @@ def _places_inside(
         found: list[Start | None] = []
         for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].path)
-            found += starts_in(file, [(begin, end) for _, begin, end in group], reading)
+            found += starts_in(file, [(begin, end) for _, begin, end in group], options)
         return found
 
     stretches = list(itertools.starmap(stretch, itertools.pairwise([*targets, prefix[-1]])))
@@ -614,9 +621,8 @@ def _divided(
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}")
     for line in left_out_lines(listing.left_out):
         say(line)
-    reading = reading_of(config, BATCH_BYTES)
     with Progress("looking at the inputs", len(paths), unit="files") as progress:
-        inputs, inspected = stamp_inputs(config.input_dir, paths, reading, progress.add)
+        inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
     for line in split_lines([(item.path, item.num_bytes) for item in inputs], config.split):
         say(line)
     for line in _equal_lines(inputs):
@@ -626,7 +632,7 @@ def _divided(
     num_shards = _num_shards(inputs, inspected, sharding)
     if num_shards is None:
         return Division(inputs=inputs, cuts=file_cuts(inputs))
-    return divide(config.input_dir, inputs, inspected, num_shards, reading)
+    return divide(config.input_dir, inputs, inspected, num_shards, config)
 
 
 def _equal_lines(inputs: list[InputFile]) -> list[str]:
@@ -665,8 +671,10 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
 
 
 def ends_itself(resolved: ResolvedTokenizer) -> bool:
-    _, after = resolved.reference.added_ids()
-    return resolved.spec.eos_token_id in after[-1:]
+    """Whether the tokenizer puts EOS behind a text by itself."""
+    around = resolved.reference.encode([b"a"]).ids.tolist()
+    bare = resolved.reference.encode_bare([b"a"]).ids.tolist()
+    return around[-1:] == [resolved.spec.eos_token_id] and around[-len(bare) :] != bare
 
 
 def _settled_options(
@@ -710,7 +718,6 @@ def _plan_of(
         probe=resolved.probe,
         probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,
-        can_be_cut=resolved.can_be_cut,
         inputs=division.inputs,
         cuts=division.cuts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
@@ -730,7 +737,7 @@ def _plan_of(
             resolved.folder / TOKENIZER_FILE,
             allow_special_tokens=resolved.allow_special_tokens,
             texts=texts,
-            expected_sha256=ids_sha256([engine.encode(texts)]),
+            expected_sha256=ids_sha256([engine.encode_texts(texts)]),
         )
         if isinstance(fast, Engine) and not resolved.passes_gate(fast):
             fast = "its ids differ from those of tokenizers"

@@ -70,7 +70,6 @@ class TokenizerFacts:
     spec: TokenizerSpec  # what shards will remember of it
     probe: list[str]
     probe_sha256: Digest  # of the reference's ids
-    can_be_cut: bool
     num_altered: int  # texts of the probe to which the model's own tokenizer.json gives other ids
     files: dict[str, Digest]
 
@@ -96,7 +95,9 @@ class ResolvedTokenizer(TokenizerFacts):
         if verdict and size_of_file(verdict) is not None:
             return True
         texts = engines.gate_texts(_read(self.folder / TOKENIZER_FILE))
-        if engines.ids_sha256([fast.encode(texts)]) != engines.ids_sha256([self.reference.encode(texts)]):
+        if engines.ids_sha256([fast.encode_texts(texts)]) != engines.ids_sha256(
+            [self.reference.encode_texts(texts)]
+        ):
             return False
         if verdict:
             with contextlib.suppress(OSError):
@@ -146,12 +147,11 @@ def _resolve(
     data = _json_object(saved, TOKENIZER_FILE)
     probe = engines.probe_texts(data)
     reference = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
-    ids = reference.encode(probe)
+    ids = reference.encode_texts(probe)
     return TokenizerFacts(
         spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
         probe=probe,
         probe_sha256=engines.ids_sha256([ids]),
-        can_be_cut=engines.can_be_cut(data),
         num_altered=_num_altered(files or saved, saved, probe, ids.documents(), allow),
         files=_digests(saved),
     )
@@ -164,7 +164,7 @@ def _num_altered(files: Files, saved: Files, probe: list[str], ids: list[engines
     try:
         given = _loaded(files, Path(TOKENIZER_FILE))
         engine = engines.engine_of_tokenizer(given, allow_special_tokens=allow, name=TOKENIZER_FILE)
-        own = engine.encode(probe).documents()
+        own = engine.encode_texts(probe).documents()
     except ShardprepError:  # it encodes nothing by itself; transformers made a tokenizer of it
         return len(probe)
     return sum(not np.array_equal(first, second) for first, second in zip(own, ids, strict=True))
@@ -469,7 +469,7 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     engine = engines.engine_of_tokenizer(
         saved, allow_special_tokens=not tokenizer.split_special_tokens, name=model_id
     )
-    ids = [document.tolist() for document in engine.encode(engines.PROBE).documents()]
+    ids = [document.tolist() for document in engine.encode_texts(engines.PROBE).documents()]
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
     except Exception as error:

@@ -333,11 +333,9 @@ def flags_of(options: PlanOptions) -> list[str]:
 def _python_encoding(name: str) -> str:
     """Python's own name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
     ascii_bytes = bytes(range(128))
-    disguised = ("iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
+    disguised = ("utf-16", "utf-32", "iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
     try:
         known = codecs.lookup(name).name
-        if known.startswith(("utf-16", "utf-32")):
-            return known
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
@@ -347,8 +345,8 @@ def _python_encoding(name: str) -> str:
             expected="utf-8 or cp949",
         ) from None
     raise UsageError(
-        f"--encoding {name} is neither a superset of ASCII nor UTF-16/32, so its line ends cannot be "
-        f"found; convert the files first: iconv -f {name} -t utf-8",
+        f"--encoding {name} is no superset of ASCII, so line ends cannot be found in its bytes; convert the "
+        f"files first: iconv -f {name} -t utf-8",
         found=f"--encoding {name}",
         expected="a superset of ASCII",
         remedy=f"iconv -f {name} -t utf-8",

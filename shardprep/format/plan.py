@@ -115,8 +115,7 @@ class Plan:
     probe: list[str]  # texts that tell engines apart, see engines.py
     probe_sha256: str  # of their ids by the reference engine
     fast_engine_is_equal: bool  # the fast engine gave the reference's ids on probe and sample
-    can_be_cut: bool  # a long document may be encoded in pieces
-    # Of a plan that was read these are Rows, which read what they are asked for.
+    # Of a plan in parts the lists are Rows, which read what they are asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
     names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see planning.InputListing
@@ -276,7 +275,6 @@ class _Head:
     probe: list[str]
     probe_sha256: Digest
     fast_engine_is_equal: bool
-    can_be_cut: bool
     inputs_sha256: Digest  # of what the plan's id has of them
     cuts_sha256: Digest
     tables: dict[str, _Table]
@@ -516,7 +514,6 @@ def _open_plan(path: Path) -> Plan:
         probe=head.probe,
         probe_sha256=head.probe_sha256,
         fast_engine_is_equal=head.fast_engine_is_equal,
-        can_be_cut=head.can_be_cut,
         inputs=rows_of["inputs"],
         cuts=rows_of["cuts"],
         names_left_out=rows_of["left_out"],

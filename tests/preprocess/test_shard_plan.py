@@ -23,12 +23,12 @@ from preprocess.plan.cost_estimate import estimate_of
 from preprocess.plan.planning import divide, even_places, list_inputs, stamp_inputs
 from preprocess.read import inputs as input_files
 from preprocess.read import lines as line_ends
-from preprocess.read.format import Inspected, Reading
+from preprocess.read.format import Inspected
 from preprocess.read.inputs import OpenInput
-from preprocess.read.lines import first_line_end, first_line_start, first_newline
-from preprocess.read.text_fields import TextFields
+from preprocess.read.lines import LineEnds, first_line_start
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from shardprep.format.index import read_index
+from shardprep.format.options import PlanOptions
 from shardprep.format.plan import Cut, InputFile, file_cuts, need_plan, plan_json, read_plan
 from tests.conftest import seal
 from tests.waiting import HANG_S
@@ -40,7 +40,7 @@ LINES = [b"a\n", b"bc\r\n", b"\n", b"\r", b"d\r", "가나다라마\n".encode(), 
 FILES = st.lists(st.lists(st.sampled_from(LINES), max_size=12).map(b"".join), min_size=1, max_size=6)
 
 
-READING = Reading(doc="line", encoding="utf-8", batch_bytes=1 << 19, fields=TextFields())
+OPTIONS = PlanOptions()
 
 
 def write_files(folder: Path, contents: list[bytes]) -> list[InputFile]:
@@ -49,12 +49,12 @@ def write_files(folder: Path, contents: list[bytes]) -> list[InputFile]:
         path.unlink()
     for number, data in enumerate(contents):
         (folder / f"{number:02d}.txt").write_bytes(data)
-    return stamp_inputs(folder, list_inputs(folder, recursive=False), READING)[0]
+    return stamp_inputs(folder, list_inputs(folder, recursive=False), OPTIONS)[0]
 
 
 def even_cuts(folder: Path, inputs: list[InputFile], num_shards: int) -> list[Cut]:
     inspected = [Inspected(text_bytes=item.num_bytes, is_whole=False) for item in inputs]
-    return divide(folder, inputs, inspected, num_shards, READING).cuts
+    return divide(folder, inputs, inspected, num_shards, OPTIONS).cuts
 
 
 def line_starts(data: bytes) -> set[int]:
@@ -117,12 +117,14 @@ def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, num_
     num_bytes = (num_kib << 10) + shift
     path = tmp_path / "a.txt"
     path.write_bytes(b"x" * num_bytes + b"\r\nb\n")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 2
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, LineEnds(with_cr=True)) == num_bytes + 2
     path.write_bytes(b"x" * num_bytes + b"\rb\n")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, LineEnds(with_cr=True)) == num_bytes + 1
     path.write_bytes(b"x" * num_bytes + b"\r")
-    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_line_end) == num_bytes + 1
-    assert first_line_start(OpenInput(path), 1, sys.maxsize, first_newline) == num_bytes + 1, "its end"
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, LineEnds(with_cr=True)) == num_bytes + 1
+    assert first_line_start(OpenInput(path), 1, sys.maxsize, LineEnds(with_cr=False)) == num_bytes + 1, (
+        "its end"
+    )
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -142,7 +144,7 @@ def test_cutting_long_lines_reads_little_more_than_the_way_to_the_next_line_end(
     monkeypatch.setattr(os, "posix_fadvise", lambda *words: hints.append(words[3]))
     inputs = [InputFile(path=name, num_bytes=size, mtime_ns=0, sha256="")]
     inspected = [Inspected(text_bytes=size, is_whole=False)]
-    places = even_places(tmp_path, inputs, inspected, num_shards, READING)
+    places = even_places(tmp_path, inputs, inspected, num_shards, OPTIONS)
     targets = [size * number // num_shards for number in range(1, num_shards)]
     ways = [start.byte - target for target, (_, start) in zip(targets, places[1:-1], strict=True)]
     assert all(0 <= way < line_bytes for way in ways)
@@ -151,12 +153,8 @@ def test_cutting_long_lines_reads_little_more_than_the_way_to_the_next_line_end(
     assert hints == [os.POSIX_FADV_RANDOM], "and the system reads nothing ahead"
 
 
-@pytest.mark.parametrize(
-    "options", [{"encoding": "utf-16"}, {"encoding": "utf-32-be"}, {"doc": "file"}], ids=str
-)
-def test_utf_16_utf_32_and_whole_file_documents_are_never_cut(
-    tmp_path: Path, prep: Prep, options: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("options", [{"doc": "file"}], ids=str)
+def test_whole_file_documents_are_never_cut(tmp_path: Path, prep: Prep, options: dict[str, Any]) -> None:
     (tmp_path / "raw").mkdir()
     text = "가나 다라\n" * 200
     for number in range(7):
@@ -423,15 +421,15 @@ def test_a_change_in_each_of_the_three_sampled_parts_changes_the_stamp(tmp_path:
     path = tmp_path / "a.txt"
     size = 1 << 20
     path.write_bytes(bytes(size))
-    [clean], _ = stamp_inputs(tmp_path, [path], READING)
+    [clean], _ = stamp_inputs(tmp_path, [path], OPTIONS)
     for place in (0, 65535, size // 2, size - 65536, size - 1):
         with path.open("r+b") as file:
             file.seek(place)
             file.write(b"x")
-        [changed], _ = stamp_inputs(tmp_path, [path], READING)
+        [changed], _ = stamp_inputs(tmp_path, [path], OPTIONS)
         assert changed.sha256 != clean.sha256, place
         path.write_bytes(bytes(size))
-    assert stamp_inputs(tmp_path, [path], READING)[0][0].sha256 == clean.sha256
+    assert stamp_inputs(tmp_path, [path], OPTIONS)[0][0].sha256 == clean.sha256
     assert size > 3 * input_files._SAMPLE_BYTES, "else the whole file is the sample"
 
 

@@ -137,9 +137,8 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         "read.text_fields",
         "read.text_changes",
         "read.inputs",
-        "read.long_documents",
     ]
-    way += [f"read.{name}" for name in ("chat", "format", "lines", "compression", "text_lines", "json_lines")]
+    way += [f"read.{name}" for name in ("chat", "format", "lines", "compressed", "text_lines", "json_lines")]
     way += [f"read.{name}" for name in ("table_values", "columns", "parquet", "arrow", "documents")]
     way += [f"make.{name}" for name in ("engines", "packing", "members")]
     files = modules("preprocess")

@@ -215,6 +215,10 @@ class Chunk:
     starts: Parts | None = None  # places in each row where a document begins
     origins: Parts | None = None  # ORIGIN numbers for each document
 
+    @property
+    def num_ticks(self) -> int:
+        return self.lengths.shape[1]
+
     def is_full(self, step: int) -> bool:
         """Whether no row of a step holds padding."""
         return self._shortest[step] == self.row_tokens

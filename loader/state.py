@@ -79,6 +79,9 @@ def go_on(
     Raises OtherRun, OtherTokenizer, BrokenShard or UsageError.
     """
     _check_state(state, plan)
+    is_new = all(_are_equal(state.get(name), 0) for name in Position._fields)
+    if amend and is_new and not _are_equal(state.get("tick_samples"), plan.run.tick_samples):
+        return plan, Position(), 0  # no sample was delivered in ticks of that size
     run = _run_of(state, plan, layout)
     _check_data(run, plan.run)
     position = _position_of(state, run, layout)
@@ -104,7 +107,7 @@ def go_on(
             "amended between two steps; take a state of after the optimizer's step"
         )
     if not step:
-        return plan, position, 0  # nothing was delivered: the run begins with the plan
+        return plan, position, 0  # no sample was delivered: the run begins with the plan
     _check_past(run, plan.run, step)
     amended, border = run.amended(position, _laid_out(plan, run))
     return _with_run(plan, amended, step), position, border

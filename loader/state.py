@@ -160,6 +160,8 @@ def _check_state(state: Mapping[str, Any], plan: Plan) -> None:
         )
     assert isinstance(saved, Mapping)
     here = plan.fingerprint
+    if not plan.run.is_mixture and isinstance(data := _data_in(state), str):
+        saved, here = {"data": data, **saved}, {"data": plan.run.sources[0].data, **here}
     differing = [name for name in {**here, **saved} if not _are_equal(saved.get(name), here.get(name))]
     if differing:
         parts = [
@@ -172,6 +174,14 @@ def _check_state(state: Mapping[str, Any], plan: Plan) -> None:
             found="; ".join(f"{name} {_short(saved.get(name))}" for name in differing),
             expected="; ".join(f"{name} {_short(here.get(name))}" for name in differing),
         )
+
+
+def _data_in(state: Mapping[str, Any]) -> object:
+    """Return which data the only source of a state is, if it says so."""
+    try:
+        return state["sources"][0][1]
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _are_equal(saved: Any, mine: Any) -> bool:
@@ -331,13 +341,6 @@ def _check_data(run: Run, plan: Run) -> None:
             continue
         found = f"data {then.data}, {then.order.num_samples:,} samples"
         expected = f"data {now.data}, {now.order.num_samples:,} samples"
-        if not plan.is_mixture:
-            raise OtherRun(
-                f"the state is of another run: {found} in the state, {expected} here (these are other "
-                f"shards); {_OTHERWISE}",
-                found=found,
-                expected=expected,
-            )
         raise OtherRun(
             f"the source {then.name} is other data: {found} in the state, {expected} here. A source keeps "
             "its folders, in their order, through a run: give it those, and add others as a source of their "

@@ -22,9 +22,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loader import get_llama3_dataloader
+from loader.decode import parse_id_lists
 from loader.external_tars import TarBytes, scan_tar
 from loader.find_shards import ExternalTar, expand_braces, find_inputs, find_shards
-from loader.samples import parse_id_lists
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError, ShardprepError, UnknownMember, UsageError
 from tests.word_tokenizers import save_word_tokenizer
 

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from loader.find_shards import ShardSet
 from loader.mixture import CYCLE_STEPS, Mixture, Stage, source_seed
 from loader.order import Order
 from loader.samples import Samples, samples_of
+from loader.shards import ShardSet
 from loader.state import OtherRun, Position, RunSteps, SizeHistory, are_equal, check_run, position_of
 from loader.workers import MixedSamples, Plan, check_batch, make_order, rank_slots
 from shardprep.errors import BrokenShard, UsageError

@@ -17,8 +17,8 @@ import torch
 
 from loader.boundaries import boundary_fields
 from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, step_edges, step_origins
-from loader.find_shards import check_choice
 from loader.order import Int64s
+from loader.shards import check_choice
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

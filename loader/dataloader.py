@@ -27,18 +27,13 @@ from loader.batches import (
     log_pad_token,
 )
 from loader.boundaries import Boundary, boundary_names
-from loader.find_shards import (
-    InputShards,
-    ShardSet,
-    SplitName,
-    check_choice,
-    find_sources,
-)
+from loader.find_shards import InputShards, find_sources
 from loader.mixture import Mixture, Schedule
 from loader.order import ORDER_VERSION, Order
 from loader.ranks import find_process_rank
 from loader.reading import ReaderContext, ReaderIndex
 from loader.samples import LongDocuments, SampleRules, Samples, make_samples
+from loader.shards import ShardSet, SplitName, check_choice
 from loader.state import Ramp, RunSteps, ramp_sizes
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import orjson
 
 from loader.chunks import ScatteredRows
-from loader.external_tars import JSON, RAW, parse_npy_header
-from loader.find_shards import ShardSet
+from loader.external_tars import JSON, TOKEN_DTYPES
 from loader.order import Int32s, Int64s
 from loader.reading import SampleBytes
+from loader.shards import ShardSet
 from loader.withdrawn import places_of
 from shardprep.errors import BrokenShard
 
@@ -105,7 +105,7 @@ def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> Scattered
     masks: dict[str, Any] = {}
     if (data.mask_at[rows] >= 0).any():
         masks = {"mask": data.buffer, "mask_at": data.mask_at[rows]}
-    dtype = np.dtype("<i4" if data.token_bytes[0] == 4 else "<u2")
+    dtype = np.dtype("<i4" if data.dtype[0] == TOKEN_DTYPES.index(np.dtype("<u4")) else "<u2")
     start, beside = np.divmod(data.start[rows], dtype.itemsize)
     if beside.any():  # ids at odd bytes: no writer of ours makes them, but an idx could say so
         places = data.start[rows].reshape(-1).tolist()
@@ -175,7 +175,7 @@ def _whole_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     ids: list[Int32s] = []
     for part in decode_parts(data, rows):
         found = None
-        if (data.encoding[part] == JSON).all():
+        if (data.dtype[part] == JSON).all():
             spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
             found = parse_id_lists([memory[start : start + size] for start, size in spans])
         counts, numbers = _one_by_one(data, part) if found is None else found
@@ -188,19 +188,17 @@ def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     memory = data.buffer.data
     flat = array("i")
     lengths: list[int] = []
-    columns = (data.encoding, data.start, data.num_bytes, data.num_tokens, data.token_bytes)
-    for row, encoding, start, num_bytes, num_tokens, token_bytes in zip(
+    columns = (data.dtype, data.start, data.num_bytes)
+    for row, number, start, num_bytes in zip(
         rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
     ):
-        before = len(flat)
-        ids: npt.NDArray[np.integer[Any]]
-        if encoding == JSON:
+        before, dtype = len(flat), TOKEN_DTYPES[number]
+        if dtype is None:
             _append_json(flat, memory[start : start + num_bytes], row)
         else:
-            if encoding == RAW:
-                ids = np.frombuffer(data.buffer, f"<u{token_bytes}", num_tokens, start)
-            else:
-                ids = _npy_ids(bytes(memory[start : start + num_bytes]), row)
+            ids = np.frombuffer(data.buffer, dtype, num_bytes // dtype.itemsize, start)
+            if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+                raise CannotDecode(row, f"ids from {ids.min()} to {ids.max()}")
             flat.frombytes(ids.astype(np.int32).tobytes())
         lengths.append(len(flat) - before)
     return np.array(lengths, np.int64), np.frombuffer(flat, np.int32)
@@ -239,20 +237,6 @@ def _append_json(flat: array[int], raw: memoryview, row: int) -> None:
         raise CannotDecode(row, f"no JSON list of token ids ({error}): {bytes(raw[:60])!r}") from None
     if b"e" in bytes(raw):  # of true and false, which an array takes for 1 and 0
         raise CannotDecode(row, f"no JSON list of token ids (it has true or false): {bytes(raw[:60])!r}")
-
-
-def _npy_ids(raw: bytes, row: int) -> npt.NDArray[np.signedinteger[npt.NBitBase]]:
-    """The ids of a one-dimensional .npy of integers, of any width and byte order."""
-    header = parse_npy_header(raw)
-    if header is None or len(header.shape) != 1:
-        raise CannotDecode(row, f"no one-dimensional .npy of integers: {raw[:120]!r}")
-    count = header.shape[0]
-    if len(raw) != header.num_bytes:
-        raise CannotDecode(row, f"{len(raw)} bytes of .npy, its header says {header.num_bytes}")
-    ids = np.frombuffer(raw, header.dtype, count, header.data_start)
-    if count and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
-        raise CannotDecode(row, f"ids from {ids.min()} to {ids.max()}")
-    return ids
 
 
 @contextlib.contextmanager

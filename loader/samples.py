@@ -24,9 +24,9 @@ from loader.decode import (
     place_named,
     rows_in_place,
 )
-from loader.find_shards import DatasetShards, ExternalTar, ShardSet, check_choice
 from loader.order import Int32s, Int64s
 from loader.reading import ReaderContext, SampleBytes, ShardReader
+from loader.shards import DatasetShards, ShardSet, check_choice
 from loader.withdrawn import WithdrawnTokens, places_of, withdrawn_tokens
 from shardprep.errors import BrokenShard, UsageError
 
@@ -233,17 +233,18 @@ class JoinedRows(Samples):
         sizes = []
         for source in self.shards.sources:
             lacks = self._lacks_eos(source)
-            num_eos = lacks.sum() if isinstance(source, ExternalTar) else source.num_samples * lacks
+            num_eos = source.num_samples * lacks if source.scanned is None else lacks.sum()
             sizes.append(source.num_tokens + num_eos)
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
-    def _lacks_eos(self, source: DatasetShards | ExternalTar) -> npt.NDArray[np.bool_]:
-        """Whether documents end without EOS: bool[documents] of an external tar, else bool[1] for all."""
-        if isinstance(source, DatasetShards):
+    def _lacks_eos(self, source: DatasetShards) -> npt.NDArray[np.bool_]:
+        """Whether documents end without EOS: bool[documents] of a scanned tar, else bool[1] for all."""
+        if source.scanned is None:
             return np.array([not source.spec.append_eos])
+        last_id = source.scanned.records["last_id"]
         if self.eos_token_id is None:
-            return np.ones(len(source.samples.last_id), np.bool_)
-        return np.not_equal(source.samples.last_id, self.eos_token_id)
+            return np.ones(len(last_id), np.bool_)
+        return np.not_equal(last_id, self.eos_token_id)
 
     def _puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
         """Whether an EOS is put behind each document of a shard: bool[documents]."""
@@ -251,7 +252,7 @@ class JoinedRows(Samples):
         lacks = self._lacks_eos(self.shards.locate(number)[0])
         if len(lacks) == 1:
             return np.repeat(lacks, end - first)
-        return lacks[self.shards.rows_of(number, np.arange(first, end))]
+        return lacks[self.shards.records_of(np.arange(first, end), number)]
 
     @property
     def row_tokens(self) -> int:

@@ -27,11 +27,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from loader.chunks import ORIGIN, Chunk, Parts, ScatteredParts, ScatteredRows
-from loader.find_shards import ShardSet, check_choice
 from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages, source_seed
 from loader.order import Int64s, Order, choose_windows, share
 from loader.reading import ShardReader
 from loader.samples import Samples
+from loader.shards import ShardSet, check_choice
 from loader.state import RunSteps
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 

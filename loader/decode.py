@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import orjson
+from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.chunks import ScatteredRows
+from loader.chunks import NO_LABEL, Ragged
 from loader.external_tars import JSON, TOKEN_DTYPES
 from loader.order import Int32s, Int64s
 from loader.reading import SampleBytes
@@ -99,21 +100,32 @@ class CannotDecode(ValueError):
         self.row = row  # of the SampleBytes
 
 
-def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> ScatteredRows:
-    """Packed rows of one length where they lie in the buffer, the padding included. Those with a loss mask
-    have NO_LABEL in the ids that it leaves out."""
-    masks: dict[str, Any] = {}
-    if (data.mask_at[rows] >= 0).any():
-        masks = {"mask": data.buffer, "mask_at": data.mask_at[rows]}
+def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> Ragged:
+    """Return packed rows of one length where they lie in the buffer, the padding included.
+
+    ``rows``: int64[samples per tick, ticks].
+    """
     dtype = np.dtype("<i4" if data.dtype[0] == TOKEN_DTYPES.index(np.dtype("<u4")) else "<u2")
-    start, beside = np.divmod(data.start[rows], dtype.itemsize)
+    begins, beside = np.divmod(data.start[rows], dtype.itemsize)
     if beside.any():  # ids at odd bytes: no writer of ours makes them, but an idx could say so
         places = data.start[rows].reshape(-1).tolist()
-        flat = [np.frombuffer(data.buffer, dtype, row_tokens, at) for at in places]
-        start = np.arange(rows.size).reshape(rows.shape) * row_tokens
-        return ScatteredRows(flat=np.concatenate(flat), at=start, row_tokens=row_tokens, **masks)
-    ids = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-    return ScatteredRows(flat=ids, at=start, row_tokens=row_tokens, **masks)
+        flat = np.concatenate([np.frombuffer(data.buffer, dtype, row_tokens, at) for at in places])
+        begins = np.arange(rows.size).reshape(rows.shape) * row_tokens
+    else:
+        flat = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return Ragged.of_rows(flat, begins, row_tokens)
+
+
+def with_loss_masks(ids: Ragged, data: SampleBytes, rows: Int64s, row_tokens: int) -> Ragged:
+    """Return a copy of rows that have loss masks, with NO_LABEL in the ids that these leave out."""
+    mask_at = data.mask_at[rows].T.reshape(-1)
+    if (mask_at < 0).all():
+        return ids
+    ids = ids.joined()
+    has_no_label = sliding_window_view(data.buffer, row_tokens)[mask_at] == 0
+    has_no_label[mask_at < 0] = False
+    ids.flats[0][has_no_label.reshape(-1)] |= NO_LABEL
+    return ids
 
 
 class Decoded(NamedTuple):

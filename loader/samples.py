@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, WITHDRAWN, Chunk, Parts, ScatteredRows, with_origins
+from loader.chunks import ORIGIN, WITHDRAWN, Chunk, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
@@ -23,6 +23,7 @@ from loader.decode import (
     decode_starts,
     place_named,
     rows_in_place,
+    with_loss_masks,
 )
 from loader.order import Int32s, Int64s
 from loader.reading import ReaderContext, SampleBytes, ShardReader
@@ -142,38 +143,37 @@ class WholeSamples(Samples):
         found = self.decode(data, steps.reshape(-1), self.max_length)
         if found.num_cut and self.refuse_longer:
             self._refuse(data, steps.reshape(-1))
-        chunk = Chunk(lengths=found.lengths.reshape(steps.shape).T, ids=found.ids, num_cut=found.num_cut)
+        lengths = found.lengths.reshape(steps.shape).T
+        chunk = Chunk(lengths=lengths, ids=Ragged(flats=[found.ids], counts=lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
-        ones = np.ones(chunk.lengths.shape, np.int32)
-        return with_origins(chunk, ones, self._origins(data.sample[steps.reshape(-1)]))
+        return chunk.with_origins(np.ones_like(lengths), self._origins(data.sample[steps.reshape(-1)]))
 
     def _rows_chunk(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
+        steps = rows.T.reshape(-1)
         ids = rows_in_place(data, rows, self.row_tokens)
-        if self.withdrawn is not None:
-            sample = self.shards.stored(data.sample[rows].reshape(-1)).reshape(rows.shape)
-            ids = replace(ids, withdrawn=self.withdrawn, sample=sample)
         if self.vocab_size is not None:
-            stored = replace(ids, mask=None, withdrawn=None)
-            full = np.full(len(rows), self.row_tokens, np.int32)
+            full = np.full(rows.size, self.row_tokens, np.int32)
             with place_named(self.shards, data):
-                for step, of_step in enumerate(rows.T):
-                    check_vocab(stored[:, step].reshape(-1), full, of_step, self.vocab_size)
+                check_vocab(ids.joined().flats[0], full, steps, self.vocab_size)
+        ids = with_loss_masks(ids, data, rows, self.row_tokens)
+        if self.withdrawn is not None:
+            ids, full = ids.joined(), np.full(rows.size, self.row_tokens)
+            gone = self.withdrawn.places(self.shards.stored(data.sample[steps]), full)
+            ids.flats[0][gone] = WITHDRAWN
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
         if not (self.starts or self.origins):
             return chunk
-        steps = rows.T.reshape(-1)
         starts = decode_starts(data, steps, self.row_tokens)
         if self.starts:
-            num_starts = data.num_starts[rows].astype(np.int32)
-            chunk = replace(chunk, starts=Parts(counts=num_starts, flat=starts))
+            chunk = replace(chunk, starts=Ragged(flats=[starts], counts=data.num_starts[rows]))
         if not self.origins:
             return chunk
         counts, places, numbers = _document_places(starts, data.num_starts[steps])
         origins = np.repeat(self._origins(data.sample[steps]), counts, axis=0)
         origins[:, 1], origins[:, 5] = places, numbers
-        return with_origins(chunk, counts.reshape(rows.T.shape).T, origins)
+        return chunk.with_origins(counts.reshape(rows.T.shape).T, origins)
 
     def _refuse(self, data: SampleBytes, rows: Int64s) -> None:
         lengths = decode_samples(data, rows).lengths
@@ -361,7 +361,7 @@ class JoinedRows(Samples):
         at = places[:, first:end]
         chunk = Chunk(
             lengths=lengths[:, first:end],
-            ids=ScatteredRows(flat=ids, at=at, row_tokens=self.seq_len),
+            ids=Ragged.of_rows(ids, at, self.seq_len),
             row_tokens=self.seq_len,
         )
         steps = at.T.reshape(-1)
@@ -369,8 +369,8 @@ class JoinedRows(Samples):
             low = np.searchsorted(starts, steps)
             counts = np.searchsorted(starts, steps + self.seq_len) - low
             within = starts[places_of(low, counts)] - np.repeat(steps, counts)
-            counts = counts.astype(np.int32).reshape(at.T.shape).T
-            chunk = replace(chunk, starts=Parts(counts=counts, flat=within.astype(np.int32)))
+            counts = counts.reshape(at.T.shape).T
+            chunk = replace(chunk, starts=Ragged(flats=[within.astype(np.int32)], counts=counts))
         if not self.origins:
             return chunk
         low = np.searchsorted(starts, steps, side="right") - 1
@@ -378,7 +378,7 @@ class JoinedRows(Samples):
         taken = places_of(low, counts)
         origins = self._origins(documents[taken])
         origins[:, 1] = (starts[taken] - np.repeat(steps, counts)).clip(0)
-        return with_origins(chunk, counts.reshape(at.T.shape).T, origins)
+        return chunk.with_origins(counts.reshape(at.T.shape).T, origins)
 
 
 def _documents_in(ends: Int64s, begin: int, end: int) -> tuple[int, int]:

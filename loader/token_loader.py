@@ -205,7 +205,7 @@ class BatchStream:
         left = run.order_steps_in(number) - num_done  # steps of the order in this step of training
         while step < num_steps:
             chunks = self._next_chunks()
-            for place in range(chunks[0].lengths.shape[1]):
+            for place in range(chunks[0].num_ticks):
                 fillers = self._chunks.plan.order.is_filler(step, self._chunks.slots)
                 yield from self._step_batches.cut(chunks, place, within, fillers)
                 left, within = left - 1, 0

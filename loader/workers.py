@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from loader.chunks import ORIGIN, Chunk, Parts, ScatteredParts, ScatteredRows
+from loader.chunks import ORIGIN, Chunk, Ragged
 from loader.mixture import Mixture, Round, Schedule, check_first_steps, make_stages, source_seed
 from loader.order import Int64s, Order, choose_windows, share
 from loader.reading import ShardReader
@@ -107,7 +107,7 @@ class ChunkDataset(IterableDataset[Any]):
 
     def _chunk_steps(self) -> int:
         """Steps per chunk, from what all workers know alike: their chunks must agree. Rows that are not sent
-        take no memory until their step, see ScatteredRows."""
+        take no memory until their step, see Ragged."""
         worker = get_worker_info()
         samples = self.plan.samples
         if worker is None and samples.row_tokens:
@@ -352,7 +352,7 @@ class MixedChunkDataset(ChunkDataset):
             of_source: Any = reader[number]
             for chunk in source._epoch_chunks(of_source, later, first, slots):  # noqa: SLF001  its own class's
                 if chunk.origins is not None:
-                    chunk.origins.flat[ORIGIN.index("source") :: len(ORIGIN)] = number
+                    chunk.origins.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = number
                 yield chunk
 
     def _mixed_round(self, part: Round, streams: list[SourceSteps], slots: range) -> MixedRound:
@@ -398,19 +398,17 @@ class SourceSteps:
     def _lay_kept(self, columns: Int64s, mixed: MixedRound) -> None:
         num_steps = columns.shape[1]
         while self._num_read < self._num_laid + num_steps + self._ahead.max():
-            chunk = next(self._chunks)
+            chunk = next(self._chunks).copied()
             mixed.num_cut += chunk.num_cut
-            if mixed.row_tokens:  # a copy, for it outlives its window
-                chunk = replace(chunk, ids=np.array(chunk.ids[:]))
             self._kept.append((self._num_read, chunk))
-            self._num_read += chunk.lengths.shape[1]
+            self._num_read += chunk.num_ticks
         for first, chunk in self._kept:
-            steps = np.arange(first, first + chunk.lengths.shape[1]) - self._num_laid - self._ahead[:, None]
+            steps = np.arange(first, first + chunk.num_ticks) - self._num_laid - self._ahead[:, None]
             rows, at = np.nonzero((steps >= 0) & (steps < num_steps))
             if len(rows):
                 mixed.put((rows, columns[rows, steps[rows, at]]), chunk, (rows, at), stays=True)
         self._num_laid += num_steps
-        self._kept = [kept for kept in self._kept if kept[0] + kept[1].lengths.shape[1] > self._num_laid]
+        self._kept = [kept for kept in self._kept if kept[0] + kept[1].num_ticks > self._num_laid]
 
 
 class MixedRound:
@@ -420,47 +418,35 @@ class MixedRound:
         self.row_tokens = row_tokens
         self.num_cut = 0
         self._lengths = np.empty(shape, np.int32)  # [samples per step, steps]
-        self._ids = ScatteredParts.of_shape(shape)
-        self._starts = ScatteredParts.of_shape(shape)
-        self._origins = ScatteredParts.of_shape(shape)
+        self._ids = Ragged.empty(shape, row_tokens)
+        self._starts = Ragged.empty(shape)
+        self._origins = Ragged.empty(shape)
 
     def put(self, places: Any, chunk: Chunk, at: Any, *, stays: bool) -> None:
         """Lay samples of a source's chunk, those ``at`` these places of it, to these places of the round.
         ``stays``: the chunk's memory does, until the round has been delivered."""
-        lengths = self._lengths[places] = chunk.lengths[at]
-        if not self.row_tokens:
-            assert isinstance(chunk.ids, np.ndarray)
-            begins = Parts(counts=chunk.lengths, flat=chunk.ids).begins
-            self._ids.put(places, chunk.ids, begins[at], lengths)
-        elif stays and isinstance(chunk.ids, ScatteredRows) and chunk.ids.is_plain:
-            self._ids.put(places, chunk.ids.flat, chunk.ids.at[at], self.row_tokens)
-        elif stays and isinstance(chunk.ids, np.ndarray):
-            begins = np.arange(chunk.lengths.size).reshape(chunk.lengths.shape) * self.row_tokens
-            self._ids.put(places, chunk.ids.reshape(-1), begins[at], self.row_tokens)
-        else:
-            rows = np.array(chunk.ids[at]).reshape(-1)
-            begins = np.arange(0, len(rows), self.row_tokens).reshape(lengths.shape)
-            self._ids.put(places, rows, begins, self.row_tokens)
+        self._lengths[places] = chunk.lengths[at]
+        self._ids.put(places, _part((chunk if stays else chunk.copied()).ids, at))
         for target, told in ((self._starts, chunk.starts), (self._origins, chunk.origins)):
             if told is not None:
-                target.put(places, told.flat, told.begins[at], told.counts[at])
+                target.put(places, _part(told, at))
 
     def chunk(self, first: int, end: int) -> Chunk:
         """Its steps from ``first`` up to ``end``."""
-        ids = self._ids.steps(first, end)
         num_cut, self.num_cut = self.num_cut, 0
-        starts, origins = (
-            parts.steps(first, end).joined() if parts.flats else None
-            for parts in (self._starts, self._origins)
-        )
         return Chunk(
             lengths=self._lengths[:, first:end],
-            ids=ids if self.row_tokens else ids.joined().flat,
+            ids=self._ids.ticks(first, end),
             row_tokens=self.row_tokens,
             num_cut=num_cut,
-            starts=starts,
-            origins=origins,
+            starts=self._starts.ticks(first, end) if self._starts.flats else None,
+            origins=self._origins.ticks(first, end) if self._origins.flats else None,
         )
+
+
+def _part(ids: Ragged, at: Any) -> Ragged:
+    begins = ids._begins_in_flat if ids.begins is None else ids.begins  # noqa: SLF001
+    return Ragged(flats=ids.flats, counts=ids.counts[at], begins=begins[at], width=ids.width)
 
 
 WeightsIn = Literal["tokens", "samples"]

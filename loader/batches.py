@@ -206,14 +206,12 @@ def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
     )
 
 
-def check_padding(padding: str, max_length: int | None, long_documents: str) -> None:
-    """Raises UsageError where a width is needed and not given."""
+def check_padding(padding: str, max_length: int | None) -> None:
+    """Raise UsageError where a width is needed and not given."""
     check_choice("padding", padding, Literal["longest", "max_length"])
-    if max_length is None and (padding == "max_length" or long_documents != "truncate"):
+    if max_length is None and padding == "max_length":
         raise UsageError(
-            f"padding={padding!r} with long_documents={long_documents!r} needs max_length",
-            found=f"padding={padding!r}",
-            expected="max_length",
+            f"padding={padding!r} needs max_length", found=f"padding={padding!r}", expected="max_length"
         )
 
 

@@ -204,10 +204,6 @@ class Chunk:
         counts = num_documents.astype(np.int32) * len(ORIGIN)
         return replace(self, origins=Ragged(flats=[origins.reshape(-1)], counts=counts))
 
-    def copied(self) -> Chunk:
-        """Return the chunk with ids of its own, for when the memory of its window is used again."""
-        return replace(self, ids=self.ids.joined())
-
     def pack(self) -> torch.Tensor:
         """Return all of it as one int32 tensor: every tensor that is sent costs a file handle."""
         told = [None if each is None else each.joined() for each in (self.starts, self.origins)]

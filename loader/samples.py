@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from loader.decode import (
 )
 from loader.order import Int32s, Int64s
 from loader.reading import ReaderContext, SampleBytes, ShardReader
-from loader.shards import DatasetShards, ShardSet, check_choice
+from loader.shards import DatasetShards, ShardSet
 from loader.withdrawn import WithdrawnTokens, places_of, withdrawn_tokens
 from shardprep.errors import BrokenShard, UsageError
 
@@ -105,15 +105,11 @@ class Samples:
         return np.concatenate([[0], np.cumsum(counts)])
 
 
-LongDocuments = Literal["truncate", "error"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class WholeSamples(Samples):
     """Documents or packed rows, one per sample. They are decoded when their chunk is asked for."""
 
     max_length: int | None = None
-    refuse_longer: bool = False
     starts: bool = False  # of documents in packed rows
 
     @cached_property
@@ -141,8 +137,6 @@ class WholeSamples(Samples):
     def _documents_chunk(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         steps = rows[:, first:end].T
         found = self.decode(data, steps.reshape(-1), self.max_length)
-        if found.num_cut and self.refuse_longer:
-            self._refuse(data, steps.reshape(-1))
         lengths = found.lengths.reshape(steps.shape).T
         chunk = Chunk(lengths=lengths, ids=Ragged(flats=[found.ids], counts=lengths), num_cut=found.num_cut)
         if not self.origins:
@@ -174,15 +168,6 @@ class WholeSamples(Samples):
         origins = np.repeat(self._origins(data.sample[steps]), counts, axis=0)
         origins[:, 1], origins[:, 5] = places, numbers
         return chunk.with_origins(counts.reshape(rows.T.shape).T, origins)
-
-    def _refuse(self, data: SampleBytes, rows: Int64s) -> None:
-        lengths = decode_samples(data, rows).lengths
-        longer = int(np.flatnonzero(lengths > (self.max_length or 0))[0])
-        raise BrokenShard(
-            f"{self.shards.describe(int(data.sample[rows[longer]]))} holds {int(lengths[longer]):,} tokens, "
-            f"more than max_length={self.max_length}; "
-            'long_documents="truncate" would keep the beginning, and seq_len= all in packed rows'
-        )
 
 
 def _document_places(starts: Int32s, num_starts: Int64s) -> tuple[Int64s, Int32s, Int64s]:
@@ -393,18 +378,9 @@ class SampleRules:
 
     seq_len: int | None = None
     max_length: int | None = None
-    long_documents: LongDocuments = "truncate"
     group: int = 1  # samples of like length side by side
 
     def __post_init__(self) -> None:
-        if str(self.long_documents) == "split":  # of 0.1.0
-            raise UsageError(
-                'long_documents="split" was removed: pack documents with seq_len=, which keeps all tokens, '
-                'or pass "truncate" or "error"',
-                found='long_documents="split"',
-                remedy="seq_len=",
-            )
-        check_choice("long_documents", self.long_documents, LongDocuments)
         if self.seq_len is not None and (self.max_length is not None or self.group > 1):
             raise UsageError(
                 f"seq_len={self.seq_len} packs documents into full rows; max_length and group_by_length are "
@@ -447,13 +423,7 @@ def make_samples(
         return JoinedRows(
             seq_len=rules.seq_len, eos_token_id=eos_token_id, starts=starts, keeps_tail=keeps_tail, **shared
         )
-    refuses = rules.long_documents == "error"
-    return WholeSamples(max_length=rules.max_length, refuse_longer=refuses, starts=starts, **shared)
-
-
-def samples_of(samples: Samples, shards: ShardSet) -> Samples:
-    """The samples of other shards, by the same rules."""
-    return replace(samples, shards=shards, withdrawn=withdrawn_tokens(shards))
+    return WholeSamples(max_length=rules.max_length, starts=starts, **shared)
 
 
 def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:

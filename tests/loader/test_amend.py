@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
+from loader.mixture import Mixture, make_stages
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.mixture import Mixture, make_stages
 from shardprep.__main__ import main
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import loader.amend
 import pytest
 
-import loader.amend
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from shardprep.__main__ import main
 from shardprep.errors import BrokenShard, UsageError

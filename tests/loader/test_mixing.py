@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loader.mixture import CYCLE_STEPS, ROUND_STEPS, Mixture, Stage, make_stages
 
 from loader import OtherRun, TokenLoader, get_llama3_dataloader
-from loader.mixture import CYCLE_STEPS, ROUND_STEPS, Mixture, Stage, make_stages
 from loader.order import Order
 from loader.samples import WholeSamples
 from shardprep.errors import UsageError

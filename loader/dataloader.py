@@ -28,12 +28,13 @@ from loader.batches import (
 )
 from loader.boundaries import Boundary, boundary_names
 from loader.describe import settings_block
-from loader.find_shards import InputShards, ShardSet, SplitName, check_choice, find_sources
+from loader.find_shards import InputShards, find_sources
 from loader.order import ORDER_VERSION
 from loader.ranks import find_process_rank
 from loader.reading import ReaderContext, ReaderIndex
 from loader.run import Run
 from loader.samples import SampleRules, make_samples
+from loader.shards import ShardSet, SplitName, check_choice
 from loader.sources import (
     Plan,
     Sizes,

@@ -8,7 +8,7 @@ from loader.run import CYCLE, Held, Position
 from loader.sources import Plan
 
 if TYPE_CHECKING:
-    from loader.find_shards import ShardSet
+    from loader.shards import ShardSet
     from loader.token_loader import TokenLoader
 
 

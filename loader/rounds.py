@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from loader.chunks import ORIGIN, Chunk, Parts, ScatteredParts, ScatteredRows
+from loader.chunks import ORIGIN, Chunk, Ragged
 from loader.run import Round
 from loader.samples import Window
 from loader.sources import Plan
@@ -110,7 +110,7 @@ class SourceReader:
         if stop == end:
             self._window = None  # before the next one is read: half the memory
         if chunk.origins is not None:
-            chunk.origins.flat[ORIGIN.index("source") :: len(ORIGIN)] = self._number
+            chunk.origins.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = self._number
         return chunk
 
     def _read_window(self, epoch: int, tick: int) -> None:
@@ -135,42 +135,29 @@ class MixedRound:
         self._num_cut = 0
         shape = (num_rows, of_round.end - of_round.first)
         self._lengths = np.empty(shape, np.int32)  # [samples per tick, ticks]
-        self._ids = ScatteredParts.of_shape(shape)
-        self._starts = ScatteredParts.of_shape(shape)
-        self._origins = ScatteredParts.of_shape(shape)
+        self._ids = Ragged.empty(shape, row_tokens)
+        self._starts, self._origins = Ragged.empty(shape), Ragged.empty(shape)
 
     def put(self, places: Any, chunk: Chunk, *, stays: bool) -> None:
         """Lay the samples of a source's chunk to these places of the round. ``stays``: the memory of its
         window does, until the round has been delivered."""
         self._num_cut += chunk.num_cut
-        lengths = self._lengths[places] = chunk.lengths
-        if not self._row_tokens:
-            assert isinstance(chunk.ids, np.ndarray)
-            begins = Parts(counts=chunk.lengths, flat=chunk.ids).begins
-            self._ids.put(places, chunk.ids, begins, lengths)
-        elif stays and isinstance(chunk.ids, ScatteredRows) and chunk.ids.is_plain:
-            self._ids.put(places, chunk.ids.flat, chunk.ids.at, self._row_tokens)
-        else:
-            begins = np.arange(lengths.size).reshape(lengths.shape) * self._row_tokens
-            self._ids.put(places, np.array(chunk.ids[:]).reshape(-1), begins, self._row_tokens)
-        for target, told in ((self._starts, chunk.starts), (self._origins, chunk.origins)):
-            if told is not None:
-                target.put(places, told.flat, told.begins, told.counts)
+        self._lengths[places] = chunk.lengths
+        self._ids.put(places, chunk.ids if stays else chunk.ids.joined())
+        if chunk.starts is not None:
+            self._starts.put(places, chunk.starts)
+        if chunk.origins is not None:
+            self._origins.put(places, chunk.origins)
 
     def chunk(self, first: int, end: int) -> Chunk:
         """Return some ticks of the round, by their numbers in the run."""
         first, end = first - self.first, end - self.first
-        ids = self._ids.steps(first, end)
         num_cut, self._num_cut = self._num_cut, 0
-        starts, origins = (
-            parts.steps(first, end).joined() if parts.flats else None
-            for parts in (self._starts, self._origins)
-        )
         return Chunk(
             lengths=self._lengths[:, first:end],
-            ids=ids if self._row_tokens else ids.joined().flat,
+            ids=self._ids.ticks(first, end),
             row_tokens=self._row_tokens,
             num_cut=num_cut,
-            starts=starts,
-            origins=origins,
+            starts=self._starts.ticks(first, end) if self._starts.flats else None,
+            origins=self._origins.ticks(first, end) if self._origins.flats else None,
         )

@@ -12,10 +12,10 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 
-from loader.find_shards import check_choice
 from loader.order import Order, choose_windows
 from loader.run import CYCLE, Run, Source, Stage, source_seed
 from loader.samples import Samples
+from loader.shards import check_choice
 from shardprep.errors import UsageError
 
 Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]"

@@ -71,7 +71,7 @@ class ChunkDataset(IterableDataset[Any]):
 
     def _chunk_ticks(self) -> int:
         """Choose the ticks of a chunk, from what all workers know alike: their chunks must agree. Rows that
-        are not sent take no memory until their tick, see ScatteredRows."""
+        are not sent take no memory until their tick, see Ragged."""
         worker = get_worker_info()
         row_tokens = self.plan.row_tokens
         if worker is None and row_tokens:

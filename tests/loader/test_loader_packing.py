@@ -146,7 +146,7 @@ def test_a_json_documents_ids_are_counted_and_its_last_one_is_known(
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         writer.write({"__key__": "d", "token_ids.json": text.encode()})
     found = scan_tar(tmp_path / "a.tar", count_tokens=True)
-    assert (found.rows["num_tokens"][0], found.last_id[0]) == counted
+    assert found.records[["num_tokens", "last_id"]].tolist() == [counted]
 
 
 def batch_starts(batch: Any) -> list[set[int]]:

@@ -115,7 +115,7 @@ def open_here(folder: str) -> Opening:
     return Opening(
         seconds=time.perf_counter() - began,
         peak_bytes=_status_bytes("VmHWM") - before,
-        num_samples=loader.order.num_samples,
+        num_samples=loader.run.sources[0].order.num_samples,
     )
 
 

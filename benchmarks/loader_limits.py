@@ -93,7 +93,7 @@ def resume_delays(given: LimitData, core: int) -> Iterator[Finding]:
             for _ in range(NUM_FRESH):
                 for times, resumes in ((fresh, False), (fresh_resumed, True)):
                     with get_llama3_dataloader(data, num_workers=0, **options) as loader:
-                        num_steps = 3 * loader.order.steps_per_epoch
+                        num_steps = 3 * loader.run.steps_in(0)
                         times.append(_first_batch_s(loader, draw.randrange(num_steps) if resumes else 0))
             with get_llama3_dataloader(data, num_workers=0, **options) as loader:
                 _first_batch_s(loader, 0)

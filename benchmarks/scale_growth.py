@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from measured_run import machine_line
 
-from loader.find_shards import DatasetShards, ShardSet
 from loader.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
+from loader.shards import DatasetShards, ShardSet
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, idx_num_bytes
 from shardprep.format.idx import ChunkCrcs, idx_header, open_idx, read_idx
 from shardprep.format.index import DatasetIndex, read_index

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from loader.find_shards import DatasetShards, ShardSet
+from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from shardprep.files import (
     NOT_THERE,

@@ -17,7 +17,7 @@ import numpy as np
 import webdataset
 from hypothesis import strategies as st
 
-from loader.samples import parse_id_lists
+from loader.decode import parse_id_lists
 from loader.state import STATE_FORMAT, STATE_VERSION, RunSteps, position_of
 from preprocess.make.packing import BestFitRows, ConcatRows
 from shardprep.errors import BrokenShard

@@ -330,7 +330,7 @@ def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anyt
 
     def exchanging(source: Any, row: int, **named: Any) -> Any:
         shard = opening(source, row, **named)
-        shard.held[column][2] = value
+        shard.records[column][2] = value
         return shard
 
     monkeypatch.setattr("loader.reading.open_shard", exchanging)

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from loader import get_llama3_dataloader
-from loader.find_shards import copy_url
+from loader.url_copies import copy_url
 from preprocess.read.compressed import COMPRESSIONS
 from shardprep.errors import BadInput, NotFound, ShardprepError
 from tests.checkout import ROOT

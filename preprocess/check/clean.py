@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from preprocess.attempts import LOGS_FOLDER
-from preprocess.plan.plan_file import Plan
 from shardprep.console import counted, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import (
@@ -33,6 +32,7 @@ from shardprep.files import (
 )
 from shardprep.format.done import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, QUARANTINE_DIR
+from shardprep.format.plan import Plan
 
 _SUBFOLDERS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, "jobs")
 _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")

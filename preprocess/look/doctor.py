@@ -22,25 +22,26 @@ from pathlib import Path
 
 from lustre import Need, file_system_of, space_lines
 from preprocess.make.engines import PROBE
-from preprocess.make.worker import load_worker
-from preprocess.options import PrepConfig, WorkerSettings
-from preprocess.plan.cost_estimate import CostEstimate, measure, scratch_folder
-from preprocess.plan.document_ends import document_ends_lines
-from preprocess.plan.plan_file import read_plan
-from preprocess.plan.planning import Sharding, make_plan
-from preprocess.resources import (
+from preprocess.make.resources import (
     LEAST_WORKER_BYTES,
+    WorkerSettings,
     allowed_cpus,
     cgroup_files,
     check_address_space,
     memory_limits,
 )
+from preprocess.make.worker import load_worker
+from preprocess.plan.cost_estimate import CostEstimate, measure, scratch_folder
+from preprocess.plan.document_ends import document_ends_lines
+from preprocess.plan.planning import Sharding, make_plan
 from shardprep import __version__
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, short_bytes, short_number
 from shardprep.errors import CannotWrite, NotFound, ShardprepError, UsageError
 from shardprep.files import PublishedFile, is_folder, size_of_file
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.format.options import PrepConfig
+from shardprep.format.plan import read_plan
 from shardprep.own_packages import REMEDY, mixed_packages
 
 

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import (
-    altered_inputs, at_calls, bad_json, clocks, disturbed_files, full_disks, power_loss, races,
+    altered_inputs,
+    at_calls,
+    bad_json,
+    clocks,
+    disturbed_files,
+    full_disks,
+    power_loss,
+    races,
 )  # fmt: skip
 from tests.faults.os_calls import is_preloaded, start_preloaded
 from tests.faults.outcomes import Outcome, as_json, failures, findings, table
@@ -34,7 +41,7 @@ CAMPAIGNS = {
     "bit_flips": Campaign(disturbed_files.bit_flips, ("json", "npy", "concat", "best_fit"), num_quick=1),
     "edited_files": Campaign(disturbed_files.edited_files, _TWO, num_quick=1),
     "replaced_files": Campaign(disturbed_files.replaced_files, ("npy", "best_fit")),
-    "bad_json": Campaign(bad_json.outcomes, ("concat", "json")),
+    "bad_json": Campaign(bad_json.outcomes, ("concat", "json"), num_quick=1),
     "injected_errors": Campaign(at_calls.injected_errors, _ALL, num_quick=1),
     "short_transfers": Campaign(at_calls.short_transfers, ("json", "npy", "best_fit")),
     "full_disks": Campaign(full_disks.outcomes, _TWO),

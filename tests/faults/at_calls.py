@@ -20,7 +20,14 @@ from shardprep.errors import Stopped
 from tests.faults.commands import EXPORTS, LITTER
 from tests.faults.forked_case import Ended
 from tests.faults.judging import (
-    READERS, Undisturbed, Verdict, different, not_ended, refusal, shape, wrong_that_counts,
+    READERS,
+    Undisturbed,
+    Verdict,
+    different,
+    not_ended,
+    refusal,
+    shape,
+    wrong_that_counts,
 )  # fmt: skip
 from tests.faults.os_calls import ERRORS, Call, Mode, OsCalls
 from tests.faults.outcomes import Outcome, spread
@@ -166,8 +173,8 @@ def short_transfers(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> It
             expected, made = counted(data_set, calls, hit)
             moving = [at for at, call in enumerate(made) if call.op in ("read", "write")]
             faults = [OsFault(at=moving[0], mode="all short")]
-            for place in spread(len(moving), hit.number(num_faults)):
-                faults.append(OsFault(at=moving[place], mode="short"))
+            places = spread(len(moving), hit.number(num_faults))
+            faults += [OsFault(at=moving[place], mode="short") for place in places]
             for fault in faults:
                 yield _struck("short_transfers", data_set, calls, hit, expected, fault)
 
@@ -245,7 +252,9 @@ def _temporaries(data_set: SmallDataSet) -> list[str]:
     return [path.name for path in data_set.place.rglob(".*.tmp") if not fnmatch(path.name, _LITTER)]
 
 
-def wrong_state(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_ended: bool) -> Verdict | None:
+def wrong_state(
+    data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_ended: bool
+) -> Verdict | None:
     """Say what is wrong with what a run left, or with a second run; None if nothing is.
 
     ``has_ended``: with 0, so that all must be there.

@@ -123,6 +123,8 @@ def _states(data_set: SmallDataSet, num_faults: int) -> Iterator[Outcome]:
         elif ended.code:
             kind, what = refusal(ended)
         else:
-            kind, what = ("equal", "") if ended.value == data_set.rest else ("wrong", "taken, then other batches")
+            kind, what = (
+                ("equal", "") if ended.value == data_set.rest else ("wrong", "taken, then other batches")
+            )
         fault = f"{path} is {value[:24]}"
         yield Outcome("bad_json", data_set.form, "state_dict", "load_state_dict", fault, kind, what)

@@ -9,8 +9,8 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.forked_case import Ended
 from tests.faults.at_calls import Hit, judged
+from tests.faults.forked_case import Ended
 from tests.faults.judging import Undisturbed
 from tests.faults.outcomes import Outcome, spread
 from tests.faults.small_data_sets import SmallDataSet

@@ -1,12 +1,12 @@
 """The power goes: what a command has not synced may be lost, in any combination that file systems allow.
 
-SIGKILL keeps the page cache, so it shows no missing fsync. Here the command stops before each call that changes
-something, and the workplace is looked at. From these pictures and the calls follows what the disk must hold at
-each moment, and what it may hold besides:
+SIGKILL keeps the page cache, so it shows no missing fsync. Here the command stops before each call that
+changes something, and the workplace is looked at. From these pictures and the calls follows what the disk
+must hold at each moment, and what it may hold besides:
 
-- the bytes of a file are safe once an fsync of the file has returned, its names once one of the folder has;
-- before that, each change of names is there or not, whatever became of the others, but one rename is one change;
-- the bytes of a file that was not synced are the last synced ones, the new ones, half of them, or zeros.
+- The bytes of a file are safe once an fsync of the file has returned, its names once one of the folder has.
+- Before that, each change of names is there or not, whatever became of the others. A rename is one change.
+- The bytes of a file that was not synced are the last synced ones, the new ones, half of them, or zeros.
 
 Such disks are laid out as the workplace. No wrong file may count there, the command run again must give equal
 bytes, and where it had ended with 0, all that it made must be there. ``without`` takes fsync away from the
@@ -21,8 +21,8 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tests.faults.at_calls import Hit, wrong_state
 from tests.faults.commands import STATE_NAME
@@ -39,7 +39,9 @@ _HITS = (
     Hit("verify", "made", "verify", 1),
     Hit("export nanogpt", "verified", "export nanogpt", 0.25),
 )
-_UNTOUCHED = frozenset({"raw", "model", "tmp", STATE_NAME})  # of a workplace: no command writes there what lasts
+_UNTOUCHED = frozenset(
+    {"raw", "model", "tmp", STATE_NAME}
+)  # of a workplace: no command writes there what lasts
 _NUM_DISKS = 4  # of each moment
 
 Node = int  # an inode of one file's or folder's whole life
@@ -56,7 +58,7 @@ class Picture:
     def at(self, path: str) -> Node | None:
         """The node of a path below the workplace."""
         node = self.root
-        for name in path.strip("/").split("/"):
+        for name in Path(path.strip("/")).parts:
             content = self.contents[node]
             if not isinstance(content, dict) or name not in content:
                 return None
@@ -83,9 +85,9 @@ class Camera:
                 self._num_nodes += 1
             node = seen[status.st_ino] = self._nodes[status.st_ino]
             if stat.S_ISDIR(status.st_mode):
-                names = sorted(os.listdir(path))
-                is_top = path == self.place
-                contents[node] = {name: look(path / name) for name in names if not is_top or name not in _UNTOUCHED}
+                left_out = _UNTOUCHED if path == self.place else frozenset[str]()
+                inner = [each for each in sorted(path.iterdir()) if each.name not in left_out]
+                contents[node] = {each.name: look(each) for each in inner}
             else:
                 contents[node] = path.read_bytes()
             return node
@@ -123,6 +125,13 @@ class Disk:
         if change:
             self.changes.append(change)
 
+    def copy(self) -> Disk:
+        """Return a disk of its own that holds the same."""
+        safe: dict[Node, Content] = {}
+        for node, content in self.safe.items():
+            safe[node] = dict(content) if isinstance(content, dict) else content
+        return Disk(safe, list(self.changes))
+
     def _sync(self, node: Node, picture: Picture) -> None:
         content = picture.contents[node]
         if isinstance(content, bytes):
@@ -151,7 +160,10 @@ class Disk:
     def _state(
         self, picture: Picture, is_kept: Callable[[], bool], unsynced: Callable[[bytes, bytes], bytes]
     ) -> dict[Node, Content]:
-        state = {node: dict(content) if isinstance(content, dict) else content for node, content in self.safe.items()}
+        state = {
+            node: dict(content) if isinstance(content, dict) else content
+            for node, content in self.safe.items()
+        }
         for change in self.changes:
             if is_kept():
                 _apply(state, change)
@@ -196,24 +208,19 @@ def record(
         calls.arm()
 
     with calls.ordered("each change"):
-        ended = data_set.run(hit.command, arm, meanwhile=lambda: seen.append((calls.calls()[-1], camera.take())))
+        ended = data_set.run(
+            hit.command, arm, meanwhile=lambda: seen.append((calls.calls()[-1], camera.take()))
+        )
     if ended.how != "ended" or ended.code or not seen:
         message = f"{data_set.form}: {hit.name} failed undisturbed, with {len(seen)} changes: {ended}"
         raise RuntimeError(message)
     moments: list[Moment] = []
     pictures = [*(picture for _, picture in seen[1:]), camera.take()]
     for (call, picture), after in zip(seen, pictures, strict=True):
-        moments.append(Moment(call, _copy(disk), picture))
+        moments.append(Moment(call, disk.copy(), picture))
         disk.go_on(picture, call, after)
     moments.append(Moment(None, disk, pictures[-1]))
     return ended, moments
-
-
-def _copy(disk: Disk) -> Disk:
-    safe: dict[Node, Content] = {}
-    for node, content in disk.safe.items():
-        safe[node] = dict(content) if isinstance(content, dict) else content
-    return Disk(safe, list(disk.changes))
 
 
 def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
@@ -241,7 +248,7 @@ def _of_moment(
 
 
 def _judged(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, *, has_ended: bool) -> Verdict:
-    """What counts is right, the command run again ends it, and a training that was stopped goes on from it."""
+    """What counts is right, run again it ends, and a training that was stopped goes on from it."""
     if wrong := wrong_state(data_set, hit, expected, has_ended=has_ended):
         return wrong
     if hit.stage == "verified":
@@ -272,32 +279,24 @@ def lay_out(data_set: SmallDataSet, hit: Hit, state: dict[Node, Content], root: 
     fill(data_set.place, root)
 
 
-def _no_sync(number: int) -> None:
-    """In place of os.fsync: a disk that does not wait."""
+def _take_away(kinds: str) -> None:
+    """In the process of a command: fsync returns at once, of files or of folders or of both."""
+    fsync = os.fsync
 
+    def heedless(number: int) -> None:
+        kind = "folders" if stat.S_ISDIR(os.fstat(number).st_mode) else "files"
+        if kind not in kinds:
+            fsync(number)
 
-def _sync_files_alone(number: int) -> None:
-    if not stat.S_ISDIR(os.fstat(number).st_mode):
-        _FSYNC(number)
-
-
-def _sync_folders_alone(number: int) -> None:
-    if stat.S_ISDIR(os.fstat(number).st_mode):
-        _FSYNC(number)
-
-
-_FSYNC = os.fsync
-_WITHOUT: dict[str, Callable[[int], Any]] = {
-    "no fsync": _no_sync,
-    "no fsync of folders": _sync_files_alone,
-    "no fsync of files": _sync_folders_alone,
-}
+    os.fsync = heedless
 
 
 def _without(data_set: SmallDataSet, calls: OsCalls, hit: Hit, expected: Undisturbed) -> Iterator[Outcome]:
-    """The command with fsync taken away must leave a disk that is found wrong, or this campaign sees nothing."""
-    for words, fsync in _WITHOUT.items():
-        _, moments = record(data_set, calls, hit, before=lambda fsync=fsync: _take_away(fsync))
+    """With fsync taken away a command must leave a wrong disk, or this campaign sees nothing."""
+    for kinds in ("files", "folders", "files and folders"):
+        _, moments = record(data_set, calls, hit, before=partial(_take_away, kinds))
         found = [outcome.kind for outcome in _of_moment(data_set, hit, expected, moments[-1], 0)]
-        verdict: Verdict = ("equal", "") if "wrong" in found else ("wrong", f"{words} is not noticed")
-        yield Outcome("power_loss", data_set.form, words, hit.name, "a wrong disk has to be found", *verdict)
+        verdict: Verdict = ("equal", "") if "wrong" in found else ("wrong", "not noticed")
+        yield Outcome(
+            "power_loss", data_set.form, f"{kinds} without fsync", hit.name, "must be wrong", *verdict
+        )

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.faults.forked_case import Ended
 from tests.faults.at_calls import Hit, OsFault, counted, judged, outcome_at
+from tests.faults.forked_case import Ended
 from tests.faults.judging import Undisturbed, Verdict, not_ended, shape
 from tests.faults.os_calls import OsCalls
 from tests.faults.outcomes import Outcome, spread

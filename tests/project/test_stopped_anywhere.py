@@ -75,7 +75,7 @@ def test_a_signal_at_any_line_of_making_a_shard_leaves_no_temporary(world: World
     for line in lines:
         code, _ = lines_run(world, line)
         codes.add(code)
-        # The mark that an attempt has begun may stay: it is empty, and the next attempt looks for litter then.
+        # The mark that an attempt has begun may stay: it is empty, and has the next attempt look for litter.
         left = {path.name for path in world.data_dir.rglob(".*")} - {".shard-00000.begun.tmp"}
         assert not left, line
         assert code == STOPPED or (world.data_dir / "shard-00000.json").exists(), line

@@ -4,9 +4,9 @@
         warm.install(folder)             # folder/python and folder/shardprep, for scripts that call them
         run_child([warm.python, "-m", "shardprep", "verify", data])
 
-``import torch`` takes 3 s of CPU time; a fork takes some 0.03 s. The command gets its caller's arguments, folder,
-environment and streams. PYTHONPATH, signals and the start of Python itself are the server's: what a test is
-about must be none of these.
+``import torch`` takes 3 s of CPU time; a fork takes some 0.03 s. The command gets its caller's arguments,
+folder, environment and streams. PYTHONPATH, signals and the start of Python itself are the server's: what a
+test is about must be none of these.
 """
 
 from __future__ import annotations

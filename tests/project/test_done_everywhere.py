@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from typing import Any
 import pytest
 
 from loader import BrokenShard, ShardprepError, get_llama3_dataloader
-from shardprep import files
 from tests.forged import rewrite_json
 from tests.world import World
 
@@ -212,7 +212,7 @@ def test_shards_of_another_plan_are_no_ones_done_shards(whole: World, tmp_path: 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """``fail("shard-00001.tar", errno.EIO, times=1)``: opening files of that name fails, so often."""
-    monkeypatch.setattr(files, "RETRY_DELAYS_S", (0, 0))  # no waiting
+    monkeypatch.setattr(time, "sleep", lambda _: None)
 
     def apply(name: str, code: int, *, times: int = 10**9) -> None:
         real, left = os.open, [times]

@@ -1,6 +1,6 @@
 """Tests see the product as its users do: by commands, by ``loader`` and by errors, not by inner names.
 
-The numbers are what there still is, per folder of tests, and only go down: whoever takes some away lowers them.
+The numbers are what there still is, per folder of tests, and only go down: who takes some away lowers them.
 Tests on inner names had to be changed with every module that moved; those on public faces had not.
 """
 

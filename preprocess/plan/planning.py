@@ -54,7 +54,7 @@ from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sam
 from preprocess.read.text_changes import text_versions
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
-from shardprep.files import STALE_AFTER_S, remove_temporaries
+from shardprep.files import STALE_AFTER_S, make_folder, remove_temporaries
 from shardprep.format.input_formats import input_kind, known_suffixes
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 from shardprep.format.options import PlanOptions, PrepConfig
@@ -573,13 +573,13 @@ def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
 def _prepare_folder(folder: Path) -> None:
     """Make the output folder, without what dead attempts left in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        make_folder(folder, parents=True)
+    except CannotWrite as error:
         raise CannotWrite(
-            f"--output_dir {folder} cannot be made: {error.strerror}; expected a folder that you can write "
+            f"--output_dir {folder} cannot be made: {error.found}; expected a folder that you can write "
             "to, or a place where you can make one",
             path=folder,
-            found=error.strerror,
+            found=error.found,
             expected="a folder that you can write to",
         ) from None
     stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)

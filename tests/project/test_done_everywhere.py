@@ -301,7 +301,7 @@ def test_a_wrong_shard_whose_manifest_cannot_be_read_does_not_count_as_done(
     [
         ("shard", "1"), ("shard", -1), ("shard", 2**70), ("shard", None), ("shard", True), ("shard", 1.0),
         ("exit_code", "65"), ("exit_code", None), ("message", 3), ("message", ["x"]), ("message", None),
-        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"), ("more", 1),
+        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"),
     ],
 )  # fmt: skip
 def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(

@@ -142,8 +142,11 @@ def seal(path: Path) -> None:
     text, rows = path.read_text(encoding="utf-8"), ""
     if path.name == "plan.json":  # whose first line, closed by a brace, is what the hash is of
         text, _, rows = text.partition("\n")
-    new = content_sha256(json.loads(text + ("}" if rows else "")))
-    text = re.sub(r'("content_sha256": ?)"\w+"', rf'\1"{new}"', text)
+    data = json.loads(text + ("}" if rows else ""))
+    text = re.sub(r'("content_sha256": ?)"\w+"', rf'\1"{content_sha256(data)}"', text)
+    if isinstance(run := data.get("run"), dict):
+        held = {name: value for name, value in run.items() if name != "run_sha256"}
+        text = re.sub(r'("run_sha256": ?)"\w+"', rf'\1"{content_sha256(held)}"', text)
     path.write_text(text + ("\n" if rows else "") + rows, encoding="utf-8")
 
 

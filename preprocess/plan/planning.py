@@ -45,8 +45,7 @@ from preprocess.plan.foreign_folders import (
     why_no_folder,
     why_no_input,
 )
-from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
-from preprocess.plan.tokenizer_spec import publish_tokenizer
+from preprocess.plan.tokenizer import ResolvedTokenizer, publish_tokenizer, resolve_tokenizer
 from preprocess.read.chat import chat_template_of, chat_versions, template_notes
 from preprocess.read.documents import format_of, load_libraries, starts_in
 from preprocess.read.format import Inspected, Start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -36,6 +37,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def modules(package: str) -> dict[str, set[str]]:
     """File of a package -> the modules of this project that it imports."""
     paths = (ROOT / package).rglob("*.py")

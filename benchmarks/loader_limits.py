@@ -39,7 +39,7 @@ from loader_shares import (
 from measured_run import machine_line
 
 from loader import get_llama3_dataloader
-from shardprep.format.manifest import read_index
+from shardprep.format.index import read_index
 
 NUM_RESUMES, NUM_FRESH = 50, 9
 MIXED_STEPS = 2000

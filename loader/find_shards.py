@@ -32,13 +32,8 @@ from shardprep.files import (
 )
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.done import read_findings, refuse_found, refuse_other_plan
-from shardprep.format.manifest import (
-    VALIDATION_COLUMN,
-    manifest_ids,
-    merge_manifests,
-    read_index,
-    read_manifest,
-)
+from shardprep.format.index import merge_manifests, read_index
+from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import INDEX_NAME, PLAN_NAME, manifest_path, tar_path
 from shardprep.format.withdrawals import read_withdrawals
 
@@ -293,7 +288,9 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_tokens=index.column("num_tokens")[rows],
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
-        num_validation=index.column(VALIDATION_COLUMN)[rows] if index.spec.validation_fraction else None,
+        num_validation=index.column("num_validation_samples")[rows]
+        if index.spec.validation_fraction
+        else None,
         withdrawn=read_withdrawals(folder, index.spec.plan_id),
     )
 

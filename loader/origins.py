@@ -21,9 +21,9 @@ from loader.chunks import IGNORED
 from loader.shards import ShardSet
 from shardprep.errors import NotFound, UsageError
 from shardprep.files import NOT_THERE
-from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import name_of_input, place_text
+from shardprep.format.plan import read_input_names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from loader.external_tars import ScannedTar
 from loader.order import Int64s
 from shardprep.errors import UsageError
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.idx import idx_num_bytes
 from shardprep.format.names import rerun_command, tar_path
 from shardprep.format.withdrawals import Withdrawals
 

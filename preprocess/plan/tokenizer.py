@@ -44,8 +44,8 @@ from shardprep.files import (
     refuse_fifos,
     size_of_file,
 )
-from shardprep.format.checked_json import read_checked, with_content_hash
 from shardprep.format.dataset_spec import TokenizerSpec
+from shardprep.format.json_files import read_file, with_content_hash
 from shardprep.format.names import CHAT_TEMPLATES_DIR
 from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
@@ -70,7 +70,6 @@ class TokenizerFacts:
     spec: TokenizerSpec  # what shards will remember of it
     probe: list[str]
     probe_sha256: Digest  # of the reference's ids
-    can_be_cut: bool
     num_altered: int  # texts of the probe to which the model's own tokenizer.json gives other ids
     files: dict[str, Digest]
 
@@ -96,7 +95,9 @@ class ResolvedTokenizer(TokenizerFacts):
         if verdict and size_of_file(verdict) is not None:
             return True
         texts = engines.gate_texts(_read(self.folder / TOKENIZER_FILE))
-        if engines.ids_sha256([fast.encode(texts)]) != engines.ids_sha256([self.reference.encode(texts)]):
+        if engines.ids_sha256([fast.encode_texts(texts)]) != engines.ids_sha256(
+            [self.reference.encode_texts(texts)]
+        ):
             return False
         if verdict:
             with contextlib.suppress(OSError):
@@ -146,12 +147,11 @@ def _resolve(
     data = _json_object(saved, TOKENIZER_FILE)
     probe = engines.probe_texts(data)
     reference = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
-    ids = reference.encode(probe)
+    ids = reference.encode_texts(probe)
     return TokenizerFacts(
         spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
         probe=probe,
         probe_sha256=engines.ids_sha256([ids]),
-        can_be_cut=engines.can_be_cut(data),
         num_altered=_num_altered(files or saved, saved, probe, ids.documents(), allow),
         files=_digests(saved),
     )
@@ -164,7 +164,7 @@ def _num_altered(files: Files, saved: Files, probe: list[str], ids: list[engines
     try:
         given = _loaded(files, Path(TOKENIZER_FILE))
         engine = engines.engine_of_tokenizer(given, allow_special_tokens=allow, name=TOKENIZER_FILE)
-        own = engine.encode(probe).documents()
+        own = engine.encode_texts(probe).documents()
     except ShardprepError:  # it encodes nothing by itself; transformers made a tokenizer of it
         return len(probe)
     return sum(not np.array_equal(first, second) for first, second in zip(own, ids, strict=True))
@@ -194,8 +194,7 @@ def _digests(files: Files) -> dict[str, str]:
 def _find_kept(place: Path, folder: Path) -> TokenizerFacts | None:
     """Write the files that are kept there into ``folder``; None where no whole entry is."""
     with contextlib.suppress(*NOT_THERE, ShardprepError):
-        fields = read_checked(place / _FOUND, _FOUND_FORMAT, max_bytes=_MAX_FOUND_BYTES)
-        found = fields.all_of(TokenizerFacts)
+        found = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
         files = {name: read_regular(place / name, max_bytes=MAX_TOKENIZER_BYTES) for name in found.files}
         if _digests(files) == found.files:
             _write_files(files, folder)
@@ -470,7 +469,7 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     engine = engines.engine_of_tokenizer(
         saved, allow_special_tokens=not tokenizer.split_special_tokens, name=model_id
     )
-    ids = [document.tolist() for document in engine.encode(engines.PROBE).documents()]
+    ids = [document.tolist() for document in engine.encode_texts(engines.PROBE).documents()]
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
     except Exception as error:

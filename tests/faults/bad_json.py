@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardprep.format.checked_json import content_sha256
+from shardprep.format.json_files import content_sha256
 from tests.faults.commands import delivered, open_loader
 from tests.faults.disturbed_files import FILES, DisturbedFile, Fault, disturb, spread
 from tests.faults.forked_case import Ended, run_forked

@@ -9,11 +9,9 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import webdataset
@@ -22,20 +20,19 @@ from hypothesis import strategies as st
 from loader.decode import parse_id_lists
 from loader.state import STATE_FORMAT, STATE_VERSION, RunSteps, position_of
 from preprocess.make.packing import BestFitRows, ConcatRows
-from preprocess.read import long_documents
 from shardprep.errors import BrokenShard
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.done import publish_findings, read_findings
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index, read_manifest
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 from shardprep.format.options import PrepConfig
 from shardprep.format.plan import need_plan
 from slurm.submissions import read_submissions
 from tests.faults.bad_json import with_its_hash
 from tests.faults.json_spans import spans
 from tests.loader.test_tar_headers import altered, found_by_tarfile, found_in, some_tar
-from tests.preprocess.test_line_ends import BROKEN, ENCODINGS, ENDS, codec_of, encodable, expected_of
-from tests.preprocess.test_line_ends import found_by_worker as found_lines
+from tests.preprocess.test_lines import BROKEN, ENCODINGS, ENDS, LETTERS, expected_of, read, whole
 from tests.preprocess.test_packing import pack, rows_of, spec
 
 Check = Callable[[Any], bool]  # False where the input is refused; raises where what is found is wrong
@@ -61,10 +58,10 @@ def targets(place: Path) -> Iterator[tuple[str, st.SearchStrategy[Any], Check]]:
     index = (data / "index.json").read_bytes()
     publish_findings(data, plan.plan_id, [(0, BrokenShard("a hash differs"))])
     (data / "index.json").write_bytes(index)  # which is removed where something is wrong
-    for name, read in readers.items():
-        yield name, _EDITS, _file_check(data / name, read)
+    for name, reader in readers.items():
+        yield name, _EDITS, _file_check(data / name, reader)
         if name.endswith(".json"):
-            yield f"{name}, forged", _FORGERIES, _forged_check(data / name, read)
+            yield f"{name}, forged", _FORGERIES, _forged_check(data / name, reader)
     yield "state", _EDITS, _state_check()
     yield "tar", st.integers(0, 2**63), _tar_check(place / "fuzzed.tar")
     yield "tar, bytes altered", _EDITS, _altered_tar_check(place / "fuzzed.tar")
@@ -278,36 +275,26 @@ def _list_of(text: str) -> list[int]:
 
 _TEXTS = st.tuples(
     st.sampled_from(ENCODINGS),
-    st.lists(st.integers(0, 2**16), max_size=40),
+    st.lists(st.sampled_from([*ENDS, *ENDS, *LETTERS, *BROKEN]), max_size=40),
     st.integers(1, 40),
-    st.integers(1, 20),
-    st.integers(1, 60),
 )
 
 
 def _text_check(path: Path) -> Check:
-    """Lines of any encoding, some that cannot be decoded, in any sizes of blocks and of long lines."""
-    pieces = {name: _pieces_of(name) for name in ENCODINGS}
+    """Lines of any encoding, some that cannot be decoded, in any sizes of blocks."""
 
-    def check(value: tuple[str, list[int], int, int, int]) -> bool:
-        name, chosen, block_bytes, scan_bytes, long_bytes = value
+    def check(value: tuple[str, list[str | bytes], int]) -> bool:
+        name, pieces, batch_bytes = value
         encoding = PrepConfig(encoding=name).encoding
-        data = b"".join(pieces[name][number % len(pieces[name])] for number in chosen)
-        with ExitStack() as held:
-            held.enter_context(mock.patch.object(long_documents, "LONG_BYTES", long_bytes))
-            held.enter_context(mock.patch.object(long_documents, "_READ_BYTES", scan_bytes))
-            found = found_lines(path, data, encoding, block_bytes)
+        data = b"".join(
+            piece if isinstance(piece, bytes) else piece.encode(encoding, "ignore") for piece in pieces
+        )
+        found = read([whole(path, data)], encoding=encoding, batch_bytes=batch_bytes)
         if found != expected_of(data, encoding):
             raise WrongError("an independent reader finds other lines")
         return True
 
     return check
-
-
-def _pieces_of(name: str) -> list[bytes]:
-    codec = codec_of(b"", PrepConfig(encoding=name).encoding)[0]
-    letters = [text.encode(codec) for text in [*ENDS, *encodable(codec)]]
-    return [*letters, *letters, *BROKEN]
 
 
 def _rows_check(value: tuple[list[int], int]) -> bool:

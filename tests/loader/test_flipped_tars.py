@@ -21,7 +21,8 @@ from loader.samples import WholeSamples
 from loader.shards import ShardSet
 from shardprep.errors import ShardprepError
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index, read_manifest
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -315,9 +315,7 @@ def test_workers_started_in_any_way_give_the_same_epochs_and_end_with_the_loader
 @pytest.mark.parametrize(
     "options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": False}], ids=str
 )
-def test_only_the_newest_iterator_may_be_used_and_an_epoch_can_be_set_again(
-    made: Any, options: Any
-) -> None:
+def test_only_the_newest_iterator_may_be_used_and_an_epoch_can_be_set_again(made: Any, options: Any) -> None:
     with load(made.root / "json") as loader:
         expected = [epoch(loader) for _ in range(4)]
     before = set(multiprocessing.active_children())

@@ -124,7 +124,7 @@ def make_golden() -> None:
     """Write the folder anew; paths and times of this machine are left out of it."""
     from preprocess.__main__ import main
     from preprocess.look.train_tokenizer import train_tokenizer
-    from shardprep.format.checked_json import content_sha256
+    from shardprep.format.json_files import content_sha256
     from shardprep.format.tokenizer_files import stamp_tokenizer
 
     def run(*args: object) -> None:

@@ -70,10 +70,7 @@ def test_shardprep_imports_nothing_of_ours_but_its_own() -> None:
 
 
 def test_of_shardprep_the_format_stands_on_the_rest_and_not_the_other_way() -> None:
-    """Nor do strings that are imported by name: the command's table alone has the packages' names.
-
-    "slurm" is also a key of the manifests' ``run``.
-    """
+    """Nor do strings that are imported by name: the command's table alone has the packages' names."""
     for path, names in modules("shardprep").items():
         assert path.startswith("shardprep/format/") or not any("format" in name for name in names), path
     named = {
@@ -81,7 +78,7 @@ def test_of_shardprep_the_format_stands_on_the_rest_and_not_the_other_way() -> N
         for path in (ROOT / "shardprep").rglob("*.py")
         if re.search(r'"(preprocess|loader|slurm|lustre)[".:]', path.read_text(encoding="utf-8"))
     }
-    assert named == {"__main__.py", "shard_making.py"}  # the last one: a key "slurm"
+    assert named == {"__main__.py"}
 
 
 def test_the_loader_imports_shardprep_alone() -> None:
@@ -142,9 +139,8 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         "read.text_fields",
         "read.text_changes",
         "read.inputs",
-        "read.long_documents",
     ]
-    way += [f"read.{name}" for name in ("chat", "format", "lines", "compression", "text_lines", "json_lines")]
+    way += [f"read.{name}" for name in ("chat", "format", "lines", "compressed", "text_lines", "json_lines")]
     way += [f"read.{name}" for name in ("table_values", "columns", "parquet", "arrow", "documents")]
     way += [f"make.{name}" for name in ("engines", "packing", "members")]
     files = modules("preprocess")
@@ -163,8 +159,8 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     )
 
 
-def test_the_format_needs_nothing_but_the_standard_library_numpy_and_orjson() -> None:
-    allowed = {*sys.stdlib_module_names, "numpy", "orjson", "shardprep", "typing_extensions"}
+def test_the_format_needs_nothing_but_the_standard_library_numpy_orjson_and_msgspec() -> None:
+    allowed = {*sys.stdlib_module_names, "numpy", "orjson", "msgspec", "shardprep", "typing_extensions"}
     paths = list((ROOT / "shardprep" / "format").glob("*.py"))
     assert paths
     for path in paths:

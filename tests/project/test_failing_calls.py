@@ -16,7 +16,6 @@ from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, finished_manifest, load_worker
 from preprocess.plan import tokenizer as resolved_tokenizer
 from preprocess.plan.tokenizer import save_tokenizer
-from preprocess.read import long_documents
 from shardprep import files as regular_files
 from shardprep.errors import CannotWrite, ShardprepError
 from shardprep.format.plan import need_plan
@@ -34,7 +33,6 @@ def folder(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     raw = tmp_path / "raw"
     raw.mkdir()
     (raw / "a.txt").write_bytes(b"short\n" * 20 + b"word and " * 9_000 + b"\nbad \xff\nlast\n")
-    monkeypatch.setattr(long_documents, "LONG_BYTES", 20_000)
     monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
     monkeypatch.setattr(regular_files, "RETRY_DELAYS_S", (0.0, 0.0))
     prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from tokenizers import Tokenizer
 
+from shardprep.format.index import read_index
 from shardprep.format.input_formats import INPUT_FORMATS
-from shardprep.format.manifest import read_index
 from shardprep.format.plan import need_plan
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -33,8 +33,7 @@ import io
 
 import numpy as np
 
-from preprocess.read.format import Inspected, RecordBlock, Start, batches_of
-from preprocess.read.inputs import Place
+from preprocess.read.format import Inspected, Records, Start, texts_of
 
 
 def begins_of(data):
@@ -45,10 +44,10 @@ def begins_of(data):
 
 
 class Csv:
-    def inspect(self, file, reading):
+    def inspect(self, file, options):
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=IS_WHOLE)
 
-    def starts(self, file, stretches, reading):
+    def starts(self, file, stretches, options):
         size = file.stamp.num_bytes
         places = [*begins_of(file.read_all(0, size)), size]
         found = [next(place for place in places if place >= min(byte, size)) for byte, _ in stretches]
@@ -57,7 +56,7 @@ class Csv:
             for place, (_, end) in zip(found, stretches)
         ]
 
-    def read(self, reader, reading, line):
+    def read(self, reader, options, of_record, batch_bytes):
         part, size = reader.part, reader.file.stamp.num_bytes
         reader.hash_rest()
         data = reader.file.read_all(0, size)
@@ -66,16 +65,12 @@ class Csv:
         fields = [next(csv.reader(io.StringIO(data[a:b].decode(), newline=""))) for a, b in zip(begins, ends)]
         rows = [row for row in range(1, len(begins)) if part.start <= begins[row] < part.end]
         offsets = rows if COUNTS_ROWS else [begins[row] for row in rows]
-        block = RecordBlock(
-            texts=[reading.fields.text(dict(zip(fields[0], fields[row]))) for row in rows],
+        yield Records(
+            texts=texts_of([of_record.text(dict(zip(fields[0], fields[row]))) for row in rows]),
             starts=np.array(offsets, np.int64),
             sizes=np.array([ends[row] - begins[row] for row in rows], np.int64),
             num_bytes=part.end - part.start,
         )
-        place = Place(
-            file=reader.file, input_number=part.input_number, start=0, end=0, line=line, num_bytes=0
-        )
-        yield from batches_of(block, place)
 '''
 CSV_LINE = """    InputFormat(
         suffixes=(".csv",), reader="quoted_csv:Csv", unit="{unit}", document="a record", cut_at="{cut_at}"
@@ -140,7 +135,7 @@ def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_regi
     plan = ("--input_dir", raw, "--output_dir", data, "--model_id", prep.model_dir, "--num_shards", 4)
     run(prep, home, "preprocess", "plan", *plan)
     made = need_plan(data)
-    inside = [made.inputs[number].path for number, place in made.boundaries[1:-1] if place]
+    inside = [made.inputs[cut.input_number].path for cut in made.cuts[1:-1] if cut.byte]
     assert ("a.csv" in inside) == bool(cut_at)
     run(prep, home, "preprocess", "run", data, "--num_proc", 1)
     run(prep, home, "preprocess", "verify", data)

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from shardprep.format import plan as plan_file
-from shardprep.format.checked_json import content_sha256
 from shardprep.format.idx import read_idx
+from shardprep.format.json_files import content_sha256
 from shardprep.format.plan import need_plan
 from tests.conftest import forge_shard, seal
 from tests.faults.commands import REFUSING, command
@@ -163,16 +162,14 @@ def _command(prep: Prep, words: list[object]) -> tuple[int, None]:
 
 
 def test_a_plan_whose_blocks_are_all_the_same_bytes_is_refused(
-    planned_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prep: Prep, sample_dir: Path
+    tmp_path: Path, prep: Prep, sample_dir: Path
 ) -> None:
-    monkeypatch.setattr(plan_file, "_MOST_WHOLE", 1)
     prep.plan(sample_dir, tmp_path / "data", num_shards=3)
     path = tmp_path / "data" / "plan.json"
     line, _, rest = path.read_bytes().partition(b"\n")
     head = json.loads(line + b"}")
-    table = head["parts"]["inputs"]
+    table = head["tables"]["inputs"]
     table["num_rows"], table["blocks"] = 512 * 5000, table["blocks"] * 5000
-    head["parts"]["mtimes_ns"]["num_rows"] = 512 * 5000
     head["content_sha256"] = content_sha256(head)
     path.write_bytes(json.dumps(head, separators=(",", ":")).encode()[:-1] + b"\n" + rest)
     done = prep.command("verify", tmp_path / "data")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.make.local_run import _Process
+from preprocess.make.members import members_of
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter
-from preprocess.make.worker import members_of
 from shardprep.errors import Stopped
 from shardprep.files import publish_bytes
 from shardprep.format.plan import need_plan

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from loader.external_tars import ScannedTar
 from loader.order import Int64s
 from shardprep.errors import UsageError
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, idx_num_bytes
 from shardprep.format.names import rerun_command, tar_path
 from shardprep.format.withdrawals import Withdrawals
 

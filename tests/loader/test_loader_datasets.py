@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
@@ -24,7 +23,6 @@ from webdataset.utils import pytorch_worker_info
 from loader import TokenLoader, get_llama3_dataloader
 from loader.__main__ import main as show
 from loader.batches import Batch
-from loader.chunks import Chunk, Parts, step_edges
 from preprocess.__main__ import main as preprocess
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
 from tests.children import run_child
@@ -444,26 +442,6 @@ def test_the_command_prints_a_batch_decoded(made: Any, capsys: pytest.CaptureFix
     assert repr(made.tokenizer.decode(first)) in out
     assert show([str(made.root / "nowhere")]) == 66
     assert "does not exist" in capsys.readouterr().err
-
-
-def test_a_run_packs_and_unpacks_to_itself() -> None:
-    ids = np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4)
-    counts, starts = np.array([[1, 0, 2], [0, 0, 1]], np.int32), np.array([3, 0, 2, 1], np.int32)
-    lengths = np.full((2, 3), 4, np.int32)
-    parts = Parts(counts=counts, flat=starts)
-    full = Chunk(lengths=lengths, ids=ids, row_tokens=4, starts=parts, num_cut=7)
-    again = Chunk.unpack(full.pack(), 4)
-    assert np.array_equal(np.asarray(again.ids), ids)
-    assert again.num_cut == 7
-    assert [step_edges([again], step, slice(0, 2)).begins.tolist() for step in range(3)] == [
-        [0, 3, 4],
-        [0, 4],
-        [0, 2, 4, 5],
-    ]
-    assert step_edges([again], 2, slice(1, 2)).begins.tolist() == [0, 1]
-    lengths = np.array([[1, 2], [0, 3]], np.int32)
-    again = Chunk.unpack(Chunk(lengths=lengths, ids=np.arange(6, dtype=np.int32)).pack(), 0)
-    assert [again.ids_of(step).tolist() for step in (0, 1)] == [[0], [1, 2, 3, 4, 5]]
 
 
 @pytest.mark.processes

@@ -375,16 +375,15 @@ def ours(folder: Path, num_shards: int, batch_bytes: int, encoding: str = "utf-8
     try:
         inputs, inspected = stamp_inputs(folder, list_inputs(folder, recursive=True), options)
         division = divide(folder, inputs, inspected, num_shards, options)
-        for shard_id, ends in enumerate(itertools.pairwise(division.boundaries)):
-            (first, start), (last, end) = ends
-            text_start = division.text_starts[shard_id] if division.text_starts else 0
+        for begin, stop in itertools.pairwise(division.cuts):
+            first, start, last, end = begin.input_number, begin.byte, stop.input_number, stop.byte
             ranges = [
                 ByteRange(
                     input_number=number,
                     path=folder / inputs[number].path,
                     start=start if number == first else 0,
                     end=end if number == last else inputs[number].num_bytes,
-                    text_start=text_start if number == first else 0,
+                    text_start=begin.text_start if number == first else 0,
                 )
                 for number in range(first, last + (end > 0))
             ]

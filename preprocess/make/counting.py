@@ -10,9 +10,8 @@ import numpy as np
 from preprocess.make.engines import Numbers
 from preprocess.read.documents import BadDocument, Documents
 from shardprep.errors import BadInput
-from shardprep.format.manifest import ShardCounts, ValidationCounts
+from shardprep.format.manifest import LENGTH_BITS, ShardCounts, SourceCounts, TextCounts, ValidationCounts
 from shardprep.format.names import source_of_path
-from shardprep.format.shard_making import LENGTH_BITS, SourceCounts, TextCounts
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 _MOST_LENGTHS = 64 << (LENGTH_BITS - 1)

@@ -165,7 +165,7 @@ class WorkerSettings:
         None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
     )
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
-    max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", kept="used", group=TEXT)
+    max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
     batch_size: int | None = option(
         None,
         "encode at most this many documents at once",

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 import lustre
 import shardprep
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
@@ -43,8 +45,7 @@ from preprocess.plan.foreign_folders import (
     why_no_folder,
     why_no_input,
 )
-from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
-from preprocess.plan.tokenizer_spec import publish_tokenizer
+from preprocess.plan.tokenizer import ResolvedTokenizer, publish_tokenizer, resolve_tokenizer
 from preprocess.read.chat import chat_template_of, chat_versions, template_notes
 from preprocess.read.documents import format_of, load_libraries, starts_in
 from preprocess.read.format import Inspected, Start
@@ -52,15 +53,15 @@ from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sam
 from preprocess.read.text_changes import text_versions
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
-from shardprep.files import STALE_AFTER_S, remove_temporaries
+from shardprep.files import STALE_AFTER_S, make_folder, remove_temporaries
 from shardprep.format.input_formats import input_kind, known_suffixes
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 from shardprep.format.options import PlanOptions, PrepConfig
 from shardprep.format.plan import (
-    Boundary,
+    Cut,
     InputFile,
     Plan,
-    file_boundaries,
+    file_cuts,
     plan_differences,
     plan_id,
     publish_plan,
@@ -335,8 +336,7 @@ class Division:
     """The inputs in the order in which they are read, and where each shard begins."""
 
     inputs: list[InputFile]
-    boundaries: list[Boundary]  # num_shards + 1
-    text_starts: list[int] | None  # of each boundary in a compressed file: its byte of the text
+    cuts: list[Cut]  # num_shards + 1
 
 
 def divide(
@@ -367,11 +367,9 @@ def divide(
     ends = itertools.accumulate((len(group) for group in bins), initial=len(cut))
     places += [(end, Start(0)) for end in ends][1:]
     places += [places[-1]] * (num_shards + 1 - len(places))  # more shards than files
-    has_text_starts = any(start.text_byte for _, start in places)
     return Division(
         inputs=[inputs[number] for number in (*cut, *itertools.chain.from_iterable(bins))],
-        boundaries=[(number, start.byte) for number, start in places],
-        text_starts=[start.text_byte for _, start in places] if has_text_starts else None,
+        cuts=[Cut(number, start.byte, start.text_byte) for number, start in places],
     )
 
 
@@ -574,13 +572,13 @@ def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
 def _prepare_folder(folder: Path) -> None:
     """Make the output folder, without what dead attempts left in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        make_folder(folder, parents=True)
+    except CannotWrite as error:
         raise CannotWrite(
-            f"--output_dir {folder} cannot be made: {error.strerror}; expected a folder that you can write "
+            f"--output_dir {folder} cannot be made: {error.found}; expected a folder that you can write "
             "to, or a place where you can make one",
             path=folder,
-            found=error.strerror,
+            found=error.found,
             expected="a folder that you can write to",
         ) from None
     stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)
@@ -632,7 +630,7 @@ def _divided(
         say(f"{len(empty)} of them hold nothing, such as {empty[0]}")
     num_shards = _num_shards(inputs, inspected, sharding)
     if num_shards is None:
-        return Division(inputs=inputs, boundaries=file_boundaries(inputs), text_starts=None)
+        return Division(inputs=inputs, cuts=file_cuts(inputs))
     return divide(config.input_dir, inputs, inspected, num_shards, config)
 
 
@@ -720,12 +718,15 @@ def _plan_of(
         probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,
         inputs=division.inputs,
-        boundaries=division.boundaries,
-        text_starts=division.text_starts,
+        cuts=division.cuts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
     if config.hash_inputs:
-        plan = dataclasses.replace(plan, shard_sha256=_input_sha256s(plan))
+        hashes = [*_input_sha256s(plan), ""]
+        cuts = [
+            msgspec.structs.replace(cut, sha256=each) for cut, each in zip(plan.cuts, hashes, strict=True)
+        ]
+        plan = dataclasses.replace(plan, cuts=cuts)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
     engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES

@@ -26,7 +26,7 @@ from preprocess.read.lines import LineEnds, Numbers, Texts, line_blocks, line_re
 from preprocess.read.text_fields import FieldPath, MessageFields, TextFields, UnusableText, value_at
 from shardprep.console import quoted
 from shardprep.errors import BadInput
-from shardprep.format.checked_json import MAX_JSON_DEPTH, is_too_deep
+from shardprep.format.json_files import MAX_JSON_DEPTH, is_too_deep
 from shardprep.format.options import PlanOptions
 
 _HEAD_BYTES = 4 << 10

@@ -83,7 +83,7 @@ def test_the_hashes_are_part_of_the_plan_id_and_change_no_shard(
     plain = prep.plan(raw_dir, tmp_path / "plain", num_shards=2)
     hashed = prep.plan(raw_dir, tmp_path / "hashed", num_shards=2, hash_inputs=True)
     assert hashed.plan_id != plain.plan_id
-    assert len(hashed.shard_sha256 or []) == 2
+    assert (hashed.has_input_hashes, plain.has_input_hashes) == (True, False)
     with pytest.raises(Refused, match="--hash_inputs was True"):
         prep.plan(raw_dir, tmp_path / "hashed", num_shards=2)
     for folder in (tmp_path / "plain", tmp_path / "hashed"):

@@ -29,7 +29,8 @@ from preprocess.read.inputs import OpenInput
 from preprocess.read.text_changes import undo_mojibake
 from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index, read_manifest
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 from shardprep.format.options import PlanOptions, PrepConfig
 from shardprep.format.plan import ByteRange, need_plan
 from tests.checkout import ROOT
@@ -195,7 +196,7 @@ def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_
     for number, share in enumerate([40, 5, 30, 10, 20, 15]):
         (raw / f"c{number}.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS[:share]), 1))
     plan = prep.plan(raw, tmp_path / "data", num_shards=8)
-    inside = {plan.inputs[number].path for number, byte in plan.boundaries if byte}
+    inside = {plan.inputs[cut.input_number].path for cut in plan.cuts if cut.byte}
     assert inside == {"a.jsonl.zst", "b.jsonl.gz"}
     whole = [
         sorted(part.path.name for part in plan.ranges(shard_id))

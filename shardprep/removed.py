@@ -17,6 +17,8 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "--pool": _STRIPE,
     "--pfl": _STRIPE,
     "--dom": _STRIPE,
+    "--existing_files_keep_theirs": "new files alone: lfs setstripe ... DATA, see docs/lustre.md",
+    "show --json": "lustre show prints options of lfs setstripe; lfs getstripe -y is for programs",
     "--num_readers": "docs/lustre.md says which layout to choose; --stripe sets it",
     "--crcs": "verify and stage compare hashes; Lustre has checksums of its own on the wire",
     "--keep_fields": "--id_field keeps an id of each document, by which its record is found in the input",

@@ -68,7 +68,7 @@ FLAGS = [
     "preprocess --shard_id=0 --no-keep_text",
     "slurm submit O --dry_run --cpus_per_task=2 --mem_gb=1 --time_min=3",
     "slurm retry O --max_attempts=2 --shards_per_task=2 --max_parallel=3", "slurm status O --json",
-    "lustre show O --json", "lustre apply O --stripe=8 --dry_run",
+    "lustre show O", "lustre apply O --stripe=8 --dry_run",
     "loader O --batch_size=2 --num_workers=0 --model_id=m --max_length=3",
     "loader stage O --to=D",
 ]  # fmt: skip

@@ -72,8 +72,7 @@ def _export(place: Path, layout: str) -> int:
 
 
 def _doctor(place: Path) -> int:
-    folders = ("--input_dir", place / "raw", "--output_dir", place / "data", "--model_id", place / "model")
-    code = _preprocess("doctor", "--no-torch", *folders)
+    code = _preprocess("doctor", "--output_dir", place / "data", "--model_id", place / "model")
     return 0 if code == _WARNED else code
 
 

@@ -131,7 +131,6 @@ def test_no_command_fails_because_of_lfs(
         (plan, ["getstripe", "df", "df", "quota"]),
         (shard, ["getstripe"]),
         (submit, ["df", "df", "quota"]),
-        (lambda: int(prep.command("doctor", *options).code), ["df", "df", "quota"]),
         (lambda: slurm_main(["status", str(data)]), []),
         (lambda: int(prep.command("verify", data).code), []),
         (lambda: loader_main(["stage", str(data), "--to", str(tmp_path / "staged")]), []),

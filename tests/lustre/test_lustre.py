@@ -522,7 +522,6 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     assert prep.command("run", out, "--num_proc", "1").code == 0
     assert prep.command("--shard_id", "1", "--output_dir", out).code == 0
     assert prep.command("verify", out).code == 0
-    assert prep.command("doctor", *plan[1:-1], "--output_dir", out).code == 0
     assert loader_main([str(out)]) == 0
     assert on_lustre.command("show", out)[0] == 0
     assert on_lustre.setstripe_calls() == [EIGHT.replace("-c 8", "-c 4")]

@@ -65,4 +65,4 @@ def test_training_a_tokenizer_tells_that_it_reads_and_that_it_merges(
     lines = capsys.readouterr().err.splitlines()
     reading = [line for line in lines if line.startswith("reading: ")]
     assert re.search(r"100% of \d+ kB", reading[-1])
-    assert any(line.startswith("all text is read, its pairs are merged; ") for line in lines)
+    assert any("its pairs are merged" in line for line in lines)

@@ -117,8 +117,7 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "run where one fails": (65, ["run", "COPY", "--num_proc", 1, "--max_bad_fraction", 0]),
     "verify": (0, ["verify", "DATA"]),
     "verify what is broken": (66, ["verify", "COPY"]),
-    "doctor": (None, ["doctor", "--no-torch", "--input_dir", "RAW", "--output_dir", "DATA",
-                      "--model_id", "MODEL"]),
+    "doctor": (None, ["doctor", "--output_dir", "DATA", "--model_id", "MODEL"]),
     "peek": (0, ["peek", "DATA", "--num", 50, "--chars", 0]),
     "export": (0, ["export", "DATA", "--to", "nanogpt", "--output_dir", "NEW"]),
     "clean": (0, ["clean", "COPY"]),
@@ -202,7 +201,7 @@ def test_what_programs_read_stays_json_and_has_each_character(
     assert code == 0
     check(text, shows=r"\u001b")
     assert json.loads(text)["folder"] == str(folders.data)
-    code, text = said(capsys, "doctor", "--no-torch", "--json", "--input_dir", tmp_path / IN_NAMES)
+    code, text = said(capsys, "doctor", "--json", "--model_id", tmp_path / IN_NAMES)
     assert code == 66
     check(text, shows=r"\u001b")
     assert any(IN_NAMES in finding["text"] for finding in json.loads(text)["findings"])

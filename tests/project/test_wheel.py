@@ -133,7 +133,7 @@ def test_a_package_that_another_distribution_overwrote_is_named(
     )
     desk.environ["PYTHONPATH"] = str(mixed)
     whole = f"pyslurm has installed {mixed}/slurm/__init__.py and 1 more files into it"
-    for command in ("shardprep status data", "shardprep doctor --no-torch"):
+    for command in ("shardprep status data", "shardprep doctor"):
         ended = desk.run(f"python -m {command}", code=2)
         assert whole in ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr

@@ -23,7 +23,6 @@ from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import (
     STALE_AFTER_S,
     TEMPORARY_NAME,
-    is_folder,
     is_link,
     names_in,
     remove_tree,
@@ -49,8 +48,6 @@ def clean(args: argparse.Namespace) -> int:
     where some could not be looked at or removed; all others are gone by then.
     """
     folder: Path = args.output_dir
-    if not is_folder(folder):
-        raise NotFound(f"{folder} is no folder, expected that of a data set", path=folder)
     plan = read_plan(folder)
     paths = [*_left_behind(folder)]
     if plan is None and not paths:

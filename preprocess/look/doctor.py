@@ -37,7 +37,6 @@ from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import is_folder
 from shardprep.format.names import TOKENIZER_DIR
-from shardprep.own_packages import REMEDY, mixed_packages
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0
@@ -142,8 +141,6 @@ def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
         yield Finding("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in found.items())
     yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
-    if mixed := mixed_packages():
-        yield Finding("packages", "; ".join(mixed), REMEDY, UsageError.exit_code)
     if has_gpu and "torch" in found:
         yield torch_finding()
 

@@ -26,7 +26,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
 SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/test_versions
 
-.PHONY: help install demo test test_packages test_quick test_lowest test_newest torture mutants lint bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
+.PHONY: help install demo test test_packages test_quick test_lowest test_newest torture mutants lint docs bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -85,6 +85,10 @@ lint: install ## ruff, mypy --strict, shellcheck
 		echo '*** SKIPPED: shellcheck is not installed, the shell scripts were not checked ***' >&2; \
 	fi
 
+docs: install ## the documentation as a site, in ./site; a broken link fails it
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file .site/mkdocs.yml
+	@echo "open site/index.html in a browser"
+
 bench_preprocess: install ## CPU time of the baseline, the peers and this project (15 minutes; the peers go to ./.bench)
 	$(BIN)/python benchmarks/peer_environments.py
 	$(BIN)/python benchmarks/preprocess_speed.py $(BENCH_ARGS)
@@ -103,6 +107,6 @@ bench_limits: install ## what the loader promises in numbers, beside what it doe
 	$(BIN)/python benchmarks/loader_limits.py $(BENCH_ARGS)
 
 clean: ## remove .venv, caches and what the demo made
-	rm -rf $(VENV) .venv-lowest .venv-newest .bench dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .venv-lowest .venv-newest .bench dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	if [ -e demo_data/.made_by_demo ]; then rm -rf demo_data; fi

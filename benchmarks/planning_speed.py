@@ -29,7 +29,7 @@ from benchmark_text import ROOT, lay_out
 from contenders import plan as plan_folder
 from measured_run import Usage, machine_line, run_pinned
 
-from preprocess.plan.plan_file import need_plan, plan_id, plan_json
+from shardprep.format.plan import need_plan, plan_id, plan_json
 
 BASELINE = "baseline"
 _BARE = {

@@ -20,11 +20,11 @@ from pathlib import Path
 from benchmark_text import ROOT, lay_out
 from measured_run import machine_line, run_pinned
 
-from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.files import FileStamp
 from shardprep.format.idx import idx_num_bytes
 from shardprep.format.manifest import Manifest, ShardCounts
 from shardprep.format.names import INDEX_NAME, idx_path, manifest_path, tar_path
+from shardprep.format.plan import Plan, need_plan
 
 BLOCK = ("A line of text, as there are many; its number is not written down anywhere. " * 4 + "\n").encode()
 SPACING_BYTES = 256 << 10

@@ -20,14 +20,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import json_ids
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, load_worker
-from preprocess.options import WorkerSettings
-from preprocess.plan.plan_file import need_plan
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch
 from shardprep.files import WRITE_BYTES
+from shardprep.format.plan import need_plan
 
 READ, ENCODE, JSON_IDS = "bytes to lines of str", "engine alone", "ids as JSON alone"
 COPY, HASH, DISK, TMPFS = "one copy of the tar", "sha256 of the tar", "tar to disk, synced", "tar to tmpfs"

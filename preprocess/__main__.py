@@ -13,19 +13,20 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from preprocess import resources
-from preprocess.options import GROUPS, RESOURCES, PrepConfig, WorkerSettings, environment_number
+from preprocess.make import resources
+from preprocess.make.resources import WorkerSettings, environment_number
 from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
 from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
+from shardprep.format.options import GROUPS, RESOURCES, PrepConfig
 
 if TYPE_CHECKING:
     from preprocess.check.verify import Problem
-    from preprocess.plan.plan_file import Plan
     from shardprep.format.done import Check, Finding
+    from shardprep.format.plan import Plan
 
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
@@ -52,12 +53,31 @@ def make_shard(args: argparse.Namespace) -> int:
 
     try:
         resources.check_address_space()  # before anything large is loaded
+        given = given_of(args, PrepConfig)
+        folder = given.setdefault("output_dir", PrepConfig().output_dir)
+        num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
+        plan = _plan_of_task(args, given).at(given.get("input_dir"))
         from preprocess.make.task import make_shard as make
 
-        return make(args)
+        return make(plan, folder, args.shard_id, resources.worker_settings(args), num_cpus)
     except ShardprepError as error:
         append_failure(Failure.of(args.shard_id, error))
         raise
+
+
+def _plan_of_task(args: argparse.Namespace, given: dict[str, Any]) -> Plan:
+    """Return the plan in the task's folder; load the planner where there is none, or options are given."""
+    from shardprep.format.plan import need_plan, read_plan
+
+    folder = given["output_dir"]
+    plan = need_plan(folder) if args.planned or args.check_inputs else read_plan(folder)
+    if plan is not None and not args.check_inputs and given.keys() == {"output_dir"}:
+        return plan
+    from preprocess.plan.plan_of_task import check_inputs, plan_of_task
+
+    if plan is not None and args.check_inputs:
+        check_inputs(plan, given.get("input_dir", PrepConfig().input_dir))
+    return plan_of_task(plan, given)
 
 
 def make_plan(args: argparse.Namespace) -> int:
@@ -105,9 +125,9 @@ def run(args: argparse.Namespace) -> int:
     """``run DATA``: the missing shards on this machine."""
     from preprocess.attempts import RunRecord
     from preprocess.make.local_run import run_shards
-    from preprocess.make.task import means_line, total_line, worker_settings
+    from preprocess.make.task import means_line, total_line
     from preprocess.make.worker import missing_shards
-    from preprocess.plan.plan_file import need_plan
+    from shardprep.format.plan import need_plan
 
     resources.check_address_space()
     folder = args.output_dir
@@ -123,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
             f"{folder} is no folder that you can write to; its owner can make the shards", path=folder
         )
     cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
-    settings = worker_settings(args)
+    settings = resources.worker_settings(args)
     assert settings.memory_gb is not None
     num_proc = min(num_processes(args, len(cpus), settings.memory_gb), len(todo))
     settings = dataclasses.replace(settings, memory_gb=settings.memory_gb / num_proc)
@@ -164,8 +184,8 @@ def verify(args: argparse.Namespace) -> int:
     """``verify DATA``: prove the shards whole and write index.json."""
     from preprocess.attempts import read_attempts, remove_finished
     from preprocess.check.verify import verify_dataset
-    from preprocess.plan.plan_file import need_plan
     from shardprep.format.done import remove_findings, standing_findings
+    from shardprep.format.plan import need_plan
     from shardprep.format.shard_making import source_lines
 
     if args.deep is not None and args.deep < 1:
@@ -228,7 +248,6 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
 def _verify_deep(args: argparse.Namespace, plan: Plan, standing: Mapping[int, Finding]) -> int:
     """Make some shards again and compare, among them those that such a comparison found wrong before."""
     from preprocess.check.deep_verify import choose_shards, verify_deep
-    from preprocess.make.task import worker_settings
 
     num_cpus = resources.bind_to_task_cpus(offset=0)
     chosen = sorted({*choose_shards(plan, args.deep), *standing})
@@ -237,7 +256,7 @@ def _verify_deep(args: argparse.Namespace, plan: Plan, standing: Mapping[int, Fi
             args.output_dir,
             plan,
             chosen,
-            settings=worker_settings(args),
+            settings=resources.worker_settings(args),
             num_cpus=num_cpus,
             progress=progress.add,
         )

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from preprocess.plan.plan_file import Plan, need_plan, plan_id, publish_plan, read_plan
-from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.console import Progress
 from shardprep.errors import Refused, UsageError
 from shardprep.files import (
@@ -27,6 +25,8 @@ from shardprep.format.done import check_done, done_manifest, read_findings
 from shardprep.format.idx import HEADER_BYTES, idx_header
 from shardprep.format.manifest import Manifest, shard_files
 from shardprep.format.names import LEFT_OUT_DIR, TOKENIZER_DIR, idx_path, manifest_path
+from shardprep.format.plan import Plan, need_plan, plan_id, publish_plan, read_plan
+from shardprep.format.tokenizer_files import check_tokenizer_files
 from shardprep.format.withdrawals import read_withdrawals, withdrawal_path
 
 

@@ -18,9 +18,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.format import DocumentBatch, reading_of
-from preprocess.formats.inputs import BadDocument
-from preprocess.formats.long_documents import LongDocument
 from preprocess.look.addresses import (
     InInput,
     InShard,
@@ -34,9 +31,11 @@ from preprocess.look.left_out import left_out_at
 from preprocess.make.engines import Numbers, TokenBatch
 from preprocess.make.members import Piece, RowMembers
 from preprocess.make.packing import START, RowGroup
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import documents_of_shard, load_worker
-from preprocess.options import WorkerSettings
-from preprocess.plan.plan_file import Plan, need_plan
+from preprocess.read.format import DocumentBatch, reading_of
+from preprocess.read.inputs import BadDocument
+from preprocess.read.long_documents import LongDocument
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BadInput, NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, errors_named, open_regular, read_regular
@@ -47,6 +46,7 @@ from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import TEXT_FIELD, digests_path, ids_path, remake_command, tar_path
+from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import publish_withdrawal, read_withdrawals, withdrawal_path
 

@@ -6,10 +6,10 @@ import argparse
 import os
 from collections.abc import Collection
 
-from preprocess.plan.plan_file import need_plan
 from shardprep.console import print_lines, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.names import id_ranges
+from shardprep.format.plan import need_plan
 from slurm.commands import SlurmRefused, slurm_output, user_name
 from slurm.state import DatasetState, chosen_shards, find_state
 from slurm.submissions import append_event

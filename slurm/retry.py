@@ -18,11 +18,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from preprocess.attempts import AttemptRecord
-from preprocess.plan.plan_file import need_plan
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
 from shardprep.format.names import id_ranges
+from shardprep.format.plan import need_plan
 from shardprep.own_packages import HOME
 from slurm.commands import ask_patiently, minutes_of
 from slurm.request import COMMANDS, JobRequest, with_variables

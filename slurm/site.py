@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.plan.plan_file import Plan, need_plan
-from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.console import quoted, say
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
 from shardprep.format.names import id_ranges
+from shardprep.format.plan import Plan, need_plan
+from shardprep.format.tokenizer_files import check_tokenizer_files
 from slurm.commands import SlurmRefused, minutes_of, read_config, slurm_answer, slurm_output
 from slurm.request import JobRequest
 from slurm.script import LOG_FOLDER

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from preprocess.attempts import AttemptRecord, AttemptRecords, append_end, folder_identity, read_attempts
-from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.files import open_regular
 from shardprep.format.done import MadeShards, find_made_shards, is_verified
 from shardprep.format.names import id_ranges, ids_of_ranges
+from shardprep.format.plan import Plan, need_plan
 from slurm.commands import SlurmAway, user_name
 from slurm.queue import LOG_NOT_OPENED, PLAIN, SUSPENDED, Job, Queue, find_queue, meaning_of
 from slurm.request import JobRequest

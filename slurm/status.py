@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan.plan_file import need_plan
 from shardprep.console import (
     Progress,
     counted,
@@ -36,6 +35,7 @@ from shardprep.console import (
 )
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.names import WITHDRAWN_DIR, id_ranges
+from shardprep.format.plan import need_plan
 from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
 from slurm.commands import ask_patiently, user_name
 from slurm.queue import meaning_of

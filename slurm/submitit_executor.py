@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import ReadWriteError, UsageError
 from shardprep.format.done import find_made_shards
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
+from shardprep.format.plan import need_plan
 from slurm.commands import SlurmAway, read_config
 from slurm.site import tasks_of_shards
 

@@ -26,15 +26,16 @@ import pytest
 
 from preprocess.__main__ import main
 from preprocess.look.train_tokenizer import train_tokenizer
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import load_worker
-from preprocess.options import PrepConfig, WorkerSettings
-from preprocess.plan.plan_file import Plan, need_plan
 from preprocess.plan.planning import Sharding, make_plan
 from shardprep.files import stamp_file
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.idx import HEADER_BYTES, ChunkCrcs
 from shardprep.format.manifest import read_manifest
 from shardprep.format.names import idx_path, manifest_path, tar_path
+from shardprep.format.options import PrepConfig
+from shardprep.format.plan import Plan, need_plan
 from shardprep.signals import STOP_SIGNALS
 from tests.checkout import ROOT, SHARED
 from tests.children import run_child

@@ -128,15 +128,9 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "the state says the same shares in another spelling",
     ),
     (
-        "loader/order.py",
-        "lengths = num_tokens(samples.reshape(-1)).reshape(samples.shape)",
-        "lengths = num_tokens(samples.reshape(-(2))).reshape(samples.shape)",
-        "numpy takes any number below 0 for the length that is left",
-    ),
-    (
-        "loader/chunks.py",
-        "bounds: list[int] = [*self.begins.T.reshape(-1).tolist(), len(self.flat)]",
-        "bounds: list[int] = [*self.begins.T.reshape(-(2)).tolist(), len(self.flat)]",
-        "numpy takes any number below 0 for the length that is left",
+        "loader/reading.py",
+        "num_sides = 2 if self._shards.has_planned else 1",
+        "num_sides = 2 if self._shards.has_planned else (2)",
+        LIMIT,
     ),
 )

@@ -67,7 +67,16 @@ MOST_FILE_BYTES = 1 << 30
 
 # Not part of what the product promises: what it says, and how fast it is.
 SAYING = {"debug", "info", "warning", "error", "exception", "log", "say", "warn", "print", "progress"}
-SPEED = {"max_workers", "buffering", "maxsize", "chunksize", "num_threads", "prefetch_factor", "timeout"}
+SPEED = {
+    "copy",
+    "max_workers",
+    "buffering",
+    "maxsize",
+    "chunksize",
+    "num_threads",
+    "prefetch_factor",
+    "timeout",
+}
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
 QUIET = {"__repr__", "__str__", "_short", "opening_order"}  # functions: messages, and what is opened first
 # What stands in the code, and goes with this wave: withdrawn documents, functions for long documents. Delete
@@ -175,6 +184,8 @@ class Finder(ast.NodeVisitor):
         if name in SAYING or name.endswith(("Error", "Exception")):
             return
         self.visit(node.func)
+        if name == "reshape":  # numpy takes any number below 0 for the length that is left
+            return
         for argument in node.args:
             self.visit(argument)
         for keyword in node.keywords:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from preprocess.attempts import LOGS_FOLDER
-from preprocess.plan.plan_file import Plan, read_plan
 from shardprep.console import counted, print_lines, say, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import (
@@ -30,6 +29,7 @@ from shardprep.files import (
 )
 from shardprep.format.done import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, PLAN_NAME, QUARANTINE_DIR
+from shardprep.format.plan import Plan, read_plan
 
 _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")

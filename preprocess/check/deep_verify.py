@@ -13,13 +13,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from preprocess.check.verify import Problem
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import load_worker
-from preprocess.options import WorkerSettings
-from preprocess.plan.plan_file import Plan
 from shardprep.errors import BrokenShard, ShardprepError
 from shardprep.files import PublishedFolder
 from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.names import VOUCHED_PATHS, remake_command
+from shardprep.format.plan import Plan
 
 _COMPARED = ("tar", "idx", "ids", "digests")  # words in a quarantine file are those of a library's version
 

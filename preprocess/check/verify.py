@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.plan.plan_file import Plan
-from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import BrokenShard, OtherPlan, ReadWriteError, ShardprepError
 from shardprep.files import (
     RETRIED,
@@ -46,7 +44,9 @@ from shardprep.format.names import (
     remake_command,
     tar_path,
 )
+from shardprep.format.plan import Plan
 from shardprep.format.shards import RawIds, ids_of, raw_ids
+from shardprep.format.tokenizer_files import check_tokenizer_files
 from shardprep.format.withdrawals import read_left_out, read_withdrawals
 
 Records = npt.NDArray[np.void]

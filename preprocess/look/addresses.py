@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import orjson
 
-from preprocess.plan.plan_file import Plan, PlannedShard
 from shardprep.console import Progress, quoted
 from shardprep.errors import BrokenShard, NotFound, UsageError
 from shardprep.files import read_lines
@@ -20,6 +19,7 @@ from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import ids_path, manifest_path, remake_command, shard_name
+from shardprep.format.plan import Plan, PlannedShard
 
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 

@@ -19,24 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from preprocess.make.engines import PROBE
-from preprocess.make.worker import load_worker
-from preprocess.options import PrepConfig, WorkerSettings
-from preprocess.plan.cost_estimate import scratch_folder
-from preprocess.plan.document_ends import document_ends_lines
-from preprocess.plan.plan_file import read_plan
-from preprocess.plan.planning import Sharding, make_plan
-from preprocess.resources import (
+from preprocess.make.resources import (
     LEAST_WORKER_BYTES,
+    WorkerSettings,
     allowed_cpus,
     cgroup_files,
     check_address_space,
     memory_limits,
 )
+from preprocess.make.worker import load_worker
+from preprocess.plan.cost_estimate import scratch_folder
+from preprocess.plan.document_ends import document_ends_lines
+from preprocess.plan.planning import Sharding, make_plan
 from shardprep import __version__
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import is_folder
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.format.options import PrepConfig
+from shardprep.format.plan import read_plan
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from preprocess.make.engines import Ids, Numbers
-from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.command_line import needs
 from shardprep.console import Progress, counted, print_lines, quoted
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
@@ -41,6 +40,7 @@ from shardprep.files import (
 from shardprep.format.checked_json import load_json
 from shardprep.format.done import Finding, check_done, read_findings
 from shardprep.format.names import shard_name
+from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import read_withdrawals
 

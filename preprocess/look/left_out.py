@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.look.addresses import InInput, shards_of_input
-from preprocess.plan.plan_file import Plan
 from shardprep.console import printable
 from shardprep.errors import ShardprepError
 from shardprep.files import ReadFile, read_beginning
 from shardprep.format.checked_json import load_json
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import quarantine_path
+from shardprep.format.plan import Plan
 
 EXCERPT_CHARS = 160
 _MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents

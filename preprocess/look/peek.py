@@ -26,14 +26,14 @@ from preprocess.look.addresses import (
 )
 from preprocess.look.left_out import left_out_at
 from preprocess.make.engines import Ids, Numbers, load_tokenizer
-from preprocess.plan.plan_file import Plan, need_plan
-from preprocess.plan.tokenizer_files import TOKENIZER_FILE
 from shardprep.console import output_is_read, print_lines
 from shardprep.errors import NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.names import TOKENIZER_DIR, shard_name
+from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
+from shardprep.format.tokenizer_files import TOKENIZER_FILE
 from shardprep.format.withdrawals import read_withdrawals
 
 

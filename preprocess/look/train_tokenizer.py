@@ -22,17 +22,17 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, Start, reading_of
-from preprocess.formats.inputs import ByteRange
 from preprocess.make.engines import LLAMA3_REGEX
-from preprocess.options import PlanOptions
 from preprocess.plan.planning import even_places, list_inputs, stamp_inputs
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, Start, reading_of
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.format.input_formats import place_text
+from shardprep.format.options import PlanOptions
+from shardprep.format.plan import ByteRange
 
 PART_BYTES = 1 << 20
 MIN_NUM_PARTS = 64

@@ -31,12 +31,12 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.formats.long_documents import CUT, encodable_pieces
-from preprocess.options import MaskRule
-from preprocess.plan.tokenizer_files import MAX_TOKENIZER_BYTES
+from preprocess.read.long_documents import CUT, encodable_pieces
 from shardprep.console import counted
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
+from shardprep.format.options import MaskRule
+from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES
 from shardprep.hub import is_library_fault, words_of_fault
 
 Ids = npt.NDArray[np.uint32]

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from preprocess.attempts import Failure, append_failure
+from preprocess.make.resources import WorkerSettings, bind_to
 from preprocess.make.task import engine_line, part_line, speed_line
 from preprocess.make.worker import Work, Worker, load_worker
-from preprocess.options import WorkerSettings
-from preprocess.plan.plan_file import need_plan
-from preprocess.resources import bind_to
 from shardprep.console import Progress, guard_streams
 from shardprep.errors import ReadWriteError, ShardprepError
+from shardprep.format.plan import need_plan
 from shardprep.signals import start_child
 
 

@@ -2,7 +2,7 @@
 
 Threads share the work: one reads and decodes the next batch, some take a batch each, encode it, with the
 engine's own threads, and lay it out, and this one writes the batches in their order. All but the encoding is
-Python and numpy, which share the interpreter's lock for a part of the time: see docs/speed.md.
+Python and numpy, which share the interpreter's lock for a part of the time: see benchmarks/results.md.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import preprocess
-from preprocess.formats.chat import ROLES, check_chat_versions
-from preprocess.formats.documents import load_libraries, read_documents, without
-from preprocess.formats.format import DocumentBatch, Reading, reading_of
-from preprocess.formats.inputs import BadDocument
-from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
-from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
 from preprocess.make.members import DocumentMembers, Members, RowMembers
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.options import EngineName, PlanOptions, WorkerSettings
-from preprocess.plan.plan_file import Plan, PlannedShard
-from preprocess.plan.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
+from preprocess.read.chat import ROLES, check_chat_versions
+from preprocess.read.documents import load_libraries, read_documents, without
+from preprocess.read.format import DocumentBatch, Reading, reading_of
+from preprocess.read.inputs import BadDocument
+from preprocess.read.long_documents import MOST_HELD_BYTES, LongDocument
+from preprocess.read.text_changes import check_text_versions
 from shardprep.console import counted
 from shardprep.errors import (
     BadInput,
@@ -52,6 +50,9 @@ from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.format.options import EngineName, PlanOptions
+from shardprep.format.plan import Plan, PlannedShard
+from shardprep.format.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 from shardprep.format.withdrawals import read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock

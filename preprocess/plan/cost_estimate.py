@@ -20,22 +20,22 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.formats.documents import read_documents, starts_in
-from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
-from preprocess.formats.inputs import ByteRange, OpenInput
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TextFields, UnusableText
 from preprocess.make.engines import Engine, tokenizers_engine
+from preprocess.make.resources import BATCH_BYTES
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import bad_words, members_of
-from preprocess.options import PlanOptions
-from preprocess.plan.plan_file import Plan
-from preprocess.plan.tokenizer_files import TOKENIZER_FILE
-from preprocess.resources import BATCH_BYTES
+from preprocess.read.documents import read_documents, starts_in
+from preprocess.read.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
+from preprocess.read.inputs import OpenInput
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.console import printable
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.format.options import PlanOptions
+from shardprep.format.plan import ByteRange, Plan
+from shardprep.format.tokenizer_files import TOKENIZER_FILE
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from preprocess.make.engines import ids_around, split_tokenizer
-from preprocess.plan.plan_file import Plan
-from preprocess.plan.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_FILE
 from shardprep.files import read_regular
+from shardprep.format.plan import Plan
+from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_FILE
 
 
 def document_ends(plan: Plan, tokenizer_folder: Path) -> tuple[str, str] | None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from preprocess.formats.compression import COMPRESSIONS, decompressed
-from preprocess.formats.inputs import OpenInput
-from preprocess.options import SPLITS
+from preprocess.read.compression import COMPRESSIONS, decompressed
+from preprocess.read.inputs import OpenInput
 from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
 from shardprep.errors import BadInput, ShardprepError, UsageError
 from shardprep.format.input_formats import input_kind, known_input_kind
+from shardprep.format.options import SPLITS
 
 # Why a name is left out, and what a user can do about it. plan.json has the reasons as they stand here.
 UNKNOWN = "unknown suffix"

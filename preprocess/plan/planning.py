@@ -28,13 +28,8 @@ from typing import Any, NamedTuple
 
 import lustre
 import shardprep
-from preprocess.formats.chat import chat_template_of, chat_versions, template_notes
-from preprocess.formats.documents import format_of, load_libraries, starts_in
-from preprocess.formats.format import Inspected, Reading, Start, reading_of
-from preprocess.formats.inputs import InputFile, OpenInput, RangeReader, check_is_fetched, sample_sha256
-from preprocess.formats.text_changes import text_versions
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.options import PlanOptions, PrepConfig
+from preprocess.make.resources import BATCH_BYTES
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.document_ends import document_ends_lines
 from preprocess.plan.foreign_folders import (
@@ -49,8 +44,22 @@ from preprocess.plan.foreign_folders import (
     why_no_folder,
     why_no_input,
 )
-from preprocess.plan.plan_file import (
+from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
+from preprocess.plan.tokenizer_spec import publish_tokenizer
+from preprocess.read.chat import chat_template_of, chat_versions, template_notes
+from preprocess.read.documents import format_of, load_libraries, starts_in
+from preprocess.read.format import Inspected, Reading, Start, reading_of
+from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sample_sha256
+from preprocess.read.text_changes import text_versions
+from shardprep.console import Progress, counted, quoted
+from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
+from shardprep.files import STALE_AFTER_S, remove_temporaries
+from shardprep.format.input_formats import input_kind, known_suffixes
+from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.options import PlanOptions, PrepConfig
+from shardprep.format.plan import (
     Boundary,
+    InputFile,
     Plan,
     file_boundaries,
     plan_differences,
@@ -58,14 +67,7 @@ from preprocess.plan.plan_file import (
     publish_plan,
     read_plan,
 )
-from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
-from preprocess.plan.tokenizer_files import TOKENIZER_FILE, publish_tokenizer, stamp_tokenizer
-from preprocess.resources import BATCH_BYTES
-from shardprep.console import Progress, counted, quoted
-from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
-from shardprep.files import STALE_AFTER_S, remove_temporaries
-from shardprep.format.input_formats import input_kind, known_suffixes
-from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.tokenizer_files import TOKENIZER_FILE, stamp_tokenizer
 
 _NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
 _MOST_AT_ONCE = 64  # files or boundaries per turn of a thread

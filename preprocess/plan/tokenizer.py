@@ -30,15 +30,9 @@ import orjson
 from tokenizers import Tokenizer, processors
 
 import preprocess
-from preprocess.formats.inputs import what_fetches
 from preprocess.make import engines
-from preprocess.plan.tokenizer_files import (
-    MAX_TOKENIZER_BYTES,
-    TOKENIZER_CONFIG,
-    TOKENIZER_FILE,
-    spec_of_tokenizer,
-    special_tokens_of,
-)
+from preprocess.plan.tokenizer_spec import spec_of_tokenizer, special_tokens_of
+from preprocess.read.inputs import what_fetches
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import (
     NOT_THERE,
@@ -53,6 +47,7 @@ from shardprep.files import (
 from shardprep.format.checked_json import read_checked, with_content_hash
 from shardprep.format.dataset_spec import TokenizerSpec
 from shardprep.format.names import CHAT_TEMPLATES_DIR
+from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 from shardprep.signals import start_child
 

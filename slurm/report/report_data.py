@@ -29,9 +29,7 @@ import numpy as np
 import shardprep
 from preprocess.look.left_out import EXCERPT_CHARS, excerpt_of, quarantined
 from preprocess.look.peek import Decoder, Excerpt, excerpts
-from preprocess.options import PrepConfig, flags_of
 from preprocess.plan.document_ends import document_ends
-from preprocess.plan.plan_file import Plan, is_one_file_a_shard, need_plan
 from shardprep.console import Progress, print_lines, say
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import names_in, publish_bytes, size_of_file
@@ -55,6 +53,8 @@ from shardprep.format.names import (
     shard_name,
     tar_path,
 )
+from shardprep.format.options import PrepConfig, flags_of
+from shardprep.format.plan import Plan, is_one_file_a_shard, need_plan
 from shardprep.format.shard_making import ShardMaking, longest_of, read_making, texts_of
 from shardprep.format.withdrawals import withdrawn_counts
 from slurm.state import DatasetState, cause_of, find_state

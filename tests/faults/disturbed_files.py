@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from shardprep.format.done import publish_findings
+from shardprep.format.plan import need_plan
 from tests.faults.judging import undisturbed, verdict
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet, Stage, make_external_tar

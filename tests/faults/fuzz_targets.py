@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 
 from loader.samples import parse_id_lists
 from loader.state import STATE_FORMAT, STATE_VERSION, RunSteps, position_of
-from preprocess.formats import long_documents
 from preprocess.make.packing import BestFitRows, ConcatRows
-from preprocess.options import PrepConfig
-from preprocess.plan.plan_file import need_plan
+from preprocess.read import long_documents
 from shardprep.errors import BrokenShard
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.done import publish_findings, read_findings
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index, read_manifest
+from shardprep.format.options import PrepConfig
+from shardprep.format.plan import need_plan
 from slurm.submissions import read_submissions
 from tests.faults.bad_json import with_its_hash
 from tests.faults.json_spans import spans

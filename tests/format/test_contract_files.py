@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader.find_shards import find_shards
-from preprocess.plan.plan_file import need_plan, read_plan
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, ShardprepError, UnknownVersion
 from shardprep.format import shards
 from shardprep.format.checked_json import content_sha256, with_content_hash
 from shardprep.format.idx import CHUNK_RECORDS, IDX_DOCUMENT, ChunkCrcs, read_idx
 from shardprep.format.manifest import read_index, read_manifest
 from shardprep.format.names import tar_path
+from shardprep.format.plan import need_plan, read_plan
 from tests.conftest import forge_shard, seal
 from tests.word_tokenizers import save_word_tokenizer
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.plan.plan_file import need_plan, plan_json
-from preprocess.plan.tokenizer_files import check_tokenizer_files
 from shardprep.errors import ShardprepError
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index, read_manifest
+from shardprep.format.plan import need_plan, plan_json
+from shardprep.format.tokenizer_files import check_tokenizer_files
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import document_headers, json_ids, ustar_header
-from preprocess.plan.plan_file import Plan
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, UnknownVersion
 from shardprep.format.dataset_spec import token_bytes, tokenizer_fingerprint
 from shardprep.format.idx import read_idx
@@ -32,6 +31,7 @@ from shardprep.format.names import (
     npy_header,
     tar_path,
 )
+from shardprep.format.plan import Plan
 from tests.conftest import seal
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from loader import CausalLMCollator, get_llama3_dataloader
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
+from shardprep.format.plan import need_plan
 from shardprep.format.shards import ShardSamples
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from loader import TokenLoader, get_llama3_dataloader
-from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
+from shardprep.format.plan import need_plan
 from shardprep.format.shards import ShardSamples
 
 if TYPE_CHECKING:

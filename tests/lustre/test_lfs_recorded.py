@@ -88,7 +88,7 @@ def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre)
 
 @pytest.mark.parametrize("version", ["2.15", "2.17"])
 def test_layouts_of_folders_are_read_as_the_options_that_made_them(version: str) -> None:
-    texts = {each["case"]: [] for each in recorded(version)}
+    texts: dict[str, list[str]] = {each["case"]: [] for each in recorded(version)}
     for each in recorded(version):
         texts[each["case"]].append(each["stdout"])
     tiers, *_ = texts["their layout"]

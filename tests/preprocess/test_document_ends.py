@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from preprocess.plan import planning
-from preprocess.plan.plan_file import need_plan
+from shardprep.format.plan import need_plan
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

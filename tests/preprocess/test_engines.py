@@ -29,9 +29,9 @@ from preprocess.make.engines import (
     tokenizers_engine,
 )
 from preprocess.make.worker import load_engine
-from preprocess.options import EngineName
-from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
+from shardprep.format.options import EngineName
+from shardprep.format.plan import Plan, need_plan
 from tests.word_tokenizers import save_word_tokenizer
 
 # One in so many code points above U+2000 stands for its kind; planning tries all, `make torture` too.

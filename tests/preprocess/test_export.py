@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from preprocess.look import export as layouts
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import ReadWriteError
+from shardprep.format.plan import need_plan
 from shardprep.format.shards import ShardSamples
 
 if TYPE_CHECKING:

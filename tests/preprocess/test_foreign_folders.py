@@ -14,7 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from preprocess.plan.plan_file import need_plan
+from shardprep.format.plan import need_plan
 from tests.input_writers import seekable_zstd
 
 if TYPE_CHECKING:

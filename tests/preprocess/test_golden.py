@@ -124,8 +124,8 @@ def make_golden() -> None:
     """Write the folder anew; paths and times of this machine are left out of it."""
     from preprocess.__main__ import main
     from preprocess.look.train_tokenizer import train_tokenizer
-    from preprocess.plan.tokenizer_files import stamp_tokenizer
     from shardprep.format.checked_json import content_sha256
+    from shardprep.format.tokenizer_files import stamp_tokenizer
 
     def run(*args: object) -> None:
         code = main([str(item) for item in args])

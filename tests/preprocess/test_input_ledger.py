@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import slurm.__main__
-from preprocess.plan.plan_file import need_plan
 from preprocess.plan.planning import find_inputs
 from shardprep.errors import NotFound
+from shardprep.format.plan import need_plan
 from tests.random_folders import PATTERNS, random_folder, wrong_of
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import pytest
 from preprocess.make import members
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import DocumentMembers
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, load_worker
-from preprocess.options import WorkerSettings
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BadInput, ReadWriteError
+from shardprep.format.plan import need_plan
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
-from preprocess.plan.plan_file import need_plan
 from shardprep.format.idx import read_idx
 from shardprep.format.names import tar_path
+from shardprep.format.plan import need_plan
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

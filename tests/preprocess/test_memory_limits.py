@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.resources import LEAST_WORKER_BYTES, memory_limits
+from preprocess.make.resources import LEAST_WORKER_BYTES, memory_limits
 from tests.checkout import ROOT
 from tests.children import run_child
 
@@ -142,7 +142,7 @@ def test_under_ulimit_a_task_makes_its_shard_or_refuses_before_it_loads_anything
 
 def test_the_limit_of_ulimit_is_one_of_the_memory_limits() -> None:
     words = (
-        "import json; from preprocess.resources import memory_limits; print(json.dumps(memory_limits({})))"
+        "import json; from preprocess.make import resources; print(json.dumps(resources.memory_limits({})))"
     )
     limited = run_child(["sh", "-c", f"ulimit -v 2097152; exec {sys.executable} -c '{words}'"], cwd=ROOT)
     assert json.loads(limited.stdout)["ulimit -v"] == (2048 - 700) << 20

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preprocess.__main__ import PROGRAM
-from preprocess.options import PLAN_FIELDS, PlanOptions, PrepConfig, flags_of, option_differences
-from preprocess.plan.plan_file import options_of_json
 from shardprep.command_line import given_of
 from shardprep.errors import BrokenShard, UnknownVersion, UsageError
 from shardprep.format.checked_json import Fields
+from shardprep.format.options import PLAN_FIELDS, PlanOptions, PrepConfig, flags_of, option_differences
+from shardprep.format.plan import options_of_json
 
 FLAGS = [item.name for item in PLAN_FIELDS if item.metadata["help"]]
 KINDS = get_type_hints(PlanOptions)

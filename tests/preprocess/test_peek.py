@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from preprocess.plan.plan_file import need_plan
 from shardprep.format import shards
+from shardprep.format.plan import need_plan
 from shardprep.format.shards import ShardSamples
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.plan.plan_file import Plan, need_plan, plan_id, plan_json
 from shardprep.errors import BrokenShard, ShardprepError
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.dataset_spec import read_input_names
+from shardprep.format.plan import Plan, need_plan, plan_id, plan_json
 from slurm.__main__ import main as slurm
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.make import task as making
-from preprocess.make.task import plan_of_task
-from preprocess.plan import planning
+from preprocess.plan import plan_of_task as making
+from preprocess.plan.plan_of_task import plan_of_task
 from shardprep.errors import NotFound
 
 if TYPE_CHECKING:
@@ -30,13 +29,13 @@ def given(prep: Prep, sample_dir: Path, tmp_path: Path) -> dict[str, Any]:
 def num_planned(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Each plan that is made."""
     made: list[Path] = []
-    make = planning.make_plan
+    make = making.make_plan
 
     def counted(config: Any, *args: Any, **settings: Any) -> Any:
         made.append(config.output_dir)
         return make(config, *args, **settings)
 
-    monkeypatch.setattr(planning, "make_plan", counted)
+    monkeypatch.setattr(making, "make_plan", counted)
     return made
 
 
@@ -61,7 +60,7 @@ def test_ten_tasks_without_a_plan_that_start_together_make_one(
 
     def task(_: int) -> str:
         begin.wait()
-        return plan_of_task(given).plan_id
+        return plan_of_task(None, given).plan_id
 
     with ThreadPoolExecutor(NUM_TASKS) as pool:
         plans = set(pool.map(task, range(NUM_TASKS)))
@@ -81,7 +80,7 @@ def test_a_task_waits_for_anothers_plan_no_longer_than_its_own_would_take_and_no
     monkeypatch.setattr(making, "time", clock)
     if fails:
         monkeypatch.setattr(clock, "sleep", lambda seconds: Clock.sleep(clock, seconds) or claim.unlink())
-    plan_of_task(given)
+    plan_of_task(None, given)
     assert len(num_planned) == 1
     assert clock.now_s < 1 if fails else 3.0 <= clock.now_s < 3.5
 
@@ -89,11 +88,11 @@ def test_a_task_waits_for_anothers_plan_no_longer_than_its_own_would_take_and_no
 def test_a_task_that_cannot_plan_leaves_no_folder_and_no_claim(given: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFound, match=r"holds no \.txt file"):
-        plan_of_task({**given, "input_dir": tmp_path / "empty"})
+        plan_of_task(None, {**given, "input_dir": tmp_path / "empty"})
     assert not given["output_dir"].exists()
     given["output_dir"].mkdir()
     with pytest.raises(NotFound, match=r"holds no \.txt file"):
-        plan_of_task({**given, "input_dir": tmp_path / "empty"})
+        plan_of_task(None, {**given, "input_dir": tmp_path / "empty"})
     assert list(given["output_dir"].iterdir()) == []
 
 
@@ -108,5 +107,5 @@ def test_a_task_that_was_submitted_for_a_plan_makes_none_where_it_is_gone(
         assert "has no plan.json; run: shardprep plan --input_dir RAW --output_dir" in ended.text
     assert num_planned == []
     assert not given["output_dir"].exists()
-    plan_of_task(given)
+    plan_of_task(None, given)
     assert prep.command(*flags).code == 0, "and with a plan it makes its shard"

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from loader import get_llama3_dataloader
-from preprocess.plan.plan_file import need_plan
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_manifest
+from shardprep.format.plan import need_plan
 from tests.killed_calls import killed_at
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from preprocess.resources import allowed_cpus, bind_to_task_cpus
+from preprocess.make.resources import allowed_cpus, bind_to_task_cpus
 from tests.children import run_child
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ THREADS = """
 import os, sys
 from pathlib import Path
 from preprocess.make import engines
-from preprocess.resources import bind_to
+from preprocess.make.resources import bind_to
 bind_to(sorted(os.sched_getaffinity(0)))
 make = getattr(engines, sys.argv[1] + "_engine")
 engine = make(Path(sys.argv[2]), allow_special_tokens=False)
@@ -92,7 +92,7 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(prep: Pr
 
 HEAPS = """
 import ctypes, sys, threading
-from preprocess.resources import share_heaps
+from preprocess.make.resources import share_heaps
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p

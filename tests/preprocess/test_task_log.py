@@ -10,12 +10,12 @@ import pyarrow
 import pyarrow.parquet as pq
 import pytest
 
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.task import engine_line, means_line, part_line
 from preprocess.make.worker import Work, load_worker
-from preprocess.options import WorkerSettings
-from preprocess.plan.plan_file import need_plan
 from shardprep import console
 from shardprep.console import counted, progress_line, short_bytes, short_number, short_time
+from shardprep.format.plan import need_plan
 from tests.input_writers import bgzip
 
 if TYPE_CHECKING:

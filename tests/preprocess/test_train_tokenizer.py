@@ -16,9 +16,9 @@ import zstandard
 from tokenizers import Tokenizer
 
 from preprocess.look.train_tokenizer import PIECE_CHARS, TrainingText, train_tokenizer
-from preprocess.options import PlanOptions
 from shardprep.__main__ import main
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
+from shardprep.format.options import PlanOptions
 from tests.checkout import SHARED
 from tests.children import child, end_of, run_child
 from tests.held_children import Hold

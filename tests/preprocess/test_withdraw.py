@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.plan.plan_file import need_plan
+from shardprep.format.plan import need_plan
 from shardprep.format.withdrawals import publish_withdrawal, read_withdrawals, withdrawal_path
 from slurm.__main__ import PROGRAM
 from tests.conftest import seal

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from preprocess.options import WorkerSettings, environment_number
-from preprocess.resources import BATCH_BYTES, memory_limit_gb
+from preprocess.make.resources import BATCH_BYTES, WorkerSettings, environment_number, memory_limit_gb
 from shardprep.errors import UsageError
 
 

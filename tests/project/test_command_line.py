@@ -19,10 +19,10 @@ import preprocess.__main__
 import slurm.__main__
 from preprocess.__main__ import num_processes, parse_ids
 from preprocess.make.task import array_note
-from preprocess.options import PrepConfig
 from shardprep import command_line
 from shardprep.command_line import Command, Program, given_of, needs, parse_size
 from shardprep.errors import UsageError
+from shardprep.format.options import PrepConfig
 from tests.checkout import ROOT
 from tests.conftest import Prep
 

@@ -16,10 +16,10 @@ from preprocess.look.export import EXPORTERS
 from preprocess.look.train_tokenizer import refuse_existing
 from preprocess.make.engines import tokenizers_engine
 from preprocess.make.worker import load_engine
-from preprocess.plan.plan_file import need_plan
 from preprocess.plan.tokenizer import read_files, resolve_tokenizer
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
+from shardprep.format.plan import need_plan
 from slurm.request import JobRequest
 from slurm.site import check_folder
 from slurm.state import find_state

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.plan import plan_file
-from preprocess.plan.plan_file import need_plan, plan_id, plan_json
 from shardprep.files import STALE_AFTER_S, names_in
+from shardprep.format import plan as plan_file
+from shardprep.format.plan import need_plan, plan_id, plan_json
 from tests.slurm.fake_slurm import FakeSlurm, ended, install_fake_slurm, slurm, write_record
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.make.worker import finished_manifest, missing_shards
-from preprocess.plan.plan_file import need_plan
 from shardprep.files import read_regular
 from shardprep.format.manifest import check_shard
 from shardprep.format.names import manifest_path, tar_path
+from shardprep.format.plan import need_plan
 from tests.conftest import forge_shard
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.plan import plan_file
-from preprocess.plan.plan_file import need_plan
+from shardprep.format import plan as plan_file
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.idx import read_idx
+from shardprep.format.plan import need_plan
 from tests.conftest import forge_shard, seal
 from tests.faults.commands import REFUSING, command
 from tests.faults.forked_case import Ended, run_forked

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.make.local_run import _Process
+from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import members_of
-from preprocess.options import WorkerSettings
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import Stopped
 from shardprep.files import publish_bytes
+from shardprep.format.plan import need_plan
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 from tests.checkout import ROOT
 from tests.children import child, is_living, run_child
@@ -137,7 +137,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from preprocess.make.local_run import _Process
-from preprocess.options import WorkerSettings
+from preprocess.make.resources import WorkerSettings
 
 if __name__ == "__main__":
     import os

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.attempts import RunRecord, folder_identity, read_attempts
-from preprocess.plan.plan_file import need_plan
 from shardprep.format.names import tar_path
+from shardprep.format.plan import need_plan
 from slurm.request import JobRequest
 from slurm.script import names_begin
 from slurm.state import find_state
@@ -581,7 +581,7 @@ printf '%s\\n' "$script" | {real}"""
 def test_the_verify_job_has_time_for_all_bytes_where_a_task_has_it_for_a_shard(
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("preprocess.plan.plan_file.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
+    monkeypatch.setattr("shardprep.format.plan.Plan.shard_bytes", lambda _: [3 * 10**9] * 5)
     shown = slurm("submit", data_dir, "--time_min", 2, "--until_done", "--dry_run").splitlines()
     limits = [line for line in shown if line.startswith("#SBATCH --time=")]
     assert limits == ["#SBATCH --time=2", "#SBATCH --time=52", "#SBATCH --time=52"]

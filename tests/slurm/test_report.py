@@ -25,10 +25,10 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from preprocess.attempts import folder_identity
-from preprocess.plan.plan_file import need_plan
 from shardprep.__main__ import main
 from shardprep.format.manifest import ShardCounts, merge_manifests, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
+from shardprep.format.plan import need_plan
 from slurm.request import JobRequest
 from slurm.submissions import append_event, publish_submission
 from tests.checkout import ROOT

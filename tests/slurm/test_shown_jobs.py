@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from preprocess.attempts import AttemptRecord
-from preprocess.plan.plan_file import need_plan
 from shardprep.errors import BrokenShard
 from shardprep.format.done import publish_findings
+from shardprep.format.plan import need_plan
 from slurm import commands
 from slurm.commands import SlurmAway, ask_patiently
 from slurm.request import JobRequest

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from preprocess.plan.plan_file import Plan, need_plan
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.done import find_made_shards
 from shardprep.format.names import shard_name
+from shardprep.format.plan import Plan, need_plan
 from slurm.commands import slurm_answer, slurm_output
 from slurm.queue import parse_queue
 from slurm.request import JobRequest

@@ -1,4 +1,4 @@
-"""What a task may use: its CPUs, and its memory.
+"""What a task may use: its CPUs, its memory, and the settings of one process, which change no byte.
 
 Both come from Slurm's variables first, then from what the kernel allows: the affinity mask, and the limits
 of the cgroups and of ``ulimit -v``. The size of a machine says nothing about the share that a task was given.
@@ -6,15 +6,21 @@ of the cgroups and of ``ulimit -v``. The size of a machine says nothing about th
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
+from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
 
 BATCH_BYTES = 512 << 10  # of raw text; 128 KiB to 2 MiB take the same time
 SMALLEST_BATCH_BYTES = 64 << 10
@@ -149,3 +155,65 @@ def cgroup_files(root: Path, controller: str, limit: str, old_limit: str) -> lis
         folder = base / name.lstrip("/")
         files += [parent / file for parent in (folder, *folder.parents) if parent.is_relative_to(base)]
     return files
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """Each field is a flag of ``--shard_id N`` and of ``run``."""
+
+    input_dir: Path | None = option(
+        None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
+    )
+    engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
+    max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", kept="used", group=TEXT)
+    batch_size: int | None = option(
+        None,
+        "encode at most this many documents at once",
+        shown="DATASET_BATCH_SIZE, or no limit",
+        group=RESOURCES,
+    )
+    writer_batch_size: int | None = option(
+        None,
+        "write at most this many documents at once",
+        shown="DATASET_WRITER_BATCH_SIZE, or no limit",
+        group=RESOURCES,
+    )
+    memory_gb: float | None = option(
+        None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group=RESOURCES
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "writer_batch_size", "memory_gb"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError.of_value(f"--{name}", value, "more than 0, and a number")
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of raw text in a batch: resources.BATCH_BYTES, fewer where memory is short."""
+        return min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, text_bytes_within(self.memory_gb)))
+
+    @property
+    def most_batches(self) -> int:
+        """Batches that may be laid out at once: one at least, three with 0.6 GB."""
+        return max(1, text_bytes_within(self.memory_gb) // BATCH_BYTES)
+
+
+def environment_number(environ: Mapping[str, str], name: str) -> int | None:
+    """A positive whole number of the environment, None where it is not set. Raises UsageError."""
+    text = environ.get(name, "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"{name} is {text!r} in the environment, expected a whole number of 1 or more")
+    return int(text)
+
+
+def worker_settings(args: argparse.Namespace) -> WorkerSettings:
+    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    settings: dict[str, Any] = {
+        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
+        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
+        "memory_gb": memory_limit_gb(os.environ),
+    }
+    return WorkerSettings(**settings | given_of(args, WorkerSettings))

@@ -3,7 +3,7 @@
 A field of ``PlanOptions`` or ``PrepConfig`` is a flag of ``plan``. Its ``option(...)`` says the default, the
 help, the group that it is listed in, and what plan.json keeps of it. The command line, the checks of values,
 plan.json, the plan's id, the messages about differences and docs/commands.md are made from these fields.
-``WorkerSettings`` are for one process and change no byte of a shard.
+The options of one process, which change no byte, are in ``preprocess/make/resources.py``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import functools
-import math
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from preprocess.formats.text_fields import MessageFields, Normalize, TextFields
-from preprocess.resources import BATCH_BYTES, SMALLEST_BATCH_BYTES, text_bytes_within
 from shardprep.command_line import flag_words, option
 from shardprep.errors import UsageError
 from shardprep.format.checked_json import MOST, is_text
@@ -30,6 +26,7 @@ Pack = Literal["concat", "best_fit"]
 # Which tokens the assistant wrote, given its characters; see docs/training_data.md.
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]
 EngineName = Literal["auto", "gigatoken", "tokenizers"]
+Normalize = Literal["", "NFC", "NFD", "NFKC", "NFKD"]
 
 SPLITS = ("train", "validation", "test")
 INPUT = "input files"
@@ -47,8 +44,8 @@ _text = functools.partial(option, group=TEXT, kept="written")
 _tokens = functools.partial(option, group=TOKENS)
 _samples = functools.partial(option, group=SAMPLES, kept="always")
 _resources = functools.partial(option, group=RESOURCES)
-_ENGINE_HELP = "library that encodes; the token ids never depend on it"
-_BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
+ENGINE_HELP = "library that encodes; the token ids never depend on it"
+BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
 
 
 @functools.cache
@@ -187,7 +184,6 @@ class PlanOptions:
             raise UsageError.of_value("--seq_len", self.seq_len, f"1 to {MAX_SEQ_LEN}")
         if self.max_chars and self.max_chars < self.min_chars:
             raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
-        self.text_fields()  # which says what is wrong with a name or a template
 
     @property
     def is_chat(self) -> bool:
@@ -212,13 +208,6 @@ class PlanOptions:
         """The files of a shard that only some options ask for, by their names in its manifest."""
         wanted = {"ids": self.id_field, "digests": self.digests}
         return [name for name, is_wanted in wanted.items() if is_wanted]
-
-    def text_fields(self) -> TextFields:
-        """What of a record is the text. Raises UsageError where the names or the template are none."""
-        others = {"id_field": self.id_field, "source_field": self.source_field}
-        if self.messages_field:
-            return MessageFields(self.messages_field, **others)
-        return TextFields(self.text_field, self.text_template, **others)
 
     def to_json(self) -> dict[str, Any]:
         """What plan.json has of them."""
@@ -310,8 +299,8 @@ class PrepConfig(PlanOptions):
     chat_template_file: Path | None = _tokens(
         None, "with --record chat, Jinja template to use", of="chat", shown="the tokenizer's own"
     )
-    engine: EngineName = _tokens("auto", _ENGINE_HELP)
-    max_bad_fraction: float = _text(0.01, _BAD_HELP, kept="used")
+    engine: EngineName = _tokens("auto", ENGINE_HELP)
+    max_bad_fraction: float = _text(0.01, BAD_HELP, kept="used")
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 
     def __post_init__(self) -> None:
@@ -382,47 +371,3 @@ def _python_encoding(name: str) -> str:
         expected="a superset of ASCII",
         remedy=f"iconv -f {name} -t utf-8",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerSettings:
-    """Each field is a flag of ``--shard_id N`` and of ``run``."""
-
-    input_dir: Path | None = _input(None, "folder of the raw input files, if they moved", shown="the plan's")
-    engine: EngineName = _tokens("auto", _ENGINE_HELP)
-    max_bad_fraction: float | None = _text(None, _BAD_HELP, shown="the plan's", kept="used")
-    batch_size: int | None = _resources(
-        None, "encode at most this many documents at once", shown="DATASET_BATCH_SIZE, or no limit"
-    )
-    writer_batch_size: int | None = _resources(
-        None, "write at most this many documents at once", shown="DATASET_WRITER_BATCH_SIZE, or no limit"
-    )
-    memory_gb: float | None = _resources(
-        None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup"
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("batch_size", "writer_batch_size", "memory_gb"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError.of_value(f"--{name}", value, "more than 0, and a number")
-
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes of raw text in a batch: resources.BATCH_BYTES, fewer where memory is short."""
-        return min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, text_bytes_within(self.memory_gb)))
-
-    @property
-    def most_batches(self) -> int:
-        """Batches that may be laid out at once: one at least, three with 0.6 GB."""
-        return max(1, text_bytes_within(self.memory_gb) // BATCH_BYTES)
-
-
-def environment_number(environ: Mapping[str, str], name: str) -> int | None:
-    """A positive whole number of the environment, None where it is not set. Raises UsageError."""
-    text = environ.get(name, "")
-    if not text:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"{name} is {text!r} in the environment, expected a whole number of 1 or more")
-    return int(text)

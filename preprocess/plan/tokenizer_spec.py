@@ -1,25 +1,26 @@
-"""The folder of a tokenizer's files that a data set carries: what is in it, and that it stays as it was."""
+"""What shards remember of a tokenizer, given its files; the folder of them that a data set carries."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, OtherTokenizer, ShardprepError
-from shardprep.files import NOT_THERE, FileStamp, PublishedFolder, names_in, read_regular, stamp_file
+from shardprep.files import NOT_THERE, FileStamp, PublishedFolder, names_in, read_regular
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
 from shardprep.format.names import TOKENIZER_DIR
+from shardprep.format.tokenizer_files import (
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    stamp_tokenizer,
+)
 from shardprep.hub import is_library_fault
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-MAX_TOKENIZER_BYTES = 256 << 20  # the largest known have 40 MB
 
 
 def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
@@ -77,45 +78,6 @@ def _text_of(path: Path) -> str:
         raise NotFound(f"{path} is missing") from None
     except UnicodeDecodeError as error:
         raise BrokenShard(f"{path} is not UTF-8 ({error})") from None
-
-
-def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:
-    """Size and sha256 of each file in a tokenizer's folder, by name; hidden files are left out.
-
-    Llama 3's 17.2 MB cost a worker 18 ms of CPU. Raises BrokenShard for what is no regular file.
-    """
-    stamps = {}
-    for name in names_in(folder):
-        if not name.startswith("."):
-            with contextlib.suppress(*NOT_THERE):  # a link to nothing
-                stamps[name] = stamp_file(folder / name)
-    return stamps
-
-
-def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> None:
-    """That DATA/tokenizer holds the files that were there at planning, and no others.
-
-    Raises NotFound where one is missing, OtherTokenizer naming those that differ, ReadWriteError.
-    """
-    folder = output_dir / TOKENIZER_DIR
-    found = stamp_tokenizer(folder)
-    again = (
-        "bring it back as it was, or run the plan command again with the same --model_id, inputs and "
-        "options, and the versions of its libraries that planned"
-    )
-    if missing := sorted(planned.keys() - found.keys()):
-        raise NotFound(f"{folder / missing[0]} is missing; {again}", path=folder / missing[0])
-    if added := sorted(found.keys() - planned.keys()):
-        raise OtherTokenizer(f"{folder / added[0]} is no file of the plan's tokenizer; take it away")
-    for name, stamp in planned.items():
-        if found[name] != stamp:
-            raise OtherTokenizer(
-                f"{folder / name} has {found[name].num_bytes} bytes of sha256 {found[name].sha256[:12]}, "
-                f"the plan says {stamp.num_bytes} of {stamp.sha256[:12]}; {again}",
-                path=folder / name,
-                found=f"{found[name].num_bytes} bytes of sha256 {found[name].sha256[:12]}",
-                expected=f"{stamp.num_bytes} of {stamp.sha256[:12]}",
-            )
 
 
 def publish_tokenizer(

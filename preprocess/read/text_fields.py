@@ -8,12 +8,12 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from shardprep.errors import UsageError
+from shardprep.format.options import PlanOptions
 
 FieldPath = tuple[str, ...]
-Normalize = Literal["", "NFC", "NFD", "NFKC", "NFKD"]
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 
@@ -241,3 +241,11 @@ def _kind(value: Any) -> str:
     if value is None:
         return "null"
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def text_fields_of(options: PlanOptions) -> TextFields:
+    """Return what of a record is the text. Raises UsageError where the names or the template are none."""
+    others = {"id_field": options.id_field, "source_field": options.source_field}
+    if options.messages_field:
+        return MessageFields(options.messages_field, **others)
+    return TextFields(options.text_field, options.text_template, **others)

@@ -10,10 +10,10 @@ import re
 import unicodedata
 from importlib import metadata
 
-from preprocess.formats.text_fields import UnusableText
-from preprocess.options import PlanOptions
+from preprocess.read.text_fields import UnusableText
 from shardprep.command_line import needs
 from shardprep.errors import Refused, UsageError
+from shardprep.format.options import PlanOptions
 
 _MOJIBAKE_RULE = "rule 2"  # of what --fix_text leaves out: another one gives other documents
 _MOST_LAYERS = 4  # text may have been read wrongly more than once

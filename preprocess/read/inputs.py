@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.formats.text_fields import UnusableText
+from preprocess.read.text_fields import UnusableText
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused
 from shardprep.files import ReadFile, with_retries
+from shardprep.format.plan import ByteRange
 
 # What says that there is no such input; whatever else opening ends with may go away.
 _NO_SUCH_INPUT = frozenset({
@@ -206,64 +207,45 @@ class BadDocument:
     named: str = ""  # the source that its record names; "": the file's
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputFile:
-    """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
+def open_part(part: ByteRange) -> OpenInput:
+    """Open the file of a part; one that was planned must still be what it was.
 
-    path: str  # relative to the input folder, with /
-    num_bytes: int
-    mtime_ns: int
-    sha256: str  # of the first, middle and last 64 KiB
-
-
-@dataclass(frozen=True, kw_only=True)
-class ByteRange:
-    input_number: int  # position of the file in the plan
-    path: Path
-    start: int  # byte
-    end: int  # byte, not included
-    text_start: int = 0  # where the file is compressed: byte of its text at ``start``
-    planned: InputFile | None = None  # what the file was at planning; None: it is taken as it is
-
-    def open(self) -> OpenInput:
-        """Open the file; one that was planned must still be what it was.
-
-        Its sample is read again only where its mtime differs. Raises NotFound where it is gone, Refused where
-        it changed. A change outside of the sample, of the same size, is seen by the hashes of
-        ``plan --hash_inputs`` alone.
-        """
-        if self.planned is None:
-            return OpenInput(self.path)
-        try:
-            file = OpenInput(self.path)
-        except NotFound as error:
-            raise NotFound(
-                f"{error}; if the raw folder moved, pass --input_dir",
-                path=error.path,
-                found=error.found,
-                remedy="--input_dir",
-            ) from None
-        planned, size = self.planned, file.stamp.num_bytes
-        if (size, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
-            return file
-        found = sample_sha256(file)
-        if (size, found) != (planned.num_bytes, planned.sha256):
-            raise Refused(
-                f"input {self.path} changed since it was planned: {size} bytes with sample {found[:12]}, "
-                f"the plan says {planned.num_bytes} with {planned.sha256[:12]}; bring the file back, or plan "
-                "anew into a new folder",
-                path=self.path,
-                found=f"{size} bytes with sample {found[:12]}",
-                expected=f"{planned.num_bytes} with {planned.sha256[:12]}",
-            )
+    Its sample is read again only where its mtime differs. Raises NotFound where it is gone, Refused where
+    it changed. A change outside of the sample, of the same size, is seen by the hashes of
+    ``plan --hash_inputs`` alone.
+    """
+    if part.planned is None:
+        return OpenInput(part.path)
+    try:
+        file = OpenInput(part.path)
+    except NotFound as error:
+        raise NotFound(
+            f"{error}; if the raw folder moved, pass --input_dir",
+            path=error.path,
+            found=error.found,
+            remedy="--input_dir",
+        ) from None
+    planned, size = part.planned, file.stamp.num_bytes
+    if (size, file.stamp.mtime_ns) == (planned.num_bytes, planned.mtime_ns):
         return file
+    found = sample_sha256(file)
+    if (size, found) != (planned.num_bytes, planned.sha256):
+        raise Refused(
+            f"input {part.path} changed since it was planned: {size} bytes with sample {found[:12]}, "
+            f"the plan says {planned.num_bytes} with {planned.sha256[:12]}; bring the file back, or plan "
+            "anew into a new folder",
+            path=part.path,
+            found=f"{size} bytes with sample {found[:12]}",
+            expected=f"{planned.num_bytes} with {planned.sha256[:12]}",
+        )
+    return file
 
 
 class RangeReader:
     """Reads a range from its file, for one thread; hashes, in order, each byte that it meets first."""
 
     def __init__(self, part: ByteRange, digest: hashlib._Hash | None) -> None:
-        self.file = part.open()
+        self.file = open_part(part)
         self.part = part
         self._digest = digest
         self._num_hashed = part.start  # byte up to which the range is hashed

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats import long_documents
-from preprocess.formats.chat import ChatTemplate
-from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TOLD_NOTHING, TextFields, Told, UnusableText
-from preprocess.options import Doc, PlanOptions
+from preprocess.read import long_documents
+from preprocess.read.chat import ChatTemplate
+from preprocess.read.inputs import BadDocument, OpenInput, Place, RangeReader
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import TOLD_NOTHING, TextFields, Told, UnusableText, text_fields_of
 from shardprep.format.digests import canonical_conversation, digests_of
+from shardprep.format.options import Doc, PlanOptions
 
 T = TypeVar("T")
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
@@ -133,7 +133,7 @@ def reading_of(options: PlanOptions, batch_bytes: int) -> Reading:
         doc=options.doc,
         encoding=options.encoding,
         batch_bytes=batch_bytes,
-        fields=options.text_fields(),
+        fields=text_fields_of(options),
         keeps_space=options.fix_text,
         changes=options if options.changes_text else None,
         chat=template if options.is_chat else None,

@@ -19,8 +19,6 @@ from typing import Annotated, Any
 
 import orjson
 
-from preprocess.formats.inputs import ByteRange, InputFile
-from preprocess.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
 from shardprep.files import (
@@ -36,12 +34,35 @@ from shardprep.format.checked_json import MOST, Fields, is_text, with_content_ha
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.input_formats import known_input_kind
 from shardprep.format.names import FORMAT_VERSION, MAX_PLAN_BYTES, MAX_SHARDS, PLAN_NAME, source_of_path
+from shardprep.format.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
 from shardprep.format.parts import VERSION as PARTS_VERSION
 from shardprep.format.parts import PartsFile, Rows, json_by_parts, sha256s_of
 
 Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
 _FORMAT = "shardprep-plan"
 _MOST_WHOLE = 4096  # inputs and shards; a plan of more is written in parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
+
+    path: str  # relative to the input folder, with /
+    num_bytes: int
+    mtime_ns: int
+    sha256: str  # of the first, middle and last 64 KiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteRange:
+    """A part of an input that belongs to one shard."""
+
+    input_number: int  # position of the file in the plan
+    path: Path
+    start: int  # byte
+    end: int  # byte, not included
+    text_start: int = 0  # where the file is compressed: byte of its text at ``start``
+    planned: InputFile | None = None  # what the file was at planning; None: it is taken as it is
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,45 @@
+"""Hooks of mkdocs: pages that stand outside of docs/ join the site, and ``llms.txt`` lists all pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+OUTSIDE = (
+    "README.md", "README.ko.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/results.md"
+)  # fmt: skip
+_LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
+_first_lines: dict[str, tuple[str, str]] = {}  # page -> its title and its first paragraph
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for path in OUTSIDE:
+        files.append(File.generated(config, path, content=(ROOT / path).read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_context: Any) -> str:
+    """Turn links between files of the repository into links between pages: the site has docs/ as its root."""
+    path = page.file.src_uri
+    of_repository = path if path in OUTSIDE else f"docs/{path}"
+
+    def rewritten(link: re.Match[str]) -> str:
+        target = normpath(PurePosixPath(of_repository).parent / link[1])
+        return relpath(target.removeprefix("docs/"), PurePosixPath(path).parent)
+
+    title, _, rest = markdown.partition("\n")
+    paragraph = next((part for part in rest.split("\n\n") if re.match(r"\w", part.strip())), "")
+    _first_lines[page.url] = title.lstrip("# "), " ".join(paragraph.split())
+    return _LINK.sub(rewritten, markdown)
+
+
+def on_post_build(config: Any) -> None:
+    """Write llms.txt (llmstxt.org): the pages, each with its first paragraph."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
+    lines += [f"- [{title}]({url}): {text}" for url, (title, text) in _first_lines.items()]
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")

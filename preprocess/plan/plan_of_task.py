@@ -1,0 +1,189 @@
+"""The plan that a task works by: the one in its folder, checked against what the user gave, or a new one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from preprocess.plan.planning import Sharding, find_inputs, list_inputs, make_plan
+from preprocess.plan.tokenizer_spec import describe_tokenizer
+from preprocess.read.inputs import OpenInput, sample_sha256
+from shardprep.console import counted, say
+from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
+from shardprep.files import size_of_file
+from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
+from shardprep.format.plan import InputFile, Plan, is_one_file_a_shard, read_plan
+from shardprep.format.tokenizer_files import TOKENIZER_FILE
+
+# A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
+_LEAST_WAIT_S = 3.0
+_STAMPED_PER_S = 2000
+_LOOK_EVERY_S = 0.2
+_NUM_STAT_THREADS = 16  # a stat is a round trip on a network file system
+_CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
+_NUM_NAMED = 3  # inputs that differ
+
+
+def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
+    """Return the plan in ``output_dir``, checked against what the user gave; or make 'one file, one shard'.
+
+    Of several tasks that find no plan, one plans and the others wait a little. One that does not see the plan
+    in time plans, too: the first to publish wins, the others compare.
+    """
+    output_dir: Path = given["output_dir"]
+    if plan is None:
+        # Shard N is the N-th of the .txt files, README.txt and the like included.
+        config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
+        say(f"no plan in {output_dir}: planning one shard per file of {config.input_dir}")
+        plan = _plan_once(config)
+    _check_given(plan, given)
+    if "input_dir" in given and is_one_file_a_shard(plan):
+        _refuse_other_inputs(plan, given["input_dir"], _other_names(plan, given["input_dir"]))
+    return plan
+
+
+def _plan_once(config: PrepConfig) -> Plan:
+    """The plan that another task is making, if it comes soon, else one's own."""
+    with _claimed(config.output_dir) as is_ours:
+        if not is_ours and (plan := _awaited_plan(config)):
+            return plan
+        if (plan := read_plan(config.output_dir)) is not None:  # it came between the first look and the claim
+            return plan
+        return make_plan(config, Sharding(), say=say)[0]
+
+
+@contextlib.contextmanager
+def _claimed(folder: Path) -> Iterator[bool]:
+    """Whether this task is the one to plan, told by a file. It is no lock: nothing is wrong without it."""
+    claim = folder / _CLAIM_NAME
+    is_ours = is_new_folder = False
+    with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            is_new_folder = True
+        claim.touch(exist_ok=False)
+        is_ours = True
+    try:
+        yield is_ours
+    finally:
+        with contextlib.suppress(OSError):
+            if is_ours:
+                claim.unlink()
+            if is_new_folder:
+                folder.rmdir()  # which does nothing to a folder that holds something
+
+
+def _awaited_plan(config: PrepConfig) -> Plan | None:
+    """The plan that appears while another task's claim is there; None where it takes too long, or fails."""
+    claim = config.output_dir / _CLAIM_NAME
+    num_files = len(list_inputs(config.input_dir, recursive=config.recursive))
+    until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
+    if size_of_file(claim) is not None:
+        say("another task is planning: waiting for its plan")
+    while size_of_file(claim) is not None and time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_S)
+        if size_of_file(config.output_dir / PLAN_NAME) is not None:
+            break
+    return read_plan(config.output_dir)
+
+
+def _check_given(plan: Plan, given: dict[str, Any]) -> None:
+    """Raises Refused or OtherTokenizer where given options are not the plan's."""
+    base = {item.name: getattr(plan.options, item.name) for item in PLAN_FIELDS}
+    if given.get("record", plan.options.record) != plan.options.record:
+        base = {}  # seq_len and keep_text of the one record are no options of the other
+    if "text_field" in given or "text_template" in given:
+        base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
+    differing = option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
+    if differing:
+        raise Refused(
+            f"{given['output_dir']} was planned with other options: {'; '.join(differing)}; leave them out, "
+            "or use a new --output_dir",
+            path=given["output_dir"],
+            found="; ".join(differing),
+            remedy="--output_dir",
+        )
+    model_id = given.get("model_id", plan.tokenizer.model_id)
+    if model_id == plan.tokenizer.model_id:
+        return
+    folder = Path(model_id)
+    is_local = size_of_file(folder / TOKENIZER_FILE) is not None
+    found = describe_tokenizer(folder, model_id).fingerprint if is_local else None
+    if found != plan.tokenizer.fingerprint:
+        raise OtherTokenizer(
+            f"{given['output_dir']} was planned with the tokenizer of {plan.tokenizer.model_id} (fingerprint "
+            f"{plan.tokenizer.fingerprint[:12]}, files in {TOKENIZER_DIR}/), --model_id is {model_id} "
+            f"({found[:12] if found else 'not a local folder, so it cannot be compared'}); "
+            "leave --model_id out, or use a new --output_dir",
+            path=given["output_dir"],
+            found=f"--model_id {model_id}",
+            expected=plan.tokenizer.fingerprint[:12],
+            remedy="--output_dir",
+        )
+
+
+def check_inputs(plan: Plan, input_dir: Path) -> None:
+    """Raises Refused where a folder no longer holds the planned inputs, and these alone.
+
+    A file of the planned size and mtime is not opened; of another mtime its sample is read and compared.
+    """
+    try:
+        differing = _other_names(plan, input_dir)
+        with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+            differing += filter(None, pool.map(partial(_change_of, input_dir), plan.inputs))
+    except NotFound as error:
+        differing = [str(error)]
+    _refuse_other_inputs(plan, input_dir, differing)
+
+
+def _other_names(plan: Plan, input_dir: Path) -> list[str]:
+    """The files that were added or are missing, in words."""
+    options, planned = plan.options, {item.path for item in plan.inputs}
+    listing = find_inputs(
+        input_dir,
+        recursive=options.recursive,
+        follow_links=options.follow_links,
+        also=options.also,
+        split=options.split,
+    )
+    found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
+    added, missing = sorted(found - planned), sorted(planned - found)
+    return [f"{name} was added" for name in added] + [f"{name} is missing" for name in missing]
+
+
+def _change_of(input_dir: Path, planned: InputFile) -> str | None:
+    """How an input differs from the planned one, in words; None for one that is missing or equal."""
+    try:
+        status = (input_dir / planned.path).stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ReadWriteError(f"input {input_dir / planned.path} cannot be read: {error.strerror}") from None
+    if status.st_size != planned.num_bytes:
+        return f"{planned.path} has {status.st_size} bytes, not {planned.num_bytes}"
+    if status.st_mtime_ns == planned.mtime_ns:
+        return None
+    is_equal = sample_sha256(OpenInput(input_dir / planned.path)) == planned.sha256
+    return None if is_equal else f"{planned.path} holds other bytes"
+
+
+def _refuse_other_inputs(plan: Plan, input_dir: Path, differing: list[str]) -> None:
+    if not differing:
+        return
+    more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
+    raise Refused(
+        f"{input_dir} does not hold the {counted(len(plan.inputs), 'planned input file')}: "
+        f"{'; '.join(differing[:_NUM_NAMED])}{more}. "
+        "A plan is never changed: bring the planned files back, or put new files into a folder of their own, "
+        "with an --output_dir of its own, and give the loader a list of folders",
+        path=input_dir,
+        found="; ".join(differing[:_NUM_NAMED]),
+        expected=counted(len(plan.inputs), "planned input file"),
+        remedy="--output_dir",
+    )

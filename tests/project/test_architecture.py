@@ -128,7 +128,7 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
         if {n.split(".")[0] for n in names} - {"shardprep"}
     }
     commands = {"preprocess/__main__.py", "preprocess/plan/planning.py"}
-    assert users == {*commands, "preprocess/make/task.py", "preprocess/look/doctor.py"}
+    assert users == {*commands, "preprocess/make/task.py"}
     for names in others("preprocess").values():
         assert {name.split(".")[0] for name in names} <= {"shardprep", "lustre"}
 

@@ -22,7 +22,6 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "doctor --input_dir": "shardprep plan --dry_run looks at the input and tells the cost",
     "doctor --num_shards": "shardprep plan --dry_run looks at the input and tells the cost",
     "--existing_files_keep_theirs": "new files alone: lfs setstripe ... DATA, see docs/lustre.md",
-    "show --json": "lustre show prints options of lfs setstripe; lfs getstripe -y is for programs",
     "--num_readers": "docs/lustre.md says which layout to choose; --stripe sets it",
     "--crcs": "verify and stage compare hashes; Lustre has checksums of its own on the wire",
     "--keep_fields": "--id_field keeps an id of each document, by which its record is found in the input",

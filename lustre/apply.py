@@ -42,7 +42,7 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
     notes: list[str] = []
     num_osts = UNKNOWN
     if isinstance(stripe, Layout):
-        stripe, notes = _with_pool(stripe, before, folder)
+        stripe = _with_pool(stripe, before, folder)
         num_osts = count_osts(folder, stripe.components[0].pool)
         if 0 < num_osts < (most := stripe.components[-1].stripe_count):
             notes.append(f"asked for {most}, which is more than the {counted(num_osts, 'OST')} here")
@@ -77,8 +77,8 @@ def setstripe_command(folder: Path, stripe: Layout | list[str]) -> str:
     return shlex.join(["lfs", "setstripe", *options_of(stripe), str(folder.absolute())])
 
 
-def _with_pool(wanted: Layout, before: Layout, folder: Path) -> tuple[Layout, list[str]]:
-    """Return a layout by numbers with the pool that the folder has, and a note on it; lfs would drop it.
+def _with_pool(wanted: Layout, before: Layout, folder: Path) -> Layout:
+    """Return a layout by numbers with the pool that the folder has, which lfs would drop.
 
     Raises LustreError for a folder of which numbers would drop more than that.
     """
@@ -91,15 +91,10 @@ def _with_pool(wanted: Layout, before: Layout, folder: Path) -> tuple[Layout, li
             found=before.text(),
             remedy="--stripe '-c 8'",
         )
-    (had,), asked = before.pools, wanted.components[0].pool
-    pool = asked or had
-    notes = []
-    if had and asked == NO_POOL:
-        notes.append(f"pool {had}, which it had, is given up")
-    elif had and not asked:
-        notes.append(f"pool {had} stays (--stripe N,{NO_POOL} would give it up)")
+    (had,) = before.pools
+    pool = wanted.components[0].pool or had
     parts = tuple(replace(part, pool="" if pool == NO_POOL else pool) for part in wanted.components)
-    return replace(wanted, components=parts), notes
+    return replace(wanted, components=parts)
 
 
 def _refuse_all_but_directory(folder: Path) -> None:

@@ -120,24 +120,18 @@ class LfsResult(NamedTuple):
 def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
     """Run ``lfs``; a Path becomes absolute and without links, of which lfs would say they have no layout.
 
-    Raises LustreError where there is no lfs, or it cannot be started, or gives no answer.
+    Raises LustreError where it cannot be started, or gives no answer in time.
     """
-    program = shutil.which("lfs")
-    if program is None:
-        raise LustreError(
-            "there is no lfs on PATH; load the Lustre client's module, or use a node that has it"
-        )
     words = [command, *(os.path.realpath(each) if isinstance(each, Path) else each for each in arguments)]
     pipe, environment = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
     try:
         process = subprocess.Popen(
-            [program, *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
+            ["lfs", *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a path
         raise LustreError(
-            f"{program} cannot be started ({error}), expected Lustre's lfs for this machine; "
-            f"try `{program} --version`, and ask the site for one that runs here",
-            path=program,
+            f"lfs cannot be started ({error}), expected Lustre's lfs for this machine; load the Lustre "
+            "client's module, or use a node that has it"
         ) from None
     timeout_s = DF_TIMEOUT_S if command == "df" else TIMEOUT_S
     try:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import runpy
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from loader import UsageError, get_llama3_dataloader, set_up_training
-from tests.checkout import ROOT
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
 
 
 @pytest.fixture(scope="module")
@@ -130,29 +124,6 @@ def test_bf16_computes_in_bfloat16_and_leaves_weights_alone(tokenizer: Any) -> N
     assert model.config._attn_implementation == "sdpa"
     with set_up_training(tokenizer, num_threads=1).autocast():
         assert model(ids).logits.dtype == torch.float32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--bf16"]])
-def test_the_example_trains_with_it(
-    prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    prep.plan(sample_dir, tmp_path / "data", num_shards=1, record="packed", seq_len=32)
-    prep.make(tmp_path / "data")
-    assert prep.command("verify", tmp_path / "data").code == 0
-    words = ["--seq_len", "32", "--num_steps", "2", "--num_workers", "0", "--num_threads", "1", *flags]
-    words = [str(tmp_path / "data"), str(tmp_path / "saved"), *words]
-    monkeypatch.setattr("sys.argv", ["train_llama.py", *words])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    for name, value in {**variables, "TOKENIZERS_PARALLELISM": "false"}.items():
-        monkeypatch.setenv(name, value)
-    example = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))
-    assert example["main"]() == 0
-    lines = [json.loads(line) for line in (tmp_path / "saved" / "log.jsonl").open(encoding="utf-8")]
-    assert [line["step"] for line in lines] == [1, 2]
-    state = torch.load(tmp_path / "saved" / "step-00000002.pt", weights_only=True)
-    assert {weight.dtype for weight in state["model"].values()} == {torch.float32}
 
 
 def test_bf16_on_a_gpu_without_it_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

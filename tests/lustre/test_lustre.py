@@ -17,13 +17,7 @@ from lustre import LustreError, Need, space_lines
 from lustre.__main__ import main
 from slurm.__main__ import main as slurm_main
 from tests.checkout import ROOT
-from tests.lustre.fake_lustre import (
-    MIB,
-    FakeLustre,
-    apply_stripe,
-    both_dialects,
-    install_fake_lfs,
-)
+from tests.lustre.fake_lustre import MIB, FakeLustre, apply_stripe, both_dialects, install_fake_lfs
 from tests.slurm.fake_slurm import FakeSlurm
 
 if TYPE_CHECKING:
@@ -34,6 +28,7 @@ pytestmark = pytest.mark.processes
 RAID: dict[str, Any] = {"end": None, "count": 1, "size": 4 * MIB, "pattern": "raid0"}
 PFL = [{**RAID, "end": 256 * MIB}, {**RAID, "count": -1}]
 EIGHT = "-E 64M -c 1 -S 4M -E -1 -c 8 -S 4M"
+DOM = "-E 64K -L mdt -E -1 -c 2 -S 4M"
 OST = {"used": 25 << 20, "available": 75 << 20, "flags": ""}
 
 
@@ -59,11 +54,7 @@ def set_by_hand(on_lustre: FakeLustre, options: str) -> None:
         ("1,none", "-c 1", "-c 1 -S"),
         ("-c 8", "-c 8", "-c 8 -S"),
         ("-c8 -S 4M -p disk", "-c8 -S 4M -p disk", "-c 6 -S 4M -p disk"),
-        (
-            "-E 64K -L mdt -E -1 -c 2 -S 4M",
-            "-E 64K -L mdt -E -1 -c 2 -S 4M",
-            "-E 64K -L mdt -E -1 -c 2 -S 4M",
-        ),
+        (DOM, DOM, DOM),
     ],
 )
 def test_a_layout_is_set_as_asked_on_a_fresh_folder_and_read_back(
@@ -249,7 +240,7 @@ def test_one_stripe_is_enough_where_there_is_one_ost(on_lustre: FakeLustre) -> N
         ([{**RAID, "count": 4, "pattern": "raid0,overstriped"}], "folder", r"-C 4"),
     ],
 )
-def test_show_tells_what_new_files_get_and_whose_choice_it_is(
+def test_show_and_auto_change_nothing_and_tell_what_new_files_get_and_whose_choice_it_is(
     on_lustre: FakeLustre, layout: list[dict[str, Any]] | None, of: str, shown: str
 ) -> None:
     if layout:
@@ -258,6 +249,9 @@ def test_show_tells_what_new_files_get_and_whose_choice_it_is(
     assert code == 0
     assert "lustre at" in text
     assert re.search(shown, text), text
+    line = apply_stripe(on_lustre.folder, "auto")
+    assert "left as it is" in line
+    assert re.search(shown, line), line
     assert on_lustre.setstripe_calls() == []
 
 
@@ -369,24 +363,6 @@ def test_without_lfs_every_command_says_so_and_succeeds(on_lustre: FakeLustre, w
 
 
 # --- plan --stripe
-
-
-@pytest.mark.parametrize(
-    ("layout", "of", "reason"),
-    [
-        (PFL, "root", "file system's default"),
-        (PFL, "folder", "its own default"),
-        ([{**RAID, "count": 4}], "root", "file system's default"),
-    ],
-)
-def test_auto_changes_nothing_and_tells_what_new_files_get_and_who_chose_it(
-    on_lustre: FakeLustre, layout: list[dict[str, Any]], of: str, reason: str
-) -> None:
-    on_lustre.give_layout(on_lustre.folder.parent if of == "root" else on_lustre.folder, layout)
-    line = apply_stripe(on_lustre.folder, "auto")
-    assert "left as it is" in line
-    assert reason in line
-    assert on_lustre.setstripe_calls() == []
 
 
 @pytest.mark.parametrize("fault", ["gibberish", "hang", "not-lustre"])

@@ -29,7 +29,8 @@ from shardprep.files import (
     sync_folder,
 )
 from shardprep.format.done import done_manifest, read_findings, refuse_found, refuse_other_plan
-from shardprep.format.manifest import read_index, read_manifest, shard_files
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest, shard_files
 from shardprep.format.names import (
     DIGESTS_DIR,
     IDS_DIR,

@@ -25,8 +25,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.planning import list_inputs, stamp_inputs
-from preprocess.read.documents import read_documents, starts_in
-from preprocess.read.format import DocumentBatch, Start, reading_of
+from preprocess.read.documents import Documents, read_documents, starts_in
+from preprocess.read.format import Start
 from preprocess.read.inputs import OpenInput
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
@@ -99,9 +99,9 @@ class TrainingText:
     """
 
     def __init__(self, input_dir: Path, options: PlanOptions, max_bytes: int) -> None:
-        self._reading, self._max_bytes = reading_of(options, READ_BYTES), max_bytes
+        self._options, self._max_bytes = options, max_bytes
         self._paths = list_inputs(input_dir, recursive=options.recursive)
-        inputs, self._inspected = stamp_inputs(input_dir, self._paths, self._reading)
+        inputs, self._inspected = stamp_inputs(input_dir, self._paths, options)
         self._sizes = [item.num_bytes for item in inputs]
         self.progress = Progress("reading", min(sum(self._sizes), max_bytes))
         self.is_read = False
@@ -120,12 +120,12 @@ class TrainingText:
                 of_file = (part.end - part.start) / max(1, self._sizes[number])
                 ends_at += self._inspected[number].text_bytes * of_file * share
                 limit = self._max_bytes if share == 1 else min(ends_at, self._max_bytes)
-                with contextlib.closing(read_documents([part], self._reading)) as documents:
+                documents = read_documents([part], self._options, batch_bytes=READ_BYTES)
+                with contextlib.closing(documents):
                     for batch in documents:
                         if self.num_bytes >= limit:
                             break
-                        if isinstance(batch, DocumentBatch):
-                            yield self._pieces(batch, limit)
+                        yield self._pieces(batch, limit)
                         self.progress.add(batch.num_bytes)
         self.is_read = True
 
@@ -134,7 +134,7 @@ class TrainingText:
         path, size = self._paths[number], self._sizes[number]
         num_parts = math.ceil(parts_per_byte * self._inspected[number].text_bytes)
         targets = [size * part // num_parts for part in range(1, num_parts + 1)]
-        found = starts_in(OpenInput(path), [*itertools.pairwise(targets)], self._reading)
+        found = starts_in(OpenInput(path), [*itertools.pairwise(targets)], self._options)
         starts = [Start(0), *(start for start in found if start is not None), Start(size)]
         for start, end in itertools.pairwise(starts):
             if start.byte < end.byte:
@@ -142,12 +142,12 @@ class TrainingText:
                     input_number=number, path=path, start=start.byte, end=end.byte, text_start=start.text_byte
                 )
 
-    def _pieces(self, batch: DocumentBatch, ends_at: float) -> list[str]:
+    def _pieces(self, batch: Documents, ends_at: float) -> list[str]:
         for bad in batch.bad:
             self._bad[bad.reason] += 1
             self._first_bad = self._first_bad or place_text(str(self._paths[bad.source]), bad.source_offset)
         pieces: list[str] = []
-        for text in batch.texts:
+        for text in map(bytes.decode, batch.texts):
             for start in range(0, len(text), PIECE_CHARS):
                 piece = text[start : start + PIECE_CHARS].strip()
                 num_bytes = len(piece.encode())

@@ -116,7 +116,11 @@ def make_plan(args: argparse.Namespace) -> int:
         f"a task uses up to {cores} well: --cpus-per-task={cost.num_useful_cores}",
         *space_lines(config.output_dir, need),
         *(f"warning: {warning}" for warning in warnings if warning),
-        *planning.next_lines(config.output_dir, plan.num_shards),
+        *(
+            ["nothing was written, because of --dry_run: leave it out to make this plan"]
+            if args.dry_run
+            else planning.next_lines(config.output_dir, plan.num_shards)
+        ),
     )
     return 0
 
@@ -132,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
     resources.check_address_space()
     folder = args.output_dir
     plan = need_plan(folder)
-    wanted = parse_ids(args.shards, plan.num_shards) if args.shards else range(plan.num_shards)
+    wanted = range(plan.num_shards) if args.shards is None else parse_ids(args.shards, plan.num_shards)
     todo = missing_shards(plan, folder, wanted)
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
@@ -225,8 +229,14 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
     """
     from shardprep.format.done import is_of_shard, publish_findings
 
+    of_kind: dict[type[ShardprepError], list[Problem]] = {}
     for problem in problems:
-        say(f"error: shard {problem.shard_id:05d}: {problem.error}")
+        of_kind.setdefault(type(problem.error), []).append(problem)
+    for same in of_kind.values():
+        for problem in same[:_MOST_TOLD]:
+            say(f"error: shard {problem.shard_id:05d}: {problem.error}")
+        if ids := id_ranges(problem.shard_id for problem in same[_MOST_TOLD:]):
+            say(f"error: {shards_text(ids)}: likewise; shardprep run {quoted(folder)} makes what is missing")
     wrong = [each for each in problems if is_of_shard(each.error)]
     others = [each for each in problems if not is_of_shard(each.error)]
     try:
@@ -356,6 +366,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"
+_MOST_TOLD = 5  # problems of one kind that verify prints
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB = (
     "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "

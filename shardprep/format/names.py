@@ -125,13 +125,13 @@ def id_ranges(ids: Iterable[int]) -> str:
 def ids_of_ranges(text: str, *, end: int = 10**7) -> list[int]:
     """``0-2,5`` -> [0, 1, 2, 5], each below ``end``, in the order written; one named twice comes twice.
 
-    Raises ValueError for anything else, and for more than ``end`` ids. A range that runs backwards is empty.
+    Raises ValueError for anything else: no ids, more than ``end``, or a range that runs backwards.
     """
     ids: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part)
         last = int(match[2] or match[1]) if match else end
-        if not match or last >= end or len(ids) > end:
+        if not match or not int(match[1]) <= last < end or len(ids) > end:
             raise ValueError(f"{text[:40]!r} is no list of ids such as 0-2,5")
         ids += range(int(match[1]), last + 1)
     return ids

@@ -31,7 +31,7 @@ from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.run import Position, Run
 from loader.sources import Plan, whole_number
-from loader.state import Progress, go_on, state_of, whole_number_in
+from loader.state import Progress, go_on, state_of
 from loader.tokenizer import LoaderTokenizer
 from loader.workers import ChunkDataset, cannot_share
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
@@ -343,12 +343,8 @@ class TokenLoader(DataLoader[Batch]):
     def _next(self) -> Position:
         """Where the next ``iter()`` begins."""
         at = self._progress.delivered
-        begins_anew = self.is_validation and not self._progress.is_loaded
+        begins_anew = self.run.is_validation and not self._progress.is_loaded
         return Position(epoch=at.epoch) if begins_anew else at
-
-    @property
-    def is_validation(self) -> bool:
-        return self.run.sources[0].order.keeps_tail
 
     @property
     def tokenizer(self) -> Any:
@@ -585,8 +581,7 @@ class TokenLoader(DataLoader[Batch]):
         the step from which on its own hold. Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see
         loader/state.py.
         """
-        plan, position, amended_at = go_on(self.plan, state, self._layout, amend=self._amend)
-        num_left = whole_number_in(state, "num_left")
+        plan, position, num_left, amended_at = go_on(self.plan, state, self._layout, amend=self._amend)
         self._newest += 1
         if plan.run == self.run:
             self._end_unless_persistent()

@@ -371,8 +371,8 @@ def _with_run(plan: Plan, run: Run, step: int) -> Plan:
     for held in run.held_from(step):
         for name in held.shares.keys() - known.keys():
             raise OtherRun(
-                f"the run has samples of {name} from step {held.step} on, and this loader lacks them; keep it "
-                "in input_shards, without a weight if it is to be dropped",
+                f"the run has samples of {name} from step {held.step} on, and this loader lacks them; keep "
+                "it in input_shards, without a weight if it is to be dropped",
                 found=list(known),
                 expected=name,
             )

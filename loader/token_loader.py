@@ -170,15 +170,6 @@ class BatchStream:
             yield part, batch
         self._stands_at = Position(epoch=start.epoch + 1, step=0)
 
-    def first_batch(self, chunks: ChunkDataset, start: Position) -> Any:
-        """Return the batch at a position, of a copy of the chunks; the stream stays where it stands."""
-        run = chunks.plan.run
-        chunks.position[0], chunks.position[1] = start.epoch, run.tick_in_epoch(start)
-        within = start.num_micro % run.batches_per_tick
-        chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        fillers = run.fillers(start.step, chunks.slots)
-        return self._step_batches.collate(next(self._step_batches.cut([chunk], 0, within, fillers)))
-
     def end(self) -> None:
         """End the workers and close the files; the next batches start them again."""
         self._stands_at = None
@@ -613,8 +604,10 @@ class TokenLoader(DataLoader[Batch]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        with contextlib.closing(self._chunks_of(self.chunks.plan)) as chunks:
-            return self._stream.first_batch(chunks, self._next)
+        without_workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+        with TokenLoader(**{**self._made_with, **without_workers}) as copy:
+            copy.__setstate__((self._progress, self.chunks.plan))
+            return next(iter(copy))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)

@@ -37,8 +37,10 @@ def describe(plan: Plan, now: Position, until: Position) -> str:
         )
     amended = {stage.step for stage in run.stages if stage.is_amended}
     lines.append("what holds, by share of samples")
-    for each in run.held_from(0):
-        lines.append(f"  from step {each.step}{' (amended)' if each.step in amended else ''}: {_words(each)}")
+    lines += [
+        f"  from step {each.step}{' (amended)' if each.step in amended else ''}: {_words(each)}"
+        for each in run.held_from(0)
+    ]
     rules = dict.fromkeys(samples.shards.split_words for samples in plan.present)
     return "\n".join([*lines, *filter(None, rules)])
 
@@ -65,9 +67,7 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
     accumulated = "" if num_batches == 1 else f" x {num_batches} batches per step"
     batches = f"{step_batches.batch_size} per batch{accumulated} x {loader.process_rank.world_size} ranks"
     if run.is_validation:
-        shuffled = (
-            f"as the shards stand, the last batch filled up with {order.num_fillers} unlabelled samples"
-        )
+        shuffled = f"as the shards stand, the last batch with {order.num_fillers} samples without labels"
     elif order.shuffle:
         shuffled = f"shuffled anew each epoch, seed {run.seed}"
         shuffled += f", samples of similar length in groups of {order.group}" if order.group > 1 else ""
@@ -77,13 +77,13 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
     if loader.num_workers:
         kept = "kept between epochs" if loader.persistent_workers else "started anew each epoch"
         readers = f"{loader.num_workers} workers per rank, {loader.prefetch_factor} chunks ahead each, {kept}"
+    tokens = f"about {shards.mean_tokens * shards.num_samples:.3g} tokens"
+    left_out = f"{num_left_out:,} samples left out, others each epoch"
     lines = [
-        f"loader of {shards.num_shards:,} shards, {num_samples:,} samples, about "
-        f"{shards.mean_tokens * shards.num_samples:.3g} tokens",
+        f"loader of {shards.num_shards:,} shards, {num_samples:,} samples, {tokens}",
         f"sample: {sample}",
         f"global batch: {batches}; {_padding(loader)}",
-        f"epoch: {run.steps_in(0):,} steps, {len(loader):,} batches per rank; "
-        f"{num_left_out:,} samples left out, others each epoch",
+        f"epoch: {run.steps_in(0):,} steps, {len(loader):,} batches per rank; {left_out}",
         f"order: {shuffled}",
         *(f"from step {held.step}: {_words(held)}" for held in run.held_from(0)),
         *filter(None, [shards.split_words]),

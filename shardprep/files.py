@@ -301,11 +301,19 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a folder unless it is there. Raises CannotWrite."""
+    """Make a folder unless it is there, so that its name outlasts a power cut. Raises CannotWrite."""
+    if parents and not os.path.isdir(path.parent):  # noqa: PTH112 - Path's may raise OSError
+        make_folder(path.parent, parents=True)
     try:
-        path.mkdir(parents=parents, exist_ok=True)
+        path.mkdir()
     except OSError as error:
-        raise CannotWrite(f"{path} cannot be made: {error.strerror}") from None
+        if isinstance(error, FileExistsError) and os.path.isdir(path):  # noqa: PTH112
+            return
+        why = error.strerror
+        raise CannotWrite(f"{path} cannot be made: {why}", path=path, found=why) from None
+    # A folder that may be written to and not be read, as some homes are, cannot be synced.
+    if os.access(path.parent, os.R_OK):
+        sync_folder(path.parent)
 
 
 def make_subfolder(folder: Path, name: str) -> Path:

@@ -45,8 +45,7 @@ from preprocess.plan.foreign_folders import (
     why_no_folder,
     why_no_input,
 )
-from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
-from preprocess.plan.tokenizer_spec import publish_tokenizer
+from preprocess.plan.tokenizer import ResolvedTokenizer, publish_tokenizer, resolve_tokenizer
 from preprocess.read.chat import chat_template_of, chat_versions, template_notes
 from preprocess.read.documents import format_of, load_libraries, starts_in
 from preprocess.read.format import Inspected, Start
@@ -54,7 +53,7 @@ from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sam
 from preprocess.read.text_changes import text_versions
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
-from shardprep.files import STALE_AFTER_S, remove_temporaries
+from shardprep.files import STALE_AFTER_S, make_folder, remove_temporaries
 from shardprep.format.input_formats import input_kind, known_suffixes
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 from shardprep.format.options import PlanOptions, PrepConfig
@@ -493,7 +492,7 @@ def make_plan(
     Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
     if stripe not in {"auto", "none"}:
-        lustre.StripeRequest.parse(stripe)  # an impossible one is told first
+        lustre.parse_stripe(stripe)  # an impossible one is told first
     _check_apart(config)
     listing = find_inputs(
         config.input_dir,
@@ -573,13 +572,13 @@ def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
 def _prepare_folder(folder: Path) -> None:
     """Make the output folder, without what dead attempts left in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        make_folder(folder, parents=True)
+    except CannotWrite as error:
         raise CannotWrite(
-            f"--output_dir {folder} cannot be made: {error.strerror}; expected a folder that you can write "
+            f"--output_dir {folder} cannot be made: {error.found}; expected a folder that you can write "
             "to, or a place where you can make one",
             path=folder,
-            found=error.strerror,
+            found=error.found,
             expected="a folder that you can write to",
         ) from None
     stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)

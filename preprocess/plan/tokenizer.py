@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,12 +32,20 @@ from tokenizers import Tokenizer, processors
 
 import preprocess
 from preprocess.make import engines
-from preprocess.plan.tokenizer_spec import spec_of_tokenizer, special_tokens_of
 from preprocess.read.inputs import what_fetches
-from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    NotFound,
+    OtherTokenizer,
+    ReadWriteError,
+    ShardprepError,
+    UsageError,
+)
 from shardprep.files import (
     NOT_THERE,
     Digest,
+    FileStamp,
     PublishedFolder,
     is_folder,
     names_in,
@@ -44,10 +53,15 @@ from shardprep.files import (
     refuse_fifos,
     size_of_file,
 )
-from shardprep.format.dataset_spec import TokenizerSpec
+from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
 from shardprep.format.json_files import read_file, with_content_hash
-from shardprep.format.names import CHAT_TEMPLATES_DIR
-from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.format.tokenizer_files import (
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    stamp_tokenizer,
+)
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 from shardprep.signals import start_child
 
@@ -498,3 +512,82 @@ def _auto_tokenizer(model_id: str) -> Any:
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer
+
+
+def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
+    """Return what shards remember of the tokenizer in ``folder``.
+
+    Raises NotFound, BrokenShard, ReadWriteError.
+    """
+    files = {TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}
+    with contextlib.suppress(NotFound):
+        files[TOKENIZER_CONFIG] = _read(folder / TOKENIZER_CONFIG)
+    data, config = _json_object(files, TOKENIZER_FILE), _json_object(files, TOKENIZER_CONFIG)
+    try:
+        return spec_of_tokenizer(_loaded(files, folder), data, config, model_id)
+    except ReadWriteError as error:
+        raise BrokenShard(f"the files in {folder} are no tokenizer's: {error}", path=folder) from None
+
+
+def spec_of_tokenizer(
+    tokenizer: Tokenizer, data: dict[str, Any], config: dict[str, Any], model_id: str
+) -> TokenizerSpec:
+    """Return what shards remember of a tokenizer that is loaded, given its two files parsed."""
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    names = special_tokens_of(config)
+
+    def token_id(name: str) -> int | None:
+        token = names[name]
+        return vocab.get(token) if isinstance(token, str) else None
+
+    return TokenizerSpec(
+        model_id=model_id,
+        fingerprint=fingerprint_of(data),
+        vocab_size=max(vocab.values()) + 1,
+        bos_token_id=token_id("bos_token"),
+        eos_token_id=token_id("eos_token"),
+        pad_token_id=token_id("pad_token"),
+    )
+
+
+def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
+    """Return BOS, EOS and pad as a tokenizer_config.json names them, None for each that it does not."""
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+
+
+def publish_tokenizer(
+    resolved: Path, output_dir: Path, spec: TokenizerSpec, frozen: dict[str, FileStamp] | None
+) -> dict[str, FileStamp]:
+    """Make ``output_dir/tokenizer`` hold the tokenizer of ``resolved``; returns its files' stamps.
+
+    ``frozen``: the files that a plan in the folder names. They are kept where they are whole, else put back.
+    Without a plan an equal tokenizer is kept, so that planners that race agree, and another is replaced.
+    Raises OtherTokenizer where the resolved files are not ``frozen``, CannotWrite or ReadWriteError.
+    """
+    target = output_dir / TOKENIZER_DIR
+
+    def is_there() -> bool:
+        try:
+            if frozen is not None:
+                return stamp_tokenizer(target) == frozen
+            return describe_tokenizer(target, spec.model_id) == spec
+        except (NotFound, BrokenShard):
+            return False
+
+    if is_there():
+        return stamp_tokenizer(target)
+    if frozen is not None and stamp_tokenizer(resolved) != frozen:
+        raise OtherTokenizer(
+            f"{target} is damaged, and the files of {spec.model_id} are not those of the plan, to the byte: "
+            "plan with the versions of transformers and tokenizers that planned, or into a new folder"
+        )
+    with PublishedFolder(target) as folder:
+        for name in names_in(resolved):
+            try:
+                shutil.copyfile(resolved / name, folder.temporary / name)
+            except OSError as error:
+                raise CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
+        if not folder.publish_first() and not is_there():  # another planner may have been faster
+            folder.publish()
+    return stamp_tokenizer(target)

@@ -22,7 +22,7 @@ from tests.documented import examples_of
 from tests.external_tars import write_numbered_data
 
 pytest.importorskip("accelerate")
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
 PAGES = {  # docs/training_NAME.md -> what it needs, and whether batches are of 4 and accumulated
     "own_loop": ("torch", True),

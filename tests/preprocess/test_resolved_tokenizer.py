@@ -14,8 +14,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from preprocess.plan import tokenizer as resolved_tokenizer
-from preprocess.plan.tokenizer import plain_files, read_files, resolve_tokenizer, save_tokenizer
-from preprocess.plan.tokenizer_spec import describe_tokenizer
+from preprocess.plan.tokenizer import (
+    describe_tokenizer,
+    plain_files,
+    read_files,
+    resolve_tokenizer,
+    save_tokenizer,
+)
 from shardprep.errors import NotFound, UsageError
 from tests.checkout import ROOT
 from tests.children import run_child

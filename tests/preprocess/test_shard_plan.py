@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +25,10 @@ from preprocess.read import lines as line_ends
 from preprocess.read.format import Inspected
 from preprocess.read.inputs import OpenInput
 from preprocess.read.lines import LineEnds, first_line_start
-from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
+from shardprep.errors import NotFound, Refused, UsageError
 from shardprep.format.index import read_index
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import Cut, InputFile, file_cuts, need_plan, plan_json, read_plan
-from tests.conftest import seal
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -483,46 +481,7 @@ def test_a_tokenizer_without_an_eos_cannot_end_documents_with_one(
     assert not plan.spec.append_eos
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: data[:-9], "is not JSON"),
-        (
-            lambda data: data.replace(b'"cuts"', b'"cats"'),
-            "was altered since it was written.*a plan is frozen",
-        ),
-        (lambda data: data.replace(b"shardprep-plan", b"other"), "its format is 'other'"),
-    ],
-    ids=["cut short", "key", "format"],
-)
-def test_a_plan_that_cannot_be_read_is_refused_by_its_own_error(
-    data_dir: Path, damage: Callable[[bytes], bytes], message: str
-) -> None:
-    path = data_dir / "plan.json"
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(BrokenShard, match=message):
-        read_plan(data_dir)
-
-
 def test_a_folder_without_a_plan_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"has no plan\.json; run: shardprep plan --input_dir RAW"):
         need_plan(tmp_path)
     assert read_plan(tmp_path / "nowhere") is None
-
-
-def with_options(data_dir: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """The data set with other options in its plan, as another version would have written them."""
-    path = data_dir / "plan.json"
-    data = json.loads(path.read_bytes())
-    change(data["options"])
-    path.write_text(json.dumps(data))
-    seal(path)
-    return data_dir
-
-
-def test_an_unknown_option_that_is_used_is_refused_by_name(prep: Prep, data_dir: Path) -> None:
-    with_options(data_dir, lambda options: options.update(lowercase=True))
-    ended = prep.command("--shard_id", 0, "--output_dir", data_dir)
-    assert ended.code == 78, ended.text
-    assert "options.'lowercase' is True, an option that this shardprep does not know: a newer" in ended.text
-    assert "install that one, or plan anew into a new folder" in ended.text

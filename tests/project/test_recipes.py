@@ -26,13 +26,13 @@ import json, sys
 from shardprep.__main__ import main
 commands, data = json.load(sys.stdin)
 for words in commands:
-    print("\\0", end="")
+    print("=====")
     code = main(words)
     assert code == 0, (code, words)
 if data:
     from loader import get_llama3_dataloader
     with get_llama3_dataloader(data, 1, shuffle=False, num_workers=0) as batches:
-        print("\\0" + json.dumps([batch["input_ids"][0].tolist() for batch in batches]))
+        print("=====\\n" + json.dumps([batch["input_ids"][0].tolist() for batch in batches]))
 """
 
 
@@ -55,7 +55,7 @@ class Copy:
         asked = json.dumps([[[str(word) for word in words] for words in commands], rows_of and str(rows_of)])
         environ = {**Prep.environ(), "PYTHONPATH": str(self.folder)}
         done = run_child([sys.executable, "-c", DRIVER], stdin=asked, cwd=self.folder, env=environ)
-        return done.stdout.split("\0")[1:]
+        return done.stdout.split("=====\n")[1:]
 
 
 def plan_of(world: World, data: Path, num_shards: int) -> list[object]:
@@ -75,8 +75,7 @@ import io
 
 import numpy as np
 
-from preprocess.read.format import Inspected, RecordBlock, Start, batches_of
-from preprocess.read.inputs import Place
+from preprocess.read.format import Inspected, Records, Start, texts_of
 
 
 def begins_of(data):
@@ -87,10 +86,10 @@ def begins_of(data):
 
 
 class Csv:
-    def inspect(self, file, reading):
+    def inspect(self, file, options):
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=IS_WHOLE)
 
-    def starts(self, file, stretches, reading):
+    def starts(self, file, stretches, options):
         size = file.stamp.num_bytes
         places = [*begins_of(file.read_all(0, size)), size]
         found = [next(place for place in places if place >= min(byte, size)) for byte, _ in stretches]
@@ -99,25 +98,21 @@ class Csv:
             for place, (_, end) in zip(found, stretches)
         ]
 
-    def read(self, reader, reading, line):
+    def read(self, reader, options, fields, batch_bytes):
         part, size = reader.part, reader.file.stamp.num_bytes
         reader.hash_rest()
         data = reader.file.read_all(0, size)
         begins = begins_of(data)
         ends = [*begins[1:], size]
-        fields = [next(csv.reader(io.StringIO(data[a:b].decode(), newline=""))) for a, b in zip(begins, ends)]
+        cells = [next(csv.reader(io.StringIO(data[a:b].decode(), newline=""))) for a, b in zip(begins, ends)]
         rows = [row for row in range(1, len(begins)) if part.start <= begins[row] < part.end]
         offsets = rows if COUNTS_ROWS else [begins[row] for row in rows]
-        block = RecordBlock(
-            texts=[reading.fields.text(dict(zip(fields[0], fields[row]))) for row in rows],
+        yield Records(
+            texts=texts_of([fields.text(dict(zip(cells[0], cells[row]))) for row in rows]),
             starts=np.array(offsets, np.int64),
             sizes=np.array([ends[row] - begins[row] for row in rows], np.int64),
             num_bytes=part.end - part.start,
         )
-        place = Place(
-            file=reader.file, input_number=part.input_number, start=0, end=0, line=line, num_bytes=0
-        )
-        yield from batches_of(block, place)
 '''
 CSV_LINE = """    InputFormat(
         suffixes=(".csv",), reader="quoted_csv:Csv", unit="{unit}", document="a record", cut_at="{cut_at}"
@@ -148,7 +143,7 @@ def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_regi
     peek = ["peek", data, "--num", 99, "--chars", 0]
     *_, shown = copy.run(plan_of(world, data, 4), *shards_of(data, 4), ["verify", data], peek)
     made = json.loads((data / "plan.json").read_bytes())
-    inside = [made["inputs"][number]["path"] for number, place in made["cuts"][1:-1] if place]
+    inside = [made["inputs"][number][0] for number, place, *_ in made["cuts"][1:-1] if place]
     assert ("a.csv" in inside) == bool(cut_at)
     manifests = [json.loads(path.read_bytes()) for path in data.glob("shard-*.json")]
     assert sum(manifest["counts"]["num_documents"] for manifest in manifests) == len(texts) + 2
@@ -231,9 +226,10 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_pairs_of_documents_are_a_kind_of_samples_by_its_packer_and_two_lines(tmp_path: Path) -> None:
+def test_pairs_of_documents_are_a_kind_of_samples_by_its_packer_and_three_lines(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
     copy.change("shardprep/format/names.py", '"packed", "chat"]', '"packed", "chat", "pairs"]')
+    copy.change("shardprep/format/dataset_spec.py", '"packed": 40,', '"packed": 40, "pairs": 40,')
     old = '"chat": IDX_CHAT_ROW}'
     copy.change("shardprep/format/idx.py", old, '"chat": IDX_CHAT_ROW, "pairs": IDX_ROW}')
     packing = "preprocess/make/packing.py"

@@ -354,6 +354,11 @@ def _rewrite_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(shards=None, fast=False, deep=None)
 
 
+def _clean_flags(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
+
+
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     tier = parser.add_mutually_exclusive_group()
@@ -409,9 +414,10 @@ PROGRAM = Program(
         "rewrite": Command(
             "make the data set anew without the documents that are withdrawn", _rewrite_flags, rewrite
         ),
-        "clean": _elsewhere(
-            "check.clean",
+        "clean": Command(
             "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
+            _clean_flags,
+            "preprocess.check.clean:clean",
         ),
         "train_tokenizer": Command(
             "train a byte-level BPE like Llama 3's",

@@ -35,12 +35,6 @@ _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command; ``clean`` takes what the parser makes of them."""
-    parser.add_argument("output_dir", type=Path, metavar="DATA", help="folder of the data set")
-    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
-
-
 def clean(args: argparse.Namespace) -> int:
     """Run the command; returns its exit code.
 

@@ -13,12 +13,11 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.order import Int32s, Int64s
-from loader.withdrawn import WithdrawnTokens
+from shardprep.format.dataset_spec import BLANK
 
 IGNORED = -100  # a label that cross_entropy leaves out
 NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id is below 0 else
 ID_BITS = 2**31 - 1  # the id without it
-WITHDRAWN = np.int32(-1)  # in place of an id that nobody may see any more; no id with NO_LABEL is it
 
 
 ORIGIN = ("row", "place", "source", "shard", "sample", "document")  # what a batch tells of a document
@@ -35,34 +34,28 @@ class ScatteredRows:
     row_tokens: int
     mask: npt.NDArray[np.uint8] | None = None  # 1 where a token has a label; None: all have
     mask_at: Int64s | None = None  # likewise: where in mask each row begins; -1: all have
-    withdrawn: WithdrawnTokens | None = None  # None: none of any data set of the loader
-    sample: Int64s | None = None  # likewise: which stored sample each row is
+    blank_id: int = BLANK  # what stands for BLANK in flat: ids of two bytes cannot say it
 
     @property
     def is_plain(self) -> bool:
         """Whether the ids in ``flat`` are what is given."""
-        return self.mask is None and self.withdrawn is None
+        return self.mask is None and self.blank_id == BLANK
 
     @cached_property
     def _view(self) -> npt.NDArray[np.integer[Any]]:
         return sliding_window_view(self.flat, self.row_tokens)
 
     def __getitem__(self, places: Any) -> npt.NDArray[np.integer[Any]]:
-        """As of an array ``[samples per step, steps, row_tokens]``; always a copy. With a mask int32,
-        NO_LABEL in the tokens that have none, and WITHDRAWN in place of those that are."""
+        """As of an array ``[samples per step, steps, row_tokens]``; always a copy. With a mask int32, and
+        NO_LABEL in the tokens that have none."""
         rows: npt.NDArray[np.integer[Any]] = self._view[self.at[places]]
+        if self.blank_id != BLANK:
+            rows = np.where(rows == self.blank_id, np.int32(BLANK), rows.astype(np.int32))
         if self.mask is not None and self.mask_at is not None:
             at = self.mask_at[places]
             without = sliding_window_view(self.mask, self.row_tokens)[at] == 0
             without[at < 0] = False
             rows = np.where(without, rows.astype(np.int32) | NO_LABEL, rows.astype(np.int32))
-        if self.withdrawn is None or self.sample is None:
-            return rows
-        samples = self.sample[places].reshape(-1)
-        gone = self.withdrawn.places(samples, np.full(len(samples), self.row_tokens))
-        if len(gone):
-            rows = np.ascontiguousarray(rows, np.int32)  # a gathered array may lie in another order
-            rows.reshape(-1)[gone] = WITHDRAWN
         return rows
 
 

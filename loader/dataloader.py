@@ -42,7 +42,6 @@ from loader.samples import LongDocuments, SampleRules, Samples, make_samples
 from loader.state import Ramp, RunSteps, ramp_sizes
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
-from loader.withdrawn import describe_lists
 from loader.workers import (
     MixedSamples,
     Plan,
@@ -78,7 +77,6 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
         *filter(None, [shards.split_words]),
         f"readers: {_workers(loader)}",
         f"data {run['data'][:12]}, tokenizer {run['tokenizer'][:12]}",
-        *describe_lists(shards),
     ]
     return "\n  ".join(lines)
 
@@ -393,10 +391,10 @@ def get_llama3_dataloader(
         )
     if isinstance(pad, PadToken):
         tokenizer.pad_with(pad.token)
-    withdrawn_id = None
-    if any(each.withdrawn is not None for each in every):  # what pads stands for them
+    pad_for_blanks = None
+    if any(part.blank_id is not None for part in sources.values()):
         token = pad if isinstance(pad, PadToken) else choose_pad_token(tokenizer.special)
-        withdrawn_id = token.token_id
+        pad_for_blanks = token.token_id
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=samples.row_tokens,
@@ -405,11 +403,11 @@ def get_llama3_dataloader(
         shifts_targets=shifts,
         origins=origins,
         has_masks=any(part.has_masks for part in sources.values()),
-        withdrawn_id=withdrawn_id,
+        pad_for_blanks=pad_for_blanks,
     )
     fingerprint = _fingerprint(rules, shards, order, run, tokenizer.fingerprint)
     loader = TokenLoader(
-        Plan(order=order, samples=samples, run=run, fingerprint=fingerprint, shards=shards),
+        Plan(order=order, samples=samples, run=run, fingerprint=fingerprint),
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
         process_rank=who,

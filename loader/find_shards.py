@@ -50,7 +50,7 @@ from shardprep.files import (
     sync_folder,
     with_retries,
 )
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, blank_id
 from shardprep.format.done import read_findings, refuse_found, refuse_other_plan
 from shardprep.format.idx import idx_num_bytes
 from shardprep.format.manifest import (
@@ -68,7 +68,6 @@ from shardprep.format.names import (
     rerun_command,
     tar_path,
 )
-from shardprep.format.withdrawals import Withdrawals, read_withdrawals
 
 SplitName = Literal["train", "validation"]
 
@@ -91,7 +90,7 @@ class DatasetShards:
     tar_bytes: Int64s
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
     num_validation: Int64s | None = None  # samples, where the plan has a fraction for it
-    withdrawn: Withdrawals = Withdrawals(lists=())  # likewise  # noqa: RUF009  frozen
+    has_blanks: bool = False  # documents of some shards are blanked
 
     def path_of(self, row: int) -> Path:
         return tar_path(self.folder, int(self.shard_ids[row]))
@@ -252,6 +251,12 @@ class ShardSet:
             return samples
         shard = self.shard_of(samples)
         return self.first_record[shard] + self.rows_of_each(samples, shard)
+
+    @property
+    def blank_id(self) -> int | None:
+        """What binary ids of blanked documents are; None where no document is blanked."""
+        blanks = [blank_id(data.spec.tokenizer.vocab_size) for data in self.datasets if data.has_blanks]
+        return blanks[0] if blanks else None
 
     @property
     def tar_bytes(self) -> int:
@@ -716,7 +721,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
         num_validation=index.column(VALIDATION_COLUMN)[rows] if index.spec.validation_fraction else None,
-        withdrawn=read_withdrawals(folder, index.spec.plan_id),
+        has_blanks=bool(index.blanked),
     )
 
 

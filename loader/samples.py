@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from loader.chunks import ORIGIN, WITHDRAWN, Chunk, Parts, ScatteredRows, with_origins
+from loader.chunks import ORIGIN, Chunk, Parts, ScatteredRows, with_origins
 from loader.external_tars import JSON, RAW, parse_npy_header
 from loader.find_shards import DatasetShards, ExternalTar, ShardSet, check_choice
 from loader.order import Int32s, Int64s
 from loader.reading import ReaderContext, SampleBytes, ShardReader
-from loader.withdrawn import WithdrawnTokens, places_of, withdrawn_tokens
 from shardprep.errors import BrokenShard, UsageError
+from shardprep.format.dataset_spec import BLANK
 
 DECODE_BYTES = 128 * 1024  # of text at once, so that all arrays stay in the cache
 _MAX_DIGITS = 8
@@ -214,6 +214,15 @@ def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     return np.array(lengths, np.int64), np.frombuffer(flat, np.int32)
 
 
+def places_of(begin: Int64s, lengths: Int64s, *, stride: int = 1) -> Int64s:
+    """Return ``begin[0], begin[0] + stride ...``: all places of some stretches, one after another."""
+    within = np.arange(int(lengths.sum()), dtype=np.int64)
+    if stride > 1:
+        within *= stride
+    within += np.repeat(begin - stride * (np.cumsum(lengths) - lengths), lengths)
+    return within
+
+
 def decode_starts(data: SampleBytes, rows: Int64s, row_tokens: int) -> Int32s:
     """The places in each packed row, from 0, where a document begins: int32[starts], row after row. All rows
     at once: 5 ns per start, against 2 us per row."""
@@ -285,7 +294,6 @@ class Samples:
     shards: ShardSet
     vocab_size: int | None = None  # checked where it is given: ids that others made
     context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
-    withdrawn: WithdrawnTokens | None = None  # they are masked
     origins: bool = False  # whether chunks say where each document comes from
 
     @property
@@ -321,15 +329,23 @@ class Samples:
     def decode(
         self, data: SampleBytes, rows: Int64s, max_length: int | None = None, end_ids: Int64s | None = None
     ) -> Decoded:
-        """``decode_samples``, with ids that others made checked, and WITHDRAWN in place of those that are.
-        Raises BrokenShard."""
+        """Decode samples, with ids that others made checked; those of blanked documents are BLANK, and so
+        is an EOS that is put behind one. Raises BrokenShard."""
         with _place_named(self.shards, data):
             found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
+            if (blank := self.shards.blank_id) is not None:
+                found.ids[found.ids == blank] = BLANK
+                if end_ids is not None:
+                    last = (np.cumsum(found.lengths, dtype=np.int64) - 1)[
+                        (end_ids >= 0) & (found.lengths > 1)
+                    ]
+                    found.ids[last[found.ids[last - 1] == BLANK]] = BLANK
             if self.vocab_size is not None:
-                check_vocab(found.ids, found.lengths, rows, self.vocab_size)
-        if self.withdrawn is not None:
-            found.ids[self.withdrawn.places(self.shards.stored(data.sample[rows]), found.lengths)] = WITHDRAWN
+                check_vocab(self._without_blanks(found.ids), found.lengths, rows, self.vocab_size)
         return found
+
+    def _without_blanks(self, ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
+        return ids if self.shards.blank_id is None else np.where(ids == BLANK, 0, ids)
 
     def _origins(self, samples: Int64s) -> Int32s:
         """int32[samples, ORIGIN] of the first document of each, at place 0; row and source come later."""
@@ -396,15 +412,15 @@ class WholeSamples(Samples):
     def _rows_chunk(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
         ids = rows_in_place(data, rows, self.row_tokens)
-        if self.withdrawn is not None:
-            sample = self.shards.stored(data.sample[rows].reshape(-1)).reshape(rows.shape)
-            ids = replace(ids, withdrawn=self.withdrawn, sample=sample)
+        if (blank := self.shards.blank_id) is not None:
+            ids = replace(ids, blank_id=blank)
         if self.vocab_size is not None:
-            stored = replace(ids, mask=None, withdrawn=None)
+            stored = replace(ids, mask=None)
             full = np.full(len(rows), self.row_tokens, np.int32)
             with _place_named(self.shards, data):
                 for step, of_step in enumerate(rows.T):
-                    check_vocab(stored[:, step].reshape(-1), full, of_step, self.vocab_size)
+                    of_rows = self._without_blanks(stored[:, step].reshape(-1))
+                    check_vocab(of_rows, full, of_step, self.vocab_size)
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
         if not (self.starts or self.origins):
             return chunk
@@ -684,7 +700,6 @@ def make_samples(
         "shards": shards,
         "vocab_size": vocab_size,
         "context": context,
-        "withdrawn": withdrawn_tokens(shards),
         "origins": origins,
     }
     if rules.seq_len is not None and not shards.row_tokens:
@@ -697,7 +712,7 @@ def make_samples(
 
 def samples_of(samples: Samples, shards: ShardSet) -> Samples:
     """The samples of other shards, by the same rules."""
-    return replace(samples, shards=shards, withdrawn=withdrawn_tokens(shards))
+    return replace(samples, shards=shards)
 
 
 def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:

@@ -36,7 +36,6 @@ from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.state import STATE_FORMAT, STATE_VERSION, Position, RunProgress, RunSteps
 from loader.tokenizer import LoaderTokenizer
-from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
 from loader.workers import (
     ChunkDataset,
     MixedChunkDataset,
@@ -332,8 +331,6 @@ class TokenLoader(DataLoader[Batch]):
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
         self._progress = RunProgress()
-        self._lists = "" if plan.shards is None else lists_in_use(plan.shards)
-        self._list_history = ListHistory().going_on(0, self._lists)
         self._num_accumulated = plan.run.batches_in(0)
         self._step_labels: list[Any] = []  # of each batch of this rank's part of the newest step
         self._labels_per_rank: torch.Tensor | None = None  # once it was asked for
@@ -477,8 +474,7 @@ class TokenLoader(DataLoader[Batch]):
         text = describe(self.chunks.plan, data, self._delivered_of_order, until)
         parts = samples.sources if isinstance(samples, MixedSamples) else [samples]
         rules = dict.fromkeys(part.shards.split_words for part in parts if part is not None)
-        lists = describe_lists(self.plan.shards) if self.plan.shards else []
-        return "\n".join(filter(None, [text, *rules, *lists]))
+        return "\n".join(filter(None, [text, *rules]))
 
     @property
     def source_samples(self) -> dict[str, int]:
@@ -524,12 +520,12 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made, now = partial(type(self), **self._made_with), (self._progress, self._list_history)
-        return made, (), (*now, self.chunks.plan)
+        made, now = partial(type(self), **self._made_with), self._progress
+        return made, (), (now, self.chunks.plan)
 
-    def __setstate__(self, now: tuple[RunProgress, ListHistory, Plan]) -> None:
+    def __setstate__(self, now: tuple[RunProgress, Plan]) -> None:
         """Stand where the original stood."""
-        progress, self._list_history, plan = now
+        progress, plan = now
         self._progress = replace(progress, trained=None)  # of an optimizer that the copy does not follow
         self._go_by(plan)
 
@@ -586,7 +582,6 @@ class TokenLoader(DataLoader[Batch]):
             "format": STATE_FORMAT,
             "version": STATE_VERSION,
             **at._asdict(),
-            "withdrawn": self._list_history.up_to(self.run.total_order_steps(at)).text(),
             "layout": dict(self._layout),
             "fingerprint": self.fingerprint,
         }
@@ -610,7 +605,6 @@ class TokenLoader(DataLoader[Batch]):
         Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py and loader/amend.py.
         """
         plan, position, is_amended = go_on(self.plan, state, self._layout, amend=self._amend)
-        history = ListHistory.of_text(state.get("withdrawn", ""))
         self._newest += 1
         if dict(plan.fingerprint) == self.fingerprint:
             self._end_unless_persistent()
@@ -618,9 +612,6 @@ class TokenLoader(DataLoader[Batch]):
             self._stream.end()  # workers have the plan of before
             self._go_by(plan)
         self._progress.load(position)
-        self._list_history = history.going_on(self._delivered_of_order, self._lists)
-        if self.process_rank.rank == 0 and self.plan.shards is not None:
-            warn_of_lost_lists(history, self.plan.shards)
         self._num_accumulated = plan.run.batches_in(plan.run.step_of(position))
         if self.process_rank.rank == 0 and is_amended:
             logger.warning("the run is amended, and goes on so:\n%s", self.describe())

@@ -48,7 +48,6 @@ class Plan:
     samples: Any  # Samples, or MixedSamples
     run: RunSteps
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
-    shards: ShardSet | None = None  # of all sources; for their lists of withdrawn documents
 
 
 class ChunkDataset(IterableDataset[Any]):

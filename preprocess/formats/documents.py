@@ -6,6 +6,7 @@ texts is done here, for all formats alike, and here the documents of a trial are
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -26,12 +27,14 @@ from preprocess.formats.format import (
     one_left_out,
     starts_among,
 )
-from preprocess.formats.inputs import BadDocument, OpenInput, RangeReader
+from preprocess.formats.inputs import OpenInput, RangeReader
 from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import change_text
 from preprocess.formats.text_fields import UnusableText
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
+from shardprep.format.digests import DIGEST, DIGEST_BYTES
+from shardprep.format.document_names import DocumentNames, keys_of_ids
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
@@ -61,37 +64,42 @@ def read_documents(
         template = reading.chat
         names = {part.input_number: part.path.name for part in ranges}
         items = (_conversations(item, template, names) for item in items)
+    if reading.excluded is not None:
+        excluded = reading.excluded
+        items = (_without_named(item, excluded) for item in items)
     yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
 
 
-def without(
-    items: Iterable[DocumentBatch | LongDocument], numbers: npt.NDArray[np.int64], *, can_be_cut: bool
-) -> Iterator[DocumentBatch | LongDocument]:
-    """The same without some documents, by their numbers, ascending; as if the input had not their lines.
+_EXCLUDED = UnusableText("excluded", "--exclude names it")
 
-    A long document is read once more, to know whether it counts.
-    """
-    num_documents = num_gone = 0
-    for item in items:
-        if isinstance(item, LongDocument):
-            found = item.text_bytes(can_be_cut=can_be_cut)
-            is_document = found != 0 and not isinstance(found, BadDocument)
-            is_gone = is_document and num_documents in numbers
-            place = dataclasses.replace(item.place, line=item.place.line - num_gone)
-            yield no_documents(place) if is_gone else dataclasses.replace(item, place=place)
-            num_documents, num_gone = num_documents + is_document, num_gone + is_gone
-            continue
-        gone = np.isin(num_documents + np.arange(len(item.texts)), numbers)
-        kept, gone_lines = item.only(np.flatnonzero(~gone)), item.lines[gone]
-        bad = [(one, one.line - int(np.searchsorted(gone_lines, one.line))) for one in item.bad]
-        yield dataclasses.replace(
-            kept,
-            lines=kept.lines - num_gone - np.searchsorted(gone_lines, kept.lines),
-            first_line=item.first_line - num_gone,
-            num_lines=item.num_lines - len(gone_lines),
-            bad=[dataclasses.replace(one, line=line - num_gone) for one, line in bad],
-        )
-        num_documents, num_gone = num_documents + len(gone), num_gone + len(gone_lines)
+
+def find_names(item: DocumentBatch | LongDocument, names: DocumentNames) -> npt.NDArray[np.intp]:
+    """Return the name of each document of a batch, or of the one long document: intp[n], -1 for none."""
+    ids = item.told.ids if isinstance(item, LongDocument) else item.ids
+    by_id = None if ids is None or not names.has_ids else names.find(keys_of_ids(ids))
+    if not names.has_texts and by_id is not None:
+        return by_id
+    by_text = names.find(_digest_of(item) if isinstance(item, LongDocument) else item.digests())
+    return by_text if by_id is None else np.maximum(by_id, by_text)
+
+
+def _without_named(item: DocumentBatch | LongDocument, names: DocumentNames) -> DocumentBatch | LongDocument:
+    """Leave out the documents that are named; the quarantine file lists them as ``excluded``."""
+    is_named = find_names(item, names) >= 0
+    if not is_named.any():
+        return item
+    if isinstance(item, LongDocument):
+        return one_left_out(item.place, _EXCLUDED)
+    texts = [_EXCLUDED if named else text for named, text in zip(is_named.tolist(), item.texts, strict=True)]
+    return item.sorted_out(texts)[0]
+
+
+def _digest_of(document: LongDocument) -> npt.NDArray[np.void]:
+    digest = hashlib.sha256()
+    with contextlib.suppress(UnicodeDecodeError):  # it is left out for that
+        for piece in document.text():
+            digest.update(piece.encode())
+    return np.frombuffer(digest.digest()[:DIGEST_BYTES], DIGEST)
 
 
 def starts_in(file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading) -> list[Start | None]:

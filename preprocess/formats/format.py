@@ -21,6 +21,7 @@ from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
 from preprocess.formats.long_documents import LongDocument
 from preprocess.formats.text_fields import TOLD_NOTHING, TextFields, Told, UnusableText, text_fields_of
 from shardprep.format.digests import canonical_conversation, digests_of
+from shardprep.format.document_names import DocumentNames
 from shardprep.format.options import Doc, PlanOptions
 
 T = TypeVar("T")
@@ -125,6 +126,7 @@ class Reading:
     changes: PlanOptions | None = None  # what is done to the texts, where anything is
     chat: ChatTemplate | None = None  # renders the texts, which are conversations
     zstd_long: int = 0  # log2 of the largest window of a .zst; 0: 27
+    excluded: DocumentNames | None = None  # documents that are left out by name
 
 
 def reading_of(options: PlanOptions, batch_bytes: int) -> Reading:

@@ -23,7 +23,7 @@ import numpy as np
 
 from preprocess.make.engines import Ids, Numbers
 from shardprep.command_line import needs
-from shardprep.console import Progress, counted, print_lines, quoted
+from shardprep.console import Progress, counted, print_lines
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.files import (
     NOT_THERE,
@@ -42,7 +42,6 @@ from shardprep.format.done import Finding, check_done, read_findings
 from shardprep.format.names import shard_name
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
-from shardprep.format.withdrawals import read_withdrawals
 
 _ARROW_ROWS_TOKENS = 1 << 20  # tokens of a record batch, about
 _SETTINGS = "export.json"
@@ -331,10 +330,12 @@ def export(args: argparse.Namespace) -> int:
             found="--split",
             remedy="--validation_fraction",
         )
-    if read_withdrawals(args.data_dir, plan.plan_id).lists:
+    if plan.options.blanked:
         raise Refused(
-            f"documents of {args.data_dir} are withdrawn, and no other tool reads the lists; make a data set "
-            f"without them, and export that: shardprep rewrite {quoted(args.data_dir)} --output_dir NEW"
+            f"documents of {args.data_dir} are blanked, and no other tool knows what stands in their places; "
+            "plan the input anew without them, and export that: shardprep plan --exclude FILE",
+            path=args.data_dir,
+            remedy="shardprep plan --exclude FILE",
         )
     put_eos = _eos_to_put(plan, args)
     findings = read_findings(args.data_dir, plan.plan_id)

@@ -25,16 +25,16 @@ from preprocess.look.addresses import (
     samples_at,
 )
 from preprocess.look.left_out import left_out_at
-from preprocess.make.engines import Ids, Numbers, load_tokenizer
-from shardprep.console import output_is_read, print_lines
+from preprocess.make.engines import Ids, load_tokenizer
+from shardprep.console import counted, output_is_read, print_lines
 from shardprep.errors import NotFound, UsageError
+from shardprep.format.dataset_spec import BLANK, blank_id
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.names import TOKENIZER_DIR, shard_name
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.format.tokenizer_files import TOKENIZER_FILE
-from shardprep.format.withdrawals import read_withdrawals
 
 
 class Decoder:
@@ -44,6 +44,11 @@ class Decoder:
         self._tokenizer = load_tokenizer(folder / TOKENIZER_DIR / TOKENIZER_FILE)
         added = self._tokenizer.get_added_tokens_decoder()
         self._names = {number: token.content for number, token in added.items() if token.special}
+        self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def are_blank(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Tell which ids are of a blanked document: bool[ids]."""
+        return (ids == BLANK) | (ids == blank_id(self._vocab_size))
 
     def text(self, ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
         """The text of some ids, of which ``mask`` have labels."""
@@ -55,6 +60,8 @@ class Decoder:
         return "".join(f"⟪{text}⟫" if has_labels and len(parts) > 1 else text for text, has_labels in parts)
 
     def _text(self, ids: Ids) -> str:
+        if self.are_blank(ids).all() and len(ids):
+            return f"⟦{counted(len(ids), 'blanked token')}⟧"
         groups = itertools.groupby(ids.tolist(), self._names.get)
         return "".join(
             self._tokenizer.decode(list(some), skip_special_tokens=False)
@@ -111,31 +118,13 @@ def asked_documents(
     return wanted, left_out
 
 
-class Beside(NamedTuple):
-    """What is known of a shard's samples beside their ids."""
-
-    num_train: int  # those behind are for validation
-    withdrawn: Numbers  # as Withdrawals.marks_of has it
-
-    @staticmethod
-    def of_shard(folder: Path, plan: Plan, shard_id: int, num_samples: int) -> Beside:
-        withdrawn = read_withdrawals(folder, plan.plan_id).marks_of(shard_id, plan.spec.seq_len)
-        return Beside(num_train_samples(folder, shard_id, num_samples), withdrawn)
-
-
-def is_withdrawn(marks: Numbers, sample: int, place: int) -> bool:
-    """Whether a token of a shard is; ``marks``: as Withdrawals.marks_of has them."""
-    number, begin, end = marks.T
-    return bool(((number == sample) & (begin <= place) & (place < end)).any())
-
-
 def sample_lines(
     plan: Plan,
     samples: ShardSamples,
     number: int,
     documents: list[str],
     chars: int,
-    beside: Beside,
+    num_train: int,
     only: set[int],
 ) -> Iterator[str]:
     """A sample for people; ``only``: these of its documents (none: all).
@@ -151,19 +140,15 @@ def sample_lines(
     path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
     place = place_text(path, int(record["source_offset"]))
     name = f"{shard_name(samples.shard_id)} {what} {number}"
-    side = ", for validation" if number >= beside.num_train else ""
-    begins = [0] * begins_inside + samples.starts(number).tolist()
+    side = ", for validation" if number >= num_train else ""
     yield f"{name}: {num_tokens} tokens{trained}{side}, {came} {place}"
     for position, text in enumerate(documents):
         if only and position not in only:
             continue
         cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
-        withdrawn = ", withdrawn" if is_withdrawn(beside.withdrawn, number, begins[position]) else ""
         if plan.spec.has_rows:
             is_rest = begins_inside and position == 0
-            yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}{withdrawn}"
-        elif withdrawn:
-            yield f"  ---{withdrawn.removeprefix(',')}"
+            yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}"
         yield from (f"  {line}" for line in cut.split("\n"))
     yield ""
 
@@ -185,9 +170,8 @@ def excerpts(
     num: int,
     chars: int,
 ) -> list[Excerpt]:
-    """The first documents of some inputs in a shard that are not withdrawn. Raises what reading raises."""
+    """Return the first documents of some inputs in a shard, without blanked ones."""
     found: list[Excerpt] = []
-    withdrawn = read_withdrawals(folder, plan.plan_id).marks_of(shard_id, plan.spec.seq_len)
     with ShardSamples(folder, plan.spec, shard_id) as samples:
         is_wanted = np.append(np.isin(samples.records["source"], input_numbers), False)
         for number in np.flatnonzero(is_wanted).tolist():
@@ -201,9 +185,9 @@ def excerpts(
                     continue
                 begin, end = [*starts, len(ids)][:2]
                 address, ids = f"{address}:{int(begin > 0)}", ids[:end]
-            if is_withdrawn(withdrawn, number, begin):
-                continue
             ids = ids[begin : begin + chars]
+            if decoder.are_blank(ids).any():
+                continue
             text = " ".join(decoder.text(ids, np.ones(len(ids), np.bool_)).split())
             found.append(Excerpt(address, text if len(text) <= chars else f"{text[:chars]}..."))
     return found
@@ -249,7 +233,7 @@ def peek(args: argparse.Namespace) -> int:
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
         with ShardSamples(folder, plan.spec, shard_id) as samples:
-            beside = Beside.of_shard(folder, plan, shard_id, len(samples.records))
+            num_train = num_train_samples(folder, shard_id, len(samples.records))
             for _, number in of_shard:
                 documents = _documents(samples, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
@@ -258,7 +242,7 @@ def peek(args: argparse.Namespace) -> int:
                 if max(only, default=0) >= len(documents):
                     address = f"{shard_id}:{number}:{max(only)}"
                     raise NotFound(f"{address}: that sample has documents 0 to {len(documents) - 1}")
-                print_lines(*sample_lines(plan, samples, number, documents, args.chars, beside, only))
+                print_lines(*sample_lines(plan, samples, number, documents, args.chars, num_train, only))
                 num_shown += 1
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0

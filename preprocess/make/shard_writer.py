@@ -38,6 +38,7 @@ from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import Manifest, ShardCounts, ValidationCounts
 from shardprep.format.names import (
+    CHOSEN_REASONS,
     DIGESTS_DIR,
     IDS_DIR,
     QUARANTINE_DIR,
@@ -195,8 +196,9 @@ class ShardWriter:
 
     @property
     def bad_fraction(self) -> float:
-        """Share of the documents so far that were left out."""
-        return len(self.bad) / max(1, len(self.bad) + self.num_documents)
+        """Share of the documents so far that could not be used; those that the user left out do not count."""
+        num_bad = sum(bad.reason not in CHOSEN_REASONS for bad in self.bad)
+        return num_bad / max(1, num_bad + self.num_documents)
 
     @property
     def bad_reasons(self) -> set[str]:
@@ -315,8 +317,8 @@ class ShardWriter:
         if self._digests is not None and len(piece.digests):
             self._digests.write(piece.digests.tobytes())
 
-    def commit(self, run: dict[str, Any]) -> Manifest:
-        """Publish the shard; its manifest, with ``run`` in it, comes last."""
+    def commit(self, run: dict[str, Any], *, made_from: str | None = None) -> Manifest:
+        """Publish the shard; its manifest, with ``run`` and ``made_from`` in it, comes last."""
         self._write(self._members.rest())
         for piece in self._validation:
             self._note(piece)
@@ -333,6 +335,7 @@ class ShardWriter:
             shard_id=self._shard_id,
             counts=self._shard_counts(),
             run={**run, "texts": texts},
+            made_from=made_from,
             **stamps,
         )
         for file in files.values():

@@ -7,6 +7,7 @@ Python and numpy, which share the interpreter's lock for a part of the time: see
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -25,13 +26,20 @@ import numpy as np
 
 import preprocess
 from preprocess.formats.chat import ROLES, check_chat_versions
-from preprocess.formats.documents import load_libraries, read_documents, without
+from preprocess.formats.documents import load_libraries, read_documents
 from preprocess.formats.format import DocumentBatch, Reading, reading_of
 from preprocess.formats.inputs import BadDocument
 from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
 from preprocess.formats.text_changes import check_text_versions
-from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
-from preprocess.make.members import DocumentMembers, Members, RowMembers
+from preprocess.make.engines import (
+    NO_LOSS,
+    Engine,
+    TokenBatch,
+    equal_fast_engine,
+    ids_sha256,
+    tokenizers_engine,
+)
+from preprocess.make.members import Digests, DocumentMembers, Members, RowMembers
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from shardprep.console import counted
@@ -45,15 +53,16 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.files import size_of_file
-from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.digests import DIGEST, DIGEST_BYTES
+from shardprep.format.blanked import BlankedDocuments, blank_digests, blanked_shards, read_blanked
+from shardprep.format.dataset_spec import BLANK, DatasetSpec
+from shardprep.format.digests import DIGEST, DIGEST_BYTES, are_for_validation
+from shardprep.format.document_names import read_excluded
 from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import TOKENIZER_DIR
 from shardprep.format.options import EngineName, PlanOptions
 from shardprep.format.plan import Plan, PlannedShard
 from shardprep.format.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
-from shardprep.format.withdrawals import read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
@@ -127,7 +136,16 @@ class Worker:
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
         documents = documents_of_shard(self.plan, self.folder, shard, self.reading, digest)
-        members = members_of(spec, shard.shard_id, options, batch_size=self.settings.writer_batch_size)
+        blanked: BlankedDocuments | None = None
+        if shard.shard_id in blanked_shards(options.blanked):
+            blanked = read_blanked(self.folder, self.plan.plan_id, shard.shard_id)
+        members = members_of(
+            spec,
+            shard.shard_id,
+            options,
+            batch_size=self.settings.writer_batch_size,
+            has_blanks=blanked is not None,
+        )
         with (
             ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
@@ -141,7 +159,7 @@ class Worker:
         ):
             behind: deque[tuple[int, Future[_Append]]] = deque()  # bytes of input, and what appends them
             for item in _read_ahead(documents):
-                behind.append((item.num_bytes, makers.submit(self._made, members, item)))
+                behind.append((item.num_bytes, makers.submit(self._made, members, item, blanked)))
                 if len(behind) > num_makers + 1:  # that many wait to be written
                     progress(_append(writer, *behind.popleft()))
             for made in behind:
@@ -149,7 +167,8 @@ class Worker:
             if digest is not None and digest.hexdigest() != shard.sha256:
                 raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
-            return writer.commit(self._run_facts(began, cpu_began))
+            facts = self._run_facts(began, cpu_began)
+            return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 
     def _changed_input(self, shard: PlannedShard, found: str) -> Refused:
         paths = sorted({self.plan.inputs[number].path for number in shard.input_numbers})
@@ -160,7 +179,7 @@ class Worker:
             "new folder"
         )
 
-    def _made(self, members: Members, item: _Item) -> _Append:
+    def _made(self, members: Members, item: _Item, blanked: BlankedDocuments | None) -> _Append:
         """Encode documents and lay them out as far as can be before their turn; the result appends them.
 
         A long document is read twice or thrice: to check it, and in pieces for its ids and its text.
@@ -175,9 +194,13 @@ class Worker:
                 spans=item.spans,
                 mask_rule=plan.options.chat_mask_rule,
             )
-            prepared = members.prepare(item, tokens, *([item.digests()] if keeps_digests else []))
+            digests = [item.digests()] if keeps_digests else []
             texts = item.source_texts()
-            return lambda writer: writer.append(item, tokens, texts, prepared)
+            documents = item
+            if blanked is not None:
+                documents, tokens, digests = _blank(plan, item, tokens, digests, blanked)
+            prepared = members.prepare(documents, tokens, *digests)
+            return lambda writer: writer.append(documents, tokens, texts, prepared)
         text_hash = hashlib.sha256() if keeps_digests else None
         found = item.text_bytes(can_be_cut=can_be_cut, digest=text_hash)
         if isinstance(found, BadDocument):
@@ -194,7 +217,13 @@ class Worker:
         if found:
             ids = self.engine.encode_long(pieces(), can_be_cut=can_be_cut, end_id=end_id)
         digest = np.frombuffer(b"" if text_hash is None else text_hash.digest()[:DIGEST_BYTES], DIGEST)
-        return lambda writer: writer.append_long(item, found, num_chars, ids, digest)
+        place, document = item.place, item
+        if blanked is not None and blanked.are_at(place.input_number, np.array([place.start])).any():
+            told = item.told._replace(ids=[""] if item.told.ids else None)
+            document = dataclasses.replace(item, held=" " * found, told=told)
+            ids = np.full_like(ids, BLANK)
+            digest = blank_digests(are_for_validation(digest, plan.spec.validation_fraction))
+        return lambda writer: writer.append_long(document, found, num_chars, ids, digest)
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         given = self.settings.max_bad_fraction
@@ -237,16 +266,41 @@ class Worker:
 def documents_of_shard(
     plan: Plan, folder: Path, shard: PlannedShard, reading: Reading, digest: hashlib._Hash | None
 ) -> Iterator[_Item]:
-    """The documents of a shard's input, without those that ``rewrite`` leaves out; see ``read_documents``."""
-    found = read_documents(shard.ranges, reading, digest=digest, most_documents=shard.most_documents)
-    if plan.options.rewritten:
-        numbers = _left_out(folder, plan.options.rewritten).documents_of(shard.shard_id)
-        if len(numbers):
-            return without(found, numbers, can_be_cut=plan.can_be_cut)
-    return found
+    """Yield the documents of a shard's input, without those that the plan excludes."""
+    if plan.options.excluded:
+        reading = dataclasses.replace(reading, excluded=_excluded(folder, plan.options.excluded))
+    return read_documents(shard.ranges, reading, digest=digest, most_documents=shard.most_documents)
 
 
-_left_out = functools.lru_cache(maxsize=1)(read_left_out)  # the same for all shards
+_excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
+
+
+def _blank(
+    plan: Plan,
+    documents: DocumentBatch,
+    tokens: TokenBatch,
+    digests: list[Digests],
+    blanked: BlankedDocuments,
+) -> tuple[DocumentBatch, TokenBatch, list[Digests]]:
+    """Blank the documents of a batch that are blanked: as many BLANKs as they have ids, and nothing else."""
+    is_blanked = blanked.are_at(documents.input_number, documents.input_offsets)
+    if not is_blanked.any():
+        return documents, tokens, digests
+    numbers = np.flatnonzero(is_blanked).tolist()
+    texts, names = [*documents.texts], [*(documents.ids or [])]
+    for number in numbers:
+        texts[number] = ""
+        if documents.ids:
+            names[number] = ""
+    blank = np.uint32(BLANK)
+    if plan.options.is_chat:  # the loss mask stays as it is
+        blank = (tokens.ids & NO_LOSS) | blank
+    ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank, tokens.ids)
+    if digests:
+        sides = are_for_validation(digests[0], plan.spec.validation_fraction)
+        digests = [np.where(is_blanked, blank_digests(sides), digests[0])]
+    blanked_documents = dataclasses.replace(documents, texts=texts, ids=names if documents.ids else None)
+    return blanked_documents, dataclasses.replace(tokens, ids=ids), digests
 
 
 def _append(writer: ShardWriter, num_bytes: int, made: Future[_Append]) -> Work:
@@ -257,7 +311,12 @@ def _append(writer: ShardWriter, num_bytes: int, made: Future[_Append]) -> Work:
 
 
 def members_of(
-    spec: DatasetSpec, shard_id: int, options: PlanOptions, *, batch_size: int | None = None
+    spec: DatasetSpec,
+    shard_id: int,
+    options: PlanOptions,
+    *,
+    batch_size: int | None = None,
+    has_blanks: bool = False,
 ) -> Members:
     """The layout that the options ask for: a sample per document, or packed rows.
 
@@ -265,7 +324,9 @@ def members_of(
     """
     if spec.has_rows:
         return RowMembers(spec, shard_id, options.pack)
-    return DocumentMembers(spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
+    return DocumentMembers(
+        spec, shard_id, keep_text=options.keep_text, batch_size=batch_size, has_blanks=has_blanks
+    )
 
 
 def bad_words(options: PlanOptions, reasons: set[str]) -> str:

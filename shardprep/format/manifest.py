@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan
-from shardprep.files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
+from shardprep.files import NOT_THERE, Digest, FileStamp, names_in, size_of_file, stamp_file
 from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST_BYTES
@@ -93,11 +93,13 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: engine, versions, host, times
     digests: FileStamp | None = None  # of --digests; absent without
+    # sha256 of the tar before documents of it were blanked; absent where none was. See blanked.py.
+    made_from: Digest | None = None
 
     def to_json(self) -> bytes:
         """The bytes on disk; the part before ``run`` is equal for equal shards, and each has its hash."""
         content = dataclasses.asdict(self) | {"spec": self.spec.to_json()}
-        parts = ((content, "digests"), (content["counts"], "validation"))
+        parts = ((content, "digests"), (content, "made_from"), (content["counts"], "validation"))
         for values, name in parts:
             if values[name] is None:  # as before there were any
                 del values[name]
@@ -247,8 +249,11 @@ class DatasetIndex:
 
     spec: DatasetSpec
     columns: npt.NDArray[np.int64]  # int64[num_shards, len(columns_of(spec))]
-    tar_sha256: tuple[str, ...]  # the first 16 hex digits
+    # The first 16 hex digits. Of a shard with blanked documents those of the tar that it was made from: by
+    # them a state of the loader knows its shards, and blanking moves no sample.
+    tar_sha256: tuple[str, ...]
     sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the whole data set, by name
+    blanked: str = ""  # shards of which documents are blanked: "0-2,5"
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """One of ``columns_of(spec)``: int64[num_shards]."""
@@ -263,6 +268,8 @@ class DatasetIndex:
             "columns": [*columns_of(self.spec), "tar_sha256"],
             "shards": rows,
         }
+        if self.blanked:
+            content["blanked"] = self.blanked
         head = with_content_hash("shardprep-index", content)
         del head["shards"]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
@@ -283,6 +290,7 @@ class DatasetIndex:
             lambda row: type(row) is list and [*map(type, row)] == types,
             f"a list of {len(expected)} whole numbers and a hash",
         )
+        blanked = fields.text("blanked") if fields.has("blanked") else ""
         fields.end()
         if len(rows) != spec.num_shards:
             raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one per shard")
@@ -294,7 +302,7 @@ class DatasetIndex:
             columns = np.array([row[:-1] for row in rows], np.int64)
         except OverflowError:
             raise fields.wrong("shards", "a list with a number beyond int64", "smaller ones") from None
-        index = DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources)
+        index = DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources, blanked=blanked)
         index._check_agreement(fields)
         return index
 
@@ -330,6 +338,7 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
     spec: DatasetSpec | None = None
     rows: list[tuple[int, ...]] = []
     hashes: list[str] = []
+    blanked: list[int] = []
     sources: list[Mapping[str, SourceCounts]] = []
     for manifest in manifests:
         spec = spec or manifest.spec
@@ -348,7 +357,9 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
         found = (counts.num_samples, counts.num_documents, counts.num_tokens)
         validation = () if counts.validation is None else (counts.validation.num_samples,)
         rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, *validation))
-        hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
+        hashes.append((manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS])
+        if manifest.made_from:
+            blanked.append(manifest.shard_id)
         sources.append(counts.sources)
     if spec is None:
         raise MissingShard("no manifest was given")
@@ -357,6 +368,7 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
         columns=np.array(rows, np.int64),
         tar_sha256=tuple(hashes),
         sources=sum_of_sources(sources),
+        blanked=id_ranges(blanked),
     )
 
 

@@ -91,7 +91,7 @@ def test_the_loader_imports_shardprep_alone() -> None:
 
 @pytest.mark.slow
 def test_inside_of_the_loader_imports_go_one_way() -> None:
-    way = ["order", "external_tars", "find_shards", "withdrawn", "chunks", "reading"]
+    way = ["order", "external_tars", "find_shards", "chunks", "reading"]
     way += ["tokenizer", "ranks", "mixture", "state", "samples", "workers", "boundaries", "context_parallel"]
     way += ["batches", "origins", "amend", "token_loader", "dataloader"]
     files = modules("loader")

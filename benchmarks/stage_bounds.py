@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch
 from preprocess.make.engines import TokenBatch
 from preprocess.make.members import json_ids
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, load_worker
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch
 from shardprep.files import WRITE_BYTES
 from shardprep.format.plan import need_plan
 

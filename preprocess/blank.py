@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.documents import find_names
-from preprocess.formats.format import DocumentBatch, reading_of
 from preprocess.look.addresses import ids_kept
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import documents_of_shard
+from preprocess.read.documents import find_names
+from preprocess.read.format import DocumentBatch, reading_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import (

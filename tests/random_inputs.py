@@ -31,12 +31,12 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from preprocess.formats import arrow, compression
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, Reading
 from preprocess.plan import planning as input_files
 from preprocess.plan import planning as shard_boundaries
 from preprocess.plan.planning import divide, list_inputs, stamp_inputs
+from preprocess.read import arrow, compression
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, Reading
 from shardprep.errors import BadInput
 from shardprep.format.plan import ByteRange
 from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks

@@ -23,13 +23,13 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.inputs import BadDocument
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TextFields
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.planning import even_places, list_inputs, stamp_inputs
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.inputs import BadDocument
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import TextFields
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.formats.long_documents import CUT, encodable_pieces
+from preprocess.read.long_documents import CUT, encodable_pieces
 from shardprep.console import counted
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular

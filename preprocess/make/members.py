@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.format import DocumentBatch
-from preprocess.formats.long_documents import LongDocument
 from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.make.packing import START, RowGroup, Starts, packer_of, rows_per_member
+from preprocess.read.format import DocumentBatch
+from preprocess.read.long_documents import LongDocument
 from shardprep.errors import BadInput
 from shardprep.format.dataset_spec import BLANK, DatasetSpec
 from shardprep.format.digests import DIGEST, are_for_validation

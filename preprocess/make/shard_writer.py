@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from preprocess.formats.format import DocumentBatch, SourceTexts
-from preprocess.formats.inputs import BadDocument
-from preprocess.formats.long_documents import LongDocument
 from preprocess.make.engines import Ids, Numbers, TokenBatch
 from preprocess.make.members import Digests, Members, Piece, Prepared
+from preprocess.read.format import DocumentBatch, SourceTexts
+from preprocess.read.inputs import BadDocument
+from preprocess.read.long_documents import LongDocument
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.files import (
     STALE_AFTER_S,

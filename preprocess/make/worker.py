@@ -25,12 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import preprocess
-from preprocess.formats.chat import ROLES, check_chat_versions
-from preprocess.formats.documents import load_libraries, read_documents
-from preprocess.formats.format import DocumentBatch, Reading, reading_of
-from preprocess.formats.inputs import BadDocument
-from preprocess.formats.long_documents import MOST_HELD_BYTES, LongDocument
-from preprocess.formats.text_changes import check_text_versions
 from preprocess.make.engines import (
     NO_LOSS,
     Engine,
@@ -42,6 +36,12 @@ from preprocess.make.engines import (
 from preprocess.make.members import Digests, DocumentMembers, Members, RowMembers
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
+from preprocess.read.chat import ROLES, check_chat_versions
+from preprocess.read.documents import load_libraries, read_documents
+from preprocess.read.format import DocumentBatch, Reading, reading_of
+from preprocess.read.inputs import BadDocument
+from preprocess.read.long_documents import MOST_HELD_BYTES, LongDocument
+from preprocess.read.text_changes import check_text_versions
 from shardprep.console import counted
 from shardprep.errors import (
     BadInput,

@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.formats.documents import read_documents, starts_in
-from preprocess.formats.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
-from preprocess.formats.inputs import OpenInput
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TextFields, UnusableText
 from preprocess.make.engines import Engine, tokenizers_engine
 from preprocess.make.resources import BATCH_BYTES
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import bad_words, members_of
+from preprocess.read.documents import read_documents, starts_in
+from preprocess.read.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
+from preprocess.read.inputs import OpenInput
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.console import printable
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.input_formats import input_kind

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from preprocess.formats.compression import COMPRESSIONS, decompressed
-from preprocess.formats.inputs import OpenInput
+from preprocess.read.compression import COMPRESSIONS, decompressed
+from preprocess.read.inputs import OpenInput
 from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
 from shardprep.errors import BadInput, ShardprepError, UsageError

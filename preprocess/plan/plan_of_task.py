@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from preprocess.formats.inputs import OpenInput, sample_sha256
 from preprocess.plan.planning import Sharding, find_inputs, list_inputs, make_plan
 from preprocess.plan.tokenizer_spec import describe_tokenizer
+from preprocess.read.inputs import OpenInput, sample_sha256
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.files import size_of_file

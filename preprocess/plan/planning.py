@@ -28,11 +28,6 @@ from typing import Any, NamedTuple
 
 import lustre
 import shardprep
-from preprocess.formats.chat import chat_template_of, chat_versions, template_notes
-from preprocess.formats.documents import format_of, load_libraries, starts_in
-from preprocess.formats.format import Inspected, Reading, Start, reading_of
-from preprocess.formats.inputs import OpenInput, RangeReader, check_is_fetched, sample_sha256
-from preprocess.formats.text_changes import text_versions
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.make.resources import BATCH_BYTES
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
@@ -51,6 +46,11 @@ from preprocess.plan.foreign_folders import (
 )
 from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
 from preprocess.plan.tokenizer_spec import publish_tokenizer
+from preprocess.read.chat import chat_template_of, chat_versions, template_notes
+from preprocess.read.documents import format_of, load_libraries, starts_in
+from preprocess.read.format import Inspected, Reading, Start, reading_of
+from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sample_sha256
+from preprocess.read.text_changes import text_versions
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, publish_bytes, remove_temporaries

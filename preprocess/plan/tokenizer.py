@@ -30,9 +30,9 @@ import orjson
 from tokenizers import Tokenizer, processors
 
 import preprocess
-from preprocess.formats.inputs import what_fetches
 from preprocess.make import engines
 from preprocess.plan.tokenizer_spec import spec_of_tokenizer, special_tokens_of
+from preprocess.read.inputs import what_fetches
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import (
     NOT_THERE,

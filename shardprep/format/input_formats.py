@@ -15,7 +15,7 @@ class InputFormat:
     """One format of input files."""
 
     suffixes: tuple[str, ...]  # in lower case; the first is the usual one
-    reader: str  # module and class in preprocess/formats, "json_lines:JsonLines"
+    reader: str  # module and class in preprocess/read, "json_lines:JsonLines"
     unit: Literal["byte", "row"]  # of a document's offset: of the file (decompressed: of its text), or rows
     document: str  # what a document is, for people
     cut_at: str = ""  # where a shard may begin inside a file; "": files stay whole

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from loader.samples import parse_id_lists
 from loader.state import STATE_FORMAT, STATE_VERSION, RunSteps, position_of
-from preprocess.formats import long_documents
 from preprocess.make.packing import BestFitRows, ConcatRows
+from preprocess.read import long_documents
 from shardprep.errors import BrokenShard
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.done import publish_findings, read_findings

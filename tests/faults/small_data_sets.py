@@ -112,7 +112,7 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     (place / "tmp").mkdir()
     import zstandard  # noqa: F401 - imported once, before all forks, as are these
 
-    from preprocess.formats.compression import load_zstd
+    from preprocess.read.compression import load_zstd
 
     load_zstd()
 

@@ -64,7 +64,7 @@ BREAKS = [
     ),
     Break(
         "the last document of a block is there",
-        "preprocess/formats/lines.py",
+        "preprocess/read/lines.py",
         'yield LineBlock(start, num_held + cut, b"".join(held), num_bytes)',
         'yield LineBlock(start, num_held + cut, b"\\n".join(b"".join(held).split(b"\\n")[:-2]), num_bytes)',
         f"{_INPUTS}[a.txt-1]",

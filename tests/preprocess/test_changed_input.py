@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.formats import inputs as open_input
-from preprocess.formats import long_documents
-from preprocess.formats.long_documents import LongDocument
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Work, Worker, load_worker
+from preprocess.read import inputs as open_input
+from preprocess.read import long_documents
+from preprocess.read.long_documents import LongDocument
 from shardprep.errors import NotFound, Refused
 from shardprep.format.plan import Plan, need_plan
 

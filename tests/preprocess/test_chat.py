@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.formats import chat as chat_rendering
+from preprocess.read import chat as chat_rendering
 from shardprep.errors import BadInput, OtherTokenizer, ReadWriteError, Refused, UsageError
 from shardprep.format.plan import need_plan, plan_id, publish_plan
 from shardprep.format.shards import ShardSamples
@@ -54,15 +54,15 @@ def test_what_renders_is_of_the_copy_of_the_project_that_asks(
 ) -> None:
     for package in ("preprocess", "shardprep"):
         shutil.copytree(HOME / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "preprocess/formats/chat.py").open("a") as file:
+    with (tmp_path / "preprocess/read/chat.py").open("a") as file:
         file.write("\n_of_template = _tokenizer_facts\n\n\ndef _tokenizer_facts(folder):\n")
         file.write("    return _of_template(folder) | {'by': __file__}\n")
     code = (
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from preprocess.formats.chat import _asked; "
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from preprocess.read.chat import _asked; "
         f"print(_asked({{'folder': {str(models['tagged'])!r}}})[0]['by'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
-    assert done.stdout.strip() == str(tmp_path / "preprocess/formats/chat.py"), done.stderr
+    assert done.stdout.strip() == str(tmp_path / "preprocess/read/chat.py"), done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from preprocess.formats import documents
-from preprocess.formats.format import DocumentBatch
 from preprocess.make import worker
 from preprocess.make.engines import Engine, TokenBatch, tokenizers_engine
+from preprocess.read import documents
+from preprocess.read.format import DocumentBatch
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.inputs import BadDocument, OpenInput
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.inputs import BadDocument, OpenInput
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.plan import ByteRange
 

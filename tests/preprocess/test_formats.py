@@ -20,14 +20,14 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from preprocess.formats import arrow, long_documents
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, reading_of
-from preprocess.formats.inputs import OpenInput
-from preprocess.formats.text_changes import undo_mojibake
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, load_worker
 from preprocess.plan.planning import list_inputs
+from preprocess.read import arrow, long_documents
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, reading_of
+from preprocess.read.inputs import OpenInput
+from preprocess.read.text_changes import undo_mojibake
 from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index, read_manifest
@@ -178,7 +178,7 @@ def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_oth
     assert 0 < len(needing) < plan.num_shards
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for name in ("columns", "parquet", "arrow"):
-        monkeypatch.delitem(sys.modules, f"preprocess.formats.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"preprocess.read.{name}", raising=False)
     for shard_id in range(plan.num_shards):
         if shard_id in needing:
             with pytest.raises(UsageError, match=r"needs pyarrow, which is not installed; run: pip install"):

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.text_fields import MessageFields, TextFields
 from preprocess.make.resources import WorkerSettings
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.text_fields import MessageFields, TextFields
 from shardprep.format.manifest import read_manifest
 from shardprep.format.plan import ByteRange
 from tests.chat_sets import TAGGED, chat_model

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preprocess.formats import compression, long_documents
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.inputs import BadDocument
+from preprocess.read import compression, long_documents
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.inputs import BadDocument
 from shardprep.errors import UsageError
 from shardprep.format.options import PrepConfig
 from shardprep.format.plan import ByteRange

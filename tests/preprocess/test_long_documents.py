@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preprocess import options as options_of_workers
-from preprocess.formats import long_documents
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.long_documents import (
+from preprocess.make.engines import Engine, can_be_cut, gigatoken_engine, tokenizers_engine
+from preprocess.read import long_documents
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.long_documents import (
     CUT,
     MOST_UNCUT_CHARS,
     LongDocument,
     UncuttableText,
     encodable_pieces,
 )
-from preprocess.make.engines import Engine, can_be_cut, gigatoken_engine, tokenizers_engine
 from shardprep.format.plan import ByteRange, need_plan
 
 OPTIONS: list[dict[str, Any]] = [

@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.formats import inputs as input_files
-from preprocess.formats import lines as line_ends
-from preprocess.formats.format import Inspected, Reading
-from preprocess.formats.inputs import OpenInput
-from preprocess.formats.lines import first_line_end, first_line_start, first_newline
-from preprocess.formats.text_fields import TextFields
 from preprocess.look.train_tokenizer import train_tokenizer
 from preprocess.plan import planning as shard_boundaries
 from preprocess.plan.cost_estimate import estimate_of
 from preprocess.plan.planning import divide, even_places, list_inputs, stamp_inputs
+from preprocess.read import inputs as input_files
+from preprocess.read import lines as line_ends
+from preprocess.read.format import Inspected, Reading
+from preprocess.read.inputs import OpenInput
+from preprocess.read.lines import first_line_end, first_line_start, first_newline
+from preprocess.read.text_fields import TextFields
 from shardprep.errors import BrokenShard, NotFound, Refused, UsageError
 from shardprep.format.manifest import read_index
 from shardprep.format.plan import InputFile, file_boundaries, need_plan, read_plan

@@ -15,12 +15,12 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from preprocess.formats import arrow
-from preprocess.formats.arrow import messages_of
-from preprocess.formats.documents import read_documents
-from preprocess.formats.format import DocumentBatch, Reading
-from preprocess.formats.inputs import OpenInput
-from preprocess.formats.text_fields import TextFields
+from preprocess.read import arrow
+from preprocess.read.arrow import messages_of
+from preprocess.read.documents import read_documents
+from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.inputs import OpenInput
+from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput
 from shardprep.format.plan import ByteRange
 

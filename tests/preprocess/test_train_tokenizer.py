@@ -16,7 +16,6 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer
 
-from preprocess.formats.text_fields import TextFields
 from preprocess.look import train_tokenizer as command
 from preprocess.look.train_tokenizer import (
     PIECE_CHARS,
@@ -26,6 +25,7 @@ from preprocess.look.train_tokenizer import (
     train_tokenizer,
     training_reading,
 )
+from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
 from tests.children import child, end_of, run_child
 from tests.held_children import Hold

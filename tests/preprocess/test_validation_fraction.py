@@ -191,7 +191,7 @@ def test_batches_change_no_byte_and_without_the_options_nothing_is_kept(
 def test_a_long_document_has_the_digest_of_its_whole_text(
     prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("preprocess.formats.long_documents.LONG_BYTES", 1000)
+    monkeypatch.setattr("preprocess.read.long_documents.LONG_BYTES", 1000)
     (tmp_path / "raw").mkdir()
     long = "é, the kettle sings. " * 200
     (tmp_path / "raw" / "a.txt").write_text(f"short\n{long}\nlast\n", encoding="utf-8")
@@ -248,7 +248,7 @@ def test_a_worker_that_hashes_another_text_is_found_where_its_shard_is_made_agai
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "preprocess.formats.format.digests_of",
+            "preprocess.read.format.digests_of",
             lambda texts: np.frombuffer(b"".join(digest_of(text.upper()) for text in texts), "V16"),
         )
         out = make(prep, raws, tmp_path / "data", "documents")

@@ -137,22 +137,20 @@ def test_of_preprocess_few_modules_import_lustre_and_none_imports_the_loader() -
 def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     """Each stage imports stages before it alone; a shard's writer knows neither rows nor options."""
     way = [
-        "formats.text_fields",
-        "formats.text_changes",
-        "formats.inputs",
-        "formats.long_documents",
+        "read.text_fields",
+        "read.text_changes",
+        "read.inputs",
+        "read.long_documents",
     ]
-    way += [
-        f"formats.{name}" for name in ("chat", "format", "lines", "compression", "text_lines", "json_lines")
-    ]
-    way += [f"formats.{name}" for name in ("table_values", "columns", "parquet", "arrow", "documents")]
+    way += [f"read.{name}" for name in ("chat", "format", "lines", "compression", "text_lines", "json_lines")]
+    way += [f"read.{name}" for name in ("table_values", "columns", "parquet", "arrow", "documents")]
     way += [f"make.{name}" for name in ("engines", "packing", "members")]
     files = modules("preprocess")
     for number, stage in enumerate(way):
         found = {
             name
             for name in files[f"preprocess/{stage.replace('.', '/')}.py"]
-            if name.startswith("preprocess.") and name != "preprocess.formats"  # a package without code
+            if name.startswith("preprocess.") and name != "preprocess.read"  # a package without code
         }
         before = tuple(f"preprocess.{name}" for name in way[:number])
         assert all(name.startswith(before) for name in found), (stage, found)

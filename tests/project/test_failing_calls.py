@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.formats import long_documents
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, finished_manifest, load_worker
 from preprocess.plan import tokenizer as resolved_tokenizer
 from preprocess.plan.tokenizer import save_tokenizer
+from preprocess.read import long_documents
 from shardprep import files as regular_files
 from shardprep.errors import CannotWrite, ShardprepError
 from shardprep.format.plan import need_plan

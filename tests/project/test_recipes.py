@@ -33,8 +33,8 @@ import io
 
 import numpy as np
 
-from preprocess.formats.format import Inspected, RecordBlock, Start, batches_of
-from preprocess.formats.inputs import Place
+from preprocess.read.format import Inspected, RecordBlock, Start, batches_of
+from preprocess.read.inputs import Place
 
 
 def begins_of(data):
@@ -125,7 +125,7 @@ def test_csv_with_quotes_is_an_input_format_by_its_module_and_a_line_of_the_regi
 ) -> None:
     home = copy_of_packages(tmp_path / "copy")
     head = f"COUNTS_ROWS, IS_WHOLE = {unit == 'row'}, {not cut_at}\n"
-    (home / "preprocess/formats/quoted_csv.py").write_text(CSV_MODULE + head, encoding="utf-8")
+    (home / "preprocess/read/quoted_csv.py").write_text(CSV_MODULE + head, encoding="utf-8")
     change(
         home / "shardprep/format/input_formats.py",
         ")\nPLAIN_TEXT =",
@@ -216,7 +216,7 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
 ) -> None:
     home = copy_of_packages(tmp_path / "copy")
     change(home / "shardprep/format/options.py", "    limit: int = _text(", LOWERCASE_OPTION)
-    change(home / "preprocess/formats/text_changes.py", "    if len(text) < options.min_chars", LOWERCASE_USE)
+    change(home / "preprocess/read/text_changes.py", "    if len(text) < options.min_chars", LOWERCASE_USE)
     raw, data, plain = tmp_path / "raw", tmp_path / "data", tmp_path / "plain"
     raw.mkdir()
     (raw / "a.txt").write_text("The Kettle\nSINGS\n", encoding="utf-8")

@@ -19,7 +19,7 @@ import zstandard
 
 from loader import get_llama3_dataloader
 from loader.find_shards import copy_url
-from preprocess.formats.compression import COMPRESSIONS
+from preprocess.read.compression import COMPRESSIONS
 from shardprep.errors import BadInput, NotFound, ShardprepError
 from tests.checkout import ROOT
 from tests.faults import altered_inputs

@@ -15,11 +15,11 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.compute as compute
 
-from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of
-from preprocess.formats.inputs import OpenInput, Place, unreadable
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.table_values import json_values, stored_type
-from preprocess.formats.text_fields import FieldPath, MessageFields, TextFields, UnusableText
+from preprocess.read.format import DocumentBatch, Reading, RecordBlock, batches_of
+from preprocess.read.inputs import OpenInput, Place, unreadable
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.table_values import json_values, stored_type
+from preprocess.read.text_fields import FieldPath, MessageFields, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 
 _MOST_ROWS = 8192

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.ipc as ipc
 
-from preprocess.formats.columns import InputStream, fields_in, refused_by_name, row_documents
-from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
-from preprocess.formats.inputs import OpenInput, RangeReader, unreadable
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TextFields
+from preprocess.read.columns import InputStream, fields_in, refused_by_name, row_documents
+from preprocess.read.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
+from preprocess.read.inputs import OpenInput, RangeReader, unreadable
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput
 
 END, SCHEMA, DICTIONARY, BATCH = 0, 1, 2, 3

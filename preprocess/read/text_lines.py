@@ -15,13 +15,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats import lines, long_documents
-from preprocess.formats.compression import LineFormat
-from preprocess.formats.format import DocumentBatch, Reading, RecordBlock, batches_of, one_left_out, too_long
-from preprocess.formats.inputs import Place, RangeReader
-from preprocess.formats.lines import Records, TextPiece, codec_of
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import UnusableText
+from preprocess.read import lines, long_documents
+from preprocess.read.compression import LineFormat
+from preprocess.read.format import DocumentBatch, Reading, RecordBlock, batches_of, one_left_out, too_long
+from preprocess.read.inputs import Place, RangeReader
+from preprocess.read.lines import Records, TextPiece, codec_of
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import UnusableText
 
 
 class TextLines(LineFormat):

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from preprocess.formats.text_fields import UnusableText
+from preprocess.read.text_fields import UnusableText
 from shardprep.console import counted, guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.checked_json import MAX_JSON_DEPTH
@@ -60,7 +60,7 @@ _MOST_BATCH_BYTES = 256 << 20  # of answers for a batch, which has 0.5 MiB of me
 _MOST_WORK, _MOST_TAGGED_WORK = 1 << 28, 1 << 35
 _MESSAGE_CHARS = 256
 _LIBRARIES = ("transformers", "jinja2")
-_CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.formats.chat import serve; serve()"
+_CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.read.chat import serve; serve()"
 
 
 def _turns(*texts: str) -> list[dict[str, Any]]:

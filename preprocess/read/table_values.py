@@ -16,7 +16,7 @@ import pyarrow as arrow
 import pyarrow.compute as compute
 import pyarrow.types as types
 
-from preprocess.formats.text_fields import UnusableText, from_json
+from preprocess.read.text_fields import UnusableText, from_json
 
 _UNITS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _FIRST_DAY, _LAST_DAY = np.array(["0001-01-01", "9999-12-31"], "M8[D]").astype(np.int64).tolist()

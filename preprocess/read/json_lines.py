@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.formats.compression import LineFormat
-from preprocess.formats.format import DocumentBatch, Inspected, Reading
-from preprocess.formats.inputs import OpenInput, Place, RangeReader
-from preprocess.formats.lines import Records, first_newline, line_blocks_of, line_documents, line_starts
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import (
+from preprocess.read.compression import LineFormat
+from preprocess.read.format import DocumentBatch, Inspected, Reading
+from preprocess.read.inputs import OpenInput, Place, RangeReader
+from preprocess.read.lines import Records, first_newline, line_blocks_of, line_documents, line_starts
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import (
     FieldPath,
     MessageFields,
     TextFields,

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from preprocess.formats.format import Inspected, Reading, Start, starts_among
-from preprocess.formats.inputs import OpenInput, RangeReader, unreadable
-from preprocess.formats.lines import FirstLineEnd, TextPiece, first_line_end, first_line_start
+from preprocess.read.format import Inspected, Reading, Start, starts_among
+from preprocess.read.inputs import OpenInput, RangeReader, unreadable
+from preprocess.read.lines import FirstLineEnd, TextPiece, first_line_end, first_line_start
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 

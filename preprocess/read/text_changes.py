@@ -10,7 +10,7 @@ import re
 import unicodedata
 from importlib import metadata
 
-from preprocess.formats.text_fields import UnusableText
+from preprocess.read.text_fields import UnusableText
 from shardprep.command_line import needs
 from shardprep.errors import Refused, UsageError
 from shardprep.format.options import PlanOptions

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats import long_documents
-from preprocess.formats.format import (
+from preprocess.read import long_documents
+from preprocess.read.format import (
     SHORT_LINE_BYTES,
     DocumentBatch,
     RecordBlock,
@@ -24,9 +24,9 @@ from preprocess.formats.format import (
     one_left_out,
     too_long,
 )
-from preprocess.formats.inputs import OpenInput, Place
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TOLD_NOTHING, Told, UnusableText
+from preprocess.read.inputs import OpenInput, Place
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import TOLD_NOTHING, Told, UnusableText
 
 
 class TextPiece(NamedTuple):

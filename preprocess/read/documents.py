@@ -16,9 +16,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats.chat import ChatTemplate, TooCostly, render_conversations
-from preprocess.formats.compression import COMPRESSIONS, load_zstd
-from preprocess.formats.format import (
+from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
+from preprocess.read.compression import COMPRESSIONS, load_zstd
+from preprocess.read.format import (
     DocumentBatch,
     Format,
     Reading,
@@ -27,10 +27,10 @@ from preprocess.formats.format import (
     one_left_out,
     starts_among,
 )
-from preprocess.formats.inputs import OpenInput, RangeReader
-from preprocess.formats.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
-from preprocess.formats.text_changes import change_text
-from preprocess.formats.text_fields import UnusableText
+from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.read.text_changes import change_text
+from preprocess.read.text_fields import UnusableText
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
@@ -117,7 +117,7 @@ def format_of(name: str) -> Format:
     kind = input_kind(name)
     module, _, reader = kind.format.reader.partition(":")
     try:
-        found = getattr(importlib.import_module(f"preprocess.formats.{module}"), reader)
+        found = getattr(importlib.import_module(f"preprocess.read.{module}"), reader)
     except ImportError:
         if not kind.format.library:
             raise

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.formats.text_fields import UnusableText
+from preprocess.read.text_fields import UnusableText
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused
 from shardprep.files import ReadFile, with_retries
 from shardprep.format.plan import ByteRange

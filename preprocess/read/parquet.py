@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow.parquet as parquet
 
-from preprocess.formats.columns import (
+from preprocess.read.columns import (
     InputStream,
     column_names,
     fields_in,
@@ -17,10 +17,10 @@ from preprocess.formats.columns import (
     row_documents,
     rows_at_once,
 )
-from preprocess.formats.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
-from preprocess.formats.inputs import OpenInput, RangeReader
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TextFields
+from preprocess.read.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
+from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput
 from shardprep.format.plan import ByteRange
 

@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from preprocess.formats.inputs import BadDocument, Place
-from preprocess.formats.text_fields import TOLD_NOTHING, Told, UnusableText
+from preprocess.read.inputs import BadDocument, Place
+from preprocess.read.text_fields import TOLD_NOTHING, Told, UnusableText
 from shardprep.errors import Refused
 
 LONG_BYTES = 4 << 20  # a document of more is never held whole, where its file can be read in pieces again

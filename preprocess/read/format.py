@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.formats import long_documents
-from preprocess.formats.chat import ChatTemplate
-from preprocess.formats.inputs import BadDocument, OpenInput, Place, RangeReader
-from preprocess.formats.long_documents import LongDocument
-from preprocess.formats.text_fields import TOLD_NOTHING, TextFields, Told, UnusableText, text_fields_of
+from preprocess.read import long_documents
+from preprocess.read.chat import ChatTemplate
+from preprocess.read.inputs import BadDocument, OpenInput, Place, RangeReader
+from preprocess.read.long_documents import LongDocument
+from preprocess.read.text_fields import TOLD_NOTHING, TextFields, Told, UnusableText, text_fields_of
 from shardprep.format.digests import canonical_conversation, digests_of
 from shardprep.format.document_names import DocumentNames
 from shardprep.format.options import Doc, PlanOptions

@@ -130,7 +130,7 @@ COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "submit": (2, ["submit", "COPY", "--dry_run"]),
     "lustre": (0, ["lustre", "show", "DATA"]),
     "show": (0, ["-m loader", "DATA"]),
-    "withdraw": (66, ["withdraw", "DATA", "--source", "no" + TEXT.replace("\0", "")]),
+    "blank": (66, ["blank", "DATA", "--output", "NEW", "--ids", "no" + TEXT.replace("\0", "")]),
     "where nothing is": (66, ["where", "DATA", "--state", "no" + TEXT.replace("\0", "")]),
     "stage": (0, ["stage", "DATA", "--to", "NEW"]),
     "no such folder": (66, ["verify", "NEW"]),

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.look.addresses import ids_kept
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import documents_of_shard
 from preprocess.read.documents import find_names
@@ -31,7 +30,7 @@ from shardprep.files import (
 )
 from shardprep.format.blanked import BlankedDocuments, blanked_shards, publish_blanked, read_blanked
 from shardprep.format.digests import DIGEST
-from shardprep.format.document_names import DocumentNames, keys_of_ids, lines_of, read_names
+from shardprep.format.document_names import DocumentNames, kept_ids, keys_of_ids, lines_of, read_names
 from shardprep.format.done import check_done, done_manifest, read_findings
 from shardprep.format.manifest import Manifest, read_manifest, shard_files
 from shardprep.format.names import (
@@ -117,9 +116,9 @@ def _named_places(
         for number in range(plan.num_shards):
             parts = [_NO_PLACES]
             if names.has_ids:
-                kept = list(ids_kept(folder, number))
-                places = np.array([place for place, _ in kept], np.int64).reshape(-1, 2)
-                of = names.find(keys_of_ids(name for _, name in kept))
+                kept = list(kept_ids(folder, number))
+                places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
+                of = names.find(keys_of_ids(name for *_, name in kept))
                 parts.append(places[of >= 0])
                 found[of[of >= 0]] = True
             if names.has_texts and _may_hold_text(folder, plan, number, names):

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE, errors_named, read_lines, read_regular
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
-from shardprep.format.names import EXCLUDED_NAME
+from shardprep.format.names import EXCLUDED_NAME, ids_path, remake_command
 
 _TEXT = b"sha256:"
 _MOST_NAMES = 10_000_000
@@ -139,3 +140,22 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
             remedy=remedy,
         )
     return DocumentNames(keys=np.frombuffer(raw, DIGEST))
+
+
+def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
+    """Yield input, place in it, and id of each document of a shard, as --id_field keeps them.
+
+    Raises BrokenShard, ReadWriteError.
+    """
+    path, remedy = ids_path(folder, shard_id), remake_command(shard_id, folder)
+    for line in read_lines(path):
+        try:
+            input_number, offset, kept = orjson.loads(line)
+            is_right = [type(input_number), type(offset), type(kept)] == [int, int, str]
+        except (ValueError, TypeError):
+            is_right = False
+        if not is_right:
+            raise BrokenShard(
+                f"{path} has the line {line[:60]!r}; run: {remedy}", path=path, found=line[:60], remedy=remedy
+            )
+        yield input_number, offset, kept

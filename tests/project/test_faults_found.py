@@ -13,7 +13,7 @@ import pytest
 
 from loader import tokenizer as loader_tokenizer
 from preprocess.look.doctor import output_findings
-from preprocess.look.export import EXPORTERS
+from preprocess.look.export import LAYOUTS
 from preprocess.look.train_tokenizer import _refuse_existing
 from preprocess.make.engines import tokenizers_engine
 from preprocess.make.worker import load_engine
@@ -69,7 +69,7 @@ def test_planning_names_the_tokenizer_file_that_it_cannot_read(
 def test_an_export_that_cannot_look_at_its_files_says_so(
     tmp_path: Path, stale: Callable[..., None], to: str, name: str
 ) -> None:
-    exporter = EXPORTERS[to](folder=tmp_path, vocab_size=9, num_shards=1, first_token=[0, 9])
+    exporter = LAYOUTS[to](folder=tmp_path, vocab_size=9, first_token=[0, 9])
     stale("stat", name)
     with pytest.raises(ReadWriteError, match="cannot be read: Stale file handle"):
         exporter.is_done(0)

@@ -117,6 +117,15 @@ def test_nanogpts_file_is_the_stream(folders: dict[str, Path], tmp_path: Path, n
     assert sorted(path.name for path in out.iterdir()) == ["export.json", "train.bin"]
 
 
+def test_a_document_of_more_than_is_read_at_once_is_exported_whole(tmp_path: Path) -> None:
+    text = " ".join(str(number) for number in range(150_000))
+    world = World(tmp_path, data_dir=tmp_path / "json").raw({"a.txt": f"short\n{text}\nshort\n"})
+    world.plan(num_shards=1).run()
+    stream = np.fromfile(exported(world.data_dir, "nanogpt", tmp_path / "out") / "train.bin", np.uint16)
+    assert (world.data_dir / "shard-00000.tar").stat().st_size > 4 << 20
+    assert stream.tolist() == stream_of(world.data_dir)
+
+
 @pytest.mark.parametrize("flags", [[], ["--put_eos"]])
 @pytest.mark.parametrize("name", ["json", "packed"])
 def test_arrow_files_hold_the_stored_samples(

@@ -32,7 +32,7 @@ from shardprep.format.blanked import BlankedDocuments, blanked_shards, publish_b
 from shardprep.format.digests import DIGEST
 from shardprep.format.document_names import DocumentNames, kept_ids, keys_of_ids, lines_of, read_names
 from shardprep.format.done import check_done, done_manifest, read_findings
-from shardprep.format.manifest import Manifest, read_manifest, shard_files
+from shardprep.format.manifest import read_manifest, shard_files
 from shardprep.format.names import (
     EXCLUDED_NAME,
     TOKENIZER_DIR,
@@ -60,7 +60,8 @@ def take_over(
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
     findings = read_findings(folder, plan.plan_id)
-    manifests = [check_done(folder, number, plan.plan_id, findings) for number in range(plan.num_shards)]
+    for number in range(plan.num_shards):
+        check_done(folder, number, plan.plan_id, findings)
     names = read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
     named = dict(_named_places(folder, plan.at(input_dir), names, found))
@@ -71,11 +72,8 @@ def take_over(
         say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
     if not named:
         raise NotFound(f"{folder} has no document that {ids_file} names; nothing was made", path=ids_file)
-    documents = {
-        number: _blanked(folder, plan, manifests[number], places) for number, places in named.items()
-    }
-    before = blanked_shards(plan.options.blanked)
-    for number in before:
+    documents = {number: _blanked(folder, plan, number, places) for number, places in named.items()}
+    for number in blanked_shards(plan.options.blanked):
         documents.setdefault(number, read_blanked(folder, plan.plan_id, number))
     blanked = id_ranges(documents)
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
@@ -84,7 +82,7 @@ def take_over(
     with Progress("taking over", len(untouched), unit="shards") as progress:
         for number in untouched:
             if done_manifest(new, number, plan.plan_id, read_findings(new, plan.plan_id)) is None:
-                _take_over_shard(folder, new, manifests[number])
+                _take_over_shard(folder, new, number)
             progress.add(1)
     return planned, sorted(named), not missing
 
@@ -154,16 +152,17 @@ def _places_of_texts(
             yield np.array([[item.place.input_number, item.place.start]])
 
 
-def _blanked(folder: Path, plan: Plan, manifest: Manifest, places: Places) -> BlankedDocuments:
+def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> BlankedDocuments:
     """Return what is blanked of a shard from now on, with what was before."""
+    manifest = read_manifest(folder, shard_id)
     made_from = manifest.tar.sha256
     if manifest.made_from is not None:
-        before = read_blanked(folder, plan.plan_id, manifest.shard_id)
+        before = read_blanked(folder, plan.plan_id, shard_id)
         made_from = before.made_from
         places = np.unique(np.concatenate([places, np.array([before.inputs, before.offsets]).T]), axis=0)
     return BlankedDocuments(
         plan_id=plan.plan_id,
-        shard_id=manifest.shard_id,
+        shard_id=shard_id,
         made_from=made_from,
         inputs=places[:, 0].tolist(),
         offsets=places[:, 1].tolist(),
@@ -197,14 +196,14 @@ def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedD
     publish_plan(planned, new)
 
 
-def _take_over_shard(folder: Path, new: Path, manifest: Manifest) -> None:
+def _take_over_shard(folder: Path, new: Path, shard_id: int) -> None:
     """Give the files of a shard a second name; the manifest last."""
-    for path, _ in shard_files(folder, manifest):
+    for path, _ in shard_files(folder, read_manifest(folder, shard_id)):
         target = new / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)
         publish_link(target, path)
         if target.parent != new:
             sync_folder(target.parent)
     sync_folder(new)
-    publish_link(manifest_path(new, manifest.shard_id), manifest_path(folder, manifest.shard_id))
+    publish_link(manifest_path(new, shard_id), manifest_path(folder, shard_id))
     sync_folder(new)

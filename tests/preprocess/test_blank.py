@@ -168,7 +168,12 @@ def test_a_models_gradient_is_that_of_rows_in_which_they_are_padding(data: Path,
     """Whatever ids stand there: the gradient of other ids in their places is the same."""
     form, options = CASES[case]
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **sizes))
 
     def gradient(ids: torch.Tensor, labels: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:

@@ -24,9 +24,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Keyed on what was asked for; another TORCH or a newer pyproject.toml installs again.
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
-SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/test_versions
+SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/release .ci/test_versions
 
-.PHONY: help install demo test test_packages test_quick test_lowest test_newest torture mutants lint docs bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
+.PHONY: help install demo test test_packages test_quick test_lowest test_newest torture mutants lint docs release bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -87,7 +87,10 @@ lint: install ## ruff, mypy --strict, shellcheck
 
 docs: install ## the documentation as a site, in ./site; a broken link fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file .site/mkdocs.yml
-	@echo "open site/index.html in a browser"
+	@echo "look at it: python3 -m http.server --directory site"
+
+release: install ## sdist and wheel in ./dist, checked, and tried with each Python from 3.10 on that is found (3 minutes)
+	.ci/release
 
 bench_preprocess: install ## CPU time of the baseline, the peers and this project (15 minutes; the peers go to ./.bench)
 	$(BIN)/python benchmarks/peer_environments.py

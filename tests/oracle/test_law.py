@@ -41,7 +41,7 @@ EOS, FILLER, NUM_WORDS = 7999, 7900, 8000
 ROW = 4  # tokens
 FIRST_ID = {"web": 1, "code": 1001, "books": 1201, "wiki": 1401, "rows": 2001, "large": 3001, "many": 4001}
 SIZES = {"web": 700, "code": 130, "books": 90, "wiki": 60, "rows": 500, "large": 200, "many": 9600}
-LARGE_BYTES = 120_000  # of a sample of ``large``: blocks are as small as their bytes ask for
+LARGE_BYTES = 400_000  # of a sample of ``large``: blocks and windows are as small as their bytes ask for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,7 @@ FORMS = {
     "joined": Form(sources=["web"], options={"seq_len": ROW}),
     "sizes by step": Form(sources=["web"], sizes=[(0, 24), (9, 12), (70, 36)]),
     "large": Form(sources=["large"], size=2),
+    "large, grouped": Form(sources=["large"], size=2, options={"group_by_length": 2}),
     "one": Form(sources=["wiki"], size=1),
     "many": Form(sources=["many"], size=512, later_ticks=(1, 2)),
     "fewer": Form(sources=["many"], size=128, later_ticks=(1, 2)),

@@ -139,8 +139,20 @@ def test_both_languages_have_the_same_sections_tables_and_links() -> None:
     assert english_links == korean_links
 
 
-def test_the_readme_has_at_most_1000_words() -> None:
-    assert 300 < len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
+def test_the_readme_has_at_most_1100_words() -> None:
+    assert 300 < len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
+
+
+def test_the_korean_readme_has_the_commands_and_figures_of_the_english_one() -> None:
+    def told(name: str) -> list[list[str]]:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        flags = re.findall(r"--[a-z_]+", text)
+        figures = re.findall(r"\d+\.\d+", text)
+        return [sorted(flags), figures, re.findall(r"\]\((docs/[^)]+|[A-Z.]+\.md)\)", text)]
+
+    ours, theirs = told("README.ko.md"), told("README.md")
+    assert ours[:2] == theirs[:2]
+    assert {*theirs[2]} <= {*ours[2], "README.ko.md"}
 
 
 def test_the_exit_codes_of_the_page_of_commands_are_those_of_the_errors() -> None:

@@ -175,9 +175,9 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         return
     is_id = address.startswith("id:")
     place = _place_of_id(folder, plan, address) if is_id else _place_in_input(plan, address)
-    path = plan.inputs[place[0]].path
+    name = plan.inputs[place[0]].path
     shards = [each for each in map(plan.shard, _made_shards(folder)) if place[0] in each.input_numbers]
-    if lines := left_out_at(folder, plan, [each.shard_id for each in shards], path, place[1]):
+    if lines := left_out_at(folder, plan, [each.shard_id for each in shards], name, place[1]):
         print_lines(*lines)
         return
     samples: list[Sample] = []
@@ -187,7 +187,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
         # A document is in the last shard in which one begins at the place or before.
         samples = [(shard_id, number) for number in samples_holding(records, place, num_train)] or samples
     if not samples:
-        raise NotFound(f"{path}:{place[1]}: no document of a finished shard begins there or before")
+        raise NotFound(f"{name}:{place[1]}: no document of a finished shard begins there or before")
     yield from ((sample, None) for sample in samples)
 
 

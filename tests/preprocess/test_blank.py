@@ -142,8 +142,8 @@ def test_blanked_documents_are_padding_where_they_stood_and_all_else_stays(data:
             for batch, found in zip(loader, of_new, strict=True):
                 seen.append(assert_same(found, padded(batch, shifted=shifted)))
         assert any(seen)
-        found = torch.cat([batch["input_ids"].reshape(-1) for batch in of_new])
-        assert not BLANKED & set(found.tolist())
+        ids = torch.cat([batch["input_ids"].reshape(-1) for batch in of_new])
+        assert not BLANKED & set(ids.tolist())
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -25,7 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed": {"record": "packed", "seq_len": 64},
     "best_fit": {"record": "packed", "seq_len": 64, "pack": "best_fit"},
 }
-EOS_ID = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).token_to_id(EOS)
+EOS_ID = int(Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).token_to_id(EOS) or 0)
 
 
 @pytest.fixture(scope="module")

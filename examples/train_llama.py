@@ -230,7 +230,7 @@ class Health:
         at = loader.state_at(step)
         return (
             f"step {step}: loss {loss:.4f}, {num_tokens / took_s:,.0f} tokens/s, waited {wait_share:.1%} for "
-            f"data, at step {at['step']} of {loader.order.steps_per_epoch} of epoch {at['epoch']}"
+            f"data, at step {at['step']} of {loader.run.steps_in(at['epoch'])} of epoch {at['epoch']}"
         )
 
 

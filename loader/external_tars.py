@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import adler32
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.order import Int64s
 from shardprep.errors import BrokenShard, UnknownMember
 from shardprep.files import ReadFile
 from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
@@ -238,10 +237,10 @@ _FIELDS = re.compile(
     rb"*'shape': *\( *((?:\d{1,15} *, *)*(?:\d{1,15})?) *\) *,? *\}[ \n\0]*"
 )
 _VERSIONS = (b"\x01\0", b"\x02\0", b"\x03\0")
+_HEADER_BYTES = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class NpyHeader:
+class NpyHeader(NamedTuple):
     """What an array of integers says of itself."""
 
     dtype: np.dtype[Any]
@@ -250,12 +249,12 @@ class NpyHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Return the bytes of the whole file."""
         return self.data_start + math.prod(self.shape) * self.dtype.itemsize
 
 
 def parse_npy_header(raw: bytes) -> NpyHeader | None:
-    """The header that ``raw`` begins with, or None where it is none of an integer array in C order.
+    """Return the header that ``raw`` begins with, or None where it is none of an integer array in C order.
 
     Only a whole header counts, with nothing before, between or behind its fields that numpy does not write.
     """
@@ -266,233 +265,243 @@ def parse_npy_header(raw: bytes) -> NpyHeader | None:
     if not is_npy or match is None:
         return None
     shape = tuple(int(part) for part in match[2].split(b",") if part.strip())
-    return NpyHeader(dtype=np.dtype(match[1].decode()), shape=shape, data_start=data_start)
+    return NpyHeader(np.dtype(match[1].decode()), shape, data_start)
 
 
 IDS_FIELD = "token_ids.npy"
-_KNOWN = {IDS_FIELD, DOC_STARTS_FIELD, ROW_TOKENS_FIELD, LOSS_MASK_FIELD}
-_HEADER_BYTES = 4096
-_ROW = np.dtype(
+JSON_FIELD = "token_ids.json"
+_ROW_FIELDS = {IDS_FIELD, DOC_STARTS_FIELD, ROW_TOKENS_FIELD, LOSS_MASK_FIELD}
+# How the ids of a sample lie, by the number of this table: as JSON text, or as integers.
+_WIDTHS = ("i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", ">i2", ">u2", ">i4", ">u4", ">i8", ">u8")
+TOKEN_DTYPES: tuple[np.dtype[Any] | None, ...] = (None, *map(np.dtype, _WIDTHS))
+JSON = 0
+# Columns as in an idx, and what its manifest says of all samples of a shard.
+_RECORD = np.dtype(
     [
-        ("offset", np.int64),  # byte in the tar where the ids begin; of NPY, their .npy header
+        ("offset", np.int64),  # byte in the tar where the ids begin
         ("num_bytes", np.int64),
         ("num_tokens", np.int64),  # -1 where they were not counted
-        ("starts_offset", np.int64),  # of packed rows, as in the idx; else 0
+        ("starts_offset", np.int64),  # of packed rows; else 0
         ("num_starts", np.int64),
-        ("mask_offset", np.int64),  # of rows with a loss mask, as in the idx; else 0
+        ("mask_offset", np.int64),  # of rows with a loss mask; else 0
+        ("dtype", np.int8),  # its number in TOKEN_DTYPES
+        ("last_id", np.int64),  # -1 where tokens were not counted, or there are none
     ]
 )
-JSON, NPY, RAW = 0, 1, 2  # how ids lie: JSON text, a whole .npy file, or bare integers
-TOKEN_FIELDS = {"token_ids.json": JSON, "token_ids.npy": NPY}
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's base_plus_ext
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset skips such names
-
-
 _MOST_DIGITS = 10  # of an id
 _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 
-Fields = dict[str, tuple[int, int]]  # field -> (offset, size) of its member
-
 
 @dataclass(frozen=True, kw_only=True)
-class TarSamples:
-    """Where the token ids of a tar's samples lie. All arrays have a row per sample, in tar order."""
+class ScannedTar:
+    """Where the token ids of a tar's samples lie."""
 
-    rows: npt.NDArray[np.void]  # of _ROW: columns as in an idx
-    last_id: Int64s  # -1 where tokens were not counted, or there are none
-    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW
-    fingerprint: str  # of sizes, places and some samples' bytes
-    token_bytes: int = 0  # of a RAW id
+    path: Path
+    num_bytes: int  # of the tar
+    records: npt.NDArray[np.void]  # of _RECORD, one per sample, in tar order
+    fingerprint: str  # of sizes, places and some samples' bytes; the path is outside it
     row_tokens: int = 0  # of packed rows, else 0
 
+    @property
+    def has_mask(self) -> bool:
+        """Return whether rows say which of their tokens have a label."""
+        return bool(self.records["mask_offset"].any())
 
-def scan_tar(path: Path, *, count_tokens: bool = False) -> TarSamples:
+
+def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
     """Index a tar by its headers; with ``count_tokens`` by its data, too.
 
     Raises BrokenShard; UnknownMember for a member that would change the training; OSError.
     """
     with TarBytes(path) as tar:
-        found = _group_members(path, tar_members(path, tar))
-        if found and _is_packed(tar, found[0][1]):
-            return _rows_of(path, tar, found)
-        members = [_token_member(path, key, fields) for key, fields in found]
-        rows, last_id = np.zeros(len(members), _ROW), np.full(len(members), -1, np.int64)
-        rows["offset"], rows["num_bytes"], encoding = np.array(members, np.int64).reshape(-1, 3).T
-        rows["num_tokens"] = -1
-        if count_tokens and members:
-            counted = [_count_tokens(tar, *member) for member in members]
-            rows["num_tokens"], last_id = np.transpose(counted).copy()
-        return TarSamples(
-            rows=rows,
-            last_id=last_id,
-            encoding=encoding.astype(np.int8),
-            fingerprint=_fingerprint(tar, rows),
+        samples = _samples(path, tar)
+        row_tokens = 0
+        if samples and samples[0].is_packed:
+            records, row_tokens = _packed_records(samples)
+        else:
+            records = np.zeros(len(samples), _RECORD)
+            for number, sample in enumerate(samples):
+                records[number] = _document_record(sample, count_tokens=count_tokens)
+        return ScannedTar(
+            path=path,
+            num_bytes=len(tar),
+            records=records,
+            fingerprint=_fingerprint(tar, records),
+            row_tokens=row_tokens,
         )
 
 
-def _is_packed(tar: TarBytes, fields: Fields) -> bool:
-    """Whether a sample's ids are rows, ``[rows, seq_len]``."""
-    header = _header(tar, fields[IDS_FIELD][0]) if IDS_FIELD in fields else None
-    return header is not None and len(header.shape) == 2 and DOC_STARTS_FIELD in fields
-
-
-def _rows_of(path: Path, tar: TarBytes, found: list[tuple[str, Fields]]) -> TarSamples:
-    """All rows as the idx has them; no ids are read. Raises UnknownMember or BrokenShard."""
-    parts, forms = [], set()
-    for key, fields in found:
-        member = _PackedMember(path, key, fields, tar)
-        ids = member.array(IDS_FIELD, ("<u2", "<u4"))
-        forms.add((ids.shape[-1], ids.dtype.itemsize))
-        is_rows = len(ids.shape) == 2 and 0 < ids.shape[1] * ids.dtype.itemsize < 2**32 and ids.shape[0] > 0
-        if not is_rows or len(forms) > 1:
-            raise BrokenShard(f"{path}: {key!r} has ids {ids.shape}, expected rows as those before it")
-        parts.append(member.rows(ids))
-    if len({LOSS_MASK_FIELD in fields for _, fields in found}) > 1:
-        raise BrokenShard(f"{path}: some of its rows have a {LOSS_MASK_FIELD} and others have none")
-    rows, (row_tokens, token_bytes) = np.concatenate(parts), forms.pop()
-    return TarSamples(
-        rows=rows,
-        last_id=np.full(len(rows), -1, np.int64),
-        encoding=np.full(len(rows), RAW, np.int8),
-        fingerprint=_fingerprint(tar, rows),
-        token_bytes=token_bytes,
-        row_tokens=row_tokens,
-    )
-
-
-class _PackedMember:
-    """One sample of the tar: a group of rows. Raises BrokenShard, UnknownMember for other fields."""
-
-    def __init__(self, path: Path, key: str, fields: Fields, tar: TarBytes) -> None:
-        self._path = path
-        self._key = key
-        self._fields = fields
-        self._tar = tar
-        if fields.keys() - _KNOWN or IDS_FIELD not in fields:
-            raise UnknownMember(
-                f"{path}: {key!r} has the fields {', '.join(sorted(fields))}, expected of "
-                f"{', '.join(sorted(_KNOWN))}; leaving one out could change the training"
-            )
-        if DOC_STARTS_FIELD not in fields:
-            raise BrokenShard(f"{path}: {key!r} has no {DOC_STARTS_FIELD}")
-
-    def rows(self, ids: NpyHeader) -> npt.NDArray[np.void]:
-        num_rows, seq_len = ids.shape
-        starts = self._numbers(DOC_STARTS_FIELD)
-        if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
-            raise self._broken(
-                DOC_STARTS_FIELD,
-                f"has {starts[:4].tolist()} ..., expected ascending numbers below {num_rows * seq_len}",
-            )
-        edges = np.searchsorted(starts, np.arange(num_rows + 1) * seq_len)
-        rows = np.zeros(num_rows, _ROW)
-        rows["num_bytes"] = seq_len * ids.dtype.itemsize
-        rows["offset"] = (
-            self._fields[IDS_FIELD][0] + ids.data_start + np.arange(num_rows) * rows["num_bytes"][0]
-        )
-        rows["num_tokens"] = seq_len
-        rows["num_starts"] = np.diff(edges)
-        starts_end = sum(self._fields[DOC_STARTS_FIELD])
-        rows["starts_offset"] = starts_end - starts.nbytes + edges[:-1] * starts.itemsize
-        if ROW_TOKENS_FIELD in self._fields:
-            tokens = self._numbers(ROW_TOKENS_FIELD)
-            if tokens.shape != (num_rows,) or not 0 < tokens.min() <= tokens.max() <= seq_len:
-                what = f"has {tokens[:4].tolist()} ..., expected {num_rows} numbers from 1 to {seq_len}"
-                raise self._broken(ROW_TOKENS_FIELD, what)
-            rows["num_tokens"] = tokens
-        if LOSS_MASK_FIELD in self._fields:
-            mask = self.array(LOSS_MASK_FIELD, ("|u1",))
-            if mask.shape != ids.shape:
-                raise self._broken(LOSS_MASK_FIELD, f"is {mask.shape}, not {ids.shape}")
-            first = self._fields[LOSS_MASK_FIELD][0] + mask.data_start
-            rows["mask_offset"] = first + np.arange(num_rows) * seq_len
-        return rows
-
-    def array(self, field: str, dtypes: tuple[str, ...]) -> NpyHeader:
-        """The header of a member, which must be an array of one of some types, and of the member's size."""
-        offset, num_bytes = self._fields[field]
-        header = _header(self._tar, offset)
-        if header is None or header.dtype.str not in dtypes:
-            found = "none" if header is None else header.dtype.str
-            raise self._broken(field, f"is no .npy of {' or '.join(dtypes)}, but of {found}")
-        if header.num_bytes != num_bytes:
-            raise self._broken(field, f"has {num_bytes} bytes, its header says {header.num_bytes}")
-        return header
-
-    def _numbers(self, field: str) -> npt.NDArray[np.uint32]:
-        """The numbers of a small member: uint32[n]."""
-        header = self.array(field, ("<u4",))
-        offset, num_bytes = self._fields[field]
-        if len(header.shape) != 1:
-            raise self._broken(field, f"has the shape {header.shape}, expected a list")
-        return np.frombuffer(self._tar[offset + header.data_start : offset + num_bytes], "<u4")
-
-    def _broken(self, field: str, what: str) -> BrokenShard:
-        return BrokenShard(f"{self._path}: {field} of {self._key!r} {what}")
-
-
-def _header(tar: TarBytes, offset: int) -> NpyHeader | None:
-    return parse_npy_header(tar[offset : offset + _HEADER_BYTES])
-
-
-def _fingerprint(tar: TarBytes, rows: npt.NDArray[np.void]) -> str:
-    offset, num_bytes = rows["offset"], rows["num_bytes"]
-    digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
-    for row in range(0, len(rows), max(len(rows) // _FINGERPRINTED, 1)):
-        digest.update(tar[int(offset[row]) : int(offset[row] + num_bytes[row])])
-    return digest.hexdigest()
-
-
-def _count_tokens(tar: TarBytes, offset: int, num_bytes: int, encoding: int) -> tuple[int, int]:
-    """Number of a member's ids, and the last one or -1; the others are not made.
-
-    What is no list of ids is found when it is decoded. 2 us a JSON document of 30 tokens.
-    """
-    raw = tar[offset : offset + num_bytes]
-    if encoding == JSON:
-        last = raw.rpartition(b",")[2].strip(b"[] \t\r\n")
-        is_id = last.isdigit() and len(last) <= _MOST_DIGITS
-        return (raw.count(b",") + 1 if last else 0), (int(last) if is_id else -1)
-    header = parse_npy_header(raw)
-    if header is None or len(header.shape) != 1 or not header.shape[0] or header.num_bytes != len(raw):
-        return 0, -1
-    last_id = int(np.frombuffer(raw[-header.dtype.itemsize :], header.dtype)[0])
-    return header.shape[0], last_id if 0 <= last_id < 2**31 else -1
-
-
-def _group_members(path: Path, members: Iterator[tuple[str, int, int]]) -> list[tuple[str, Fields]]:
-    """Members of one sample, which stand together: (key, its fields)."""
-    found: list[tuple[str, Fields]] = []
-    for name, offset, num_bytes in members:
+def _samples(path: Path, tar: TarBytes) -> list[_Sample]:
+    """Return the samples of a tar; members of one stand together. Raises BrokenShard."""
+    found: list[_Sample] = []
+    for name, offset, num_bytes in tar_members(path, tar):
         match = _KEY_AND_FIELD.match(name)
         if match is None or _META.match(name):
             continue
-        if not found or match[1] != found[-1][0]:
-            found.append((match[1], {}))
-        key, fields = found[-1]
-        field = match[2].lower()
-        if field in fields:
+        key, field = match[1], match[2].lower()
+        if not found or key != found[-1].key:
+            found.append(_Sample(path, tar, key, {}))
+        if field in found[-1].fields:
             raise BrokenShard(
                 f"{path} has two members {field!r} for sample {key!r}; what stands before a name's first "
-                "dot is the sample's key, so keys may hold no dot and must differ"
+                "dot is the sample's key, so keys may hold no dot and must differ",
+                path=path,
+                found=field,
             )
-        fields[field] = (offset, num_bytes)
+        found[-1].fields[field] = (offset, num_bytes)
     return found
 
 
-def _token_member(path: Path, key: str, fields: Fields) -> tuple[int, int, int]:
-    if LOSS_MASK_FIELD in fields:
-        raise UnknownMember(
-            f"{path}: sample {key!r} has a {LOSS_MASK_FIELD}, which only packed rows may have; leaving it "
-            "out would change the training"
+class _Sample(NamedTuple):
+    """One sample of a tar: a document, or some packed rows."""
+
+    path: Path
+    tar: TarBytes
+    key: str
+    fields: dict[str, tuple[int, int]]  # offset and size of each member
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether the ids are rows, ``[rows, seq_len]``."""
+        if IDS_FIELD not in self.fields or DOC_STARTS_FIELD not in self.fields:
+            return False
+        header = self._header(IDS_FIELD)
+        return header is not None and len(header.shape) == 2
+
+    def array(self, field: str, dtypes: tuple[str, ...], num_dimensions: int) -> NpyHeader:
+        """Return the header of an array of one of some types, which must have the member's size."""
+        header, num_bytes = self._header(field), self.fields[field][1]
+        is_right = header is not None and header.dtype in map(np.dtype, dtypes)
+        if header is None or not is_right or len(header.shape) != num_dimensions:
+            found = "no array of integers" if header is None else f"{header.dtype.str}{list(header.shape)}"
+            kinds = "integers" if dtypes == _WIDTHS else " or ".join(dtypes)
+            raise self.broken(field, found, f"a .npy of {kinds} with {num_dimensions} dimensions")
+        if header.num_bytes != num_bytes:
+            raise self.broken(field, f"{num_bytes} bytes", f"{header.num_bytes}, as its header says")
+        return header
+
+    def numbers(self, field: str) -> tuple[npt.NDArray[np.uint32], int]:
+        """Return the numbers of a small member, uint32[n], and the byte of the tar where they begin."""
+        begin = self.fields[field][0] + self.array(field, ("<u4",), 1).data_start
+        return np.frombuffer(self.tar[begin : sum(self.fields[field])], "<u4"), begin
+
+    def broken(self, field: str, found: object, expected: str) -> BrokenShard:
+        """Return the error to raise for a member."""
+        return BrokenShard(
+            f"{self.path}: {field} of sample {self.key!r} has {found}, expected {expected}",
+            path=self.path,
+            found=str(found),
+            expected=expected,
         )
-    for field, encoding in TOKEN_FIELDS.items():
-        if field in fields:
-            return (*fields[field], encoding)
-    raise BrokenShard(
-        f"{path}: sample {key!r} has the fields {', '.join(sorted(fields))}, expected "
-        f"{' or '.join(TOKEN_FIELDS)}; what stands before a name's first dot is the sample's key",
-        path=path,
-        found=", ".join(sorted(fields)),
-        expected=" or ".join(TOKEN_FIELDS),
-    )
+
+    def unknown(self, expected: str) -> UnknownMember:
+        """Return the error to raise for members that cannot be left out."""
+        found = ", ".join(sorted(self.fields))
+        return UnknownMember(
+            f"{self.path}: sample {self.key!r} has the fields {found}, expected {expected}; leaving one out "
+            "could change the training",
+            path=self.path,
+            found=found,
+            expected=expected,
+        )
+
+    def _header(self, field: str) -> NpyHeader | None:
+        offset, num_bytes = self.fields[field]
+        return parse_npy_header(self.tar[offset : offset + min(num_bytes, _HEADER_BYTES)])
+
+
+def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
+    """Return the _RECORD of a document. Raises BrokenShard or UnknownMember."""
+    if LOSS_MASK_FIELD in sample.fields:
+        raise sample.unknown(f"no {LOSS_MASK_FIELD} but of packed rows")
+    if JSON_FIELD in sample.fields:
+        offset, num_bytes = sample.fields[JSON_FIELD]
+        num_tokens = last_id = -1
+        if count_tokens:
+            num_tokens, last_id = _count_json(sample.tar[offset : offset + num_bytes])
+        return offset, num_bytes, num_tokens, 0, 0, 0, JSON, last_id
+    if IDS_FIELD not in sample.fields:
+        found, expected = ", ".join(sorted(sample.fields)), f"{JSON_FIELD} or {IDS_FIELD}"
+        raise BrokenShard(
+            f"{sample.path}: sample {sample.key!r} has the fields {found}, expected {expected}; what stands "
+            "before a name's first dot is the sample's key",
+            path=sample.path,
+            found=found,
+            expected=expected,
+        )
+    header, last_id = sample.array(IDS_FIELD, _WIDTHS, 1), -1
+    end = sum(sample.fields[IDS_FIELD])
+    if count_tokens and header.shape[0]:
+        last = int(np.frombuffer(sample.tar[end - header.dtype.itemsize : end], header.dtype)[0])
+        last_id = last if 0 <= last < 2**31 else -1
+    begin = sample.fields[IDS_FIELD][0] + header.data_start
+    return begin, end - begin, header.shape[0], 0, 0, 0, TOKEN_DTYPES.index(header.dtype), last_id
+
+
+def _count_json(raw: bytes) -> tuple[int, int]:
+    """Return the number of ids of a JSON list, and the last one or -1. 2 us a document of 30 tokens.
+
+    What is no list of ids is found when it is decoded.
+    """
+    last = raw.rpartition(b",")[2].strip(b"[] \t\r\n")
+    is_id = last.isdigit() and len(last) <= _MOST_DIGITS
+    return (raw.count(b",") + 1 if last else 0), (int(last) if is_id else -1)
+
+
+def _packed_records(samples: list[_Sample]) -> tuple[npt.NDArray[np.void], int]:
+    """Return the _RECORD of each row, and the tokens of a row; no ids are read."""
+    parts, forms = [], set()
+    for sample in samples:
+        if sample.fields.keys() - _ROW_FIELDS or IDS_FIELD not in sample.fields:
+            raise sample.unknown(f"some of {', '.join(sorted(_ROW_FIELDS))}")
+        if DOC_STARTS_FIELD not in sample.fields:
+            raise sample.broken(DOC_STARTS_FIELD, "no such member", "where documents begin")
+        ids = sample.array(IDS_FIELD, ("<u2", "<u4"), 2)
+        num_rows, seq_len = ids.shape
+        forms.add((seq_len, ids.dtype, LOSS_MASK_FIELD in sample.fields))
+        if len(forms) > 1 or not num_rows or not 0 < seq_len * ids.dtype.itemsize < 2**32:
+            mask = f"{'a' if LOSS_MASK_FIELD in sample.fields else 'no'} {LOSS_MASK_FIELD}"
+            raise sample.broken(IDS_FIELD, f"rows of {list(ids.shape)} and {mask}", "rows as before it")
+        parts.append(_rows_of_member(sample, ids))
+    return np.concatenate(parts), forms.pop()[0]
+
+
+def _rows_of_member(sample: _Sample, ids: NpyHeader) -> npt.NDArray[np.void]:
+    """Return the _RECORD of each row of one member. Raises BrokenShard."""
+    num_rows, seq_len = ids.shape
+    row, row_bytes = np.arange(num_rows), seq_len * ids.dtype.itemsize
+    records = np.zeros(num_rows, _RECORD)
+    records["offset"] = sample.fields[IDS_FIELD][0] + ids.data_start + row * row_bytes
+    records["num_bytes"] = row_bytes
+    records["num_tokens"] = seq_len
+    records["dtype"] = TOKEN_DTYPES.index(ids.dtype)
+    records["last_id"] = -1
+    starts, starts_at = sample.numbers(DOC_STARTS_FIELD)
+    if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
+        expected = f"ascending numbers below {num_rows * seq_len}"
+        raise sample.broken(DOC_STARTS_FIELD, f"{starts[:4].tolist()} ...", expected)
+    bounds = np.searchsorted(starts, np.arange(num_rows + 1) * seq_len)
+    records["num_starts"] = np.diff(bounds)
+    records["starts_offset"] = starts_at + bounds[:-1] * starts.itemsize
+    if ROW_TOKENS_FIELD in sample.fields:
+        tokens, _ = sample.numbers(ROW_TOKENS_FIELD)
+        if tokens.shape != (num_rows,) or not 0 < tokens.min() <= tokens.max() <= seq_len:
+            expected = f"{num_rows} numbers from 1 to {seq_len}"
+            raise sample.broken(ROW_TOKENS_FIELD, f"{tokens[:4].tolist()} ...", expected)
+        records["num_tokens"] = tokens
+    if LOSS_MASK_FIELD in sample.fields:
+        mask = sample.array(LOSS_MASK_FIELD, ("u1",), 2)
+        if mask.shape != ids.shape:
+            raise sample.broken(LOSS_MASK_FIELD, list(mask.shape), str(list(ids.shape)))
+        records["mask_offset"] = sample.fields[LOSS_MASK_FIELD][0] + mask.data_start + row * seq_len
+    return records
+
+
+def _fingerprint(tar: TarBytes, records: npt.NDArray[np.void]) -> str:
+    offset, num_bytes = records["offset"], records["num_bytes"]
+    digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
+    for row in range(0, len(records), max(len(records) // _FINGERPRINTED, 1)):
+        digest.update(tar[int(offset[row]) : int(offset[row] + num_bytes[row])])
+    return digest.hexdigest()

@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loader.external_tars import JSON, RAW, TarSamples, scan_tar
-from loader.find_shards import DatasetShards, ExternalTar, ShardSet
+from loader.external_tars import TOKEN_DTYPES, scan_tar
 from loader.order import Int64s
+from loader.shards import DatasetShards, ShardSet
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry
@@ -44,9 +44,8 @@ class OpenShard:
 
     tar: ReadFile
     idx: RecordFile | None  # open, where the records are not held
-    held: Any  # columns as in the idx, a row per sample; None where there is ``idx``
-    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one per sample
-    token_bytes: int  # of a RAW id
+    records: Any  # columns as in the idx, a row per sample; None where there is ``idx``
+    dtype: int | None  # how all ids lie, by its number in TOKEN_DTYPES; None: as ``records`` says of each
     row_tokens: int  # of a packed row, else 0
     has_mask: bool  # a byte per token of each row says which have a label
     remedy: str
@@ -58,82 +57,70 @@ class OpenShard:
             self.idx.file.close()
 
 
-def open_shard(source: DatasetShards | ExternalTar, row: int) -> OpenShard:
-    """Open one shard of a source."""
+def open_shard(source: DatasetShards, row: int) -> OpenShard:
+    """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
     path, remedy = source.path_of(row), source.remedy_of(row)
-    expected = source.tar_bytes if isinstance(source, ExternalTar) else int(source.tar_bytes[row])
+    command = remedy.partition("run: ")[2] or None
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
         try:
             tar = opened.enter_context(ReadFile(path))
         except NOT_THERE:
-            command = remedy.partition("run: ")[2] or None
             raise MissingShard(f"{path} is missing; {remedy}", path=path, remedy=command) from None
+        expected = int(source.tar_bytes[row])
         if tar.num_bytes != expected:
             raise BrokenShard(
                 f"{path} has {tar.num_bytes} of {expected} bytes; {remedy}",
                 path=path,
                 found=tar.num_bytes,
                 expected=expected,
-                remedy=remedy.partition("run: ")[2] or None,
+                remedy=command,
             )
-        if isinstance(source, ExternalTar):
-            samples: TarSamples | RecordFile = source.samples
-        else:
-            # Of a tar alone nobody can tell which samples are for validation.
-            can_scan = source.num_validation is None
-            samples = _samples_of(source, row, opened, can_scan=can_scan)
-        idx: RecordFile | None = None
-        held: Any = None
-        if isinstance(samples, TarSamples):
-            held, encoding, token_bytes = samples.rows, samples.encoding, samples.token_bytes
-        else:
-            assert isinstance(source, DatasetShards)
-            is_json = source.spec.kind == "json"
-            encoding = np.array([JSON if is_json else RAW], np.int8)
-            token_bytes = 0 if is_json else source.spec.token_bytes
-            if samples.num_samples * samples.dtype.itemsize <= HELD_IDX_BYTES:
-                held = samples.read_all()
-                samples.file.close()
-            else:
-                idx = samples
+        idx = None if source.scanned else _open_idx(source, row)
+        if idx is not None:
+            opened.enter_context(idx.file)
+        records = None
+        if idx is None:
+            # A tar that others wrote, or one of ours without its idx.
+            records = (source.scanned or scan_tar(path, count_tokens=True)).records
+        num_samples = idx.num_samples if idx else len(records)
+        expected = int(source.num_samples[row])
+        if num_samples != expected:
+            raise BrokenShard(
+                f"{idx.file.path if idx else path} has {num_samples} of {expected} samples; {remedy}",
+                path=path,
+                found=num_samples,
+                expected=expected,
+                remedy=command,
+            )
+        dtype = None
+        if idx is not None:
+            dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
+            if num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
+                records = idx.read_all()
+                idx.file.close()
+                idx = None
         opened.pop_all()
     return OpenShard(
         tar=tar,
         idx=idx,
-        held=held,
-        encoding=encoding,
-        token_bytes=token_bytes,
+        records=records,
+        dtype=dtype,
         row_tokens=source.row_tokens,
         has_mask=source.has_mask,
         remedy=remedy,
     )
 
 
-def _samples_of(
-    source: DatasetShards, row: int, opened: contextlib.ExitStack, *, can_scan: bool
-) -> TarSamples | RecordFile:
-    """The idx, open; without one what the tar itself tells."""
-    shard_id, expected = int(source.shard_ids[row]), int(source.num_samples[row])
-    path = idx_path(source.folder, shard_id)
-    samples: TarSamples | RecordFile
+def _open_idx(source: DatasetShards, row: int) -> RecordFile | None:
+    """Open the idx of a shard of ours; None where it is missing, and the tar tells the same."""
     try:
-        samples = open_idx(source.folder, source.spec, shard_id)
-        opened.enter_context(samples.file)
-        found = samples.num_samples
+        return open_idx(source.folder, source.spec, int(source.shard_ids[row]))
     except MissingShard:
-        if not can_scan:
+        if source.num_validation is not None:  # a tar alone does not tell which samples are for validation
             raise
-        logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
-        samples = scan_tar(source.path_of(row), count_tokens=True)
-        found = len(samples.rows)
-        if samples.row_tokens != source.row_tokens:
-            raise BrokenShard(
-                f"{source.path_of(row)} has rows of {samples.row_tokens} tokens, its manifest says "
-                f"{source.row_tokens}"
-            ) from None
-    if found != expected:
-        raise BrokenShard(f"{path} has {found} of {expected} samples; {source.remedy_of(row)}")
-    return samples
+    path = idx_path(source.folder, int(source.shard_ids[row]))
+    logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
+    return None
 
 
 class OpenShards:
@@ -218,6 +205,7 @@ def opening_order(shards: Int64s, reader_index: ReaderIndex) -> Int64s:
 
 
 _ALIGN_BYTES = 64
+_TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOKEN_DTYPES])  # 0: JSON text
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
 _MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes that an index says were compared
 _MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
@@ -239,8 +227,7 @@ class SampleBytes(NamedTuple):
     start: Int64s  # byte in the buffer
     num_bytes: Int64s
     num_tokens: Int64s  # -1 where only decoding tells
-    encoding: Int64s  # JSON, NPY or RAW
-    token_bytes: Int64s  # of a RAW id
+    dtype: Int64s  # how the ids lie, by its number in TOKEN_DTYPES
     starts_at: Int64s  # byte in the buffer of a packed row's document starts, uint32 each
     num_starts: Int64s  # 0 unless asked for
     mask_at: Int64s  # byte in the buffer of a row's loss mask, a byte per token; -1 without
@@ -284,7 +271,7 @@ class ShardReader:
         """
         order, shard = self._in_opening_order(samples)
         ordered = samples[order]
-        row = self._shards.rows_of_each(ordered, shard)
+        row = self._shards.records_of(ordered, shard)
         table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
         self._used = 0
         if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
@@ -318,7 +305,7 @@ class ShardReader:
             counts = np.concatenate([np.empty(0, np.int64), *parts])
             if self._shards.split is not None:
                 first, end = self._shards.first_sample[number : number + 2].tolist()
-                counts = counts[self._shards.rows_of(number, np.arange(first, end))]
+                counts = counts[self._shards.records_of(np.arange(first, end), number)]
             self.opened(number).sums["num_tokens"] = counts
         return self.opened(number).sums["num_tokens"]
 
@@ -344,7 +331,7 @@ class ShardReader:
         """Columns of the idx, for some rows of a shard, ascending."""
         shard = self.opened(number)
         if shard.idx is None:
-            return shard.held[rows] if isinstance(rows, slice) else shard.held.take(rows)
+            return shard.records[rows] if isinstance(rows, slice) else shard.records.take(rows)
         stretches = [rows] if isinstance(rows, slice) else _stretches(rows)
         found = []
         for stretch in stretches:
@@ -380,8 +367,7 @@ class ShardReader:
             offset[here] = records["offset"]
             found.num_bytes[here] = records["num_bytes"]
             found.num_tokens[here] = records["num_tokens"]
-            found.encoding[here] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
-            found.token_bytes[here] = shard.token_bytes
+            found.dtype[here] = records["dtype"] if shard.dtype is None else shard.dtype
             found.row_tokens[here] = shard.row_tokens
             if starts:
                 starts_offset[here] = records["starts_offset"]
@@ -457,12 +443,13 @@ class ShardReader:
         Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
         """
         ids = np.where(found.row_tokens > 0, found.row_tokens, found.num_tokens)
-        wrong = (found.token_bytes > 0) & (found.num_bytes != ids * found.token_bytes)
+        token_bytes = _TOKEN_BYTES[found.dtype]
+        wrong = (token_bytes > 0) & (found.num_bytes != ids * token_bytes)
         wrong |= (found.row_tokens > 0) & (np.maximum(found.num_tokens, found.num_starts) > found.row_tokens)
         if wrong.any():
             sample = found.sample[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
-            row = int(self._shards.rows_of(number, sample))
+            row = int(self._shards.records_of(sample, number))
             offset = int(self._records(number, slice(row, row + 1))["offset"][0])
             end = offset + int(found.num_bytes[wrong.argmax()])
             raise _misplaced(self.opened(number), "ids", offset, end)

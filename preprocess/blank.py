@@ -15,10 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import documents_of_shard
 from preprocess.read.documents import find_names
-from preprocess.read.format import DocumentBatch, reading_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import (
@@ -141,15 +139,11 @@ def _places_of_texts(
     """Yield where named documents begin, by the input of a shard; Refused where it is not as planned."""
     shard = plan.shard(shard_id)
     digest = None if shard.sha256 is None else hashlib.sha256()
-    reading = reading_of(plan.options, WorkerSettings().batch_bytes)
-    for item in documents_of_shard(plan, folder, shard, reading, digest):
-        of = find_names(item, names)
+    for documents in documents_of_shard(plan, folder, shard, digest=digest):
+        of = find_names(documents, names)
         found[of[of >= 0]] = True
-        if isinstance(item, DocumentBatch):
-            offsets = item.input_offsets[of >= 0]
-            yield np.stack([np.full_like(offsets, item.input_number), offsets], axis=1)
-        elif of[0] >= 0:
-            yield np.array([[item.place.input_number, item.place.start]])
+        offsets = documents.offsets[of >= 0]
+        yield np.stack([np.full_like(offsets, documents.input_number), offsets], axis=1)
 
 
 def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> BlankedDocuments:

@@ -32,11 +32,12 @@ from shardprep.console import (
     quoted,
     shards_text,
     short_time,
+    source_lines,
 )
 from shardprep.errors import NotFound, ReadWriteError
+from shardprep.format.manifest import ShardMaking, sum_of_sources
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
-from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
 from slurm.commands import ask_patiently, user_name
 from slurm.queue import meaning_of
 from slurm.state import (

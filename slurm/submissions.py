@@ -36,8 +36,8 @@ from shardprep.files import (
     sync_folder,
 )
 from shardprep.format.checked_json import Fields, checked_fields, load_json, with_content_hash
+from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
-from shardprep.format.shard_making import ShardMaking
 from slurm.commands import user_name
 from slurm.request import JobRequest
 

@@ -8,8 +8,7 @@ shards that have such a file.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,8 @@ import numpy.typing as npt
 
 from shardprep.errors import BrokenShard, OtherPlan
 from shardprep.files import NOT_THERE, Digest, make_subfolder, publish_bytes
-from shardprep.format.checked_json import read_checked, with_content_hash
 from shardprep.format.digests import DIGEST, DIGEST_BYTES
+from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
 from shardprep.format.names import blanked_path, ids_of_ranges
 
 _FORMAT = "shardprep-blanked"
@@ -34,8 +33,8 @@ class BlankedDocuments:
     plan_id: Digest
     shard_id: int
     made_from: Digest  # sha256 of the shard's tar with these documents in it
-    inputs: list[int] = field(default_factory=list)  # numbers of input files in the plan
-    offsets: list[int] = field(default_factory=list)  # see docs/format.md, "Places"
+    inputs: list[Count]  # numbers of input files in the plan
+    offsets: list[Count]  # see docs/format.md, "Places"
 
     def are_at(self, input_number: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Tell which documents of an input, by where they begin, are blanked: bool[n]."""
@@ -68,8 +67,7 @@ def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
     path = blanked_path(folder, shard_id)
     remedy = "bring the file back as it was: without it the shard would hold what was blanked"
     try:
-        fields = read_checked(path, _FORMAT, max_bytes=_MAX_BYTES)
-        found = fields.all_of(BlankedDocuments)
+        found = read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BYTES)
     except NOT_THERE:
         raise BrokenShard(f"{path} is missing; {remedy}", path=path, remedy=remedy) from None
     except BrokenShard as error:
@@ -83,11 +81,5 @@ def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
             expected=plan_id[:12],
         )
     if len(found.inputs) != len(found.offsets):
-        raise fields.wrong("offsets", len(found.offsets), f"{len(found.inputs)}, as there are inputs")
+        raise wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as there are inputs")
     return found
-
-
-def places_of(documents: Sequence[tuple[int, int]]) -> dict[str, list[int]]:
-    """Return the fields of BlankedDocuments for documents named by (input, offset), each once, ascending."""
-    ordered = sorted(set(documents))
-    return {"inputs": [number for number, _ in ordered], "offsets": [offset for _, offset in ordered]}

@@ -13,7 +13,6 @@ import datetime
 import functools
 import itertools
 import json
-import os
 import re
 import shlex
 import statistics
@@ -31,31 +30,28 @@ from preprocess.look.left_out import EXCERPT_CHARS, excerpt_of, quarantined
 from preprocess.look.peek import Decoder, Excerpt, excerpts
 from preprocess.plan.document_ends import document_ends
 from shardprep.console import Progress, print_lines, say
-from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import names_in, publish_bytes, size_of_file
-from shardprep.format.checked_json import Fields
 from shardprep.format.done import Finding, MadeShards, read_findings
+from shardprep.format.index import COLUMNS, DatasetIndex, read_index
 from shardprep.format.manifest import (
-    COLUMNS,
-    DatasetIndex,
     ShardCounts,
-    counts_of,
+    ShardMaking,
+    check_sizes,
+    longest_of,
     manifest_ids,
-    read_index,
+    read_manifest,
 )
 from shardprep.format.names import (
     INDEX_NAME,
     TOKENIZER_DIR,
     id_ranges,
     ids_of_ranges,
-    idx_path,
     manifest_path,
     shard_name,
-    tar_path,
 )
 from shardprep.format.options import PrepConfig, flags_of
 from shardprep.format.plan import Plan, is_one_file_a_shard, need_plan
-from shardprep.format.shard_making import ShardMaking, longest_of, read_making, texts_of
 from slurm.state import DatasetState, cause_of, find_state
 from slurm.status import report as status_of
 from slurm.submissions import Submission
@@ -151,28 +147,23 @@ def _read_manifest(folder: Path, shard_id: int) -> tuple[ShardMaking, int, dict[
     """How a shard was made, the bytes of its tar, and what ``totals`` adds up; None where it is not done."""
     try:
         path = manifest_path(folder, shard_id)
-        making, data = read_making(path, shard_id)
-        fields = Fields(path, data)
-        counts = counts_of(fields.fields("counts"))
-        texts = texts_of(fields.fields("run"))
-        tar, idx = fields.stamp("tar"), fields.stamp("idx")
-        for path, stamp in ((tar_path(folder, shard_id), tar), (idx_path(folder, shard_id), idx)):
-            if os.stat(path).st_size != stamp.num_bytes:  # noqa: PTH116 - of 10^5 files, half the time
-                return None
-    except (OSError, BrokenShard, ReadWriteError):
+        manifest = read_manifest(folder, shard_id)
+        check_sizes(folder, manifest, ("tar", "idx"))
+        making, texts = ShardMaking.of(manifest, path), manifest.facts_of_run(path).texts
+    except (OSError, ShardprepError):
         return None
-    run = data["run"]
+    run, counts = manifest.run, manifest.counts
     numbers = {
         **vars(counts),
         "validation": {} if counts.validation is None else vars(counts.validation),
         "sources": {name: vars(source) for name, source in counts.sources.items()},
         "texts": {name: vars(text) for name, text in (texts or {}).items()},
         "num_without_texts": int(texts is None),
-        "idx_bytes": idx.num_bytes,
+        "idx_bytes": manifest.idx.num_bytes,
         "versions": {name: {str(run.get(name, "?"))[:80]: 1} for name in ("shardprep", "engine", "python")},
         "num_restarted": int(run["slurm"].get("SLURM_RESTART_COUNT", "") not in ("", "0")),
     }
-    return (making, tar.num_bytes, numbers) if making.ended <= _MAX_TIME_S else None
+    return (making, making.tar_bytes, numbers) if making.ended <= _MAX_TIME_S else None
 
 
 def _add(totals: dict[str, Any], numbers: Mapping[str, Any]) -> None:
@@ -204,7 +195,7 @@ def report_data(
         _add(all_texts, each)
     data |= _text_numbers(None if texts is None else all_texts or _NO_TEXT, data["num_tokens"])
     done = {each.shard_id: each for each in made}
-    shards = MadeShards(done=done, tar_bytes={}, wrong=wrong, other_plan=[], broken={})
+    shards = MadeShards(done=done, wrong=wrong, other_plan=[], broken={})
     state = find_state(folder, plan, if_away=lambda _: None, made=shards)
     status = status_of(state)
     sources = totals["sources"]
@@ -596,7 +587,7 @@ def _again(plan: Plan, sums: ManifestSums) -> dict[str, Any]:
     command += flags_of(plan.options)
     if plan.max_bad_fraction != PrepConfig().max_bad_fraction:
         command += ["--max_bad_fraction", str(plan.max_bad_fraction)]
-    if plan.shard_sha256 is not None:
+    if plan.has_input_hashes:
         command.append("--hash_inputs")
     return {
         "commands": [shlex.join(command), "shardprep run NEW", "shardprep verify NEW"],

@@ -16,11 +16,13 @@ import pytest
 import webdataset
 
 from loader.external_tars import TarBytes, tar_members
-from loader.find_shards import ShardSet, find_shards
+from loader.find_shards import find_shards
 from loader.samples import WholeSamples
+from loader.shards import ShardSet
 from shardprep.errors import ShardprepError
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index, read_manifest
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

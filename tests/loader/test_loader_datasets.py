@@ -29,6 +29,7 @@ from preprocess.__main__ import main as preprocess
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherTokenizer, UsageError
 from tests.children import run_child
 from tests.conftest import seal
+from tests.ticks import samples_of_tick
 from tests.waiting import wait_until_gone
 
 NUM_SHARDS, NUM_LINES, SEQ_LEN = 4, 203, 16
@@ -115,7 +116,8 @@ def test_an_epoch_of_documents_is_what_the_tokenizer_gives_for_the_lines(made: A
 def test_batches_hold_the_samples_that_the_law_of_the_order_says(made: Any, options: Any) -> None:
     with load(made.root / "json", 8, **options) as loader:
         for number in range(2):
-            law = [loader.order.step_samples(number, step).tolist() for step in range(len(loader))]
+            order = loader.run.sources[0].order
+            law = [samples_of_tick(order, number, tick) for tick in range(len(loader))]
             assert epoch(loader) == [[made.encoded[sample] for sample in step] for step in law]
 
 
@@ -288,7 +290,7 @@ def test_a_smaller_batch_with_the_same_global_batch_cuts_it_without_changing_it(
 @pytest.mark.processes
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_started_in_any_way_give_the_same_epochs_and_end_with_the_loader(
-    made: Any, method: str
+    made: Any, method: str, request: pytest.FixtureRequest
 ) -> None:
     """The rank is resolved in the parent: spawned workers know nothing of it."""
     who = {"rank": 1, "world_size": 2}
@@ -296,7 +298,10 @@ def test_workers_started_in_any_way_give_the_same_epochs_and_end_with_the_loader
         expected = [epoch(loader) for _ in range(3)]
     assert len({str(each) for each in expected}) == 3
     before = set(multiprocessing.active_children())
-    with load(made.root / "json", 4, **who, num_workers=2, multiprocessing_context=method) as loader:
+    default = multiprocessing.get_start_method()
+    request.addfinalizer(lambda: multiprocessing.set_start_method(default, force=True))
+    multiprocessing.set_start_method(method, force=True)
+    with load(made.root / "json", 4, **who, num_workers=2) as loader:
         first = epoch(loader)
         workers = set(multiprocessing.active_children()) - before
         again = [epoch(loader), epoch(loader)]

@@ -17,6 +17,7 @@ from loader.boundaries import boundary_fields
 from loader.chunks import RowEdges, joined_edges
 from loader.external_tars import scan_tar
 from shardprep.errors import UsageError
+from tests.ticks import samples_of_tick
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -70,7 +71,7 @@ def test_shuffled_rows_are_parts_of_the_same_ring_from_another_token_each_epoch(
 ) -> None:
     with load(made / "json", 1, seq_len=SEQ_LEN) as loader:
         epochs = [rows(loader) for _ in range(2)]
-        offsets = [loader.order.offset(number, len(stream)) for number in range(2)]
+        offsets = [loader.run.sources[0].order.offset(number, len(stream)) for number in range(2)]
     assert offsets[0] != offsets[1]
     for found, offset in zip(epochs, offsets, strict=True):
         turned = stream[offset:] + stream[:offset]
@@ -83,9 +84,9 @@ def test_rows_of_every_length_that_documents_can_have_are_right(made: Path, stre
     for seq_len in (1, 2, 7, 1000, len(stream)):
         with load(made / "json", 1, seq_len=seq_len) as loader:
             assert len(loader) == len(stream) // seq_len
-            offset = loader.order.offset(0, len(stream))
+            offset = loader.run.sources[0].order.offset(0, len(stream))
             turned = stream[offset:] + stream[:offset]
-            first = turned[loader.order.step_samples(0, 0)[0] * seq_len :][:seq_len]
+            first = turned[samples_of_tick(loader.run.sources[0].order, 0, 0)[0] * seq_len :][:seq_len]
             assert next(iter(loader))["input_ids"][0].tolist() == first
     with pytest.raises(UsageError, match=r"tokens make no row of seq_len"):
         load(made / "json", 1, seq_len=len(stream) + 1)
@@ -146,7 +147,7 @@ def test_a_json_documents_ids_are_counted_and_its_last_one_is_known(
     with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
         writer.write({"__key__": "d", "token_ids.json": text.encode()})
     found = scan_tar(tmp_path / "a.tar", count_tokens=True)
-    assert (found.rows["num_tokens"][0], found.last_id[0]) == counted
+    assert found.records[["num_tokens", "last_id"]].tolist() == [counted]
 
 
 def batch_starts(batch: Any) -> list[set[int]]:

@@ -20,7 +20,7 @@ from loader import reading as open_shard
 from loader.find_shards import find_shards
 from loader.reading import ShardReader
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError, UnknownMember
-from shardprep.format.idx import CHUNK_RECORDS
+from shardprep.format.dataset_spec import CHUNK_RECORDS
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -330,7 +330,7 @@ def test_records_that_place_samples_where_they_cannot_be_are_refused_before_anyt
 
     def exchanging(source: Any, row: int, **named: Any) -> Any:
         shard = opening(source, row, **named)
-        shard.held[column][2] = value
+        shard.records[column][2] = value
         return shard
 
     monkeypatch.setattr("loader.reading.open_shard", exchanging)

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from preprocess.attempts import folder_identity
-from shardprep.format.checked_json import with_content_hash
+from shardprep.format.json_files import with_content_hash
 from shardprep.format.names import shard_name
 from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program

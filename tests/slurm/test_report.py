@@ -26,7 +26,8 @@ from transformers import PreTrainedTokenizerFast
 
 from preprocess.attempts import folder_identity
 from shardprep.__main__ import main
-from shardprep.format.manifest import ShardCounts, merge_manifests, read_manifest
+from shardprep.format.index import merge_manifests
+from shardprep.format.manifest import ShardCounts, read_manifest
 from shardprep.format.names import idx_path, manifest_path, quarantine_path, tar_path
 from shardprep.format.plan import need_plan
 from slurm.request import JobRequest

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import pytest
 
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UsageError
-from shardprep.format.checked_json import content_sha256
 from shardprep.format.done import find_made_shards
+from shardprep.format.json_files import content_sha256
 from shardprep.format.names import shard_name
 from shardprep.format.plan import Plan, need_plan
 from slurm.commands import slurm_answer, slurm_output

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shardprep.console import source_lines
 from shardprep.format.manifest import read_manifest
-from shardprep.format.shard_making import source_lines
 from slurm.status import screen_rows
 from tests.checkout import ROOT
 from tests.conftest import Prep

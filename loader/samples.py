@@ -90,7 +90,7 @@ class Samples:
             self._check_vocab(found.ids, found.lengths, rows)
         return found
 
-    def _check_vocab(self, ids: Int32s, lengths: Int32s, rows: Int64s) -> None:
+    def _check_vocab(self, ids: npt.NDArray[np.integer[Any]], lengths: Int32s, rows: Int64s) -> None:
         if self.vocab_size is not None:
             if self.shards.blank_id is not None:
                 ids = np.where(ids == BLANK, np.int32(0), ids)

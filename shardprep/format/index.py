@@ -72,8 +72,9 @@ class DatasetIndex:
             "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
             "columns": [*COLUMNS, "tar_sha256"],
             "shards": rows,
-            "blanked": self.blanked,
         }
+        if self.blanked:
+            content["blanked"] = self.blanked
         head = with_content_hash(_FORMAT, content)
         del head["shards"]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)

@@ -143,6 +143,8 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return the bytes on disk. The part before ``run`` is equal for equal shards; each has its hash."""
         content = dataclasses.asdict(self)
+        if self.made_from is None:
+            del content["made_from"]
         data = with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 

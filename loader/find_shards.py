@@ -35,7 +35,6 @@ from shardprep.format.done import read_findings, refuse_found, refuse_other_plan
 from shardprep.format.index import merge_manifests, read_index
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import INDEX_NAME, PLAN_NAME, manifest_path, tar_path
-from shardprep.format.withdrawals import read_withdrawals
 
 T = TypeVar("T")
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -267,7 +266,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_validation=index.column("num_validation_samples")[rows]
         if index.spec.validation_fraction
         else None,
-        withdrawn=read_withdrawals(folder, index.spec.plan_id),
+        has_blanks=bool(index.blanked),
     )
 
 

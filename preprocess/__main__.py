@@ -175,13 +175,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def rewrite(args: argparse.Namespace) -> int:
-    """``rewrite DATA``: take over the shards that hold nothing withdrawn, make the others, and verify all."""
-    from preprocess.rewrite import take_over
+def blank(args: argparse.Namespace) -> int:
+    """``blank DATA``: take over the shards that hold none of the documents, make the others, and verify."""
+    from preprocess.blank import check_places, take_over
 
-    plan, num_taken = take_over(args.data_dir, args.output_dir)
-    say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold nothing withdrawn: taken as they are")
-    return run(args) or verify(args)
+    folder, new = args.data_dir, args.output_dir
+    plan, touched, are_all_found = take_over(folder, new, args.ids, getattr(args, "input_dir", None))
+    num_taken = plan.num_shards - len(touched)
+    say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold none of them: taken as they are")
+    if code := run(args):
+        return code
+    check_places(folder, new, touched)
+    return verify(args) or (0 if are_all_found else NotFound.exit_code)
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -346,12 +351,19 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_of(parser, WorkerSettings, groups=GROUPS)
 
 
-def _rewrite_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
-    text = "folder of the new data set; one on the same file system shares its files"
-    parser.add_argument("--output_dir", metavar="PATH", type=Path, required=True, help=text)
+def _blank_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a data set without some documents, in which all others keep their places: only the shards that "
+        "hold one of them are made again, of the input. A training run goes on with it."
+    )
+    add = parser.add_argument
+    add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
+    text = "list of the documents: ids of --id_field, or sha256:HEX of texts, one per line"
+    add("--ids", metavar="FILE", type=Path, required=True, help=text)
+    text = "folder of the new data set; one on the same file system shares the other shards' files"
+    add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)
     _making_flags(parser)
-    parser.set_defaults(shards=None, fast=False, deep=None)
+    parser.set_defaults(shards=None, fast=True, deep=None)
 
 
 def _clean_flags(parser: argparse.ArgumentParser) -> None:
@@ -410,10 +422,7 @@ PROGRAM = Program(
         "doctor": _elsewhere("look.doctor", "check machine, tokenizer and folders before the work"),
         "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
         "export": _elsewhere("look.export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
-        "withdraw": _elsewhere("withdraw", "name documents that no training may see any more"),
-        "rewrite": Command(
-            "make the data set anew without the documents that are withdrawn", _rewrite_flags, rewrite
-        ),
+        "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
         "clean": Command(
             "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
             _clean_flags,

@@ -44,6 +44,8 @@ FLAGS = {  # by their names, or by command and name where another command has a 
 }
 
 COMMANDS = {
+    "withdraw": "blank DATA --ids FILE --output NEW makes a data set without these documents",
+    "rewrite": "blank DATA --ids FILE --output NEW, or plan anew with --exclude FILE",
     "restore": "bring files back with lfs hsm_restore, see docs/lustre.md",
 }
 

@@ -36,7 +36,7 @@ from shardprep.console import (
 )
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.manifest import ShardMaking, sum_of_sources
-from shardprep.format.names import WITHDRAWN_DIR, id_ranges
+from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
 from slurm.commands import ask_patiently, user_name
 from slurm.queue import meaning_of
@@ -186,7 +186,6 @@ def report(state: DatasetState) -> dict[str, Any]:
         **_speed(state, made),
         "controller_lost": _lost_controller(state),
         "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
-        "withdrawn": _withdrawn(state),
         "slow_shards": _slow_shards(made),
         "slow_nodes": _slow_nodes(made),
         "unexplained": _unexplained(state),
@@ -215,14 +214,6 @@ def _accepting_args(state: DatasetState) -> str:
     kept = re.sub(_MAX_BAD_FRACTION, "", args).strip()
     more = next((each for each in (0.05, 0.5, 1) if each > had), None)
     return f"{kept} --max_bad_fraction {more}".strip() if more else ""
-
-
-def _withdrawn(state: DatasetState) -> dict[str, Any]:
-    if not (state.folder / WITHDRAWN_DIR).exists():  # the lists' reader needs numpy, which takes 0.1 s
-        return {"num_documents": 0, "num_lists": 0, "newest": "", "error": ""}
-    from shardprep.format.withdrawals import withdrawn_counts
-
-    return withdrawn_counts(state.folder, state.plan.plan_id)
 
 
 def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
@@ -390,12 +381,6 @@ def report_lines(data: dict[str, Any]) -> list[str]:
     left = "" if data["left_s"] is None else f", about {short_time(data['left_s'])} left"
     lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
     lines += source_lines(data["sources"], all_in="--json")
-    withdrawn = data["withdrawn"]
-    if withdrawn["num_lists"]:
-        lists = counted(withdrawn["num_lists"], "list")
-        documents = counted(withdrawn["num_documents"], "document")
-        lines.append(f"  withdrawn: {documents} by {lists}, the newest of {withdrawn['newest']}")
-    lines += [f"  withdrawn: not known: {withdrawn['error']}"] if withdrawn["error"] else []
     queued = ("running", "pending", "not_submitted")
     lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in queued if data[name]]
     for item in data["waits_for"]:

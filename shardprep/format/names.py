@@ -37,8 +37,9 @@ CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as 
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
 DIGESTS_DIR = "digests"
-WITHDRAWN_DIR = "withdrawn"
-LEFT_OUT_DIR = "left_out"  # of a data set that rewrite made: the lists of the one that it was made from
+EXCLUDED_NAME = "excluded.keys"  # names of documents that a plan leaves out, see --exclude
+BLANKED_DIR = "blanked"  # of a data set that blank made: which documents of a shard are blanked
+CHOSEN_REASONS = ("excluded",)  # of documents left out, by the user's choice
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
 ROW_TOKENS_FIELD = "row_tokens.npy"
@@ -61,6 +62,7 @@ manifest_path = _path_of("{}.json")
 quarantine_path = _path_of(f"{QUARANTINE_DIR}/{{}}.jsonl")
 ids_path = _path_of(f"{IDS_DIR}/{{}}.jsonl")
 digests_path = _path_of(f"{DIGESTS_DIR}/{{}}.digests")
+blanked_path = _path_of(f"{BLANKED_DIR}/{{}}.json")
 # Of the files that a manifest vouches for, by their names there.
 VOUCHED_PATHS = {
     "tar": tar_path,

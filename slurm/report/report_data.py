@@ -52,7 +52,6 @@ from shardprep.format.names import (
 )
 from shardprep.format.options import PrepConfig, flags_of
 from shardprep.format.plan import Plan, is_one_file_a_shard, need_plan
-from shardprep.format.withdrawals import withdrawn_counts
 from slurm.state import DatasetState, cause_of, find_state
 from slurm.status import report as status_of
 from slurm.submissions import Submission
@@ -336,7 +335,6 @@ def _data(folder: Path, plan: Plan, sums: ManifestSums, index: DatasetIndex | No
         "idx_bytes": totals["idx_bytes"],
         "num_left_out": sum(totals["quarantined"].values()),
         "validation": {"fraction": fraction, **totals["validation"]} if fraction else None,
-        "withdrawn": withdrawn_counts(folder, plan.plan_id),
         **{name: number for name, number in counts.items() if isinstance(number, int)},
     }
 

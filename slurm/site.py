@@ -1,9 +1,8 @@
 """What is checked before anything is written or submitted: the data set's folder, and Slurm's own word.
 
-``check_folder`` looks at the data set, ``find_site`` asks for MaxArraySize and the partition's nodes,
-``tasks_of_shards`` fits the shards into one array, and ``check_script`` has ``sbatch --test-only`` judge the
-script. Limits of accounts, QOS and partitions are not read: Slurm refuses what is beyond them, or says why a
-job waits.
+``check_folder`` looks at the data set, ``find_site`` asks for MaxArraySize and the partition's nodes, and
+``fitted_array`` has ``sbatch --test-only`` judge the script. Limits of accounts, QOS and partitions are not
+read: Slurm refuses what is beyond them, or says why a job waits.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from shardprep.console import quoted, say
+from shardprep.console import counted, quoted, say
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
+from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import Plan, need_plan
+from shardprep.format.submissions import JOBS_FOLDER, JobRequest
 from shardprep.format.tokenizer_files import check_tokenizer_files
 from slurm.commands import SlurmRefused, minutes_of, read_config, slurm_answer, slurm_output
-from slurm.request import JobRequest
-from slurm.script import LOG_FOLDER
-from slurm.submissions import JOBS_FOLDER
 
 _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
 # Slurm's words for more jobs than MaxArraySize, a QOS or an account allows. It has the same words for a size
@@ -51,18 +48,17 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)
-    jobs = folder / JOBS_FOLDER
-    for place in (folder, jobs, jobs / LOG_FOLDER):
+    for place in (folder, folder / JOBS_FOLDER, folder / LOGS_FOLDER):
         try:
             is_folder = stat.S_ISDIR(place.stat().st_mode)
-            if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
-                raise CannotWrite(f"{place} is a link; put a folder in its place")
         except FileNotFoundError:
             continue
         except OSError as error:
             raise CannotWrite(
                 f"{place} cannot be looked at ({error.strerror}); it must be a folder you can write to"
             ) from None
+        if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
+            raise CannotWrite(f"{place} is a link; put a folder in its place")
         if not (is_folder and os.access(place, os.W_OK | os.X_OK)):
             raise CannotWrite(
                 f"{place} is no folder that you can write to; for a group's data set its owner can type: "
@@ -82,32 +78,24 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     return plan
 
 
-class Nodes(NamedTuple):
-    """Nodes of one state and size."""
-
-    state: str
-    mem_mb: int
-    num_cpus: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """What a submission is fitted to: the largest array, and the partition's nodes."""
 
     cluster: str
     max_array_size: int  # it bounds the index, which is why arrays of ours begin at 0
-    nodes: list[Nodes]  # of the named or the default partition; empty where there is none of that name
+    nodes: list[tuple[str, int, int]]  # (state, MB, CPUs), of the named or the default partition
     max_time_min: int | None = None  # of a job in it; None for no limit
 
     @property
     def max_cpus(self) -> int | None:
         """Return the CPUs of the largest node."""
-        return max((each.num_cpus for each in self.nodes), default=None)
+        return max((num_cpus for _, _, num_cpus in self.nodes), default=None)
 
     @property
     def max_mem_mb(self) -> int | None:
         """Return the memory of the largest node."""
-        return max((each.mem_mb for each in self.nodes), default=None)
+        return max((mem_mb for _, mem_mb, _ in self.nodes), default=None)
 
 
 def find_site(partition: str | None) -> Site:
@@ -121,7 +109,7 @@ def find_site(partition: str | None) -> Site:
             # sinfo marks the default partition; a request may name several, separated by commas.
             is_asked = name.endswith("*") if partition is None else name.rstrip("*") in partition.split(",")
             if is_asked:
-                nodes.append(Nodes(state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
+                nodes.append((state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
                 limit = minutes_of(time)
         return Site(
             cluster=config.get("ClusterName", ""),
@@ -144,7 +132,40 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
     return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def check_script(request: JobRequest, script: str, site: Site) -> None:
+def fitted_array(
+    request: JobRequest,
+    shard_ids: Sequence[int],
+    shards_per_task: int | None,
+    site: Site | None,
+    render: Callable[[list[str]], str],
+    most_tasks: int | None,
+) -> tuple[list[str], str]:
+    """Return the tasks and the script of an array that Slurm takes, of larger tasks where it takes no more.
+
+    ``render``: tasks -> script. ``most_tasks``: where Slurm is known to take no more. Raises SlurmRefused.
+    """
+    wanted = -(-len(shard_ids) // (shards_per_task or 1))
+    most, why = most_tasks or wanted, "of a submit limit"
+    if site and site.max_array_size < most:
+        most, why = site.max_array_size, "of MaxArraySize"
+    while True:
+        tasks = tasks_of_shards(shard_ids, most, shards_per_task)
+        script = render(tasks)
+        try:
+            if site:
+                _check_script(request, script, site)
+            break
+        except TooManyTasks:
+            if len(tasks) == 1:
+                raise
+            most, why = len(tasks) // 2, "of a submit limit"
+    if len(tasks) < wanted:
+        num_shards, num_tasks = -(-len(shard_ids) // len(tasks)), counted(len(tasks), "task")
+        say(f"{len(shard_ids)} shards become {num_tasks} of up to {num_shards} each, because {why}")
+    return tasks, script
+
+
+def _check_script(request: JobRequest, script: str, site: Site) -> None:
     """Have Slurm test the script. Raises SlurmRefused, or TooManyTasks.
 
     Nodes that are drained or down come back: of these it is only said that jobs wait for them.
@@ -152,12 +173,9 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
     try:
         slurm_output("sbatch", "--test-only", text=script)
     except SlurmRefused as error:
-        fitting = [
-            each
-            for each in site.nodes
-            if each.mem_mb >= request.least_mem_gb * 1024 and each.num_cpus >= (request.num_cpus or 1)
-        ]
-        if fitting and all(_NODES_AWAY.search(each.state) for each in fitting):
+        mem_mb, num_cpus = request.least_mem_gb * 1024, request.num_cpus or 1
+        fitting = [node for node in site.nodes if node[1] >= mem_mb and node[2] >= num_cpus]
+        if fitting and all(_NODES_AWAY.search(state) for state, _, _ in fitting):
             say(
                 f"warning: {error}; the jobs wait until such nodes are back (sinfo -R says why they are away)"
             )

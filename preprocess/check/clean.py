@@ -18,7 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.attempts import LOGS_FOLDER
 from shardprep.console import counted, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import (
@@ -30,6 +29,7 @@ from shardprep.files import (
     remove_tree,
     size_of_file,
 )
+from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.done import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, QUARANTINE_DIR
 from shardprep.format.plan import Plan

@@ -30,7 +30,7 @@ from shardprep.format.idx import read_idx
 from shardprep.format.manifest import read_index, read_manifest
 from shardprep.format.options import PrepConfig
 from shardprep.format.plan import need_plan
-from slurm.submissions import read_submissions
+from shardprep.format.submissions import read_submissions
 from tests.faults.bad_json import with_its_hash
 from tests.faults.json_spans import spans
 from tests.loader.test_tar_headers import altered, found_by_tarfile, found_in, some_tar

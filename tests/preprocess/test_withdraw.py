@@ -17,7 +17,6 @@ import pytest
 
 from shardprep.format.plan import need_plan
 from shardprep.format.withdrawals import publish_withdrawal, read_withdrawals, withdrawal_path
-from slurm.__main__ import PROGRAM
 from tests.conftest import seal
 from tests.killed_calls import killed_at
 
@@ -249,43 +248,6 @@ def test_a_list_that_is_altered_missing_or_of_other_data_is_refused(
     assert "is not JSON" in refusal(65)
     shutil.copy(withdrawal_path(other, 3), lists[2])
     assert "move" in refusal(78)
-
-
-def test_status_and_report_count_what_is_withdrawn(
-    prep: Prep, folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = folder("json")
-
-    def said(command: str) -> tuple[Any, str]:
-        assert PROGRAM.run([command, str(data), "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        text = ""
-        if command == "status":
-            assert PROGRAM.run([command, str(data)]) == 0
-            text = capsys.readouterr().out
-        return found.get("data", found)["withdrawn"], text
-
-    none, text = said("status")
-    assert (none["num_lists"], none["error"], "withdrawn" in text) == (0, "", False)
-    page = data / "report.html"
-
-    def examples() -> list[bool]:
-        assert PROGRAM.run(["report", str(data), "--output", str(page)]) == 0
-        text = page.read_text(encoding="utf-8")
-        return [f"{name} sings, kettle" in text for name in ("books 1", "books 2", "web 1")]
-
-    assert examples() == [True] * 3
-    assert prep.command("withdraw", data, "--source", "books").code == 0
-    found, text = said("status")
-    assert (found["num_documents"], found["num_lists"], found["error"]) == (45, 1, "")
-    assert "withdrawn: 45 documents by 1 list, the newest of 2" in text
-    assert said("report")[0] == found
-    assert examples() == [False, False, True]
-    assert "masked by loaders" in page.read_text(encoding="utf-8")
-    withdrawal_path(data, 1).write_text("{}")
-    found, text = said("status")
-    assert "is not a shardprep-withdrawal" in found["error"]
-    assert f"withdrawn: not known: {found['error']}" in text
 
 
 def test_of_two_writers_one_is_first_and_the_other_looks_again(

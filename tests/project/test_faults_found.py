@@ -21,7 +21,7 @@ from preprocess.plan.tokenizer import read_files, resolve_tokenizer
 from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError
 from shardprep.format.names import INDEX_NAME
 from shardprep.format.plan import need_plan
-from slurm.request import JobRequest
+from shardprep.format.submissions import JobRequest
 from slurm.site import check_folder
 from slurm.state import find_state
 

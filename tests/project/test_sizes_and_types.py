@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shardprep.format import plan as plan_file
+from shardprep.format.attempts import folder_identity, read_attempts
 from shardprep.format.checked_json import content_sha256
 from shardprep.format.idx import read_idx
 from shardprep.format.plan import need_plan
@@ -196,13 +197,6 @@ VALUES: tuple[Any, ...] = (
     "\ud800",
     [[]],
 )
-CAUSES = (
-    {"a": {"shards": 3, "nodes": {}}},
-    {"a": {"shards": "0-", "nodes": {}}},
-    {"a": {"shards": "0", "nodes": 4}},
-    {"a": {"shards": "0", "nodes": {"n": "x"}}},
-    {"a": {"shards": "0-9999999", "nodes": {}}},
-)
 
 
 def test_a_history_of_wrong_types_ends_no_command(place: Callable[[str], Path]) -> None:
@@ -210,9 +204,8 @@ def test_a_history_of_wrong_types_ends_no_command(place: Callable[[str], Path]) 
     path = folder / "data" / "jobs" / "history.jsonl"
     path.parent.mkdir()
     good = {"time": 1.0, "event": "retry", "user": "u", "round": 1, "jobs": ["1"], "why": "w", "report": "r"}
-    good |= {"causes": {"x": {"shards": "0", "nodes": {"n": 1}}}, "number": 1, "failed_core_s": 1.0}
+    good |= {"causes": {"x": "0"}, "number": 1}
     lines = [{**good, name: value} for name in good for value in VALUES]
-    lines += [{**good, "causes": value} for value in CAUSES]
     texts = [json.dumps(each) for each in [good, *lines, good]]
     path.write_text("\n".join([*texts, "[" * 10**5, "null", '"x"', "{", "\0"]))
     for name in ("status", "report"):
@@ -220,43 +213,41 @@ def test_a_history_of_wrong_types_ends_no_command(place: Callable[[str], Path]) 
         assert ended.code == 0, ended
 
 
-def test_records_of_attempts_of_wrong_types_end_no_command(place: Callable[[str], Path]) -> None:
+def test_records_of_attempts_of_wrong_values_end_no_command(place: Callable[[str], Path]) -> None:
     """A record for each value of each name, and one that is right."""
     folder = place("documents")
     data = folder / "data"
     (data / "shard-00000.json").unlink()
-    identity = {"plan_id": need_plan(data).plan_id, "identity": data.stat().st_ino}
     begin = {
-        "event": "begin",
         "by": "run",
-        **identity,
+        "plan_id": need_plan(data).plan_id,
+        "identity": folder_identity(data),
         "shards": "0",
-        "time": 1000.0,
-        "node": "n",
-        "user": "u",
     }
-    begin |= {
-        "num_cpus": 1,
-        "pid": 1,
-        "pid_began": 3,
-        "job_id": "7",
-        "index": 0,
-        "num_restarts": 0,
-        "log": "/x",
-    }
-    failure = {"event": "failure", "shard": 0, "exit_code": 65, "reason": "r"}
-    end = {"event": "end", "time": 1001.0, "exit_code": 65, "stage": "work", "killed_by": 9, "signal": "s"}
-    end |= {"stopped_by": "x", "left_s": 3, "oom": 1, "peak_bytes": 5}
-    right = [begin, failure, end]
-    values = (*VALUES, -(2**70), "9" * 5000, 1e300, float("inf"), "0-9999999", "\0")
-    attempts = [right]
-    for number, line in enumerate(right):
-        for name in line:
-            before, behind = right[:number], right[number + 1 :]
-            attempts += [[*before, {**line, name: value}, *behind] for value in values]
+    begin |= {"time": "1000.0", "node": "n", "user": "u", "num_cpus": "1", "pid": "1", "pid_began": "3"}
+    begin |= {"SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_MEM_PER_CPU": "5", "log": "/x"}
+    end = {"time": "1001.0", "exit_code": "65", "stage": "work", "killed_by": "9", "signal": "s"}
+    end |= {"stopped_by": "x", "stopped": "1001", "limit": "5:00"}
+    failure = {"shard": 0, "exit_code": 65, "reason": "r"}
+    texts = ["", "x", "-7", str(2**70), "9" * 5000, "1e300", "inf", "nan", "0-9999999", "\0", "\ud800", "1_0"]
+
+    def record(begin: dict[str, str], failure: object, end: dict[str, str]) -> str:
+        parts = [["begin", *(f"{name}={value}" for name, value in begin.items())], [json.dumps(failure)]]
+        parts.append(["end", *(f"{name}={value}" for name, value in end.items())])
+        return "\n".join(line for part in parts for line in part) + "\n"
+
+    right = record(begin, failure, end)
+    attempts = [right, right[:-40], "[" * 10**5, "begin\n" + "[" * 10**5]
+    for text in texts:
+        attempts += [record({**begin, name: text}, failure, end) for name in begin]
+        attempts += [record(begin, failure, {**end, name: text}) for name in end]
+    for value in (*VALUES, 2**70, 1e300):
+        attempts += [record(begin, value, end)]
+        attempts += [record(begin, {**failure, name: value}, end) for name in failure]
     (data / "jobs" / "attempts").mkdir(parents=True)
-    for number, lines in enumerate(attempts):
+    for number, text in enumerate(attempts):
         path = data / "jobs" / "attempts" / f"7_{number}.r0"
-        path.write_text("\n".join(map(json.dumps, lines)))
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
     for reader in ("status", "report"):
         assert ended_in_words(command(reader, folder, [])).code == 0
+    assert len(read_attempts(data, plan_id).own) > 100, "the others are told, too"

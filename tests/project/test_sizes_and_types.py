@@ -250,4 +250,4 @@ def test_records_of_attempts_of_wrong_values_end_no_command(place: Callable[[str
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
     for reader in ("status", "report"):
         assert ended_in_words(command(reader, folder, [])).code == 0
-    assert len(read_attempts(data, plan_id).own) > 100, "the others are told, too"
+    assert len(read_attempts(data, need_plan(data).plan_id).own) > 100, "the others are told, too"

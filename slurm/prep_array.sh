@@ -141,15 +141,13 @@ from importlib.util import find_spec
 sys.path[:] = [place for place in sys.path if place]
 if not find_spec("preprocess"):
     sys.path.append("")
-def is_missing(name):
-    try:
-        return not find_spec(name)
-    except ImportError:
-        return True
-missing = [name for name in ("preprocess.plan", "numpy", "orjson", "tokenizers", "tqdm") if is_missing(name)]
+found = find_spec("preprocess")
+missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
+# To look for preprocess.plan runs preprocess: not if that is a script.
+if not (found and found.submodule_search_locations and find_spec("preprocess.plan")):
+    missing.insert(0, "preprocess.plan")
 if missing or sys.version_info < (3, 10):
     import os, platform
-    found = find_spec("preprocess")
     facts = (os.environ.get("SLURMD_NODENAME") or platform.node(), sys.executable, platform.python_version(),
         ", ".join(missing) or "-", found.origin or list(found.submodule_search_locations)[0] if found else "nowhere")
     sys.stderr.write("shardprep: node %s: python %s (%s) is no Python 3.10 with shardprep: not found: %s; preprocess is "

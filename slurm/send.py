@@ -28,7 +28,7 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import ShardprepError
 from shardprep.files import make_subfolder, publish_bytes
 from shardprep.format.attempts import LOGS_FOLDER, folder_identity
-from shardprep.format.names import id_ranges
+from shardprep.format.names import MAX_SHARDS, id_ranges
 from shardprep.format.submissions import (
     JOBS_FOLDER,
     JobArray,
@@ -51,7 +51,15 @@ from slurm.commands import (
 )
 from slurm.request import with_variables
 from slurm.script import CONTROL, VERIFY, array_script, controller_script, names_begin, verify_script
-from slurm.site import Site, TooManyTasks, check_folder, find_site, fitted_array, refusal
+from slurm.site import (
+    Site,
+    TooManyTasks,
+    check_folder,
+    check_script,
+    find_site,
+    refusal,
+    tasks_of_shards,
+)
 from slurm.state import DatasetState, chosen_shards, find_state
 from slurm.status import wait_for_jobs
 
@@ -173,11 +181,6 @@ class Sending:
         """Return the scripts in the order in which they are sent."""
         return [*(script for _, _, script in self.arrays), self.verify, *filter(None, [self.controller])]
 
-    @property
-    def most_tasks(self) -> int:
-        """Return the number of tasks of the largest array."""
-        return max(len(tasks) for _, tasks, _ in self.arrays)
-
     def send(self) -> tuple[Submission, str]:
         """Submit the arrays held, a verify job after them and what is queued already, and the controller.
 
@@ -200,8 +203,8 @@ class Sending:
             if job_ids:
                 with contextlib.suppress(ShardprepError):
                     slurm_output("scancel", *job_ids)
-            if isinstance(error, SlurmRefused) and self.most_tasks > 1:
-                raise refusal(error) from None
+            if isinstance(error, SlurmRefused):
+                raise refusal(error, max(len(tasks) for _, tasks, _ in self.arrays)) from None
             raise
         # For people: Slurm has copies of its own, and forgets them.
         for job_id, script in zip(job_ids, self.scripts, strict=True):
@@ -245,9 +248,7 @@ class Sending:
         )
 
 
-def prepare(
-    args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int | None = None
-) -> Sending:
+def prepare(args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int) -> Sending:
     """Have Slurm test the script of every group. Writes and submits nothing. Raises SlurmRefused, SlurmAway.
 
     ``most_tasks``: of each array, where Slurm is known to take no more.
@@ -256,17 +257,21 @@ def prepare(
     name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
     arrays, site = [], None
     for asked, shard_ids in groups:
+        per_task, most = args.shards_per_task, most_tasks
         try:
             site = find_site(asked.partition)
+            most = min(most, site.max_array_size)
         except SlurmAway as error:
             if not args.dry_run:
                 raise
             _warn_of_dry_run(error)
-        per_task = args.shards_per_task
         if asked.num_cpus is None and site and per_task is None:
             per_task = site.max_cpus  # a process on each of the node's CPUs
-        render = partial(array_script, folder, name, request=asked)
-        arrays.append((asked, *fitted_array(asked, shard_ids, per_task, site, render, most_tasks)))
+        tasks = tasks_of_shards(shard_ids, most, per_task)
+        script = array_script(folder, name, tasks, asked)
+        if site:
+            check_script(asked, script, len(tasks), site)
+        arrays.append((asked, tasks, script))
     # The controller notifies, when all is over.
     quiet = request.changed(notify=None) if args.until_done else request
     time_min = _verify_min(state, request, site)
@@ -296,16 +301,16 @@ def send_groups(
     look: Callable[[], tuple[DatasetState, Groups]],
 ) -> int:
     """Send shards; where somebody else submitted meanwhile, ``look`` again what is left to send."""
-    most_tasks, num_meanwhile = None, 0
+    most_tasks, num_meanwhile = MAX_SHARDS, 0
     while groups:
-        sending = prepare(args, state, groups, most_tasks)
-        if args.dry_run:
-            print_lines(*"\n".join(sending.scripts).split("\n"))
-            return 0
         try:
+            sending = prepare(args, state, groups, most_tasks)
+            if args.dry_run:
+                print_lines(*"\n".join(sending.scripts).split("\n"))
+                return 0
             submission, controller = sending.send()
-        except TooManyTasks:
-            most_tasks = sending.most_tasks // 2
+        except TooManyTasks as error:
+            most_tasks = error.num_tasks // 2
         except SubmittedMeanwhile as error:
             say(f"note: {error}")
             num_meanwhile += 1
@@ -337,10 +342,11 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
-        shards = shards_text(id_ranges(each for ids in array.shards_of_tasks() for each in ids))
-        print_lines(
-            f"job {array.job_id}: {counted(len(array.tasks), 'task')} of {mem}, {limit}, for {shards}"
-        )
+        ids = [shard_id for of_task in array.shards_of_tasks() for shard_id in of_task]
+        tasks = counted(len(array.tasks), "task")
+        if len(ids) > len(array.tasks):
+            tasks += f" of up to {-(-len(ids) // len(array.tasks))} shards"
+        print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
     print_lines(f"job {submission.verify_job_id}: verify, when they have ended")
     if controller:
         _tell_controller(state, controller)

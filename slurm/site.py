@@ -1,7 +1,7 @@
 """What is checked before anything is written or submitted: the data set's folder, and Slurm's own word.
 
 ``check_folder`` looks at the data set, ``find_site`` asks for MaxArraySize and the partition's nodes, and
-``fitted_array`` has ``sbatch --test-only`` judge the script. Limits of accounts, QOS and partitions are not
+``check_script`` has ``sbatch --test-only`` judge the script. Limits of accounts, QOS and partitions are not
 read: Slurm refuses what is beyond them, or says why a job waits.
 """
 
@@ -12,11 +12,11 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardprep.console import counted, quoted, say
+from shardprep.console import quoted, say
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
 from shardprep.format.attempts import LOGS_FOLDER
@@ -35,10 +35,16 @@ _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|
 class TooManyTasks(SlurmRefused):
     """Slurm takes no array of so many tasks; fewer, larger ones may do."""
 
+    num_tasks = 0  # of the largest array
 
-def refusal(error: SlurmRefused) -> SlurmRefused:
-    """Return the error, as TooManyTasks where that may be the cause."""
-    return TooManyTasks(str(error)) if _TOO_MANY.search(str(error)) else error
+
+def refusal(error: SlurmRefused, num_tasks: int) -> SlurmRefused:
+    """Return the error, as TooManyTasks where fewer tasks may be taken."""
+    if num_tasks < 2 or not _TOO_MANY.search(str(error)):
+        return error
+    found = TooManyTasks(str(error))
+    found.num_tasks = num_tasks
+    return found
 
 
 def check_folder(folder: Path, request: JobRequest) -> Plan:
@@ -132,40 +138,7 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
     return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def fitted_array(
-    request: JobRequest,
-    shard_ids: Sequence[int],
-    shards_per_task: int | None,
-    site: Site | None,
-    render: Callable[[list[str]], str],
-    most_tasks: int | None,
-) -> tuple[list[str], str]:
-    """Return the tasks and the script of an array that Slurm takes, of larger tasks where it takes no more.
-
-    ``render``: tasks -> script. ``most_tasks``: where Slurm is known to take no more. Raises SlurmRefused.
-    """
-    wanted = -(-len(shard_ids) // (shards_per_task or 1))
-    most, why = most_tasks or wanted, "of a submit limit"
-    if site and site.max_array_size < most:
-        most, why = site.max_array_size, "of MaxArraySize"
-    while True:
-        tasks = tasks_of_shards(shard_ids, most, shards_per_task)
-        script = render(tasks)
-        try:
-            if site:
-                _check_script(request, script, site)
-            break
-        except TooManyTasks:
-            if len(tasks) == 1:
-                raise
-            most, why = len(tasks) // 2, "of a submit limit"
-    if len(tasks) < wanted:
-        num_shards, num_tasks = -(-len(shard_ids) // len(tasks)), counted(len(tasks), "task")
-        say(f"{len(shard_ids)} shards become {num_tasks} of up to {num_shards} each, because {why}")
-    return tasks, script
-
-
-def _check_script(request: JobRequest, script: str, site: Site) -> None:
+def check_script(request: JobRequest, script: str, num_tasks: int, site: Site) -> None:
     """Have Slurm test the script. Raises SlurmRefused, or TooManyTasks.
 
     Nodes that are drained or down come back: of these it is only said that jobs wait for them.
@@ -180,11 +153,7 @@ def _check_script(request: JobRequest, script: str, site: Site) -> None:
                 f"warning: {error}; the jobs wait until such nodes are back (sinfo -R says why they are away)"
             )
             return
-        has = f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB" if site.nodes else ""
-        kind, hint = type(refusal(error)), ""
-        if kind is TooManyTasks:
-            hint = "A limit of jobs? Wait for your others (squeue --me), or give another --qos or --account. "
-        raise kind(
-            f"{error}. Asked for: {shlex.join(request.sbatch_options())}{has}. {hint}"
-            "Nothing was written or submitted"
-        ) from None
+        words = f"{error}. Asked for: {shlex.join(request.sbatch_options())}"
+        if site.nodes:
+            words += f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB"
+        raise refusal(SlurmRefused(f"{words}. Nothing was written or submitted"), num_tasks) from None

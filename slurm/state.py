@@ -199,14 +199,12 @@ def find_state(
     plan: Plan,
     *,
     if_away: Callable[[SlurmAway], None] | None = None,
-    made: MadeShards | None = None,
     before: DatasetState | None = None,
 ) -> DatasetState:
     """Join manifests, records and what Slurm shows. Raises what reading them gives reason for.
 
     With ``if_away`` nothing is raised where Slurm gives no answer: it is told, and what no manifest or record
-    proves is ``not visible``. ``made``: what the manifests say, where somebody has read them already.
-    ``before``: what was found a moment ago; what was done then is not read again.
+    proves is ``not visible``. ``before``: what was found a moment ago; what was done then is not read again.
     """
     identity, unreadable = folder_identity(folder), list[str]()
     try:
@@ -219,7 +217,7 @@ def find_state(
     foreign = [each for each in sent if each.identity != identity]
 
     def look_at_manifests() -> MadeShards:
-        return made or find_made_shards(folder, plan.spec, known=before.made if before else None)
+        return find_made_shards(folder, plan.spec, known=before.made if before else None)
 
     records = read_attempts(folder, plan.plan_id)
     open_records = [each for each in records.own if each.ended is None and each.job_id]

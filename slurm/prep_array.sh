@@ -64,9 +64,10 @@ what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
 unset SHARDPREP_ATTEMPT
 record="" stage="set-up" killed_by="" stop_signal="" stopped=""
 begin_record() {
-  local root=${shardprep_folder:-${place[1]}} plan folder
+  local root=${shardprep_folder:-${place[1]}} plan folder log=""
   plan=$(head -c 400 "$root/plan.json" | sed -n 's/.*"plan_id": *"\([0-9a-f]*\)".*/\1/p') || true
   [[ -n $plan ]] || return 0
+  [[ ! -f /proc/$$/fd/1 ]] || log=$(readlink "/proc/$$/fd/1")
   folder=$(realpath -s -- "$root")/jobs/attempts
   record=$folder/$task.r${SLURM_RESTART_COUNT:-0}
   # A link in a data set of somebody else may lead to a file of this user's.
@@ -74,8 +75,8 @@ begin_record() {
     { echo begin
       env | grep -E '^SLURM(D_NODENAME|_(ARRAY_|RESTART_|JOB_|CPUS_PER_|MEM_PER_)[A-Z_]*)='
       printf '%s\n' "by=${shardprep_by:-sbatch}" "plan_id=$plan" "shards=${shards-${SLURM_ARRAY_TASK_ID:-}}" \
-        "identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}" "time=$(date +%s)"
-      [[ ! -f /proc/$$/fd/1 ]] || echo "log=$(readlink "/proc/$$/fd/1" | tr '\n' '?')"
+        "identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}" "time=$(date +%s)" \
+        "log=${log//$'\n'/?}"
     } >>"$record" || record=""
 } 2>/dev/null
 # shellcheck disable=SC2317  # the trap calls it

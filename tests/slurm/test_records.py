@@ -11,6 +11,7 @@ import os
 import shlex
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -49,17 +50,23 @@ SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
 
 
 def task(
-    fake: FakeSlurm, data: Path, index: int, *args: str, code: int = 0, srun: str = SRUN, **environ: str
-) -> str:
-    """Task ``index`` of ``sbatch --array slurm/prep_array.sh DATA``, started by hand; its output."""
-    command = fake.place / "bin" / "srun"
-    command.write_text(srun)
-    command.chmod(0o755)
+    fake: FakeSlurm,
+    data: Path,
+    index: int,
+    *args: str,
+    code: int = 0,
+    srun: str = SRUN,
+    stdout: Any = subprocess.PIPE,
+    **environ: str,
+) -> None:
+    """Task ``index`` of ``sbatch --array slurm/prep_array.sh DATA``, started by hand."""
+    (fake.place / "bin" / "srun").write_text(srun)
+    (fake.place / "bin" / "srun").chmod(0o755)
     slurm = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
     slurm |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
     settings = {**os.environ, **slurm, "SHARDPREP_PYTHON": sys.executable, **environ}
-    done = run_child([ROOT / "slurm" / "prep_array.sh", data, *args], cwd=ROOT, env=settings, code=code)
-    return done.stdout + done.stderr
+    command = [ROOT / "slurm" / "prep_array.sh", data, *args]
+    run_child(command, cwd=ROOT, env=settings, code=code, stdout=stdout)
 
 
 def records(data: Path) -> list[str]:
@@ -92,7 +99,17 @@ def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
     task(fake, data_dir, 2, code=3, SHARDPREP_SETUP=str(setup))
     (attempt,) = read_attempts(data_dir, need_plan(data_dir).plan_id).own
     assert (attempt.shards, attempt.node, attempt.exit_code, attempt.stage) == ([2], "n1", 3, "set-up")
+    assert attempt.log == "", "its output is a pipe"
     assert status(data_dir)["causes"] == {"the set-up file ended the task": "2"}
+
+
+def test_the_record_names_the_file_that_the_task_logs_to(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "a log.txt"
+    with log.open("wb") as file:
+        task(fake, data_dir, 2, "--input_dir", "/no/such/folder", code=66, stdout=file)
+    assert status(data_dir)["failures"][0]["log"] == str(log)
 
 
 @pytest.mark.parametrize("is_told", [True, False])

@@ -24,9 +24,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Keyed on what was asked for; another TORCH or a newer pyproject.toml installs again.
 STAMP := $(VENV)/.installed-$(shell printf '%s' '$(TORCH)' | cksum | cut -d ' ' -f 1)
-SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/test_versions
+SCRIPTS := $(wildcard slurm/*.sh tests/*.sh examples/*.sh) .ci/run .ci/release .ci/test_versions
 
-.PHONY: help install demo test test_packages test_quick test_lowest test_newest torture mutants lint docs bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
+.PHONY: help install demo test test_packages test_quick test_frameworks test_lowest test_newest torture mutants coverage lint docs release bench_preprocess bench_loader bench_limits bench_planning bench_round_trips clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -55,6 +55,16 @@ test_packages: ## install Slurm and what else tests need, as root on Debian or U
 test_quick: install ## tests that start no process and take little time (1 minute), to run while editing
 	$(BIN)/python -m pytest --quick --numprocesses 2 --dist loadscope $(PYTEST_ARGS)
 
+test_frameworks: .venv-frameworks/.installed ## tests with Lightning, DeepSpeed, TRL, Megatron, datasets and others, in .venv-frameworks
+	.venv-frameworks/bin/python -m pytest --frameworks --numprocesses 2 --dist loadscope $(PYTEST_ARGS)
+
+.venv-frameworks/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	.venv-frameworks/bin/python -m pip install --quiet $(TORCH)
+	.venv-frameworks/bin/python -m pip install --quiet $(TORCH) --editable '.[loader,slurm,columns,fix_text]' --group dev --group frameworks
+	@touch $@
+
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)
 	$(BIN)/python -m tests.faults $(TORTURE_ARGS)
 	$(BIN)/python -m tests.random_inputs $(RANDOM_ARGS)
@@ -67,6 +77,10 @@ torture: install ## each fault of disks, files and processes, one by one (2 hour
 
 mutants: install ## break the code in 200 small ways, and see whether the oracle notices each (20 minutes)
 	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
+
+coverage: install ## branches of the core that the quick tests take, by module (2 minutes)
+	$(BIN)/python -m coverage run --data-file=.coverage.quick -m pytest --quick -n0 -q tests/oracle tests/loader tests/preprocess tests/format $(PYTEST_ARGS)
+	$(BIN)/python -m coverage report --data-file=.coverage.quick --skip-covered
 
 test_lowest: ## the tests with Python 3.10 and the lowest supported libraries, in .venv-lowest
 	.ci/test_versions lowest
@@ -87,7 +101,10 @@ lint: install ## ruff, mypy --strict, shellcheck
 
 docs: install ## the documentation as a site, in ./site; a broken link fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file .site/mkdocs.yml
-	@echo "open site/index.html in a browser"
+	@echo "look at it: python3 -m http.server --directory site"
+
+release: install ## sdist and wheel in ./dist, checked, and tried with each Python from 3.10 on that is found (3 minutes)
+	.ci/release
 
 bench_preprocess: install ## CPU time of the baseline, the peers and this project (15 minutes; the peers go to ./.bench)
 	$(BIN)/python benchmarks/peer_environments.py

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from benchmark_text import ROOT
 
-from shardprep.format.idx import idx_num_bytes
-from shardprep.format.manifest import DatasetIndex, read_index
+from shardprep.format.dataset_spec import idx_num_bytes
+from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import tar_path
 
 NUM_SHARDS = 99_999
@@ -115,7 +115,7 @@ def open_here(folder: str) -> Opening:
     return Opening(
         seconds=time.perf_counter() - began,
         peak_bytes=_status_bytes("VmHWM") - before,
-        num_samples=loader.order.num_samples,
+        num_samples=loader.run.sources[0].order.num_samples,
     )
 
 

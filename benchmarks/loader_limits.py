@@ -39,7 +39,7 @@ from loader_shares import (
 from measured_run import machine_line
 
 from loader import get_llama3_dataloader
-from shardprep.format.manifest import read_index
+from shardprep.format.index import read_index
 
 NUM_RESUMES, NUM_FRESH = 50, 9
 MIXED_STEPS = 2000
@@ -93,7 +93,7 @@ def resume_delays(given: LimitData, core: int) -> Iterator[Finding]:
             for _ in range(NUM_FRESH):
                 for times, resumes in ((fresh, False), (fresh_resumed, True)):
                     with get_llama3_dataloader(data, num_workers=0, **options) as loader:
-                        num_steps = 3 * loader.order.steps_per_epoch
+                        num_steps = 3 * loader.run.steps_in(0)
                         times.append(_first_batch_s(loader, draw.randrange(num_steps) if resumes else 0))
             with get_llama3_dataloader(data, num_workers=0, **options) as loader:
                 _first_batch_s(loader, 0)

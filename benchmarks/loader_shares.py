@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loader.mixture import ROUND_STEPS, Mixture, make_stages
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.mixture import ROUND_STEPS, Mixture, make_stages
 from loader.order import Order, choose_windows
 
 NUM_SOURCES, SOURCE_SAMPLES, SAMPLE_BYTES = 20, 25_600, 8192

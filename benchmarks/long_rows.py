@@ -163,7 +163,7 @@ def loader_lines(num_bytes: int) -> Iterator[str]:
             flags = ("--record", "packed", "--pack", "best_fit", "--seq_len", str(seq_len))
             preprocess(text.tokenizer, texts, folder, *flags)
             held = footprints(folder, {}, (1, 3), batch_size=1)
-            from shardprep.format.manifest import read_index
+            from shardprep.format.index import read_index
 
             num_rows = int(read_index(folder).columns[:, 0].sum())
             cells = [f"{each.resident_bytes / 2**20:.0f}" for each in held]

@@ -25,11 +25,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 from benchmark_text import ROOT, lay_out
 from contenders import plan as plan_folder
 from measured_run import Usage, machine_line, run_pinned
 
-from shardprep.format.plan import need_plan, plan_id, plan_json
+from shardprep.format.plan import Cut, need_plan, plan_id, plan_json
 
 BASELINE = "baseline"
 _BARE = {
@@ -90,9 +91,12 @@ def enlarge_plan(data: Path, num_inputs: int) -> int:
     plan = need_plan(data)
     first, num_shards = plan.inputs[0], num_inputs // _INPUTS_PER_SHARD
     names = [f"crawl-2026-{number % 100:02d}/part-{number:07d}.txt" for number in range(num_inputs)]
-    inputs = [*plan.inputs, *(dataclasses.replace(first, path=name) for name in names[_INPUTS_PER_SHARD:])]
-    cuts = [(number * _INPUTS_PER_SHARD, 0) for number in range(num_shards + 1)]
-    plan = dataclasses.replace(plan, inputs=inputs, boundaries=cuts)
+    inputs = [
+        *plan.inputs,
+        *(msgspec.structs.replace(first, path=name) for name in names[_INPUTS_PER_SHARD:]),
+    ]
+    cuts = [Cut(number * _INPUTS_PER_SHARD, 0) for number in range(num_shards + 1)]
+    plan = dataclasses.replace(plan, inputs=inputs, cuts=cuts)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
     return (data / "plan.json").write_bytes(plan_json(plan))
 

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from measured_run import machine_line
 
-from loader.find_shards import DatasetShards, ShardSet
 from loader.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.idx import ChunkCrcs, idx_header, idx_num_bytes, open_idx, read_idx
-from shardprep.format.manifest import DatasetIndex, read_index
+from loader.shards import DatasetShards, ShardSet
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, idx_num_bytes
+from shardprep.format.idx import ChunkCrcs, idx_header, open_idx, read_idx
+from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import idx_path
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048

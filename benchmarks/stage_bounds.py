@@ -24,8 +24,7 @@ from preprocess.make.engines import TokenBatch
 from preprocess.make.members import json_ids
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, load_worker
-from preprocess.read.documents import read_documents
-from preprocess.read.format import DocumentBatch
+from preprocess.read.documents import Documents, read_documents
 from shardprep.files import WRITE_BYTES
 from shardprep.format.plan import need_plan
 
@@ -58,13 +57,13 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     return found
 
 
-def _batches(worker: Worker) -> list[DocumentBatch]:
-    """The worker's own batches; documents that are longer than a batch are left out."""
+def _batches(worker: Worker) -> list[Documents]:
+    """The worker's own batches."""
+    options, batch_bytes = worker.plan.options, worker.settings.batch_bytes
     return [
-        item
+        documents
         for shard_id in range(worker.plan.num_shards)
-        for item in read_documents(worker.plan.ranges(shard_id), worker.reading)
-        if isinstance(item, DocumentBatch)
+        for documents in read_documents(worker.plan.ranges(shard_id), options, batch_bytes=batch_bytes)
     ]
 
 

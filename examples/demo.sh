@@ -52,5 +52,5 @@ The demo took $((SECONDS - started)) s. Everything it made is in ./$data.
 
 # and in the training script
 from loader import get_llama3_dataloader
-dataloader = get_llama3_dataloader("DATA", batch_size=8)
+dataloader = get_llama3_dataloader("DATA", batch_size=8, seq_len=2048, boundaries="transformers")
 END

@@ -57,7 +57,8 @@ def main() -> int:
         batch_size=args.batch_size,
         global_batch_size=args.global_batch_size,
         seed=args.seed,
-        max_length=args.max_length,
+        seq_len=args.seq_len,
+        boundaries="transformers",
         num_workers=args.num_workers,
         rank=who.rank,
         world_size=who.world_size,
@@ -141,9 +142,9 @@ class Run:
         num_tokens, loss_sum = total(float(num_targets), self.device), 0.0
         for batch in micro_batches:
             batch = {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+            targets = batch.pop("labels")[:, 1:].flatten()
             with self.setup.autocast():
-                logits = self.trained(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-            targets = batch["labels"][:, 1:].flatten()
+                logits = self.trained(**batch).logits  # position_ids and the others keep documents apart
             loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets, reduction="sum")
             (loss * world_size / num_tokens).backward()  # DDP averages over the ranks
             loss_sum += loss.item()
@@ -229,7 +230,7 @@ class Health:
         at = loader.state_at(step)
         return (
             f"step {step}: loss {loss:.4f}, {num_tokens / took_s:,.0f} tokens/s, waited {wait_share:.1%} for "
-            f"data, at step {at['step']} of {loader.order.steps_per_epoch} of epoch {at['epoch']}"
+            f"data, at step {at['step']} of {loader.run.steps_in(at['epoch'])} of epoch {at['epoch']}"
         )
 
 
@@ -292,11 +293,7 @@ def log_step(
     """A line per step: the loss and, with --log_batches, a hash of the global batch's samples in order."""
     digest = None
     if args.log_batches:
-        rows = [
-            row[mask.bool()].tolist()
-            for batch in micro_batches
-            for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-        ]
+        rows = [row.tolist() for batch in micro_batches for row in batch["input_ids"]]
         parts: list[Any] = [rows]
         if dist.is_initialized():
             parts = [None] * dist.get_world_size()
@@ -315,7 +312,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num_steps", type=int, default=100)
     parser.add_argument("--global_batch_size", type=int, default=8, help="of the optimizer's step; keep it")
     parser.add_argument("--batch_size", type=int, default=2, help="of a rank at once")
-    parser.add_argument("--max_length", type=int, default=None, help="documents are cut there")
+    parser.add_argument("--seq_len", type=int, default=1024, help="tokens of a packed row (default: 1024)")
     parser.add_argument("--hidden_size", type=int, default=64)
     parser.add_argument("--num_layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)

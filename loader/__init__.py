@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from loader.origins import Origin, SourceLosses, source_ids
     from loader.prepare import ensure_prepared
     from loader.ranks import ProcessRank, find_process_rank
-    from loader.state import OtherRun, Position
+    from loader.run import Position
+    from loader.state import OtherRun
     from loader.token_loader import TokenLoader
     from loader.training_setup import set_up_training
     from shardprep.errors import (
@@ -40,7 +41,8 @@ _MODULES = {
     "loader.origins": ("Origin", "SourceLosses", "source_ids"),
     "loader.prepare": ("ensure_prepared",),
     "loader.ranks": ("ProcessRank", "find_process_rank"),
-    "loader.state": ("OtherRun", "Position"),
+    "loader.run": ("Position",),
+    "loader.state": ("OtherRun",),
     "loader.token_loader": ("TokenLoader",),
     "loader.training_setup": ("set_up_training",),
 }

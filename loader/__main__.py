@@ -30,9 +30,8 @@ def show(args: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(args).items() if name != "command"}
     with get_llama3_dataloader(**options) as loader:
         batch = next(iter(loader))
-        print_lines(
-            f"{counted(loader.order.num_samples, 'sample')}, {counted(len(loader), 'batch')} per epoch"
-        )
+        num_samples = sum(source.order.num_samples for source in loader.run.sources)
+        print_lines(f"{counted(num_samples, 'sample')}, {counted(len(loader), 'batch')} per epoch")
         for name, tensor in batch.items():
             print_lines(f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
         for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):

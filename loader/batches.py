@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from loader.boundaries import boundary_fields
-from loader.chunks import ID_BITS, IGNORED, WITHDRAWN, Chunk, Edges, RowEdges, step_edges, step_origins
-from loader.find_shards import check_choice
+from loader.boundaries import HostNumber, boundary_fields
+from loader.chunks import ID_BITS, IGNORED, ORIGIN, WITHDRAWN, Chunk, Edges, Ids
 from loader.order import Int64s
+from loader.shards import check_choice
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -31,11 +31,27 @@ _PAD_IS_EOS = (
     "by its id would never teach the model to end; give the tokenizer a pad token of its own"
 )
 
-Ids = npt.NDArray[np.signedinteger[Any]]
+
+class BatchFields(TypedDict, total=False):
+    """The fields of a batch, by name. Which ones there are follows from the loader's arguments."""
+
+    input_ids: torch.Tensor  # int64[batch, seq]
+    labels: torch.Tensor  # int64[batch, seq]; -100 where nothing is to be learnt
+    attention_mask: torch.Tensor  # int64[batch, seq]: 0 in padding; not with boundaries="transformers"
+    position_ids: torch.Tensor  # int64[batch, seq]: from 0 in each document
+    segment_ids: torch.Tensor  # int64[batch, seq]: documents from 1 in each row, 0 in padding
+    cu_seqlens: torch.Tensor  # int32[documents + 1]: edges in the flattened batch
+    max_seqlen: HostNumber  # the longest document
+    cu_seq_lens_q: torch.Tensor  # as cu_seqlens: these names are transformers'
+    cu_seq_lens_k: torch.Tensor
+    max_length_q: HostNumber
+    max_length_k: HostNumber
+    use_cache: HostNumber  # 0
+    origins: torch.Tensor  # int64[documents, 6]: row, place, source, shard, sample, document
 
 
 class Batch(dict[str, torch.Tensor]):
-    """The tensors of a batch by name, used like a BatchEncoding. ``boundaries`` add HostNumbers."""
+    """The tensors of a batch by name, used like a BatchEncoding; BatchFields tells each."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
         """``batch.labels`` is ``batch["labels"]``."""
@@ -190,14 +206,12 @@ def _batch_of(ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
     )
 
 
-def check_padding(padding: str, max_length: int | None, long_documents: str) -> None:
-    """Raises UsageError where a width is needed and not given."""
+def check_padding(padding: str, max_length: int | None) -> None:
+    """Raise UsageError where a width is needed and not given."""
     check_choice("padding", padding, Literal["longest", "max_length"])
-    if max_length is None and (padding == "max_length" or long_documents != "truncate"):
+    if max_length is None and padding == "max_length":
         raise UsageError(
-            f"padding={padding!r} with long_documents={long_documents!r} needs max_length",
-            found=f"padding={padding!r}",
-            expected="max_length",
+            f"padding={padding!r} needs max_length", found=f"padding={padding!r}", expected="max_length"
         )
 
 
@@ -253,12 +267,14 @@ def shift(fields: dict[str, Any]) -> None:
     fields["labels"] = fields["labels"][:, 1:].contiguous()
 
 
-def without_last_place(edges: Edges) -> Edges:
-    """The edges of the same rows, one place narrower."""
-    num_rows, width = edges.shape
+def _without_last_place(edges: Edges, width: int) -> Edges:
+    """Return the edges of the same rows, ``width`` places wide, one place narrower."""
     row, within = np.divmod(edges.begins, width)
-    kept = within < width - 1
-    return Edges.of(row[kept] * (width - 1) + within[kept], (num_rows, width - 1))
+    is_kept = within < width - 1
+    # A document that ends its row loses a place.
+    is_last = (within + edges.sizes == width)[is_kept]
+    begins = (row * (width - 1) + within)[is_kept]
+    return Edges(begins, edges.sizes[is_kept] - is_last)
 
 
 Fillers = npt.NDArray[np.bool_] | None
@@ -357,33 +373,32 @@ class StepBatches:
         return batches
 
     def cut(
-        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers = None
+        self, chunks: list[Chunk], tick: int, first_batch: int, is_filler: Fillers = None
     ) -> Iterator[Uncollated]:
-        """The batches of one step of some chunks, from one of them on. ``is_filler``: which samples of the
-        step are fillers."""
-        if not self.row_tokens:
-            yield from self._cut_documents(chunks, step, first_batch, is_filler)
-            return
-        rows, lengths = _rows_of_step(chunks, step)
-        for part in _batch_parts(self.batch_size, len(rows), first_batch):
-            edges = step_edges(chunks, step, part) if self.boundaries else None
-            of_rows = None if lengths is None else lengths[part]
-            origins = step_origins(chunks, step, part) if self.origins else None
-            yield Uncollated(rows[part], of_rows, edges, _of_part(is_filler, part), origins)
+        """Yield the batches of one tick from one of them on; the chunks have its samples one under another.
 
-    def _cut_documents(
-        self, chunks: list[Chunk], step: int, first_batch: int, is_filler: Fillers
-    ) -> Iterator[Uncollated]:
-        """The same of samples of any length."""
-        lengths = np.concatenate([chunk.lengths[:, step] for chunk in chunks])
-        parts = [chunk.ids_of(step) for chunk in chunks]
-        ids = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        bounds = np.cumsum([0, *lengths.tolist()])
-        for part in _batch_parts(self.batch_size, len(lengths), first_batch):
-            of_samples = lengths[part]
-            first, end = bounds[part.start], bounds[part.start + len(of_samples)]
-            origins = step_origins(chunks, step, part) if self.origins else None
-            yield Uncollated(ids[first:end], of_samples, None, _of_part(is_filler, part), origins=origins)
+        ``is_filler``: which samples of the tick are fillers.
+        """
+        num_samples = sum(chunk.num_samples for chunk in chunks)
+        is_full = self.row_tokens > 0 and all(chunk.is_full(tick) for chunk in chunks)
+        for part in _batch_parts(self.batch_size, num_samples, first_batch):
+            pieces = _pieces(chunks, part)
+            ids = _concatenated([chunk.ids.of(tick, first, end) for chunk, first, end in pieces])
+            lengths = edges = origins = fillers = None
+            if not is_full:
+                lengths = _concatenated([chunk.lengths[first:end, tick] for chunk, first, end in pieces])
+            if self.boundaries and self.row_tokens:
+                edges = Edges.joined(
+                    [chunk.edges_of(tick, first, end) for chunk, first, end in pieces],
+                    [(end - first) * self.row_tokens for _, first, end in pieces],
+                )
+            if self.origins:
+                origins = _origins(pieces, tick)
+            if is_filler is not None and is_filler[part].any():
+                fillers = is_filler[part]
+            yield Uncollated(
+                ids.reshape(-1, self.row_tokens) if self.row_tokens else ids, lengths, edges, fillers, origins
+            )
 
     def collate(self, part: Uncollated) -> Any:
         """The batch of some samples; what ``collate_fn`` makes may be anything."""
@@ -445,42 +460,52 @@ class StepBatches:
     def _add_boundaries(self, fields: Batch, part: Uncollated) -> None:
         """Add the fields of ``boundaries``; the first id of a document is no label."""
         lengths, edges = part.lengths, part.edges
-        if edges is None:
-            assert lengths is not None  # documents have them
-            nothing = np.empty(0, np.int64)
-            width = fields["input_ids"].shape[1]
-            edges = RowEdges.of_rows(nothing.astype(np.int32), nothing, lengths, width).part(0, len(lengths))
+        num_rows, width = fields["input_ids"].shape
+        if edges is None:  # each row is one document
+            assert lengths is not None
+            nothing = np.zeros(0, np.int32)
+            edges = Edges.of_rows(nothing, np.zeros(num_rows, np.int64), lengths, width)
         fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED
         if self.shifts_targets:
             shift(fields)
-            edges = without_last_place(edges)
-            lengths = None if lengths is None else np.minimum(lengths, edges.shape[1])
-        fields.update(boundary_fields(self.boundaries, edges, lengths))
+            edges, width = _without_last_place(edges, width), width - 1
+            lengths = None if lengths is None else np.minimum(lengths, width)
+        fields.update(boundary_fields(self.boundaries, edges, (num_rows, width), lengths))
         if "transformers" in self.boundaries:
             del fields["attention_mask"]  # where there is one, transformers looks for no documents
 
 
 @lru_cache
 def _batch_parts(batch_size: int, num_samples: int, first_batch: int) -> tuple[slice, ...]:
-    """Which samples of a step each batch has; kept, as steps are alike."""
+    """Return which samples of a tick each batch has; kept, as ticks are alike."""
     firsts = range(first_batch * batch_size, num_samples, batch_size)
     return tuple(slice(first, first + batch_size) for first in firsts)
 
 
-def _of_part(is_filler: Fillers, part: slice) -> Fillers:
-    if is_filler is None or not is_filler[part].any():
-        return None
-    return is_filler[part]
+def _pieces(chunks: list[Chunk], part: slice) -> list[tuple[Chunk, int, int]]:
+    """Return some of a tick's samples, which the chunks have one under another: of each chunk which ones."""
+    found, before = [], 0
+    for chunk in chunks:
+        first, end = max(part.start - before, 0), min(part.stop - before, chunk.num_samples)
+        if first < end:
+            found.append((chunk, first, end))
+        before += chunk.num_samples
+    return found
 
 
-def _rows_of_step(chunks: list[Chunk], step: int) -> tuple[Any, npt.NDArray[Any] | None]:
-    """The rows of one step of some chunks, and their lengths unless all are full."""
-    rows = chunks[0].ids[:, step]
-    if len(chunks) > 1:
-        rows = np.concatenate([rows, *(chunk.ids[:, step] for chunk in chunks[1:])])
-    if all(chunk.is_full(step) for chunk in chunks):
-        return rows, None
-    return rows, np.concatenate([chunk.lengths[:, step] for chunk in chunks])
+def _concatenated(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _origins(pieces: list[tuple[Chunk, int, int]], tick: int) -> Int64s:
+    """Return the origins of some of a tick's samples, int64[documents, ORIGIN], whose rows count from 0."""
+    found, row = [], 0
+    for chunk, first, end in pieces:
+        assert chunk.origins is not None
+        found.append(chunk.origins.of(tick, first, end).reshape(-1, len(ORIGIN)).astype(np.int64))
+        found[-1][:, 0] += row - first
+        row += end - first
+    return _concatenated(found)
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:

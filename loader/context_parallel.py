@@ -10,8 +10,8 @@ import torch
 
 from loader.boundaries import HostNumber, document_numbers
 from loader.chunks import IGNORED
-from loader.find_shards import check_choice
 from loader.order import Int64s
+from loader.shards import check_choice
 from shardprep.errors import UsageError
 
 _OF_THE_WHOLE = ("cu_seqlens", "max_seqlen")  # kernels want the edges of whole documents

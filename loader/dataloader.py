@@ -27,106 +27,31 @@ from loader.batches import (
     log_pad_token,
 )
 from loader.boundaries import Boundary, boundary_names
-from loader.find_shards import (
-    InputShards,
-    ShardSet,
-    SplitName,
-    check_choice,
-    find_sources,
-)
-from loader.mixture import Mixture, Schedule
-from loader.order import ORDER_VERSION, Order
+from loader.describe import settings_block
+from loader.find_shards import InputShards, find_sources
+from loader.order import ORDER_VERSION
 from loader.ranks import find_process_rank
-from loader.reading import ReaderContext, ReaderIndex
-from loader.samples import LongDocuments, SampleRules, Samples, make_samples
-from loader.state import Ramp, RunSteps, ramp_sizes
-from loader.token_loader import TokenLoader
-from loader.tokenizer import choose_tokenizer
-from loader.withdrawn import describe_lists
-from loader.workers import (
-    MixedSamples,
+from loader.reading import ReaderIndex
+from loader.run import Run
+from loader.samples import SampleRules, make_samples
+from loader.shards import ShardSet, SplitName, check_choice
+from loader.sources import (
     Plan,
+    Sizes,
+    Weights,
     WeightsIn,
-    check_batch,
     check_mixing,
+    check_slots,
+    choose_sizes,
     group_size,
-    make_order,
-    mix,
-    rank_slots,
+    make_run,
+    shares_of,
     whole_number,
 )
+from loader.token_loader import TokenLoader
+from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError
 from shardprep.removed import ARGUMENTS
-
-
-def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
-    """What is read, what a sample and a batch are, the steps of an epoch, and who reads."""
-    order, who, run = loader.order, loader.process_rank, loader.fingerprint
-    micro_batches = loader.num_accumulated
-    accumulated = "" if micro_batches == 1 else f" x {micro_batches} batches per step"
-    data = f"{shards.num_shards:,} shards, {order.num_samples:,} samples"
-    samples = f"{loader.step_batches.batch_size} per batch{accumulated} x {who.world_size} ranks"
-    steps = f"{loader.run.steps_in(0):,} steps, {len(loader):,} batches per rank"
-    ramp = f"; global_batch_size {run['global_batch_size']}" if loader.run.is_ramped else ""
-    global_batch = order.global_batch_size * loader.run.order_steps_in(0)
-    lines = [
-        f"loader of {data}, about {shards.mean_tokens * shards.num_samples:.3g} tokens",
-        f"sample: {_sample(loader)}",
-        f"global batch: {global_batch} samples = {samples}{ramp}; {_padding(loader)}",
-        f"epoch: {steps}; {order.num_left_out:,} samples left out, others each epoch",
-        f"order: {_order(loader)}",
-        *filter(None, [shards.split_words]),
-        f"readers: {_workers(loader)}",
-        f"data {run['data'][:12]}, tokenizer {run['tokenizer'][:12]}",
-        *describe_lists(shards),
-    ]
-    return "\n  ".join(lines)
-
-
-def _sample(loader: TokenLoader) -> str:
-    run, fields = loader.fingerprint, loader.step_batches.boundaries
-    if run["seq_len"]:
-        apart = f"boundaries {', '.join(fields)}" if fields else "attention crosses documents (no boundaries)"
-        shifted = "; labels one place ahead" if loader.step_batches.shifts_targets else ""
-        return f"a row of {run['seq_len']} tokens; {apart}{shifted}"
-    if not run["max_length"]:
-        return "a whole document"
-    return f"a document of up to {run['max_length']} tokens, longer ones: {run['long_documents']}"
-
-
-def _padding(loader: TokenLoader) -> str:
-    collate, padded = loader.step_batches.collate_fn, loader.step_batches.padded
-    if padded is None:
-        return f"collated by {getattr(collate, '__name__', type(collate).__name__)}"
-    width = f"to {padded.pad_to_length} tokens" if padded.pad_to_length else "to the longest of a batch"
-    multiple = f", to a multiple of {padded.pad_to_multiple_of}" if padded.pad_to_multiple_of else ""
-    if loader.step_batches.row_tokens:
-        width, multiple = "only in rows that are not full", ""
-    return f"padding {width}{multiple}, with {padded.pad.token} (id {padded.pad.token_id})"
-
-
-def _order(loader: TokenLoader) -> str:
-    order = loader.order
-    if order.keeps_tail:
-        return (
-            f"as the shards stand, the last batch filled up with {order.num_fillers} samples without labels"
-        )
-    if not order.shuffle:
-        return "as the shards stand, not shuffled"
-    grouped = f", samples of like length in groups of {order.group}" if order.group > 1 else ""
-    mixed = f", sources mixed by {order.sizes['schedule']}" if isinstance(order, Mixture) else ""
-    return f"shuffled anew each epoch, seed {order.seed}{grouped}{mixed}"
-
-
-def _workers(loader: TokenLoader) -> str:
-    pinned = ", pinned memory" if loader.pin_memory else ""
-    if not loader.num_workers:
-        return f"this process, no workers{pinned}"
-    kept = "kept between epochs" if loader.persistent_workers else "started anew each epoch"
-    return (
-        f"{loader.num_workers} workers per rank, {loader.prefetch_factor} chunks ahead each, {kept}{pinned}"
-    )
-
 
 logger = logging.getLogger(__name__)
 
@@ -172,8 +97,7 @@ def get_llama3_dataloader(
     model_id: str | os.PathLike[str] | None = None,
     *,
     split: SplitName | None = None,
-    global_batch_size: int | None = None,
-    batch_size_schedule: Ramp | None = None,
+    global_batch_size: Sizes | None = None,
     group_by_length: bool | int = False,
     padding: Padding = "longest",
     pad_to_multiple_of: int | None = None,
@@ -181,24 +105,19 @@ def get_llama3_dataloader(
     origins: bool = False,
     seed: int = 0,
     shuffle: bool = True,
-    weights: Mapping[str, float] | None = None,
-    weights_schedule: Schedule | None = None,
+    weights: Weights | None = None,
     weights_in: WeightsIn = "tokens",
     amend: bool = False,
     seq_len: int | None = None,
     boundaries: Boundary | Sequence[Boundary] = (),
     targets: Targets = "same",
     max_length: int | None = None,
-    long_documents: LongDocuments = "truncate",
     num_workers: int = 4,
     prefetch_factor: int | None = None,
     pin_memory: bool | None = None,
     persistent_workers: bool = True,
-    multiprocessing_context: Any = None,
     rank: int | None = None,
     world_size: int | None = None,
-    device_mesh: Any = None,
-    process_group: Any = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> TokenLoader:
     """Return batches of a data set's token ids for this rank, shuffled anew each epoch.
@@ -231,11 +150,10 @@ def get_llama3_dataloader(
         What a batch is:
             batch_size: samples per batch on each rank.
             global_batch_size: samples of one optimizer step, on all ranks, accumulation included. It alone
-                fixes the order: keep it when the number of ranks changes, or see ``amend``. Default:
-                batch_size x world_size.
-            batch_size_schedule: instead of ``global_batch_size``, its size from a step on: ``[(0, 256),
-                (1000, 512)]``. Batches stay of ``batch_size``, and more of them are accumulated: see
-                ``loader.num_accumulated`` and ``loader.ends_step``. It is part of the state.
+                fixes the order: keep it when the number of ranks changes, or see ``amend``. Or its sizes by
+                step: ``[(0, 256), (1000, 512)]``. Batches stay of ``batch_size``, and more of them are
+                accumulated: see ``loader.num_accumulated`` and ``loader.ends_step``. Default: batch_size x
+                world_size.
             group_by_length: documents of similar length side by side, in groups of this many samples; True:
                 of ``batch_size``. It is part of the order: pass the number if you resume with another
                 ``batch_size``.
@@ -251,15 +169,15 @@ def get_llama3_dataloader(
         Order and mixing:
             seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
             shuffle: False: global batch k is samples ``[k L, (k + 1) L)``, L being ``global_batch_size``.
-            weights: share of each source, ``{"web": 0.7, "code": 0.3}``. Each source has its own epochs, see
-                ``loader.source_epochs``.
-            weights_schedule: instead of ``weights``, the weights from a global step on: ``[(0, {...}),
-                (80_000, {...})]``. It is part of the state: keep it when you resume.
+            weights: share of each source, ``{"web": 0.7, "code": 0.3}``, or the shares by step: ``[(0,
+                {...}), (80_000, {...})]``. A source without a weight has none. Each source has its own
+                epochs, see ``loader.source_epochs``.
             weights_in: weights are shares of ``"tokens"``, by the mean of each source, or of ``"samples"``.
-            amend: go on from a state of other weights, sources, folders of a source, ``global_batch_size`` or
-                schedules: these hold from its step on, and each source goes on at its own place. Global
-                batches must be multiples of the run's first one. The default refuses such a state, and says
-                what differs.
+            amend: go on from a state of other weights, sources or global batch sizes. What this loader was
+                given holds from the next border on, at most 64 steps later; the loader logs the step. Each
+                source goes on at its own place. Keep a source that you drop in ``input_shards``, without a
+                weight, until then. Global batches must be multiples of the run's first one. The default
+                refuses such a state, and says what differs.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
@@ -271,9 +189,8 @@ def get_llama3_dataloader(
             targets: ``"same"``: labels are the ids, and the model shifts them, as transformers' models do.
                 ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops like those of
                 Megatron, nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
-            max_length: tokens at which documents that are not packed are cut; see ``long_documents``.
-            long_documents: ``"truncate"`` drops the rest and counts it in ``loader.metrics``, ``"error"``
-                refuses.
+            max_length: tokens at which documents that are not packed are cut. ``loader.metrics`` counts what
+                is left out.
 
         Processes and workers:
             num_workers: processes that read, on each rank; more than ``global_batch_size / (world_size x
@@ -281,13 +198,9 @@ def get_llama3_dataloader(
             prefetch_factor: chunks (up to 1 MiB of batches) that each worker reads ahead. Default: 2.
             pin_memory: batches in pinned memory. Default: where there is CUDA.
             persistent_workers: keep workers between epochs; they read on into the next one.
-            multiprocessing_context: ``"fork"``, ``"spawn"`` or ``"forkserver"`` (Python 3.14's default). The
-                last two run the top of the training script again in each worker: keep what trains behind ``if
-                __name__ == "__main__":``.
-            rank: of data parallelism. Default: of torch.distributed, or of the launcher.
-            world_size: number of ranks of data parallelism. Default: likewise.
-            device_mesh: instead of both, the data-parallel dimension of a DeviceMesh, ``mesh["dp"]``.
-            process_group: instead of both, the data-parallel process group.
+            rank: of data parallelism, with ``world_size``. Default: of torch.distributed, or of the launcher.
+                Of a DeviceMesh: ``rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size()``.
+            world_size: number of ranks of data parallelism.
 
         Storage:
             cache_dir: where webdataset copies tars that are no local files.
@@ -303,83 +216,69 @@ def get_llama3_dataloader(
     """
     _check_types(locals())
     is_validation = split == "validation"
-    who = find_process_rank(rank, world_size, device_mesh=device_mesh, process_group=process_group)
-    sizes: Ramp = RunSteps.sizes
-    if batch_size_schedule is not None:
-        global_batch_size, sizes = ramp_sizes(
-            batch_size_schedule, global_batch_size, is_validation=is_validation
-        )
-    global_batch_size = check_batch(batch_size, global_batch_size, who.world_size)
+    who = find_process_rank(rank, world_size)
     fields = boundary_names(boundaries)
     shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
     rules = SampleRules(
         seq_len=None if seq_len is None else seq_len + shifts,
         max_length=None if max_length is None else max_length + shifts,
-        long_documents=long_documents,
         group=group_size(group_by_length, batch_size),
     )
+    tick_samples, sizes = choose_sizes(global_batch_size, batch_size, who.world_size)
+    if is_validation and len(sizes) > 1:
+        raise UsageError(
+            'global_batch_size by step is for training; pass one size with split="validation"',
+            found=f"global_batch_size={global_batch_size}",
+            expected="one size",
+        )
     if split is not None:
         check_choice("split", split, SplitName)
-    mixes = check_mixing(input_shards, weights, weights_schedule, weights_in, is_validation=is_validation)
-    check_padding(padding, max_length, long_documents)
-    sources = find_sources(
+    is_mixture = check_mixing(input_shards, weights, weights_in, is_validation=is_validation)
+    check_padding(padding, max_length)
+    shards_of = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         cache_dir=cache_dir,
-        count_tokens=rules.needs_lengths or (mixes and weights_in == "tokens"),
+        count_tokens=rules.needs_lengths or (is_mixture and weights_in == "tokens"),
         split=split,
     )
-    shards = ShardSet([source for part in sources.values() for source in part.sources], split)
-    context = ReaderContext(reader_index=ReaderIndex(number=who.rank, count=who.world_size))
+    shards = ShardSet([part for of_source in shards_of.values() for part in of_source.sources], split)
     tokenizer = choose_tokenizer(shards, model_id)
-    every = [
-        make_samples(
-            part,
+    samples = {
+        name: make_samples(
+            of_source,
             rules,
             eos_token_id=tokenizer.special.eos_token_id,
-            vocab_size=tokenizer.vocab_size if part.has_external else None,
+            vocab_size=tokenizer.vocab_size if of_source.has_external else None,
             starts=bool(fields),
             keeps_tail=is_validation,
             origins=origins,
-            context=context,
+            reader_index=ReaderIndex(number=who.rank, count=who.world_size),
         )
-        for part in sources.values()
-    ]
-    orders = [
-        make_order(
-            of_part,
-            part,
-            global_batch_size,
-            rules.group,
-            seed=seed,
-            shuffle=shuffle and not is_validation,
-            keeps_tail=is_validation,
-        )
-        for part, of_part in zip(sources.values(), every, strict=True)
-    ]
-    slots = rank_slots(orders[0], who.rank, who.world_size)
-    run = RunSteps(
-        order_steps_per_epoch=sum(order.steps_per_epoch for order in orders),
-        num_batches=len(slots) * rules.group // batch_size,
-        sizes=sizes,
+        for name, of_source in shards_of.items()
+    }
+    check_slots(tick_samples, rules.group, who.world_size)
+    run = make_run(
+        samples,
+        sizes,
+        shares_of(samples, weights, weights_in),
+        tick_samples=tick_samples,
+        batches_per_tick=tick_samples // (batch_size * who.world_size),
+        group=rules.group,
+        seed=seed,
+        shuffle=shuffle and not is_validation,
+        keeps_tail=is_validation,
+        is_mixture=is_mixture,
     )
-    samples: Samples | MixedSamples = every[0]
-    order: Order | Mixture = orders[0]
-    if mixes:
-        order, samples = mix(
-            sources,
-            every,
-            orders,
-            run,
-            weights=weights,
-            weights_schedule=weights_schedule,
-            weights_in=weights_in,
-        )
+    plan = Plan(
+        run=run,
+        samples=tuple(samples.values()),
+        fingerprint=_fingerprint(rules, shards, run, tokenizer.fingerprint),
+    )
     workers = _worker_options(
         num_workers,
-        len(slots),
+        run.num_slots // who.world_size,
         prefetch_factor=prefetch_factor,
         persistent_workers=persistent_workers,
-        multiprocessing_context=multiprocessing_context,
     )
     pad = getattr(collate_fn, "pad", None)
     if collate_fn is None:
@@ -394,22 +293,21 @@ def get_llama3_dataloader(
     if isinstance(pad, PadToken):
         tokenizer.pad_with(pad.token)
     withdrawn_id = None
-    if any(each.withdrawn is not None for each in every):  # what pads stands for them
+    if any(each.withdrawn is not None for each in samples.values()):  # what pads stands for them
         token = pad if isinstance(pad, PadToken) else choose_pad_token(tokenizer.special)
         withdrawn_id = token.token_id
     step_batches = StepBatches(
         batch_size=batch_size,
-        row_tokens=samples.row_tokens,
+        row_tokens=plan.row_tokens,
         boundaries=fields,
         collate_fn=collate_fn,
         shifts_targets=shifts,
         origins=origins,
-        has_masks=any(part.has_masks for part in sources.values()),
+        has_masks=any(of_source.has_masks for of_source in shards_of.values()),
         withdrawn_id=withdrawn_id,
     )
-    fingerprint = _fingerprint(rules, shards, order, run, tokenizer.fingerprint)
     loader = TokenLoader(
-        Plan(order=order, samples=samples, run=run, fingerprint=fingerprint, shards=shards),
+        plan,
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
         process_rank=who,
@@ -434,26 +332,20 @@ def get_llama3_dataloader(
     return loader
 
 
-def _fingerprint(
-    rules: SampleRules, shards: ShardSet, order: Order | Mixture, run: RunSteps, tokenizer: str
-) -> dict[str, Any]:
-    """All that fixes which sample is where, and the ramps. What else shapes a batch is not in it."""
-    split = {} if shards.split is None else {"split": shards.split}
+def _fingerprint(rules: SampleRules, shards: ShardSet, run: Run, tokenizer: str) -> dict[str, Any]:
+    """Return what fixes which sample is where, beside the run's sources and stages."""
+    order = run.sources[0].order
     return {
-        "law_version": ORDER_VERSION,
-        "data": shards.fingerprint,
+        "order_version": ORDER_VERSION,
         "tokenizer": tokenizer,
-        "seed": order.seed,
+        "seed": run.seed,
         "shuffle": order.shuffle,
-        "global_batch_size": run.history(order.global_batch_size),
+        "is_mixture": run.is_mixture,
         "seq_len": shards.row_tokens or rules.seq_len or 0,
         "group_by_length": order.group,
         "max_length": rules.max_length or 0,
-        "long_documents": rules.long_documents,
-        "num_samples": order.num_samples,
-        **order.sizes,
-        **split,
-        **({"keeps_tail": True} if order.keeps_tail else {}),
+        "split": shards.split,
+        "keeps_tail": order.keeps_tail,
     }
 
 
@@ -489,7 +381,6 @@ def _worker_options(
     *,
     prefetch_factor: int | None,
     persistent_workers: bool,
-    multiprocessing_context: Any,
 ) -> dict[str, Any]:
     """What torch's DataLoader wants to know of workers, of which each has a slot at least."""
     asked = operator.index(num_workers)
@@ -513,5 +404,4 @@ def _worker_options(
         "num_workers": count,
         "prefetch_factor": (prefetch_factor or 2) if count else None,
         "persistent_workers": persistent_workers and count > 0,
-        "multiprocessing_context": multiprocessing_context if count else None,
     }

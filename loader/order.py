@@ -1,11 +1,10 @@
-"""The sampling order: which sample comes when, and in which slot. Pure arithmetic.
+"""The sampling order of one source: which sample comes when, and in which slot. Pure arithmetic.
 
-A data set is N samples. A **global batch** is L of them: what all ranks together train on in one step. A
-**slot** is one of V = L / g equal parts of an epoch's shuffled sequence; a global batch takes the next g
-samples of each slot, and an epoch has R = N // L of them (g is 1 but for grouping by length). Ranks and
-workers only share the slots out, so global batch k is the same ordered set on any number of them, and a
-position in a run is one integer. Random numbers come from a hash of our own: numpy's streams may differ
-between its versions.
+A source is N samples. A **tick** takes L of them; a training step is one tick, or several. A **slot** is one
+of V = L / g equal parts of an epoch's shuffled sequence: a tick takes the next g samples of each slot, and an
+epoch has R = N // L ticks (g is 1 unless samples are grouped by length). Ranks and workers only share out the
+slots, so tick k is the same ordered set of samples on any number of them. run.py puts sources together.
+Random numbers come from a hash of our own, because numpy's streams may differ between its versions.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TABLE_SIZE = 4096  # up to which all of a permutation is worked out at once
 
 
 def hash_ints(*values: int) -> int:
-    """One 64-bit hash of a row of integers: splitmix64, chained."""
+    """Hash a row of integers to 64 bits: splitmix64, chained."""
     state = 0
     for value in values:
         state = _mix((state + _GOLDEN ^ value) & _MASK)
@@ -47,7 +46,7 @@ def _mix(state: int) -> int:
 
 
 def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
-    """splitmix64 of every value under a key: uint64, in the shape that the two broadcast to."""
+    """Hash every value under a key by splitmix64: uint64, in the shape that the two broadcast to."""
     state = np.asarray(key, np.uint64) ^ values.astype(np.uint64)
     state = state + np.uint64(_GOLDEN)
     state = (state ^ state >> np.uint64(30)) * np.uint64(_FIRST)
@@ -56,10 +55,10 @@ def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray
 
 
 def permute(positions: Int64s, count: int, key: int) -> Int64s:
-    """Where a keyed permutation of ``range(count)`` sends some positions; same shape as they.
+    """Send positions through a keyed permutation of ``range(count)``; returns the same shape.
 
-    A Feistel network over the next power of four, walked until it lands below ``count``
-    (fewer than four steps on average), so nothing of size ``count`` is held unless it is small.
+    It is a Feistel network over the next power of four, repeated until it lands below ``count`` (fewer than
+    four times on average), so nothing of size ``count`` is held unless it is small.
     """
     if count < 2:
         return positions.copy()
@@ -72,13 +71,13 @@ def permute(positions: Int64s, count: int, key: int) -> Int64s:
 
 @lru_cache(maxsize=8)
 def _permutation(count: int, key: int) -> Int64s:
-    """All of a small one: int64[count]. It is kept, for all windows of an epoch ask for the same."""
+    """Compute all of a small permutation, int64[count]. Cached: all windows of an epoch use the same."""
     whole = _feistel(np.arange(1 << 2 * _half_bits(count)), count, key)
     return _walk(np.arange(count), count, whole.__getitem__)
 
 
 def _walk(positions: Int64s, count: int, sent: Callable[[Int64s], Int64s]) -> Int64s:
-    """Where positions come to below ``count``, if they are sent on until they do: int64[n] -> int64[n]."""
+    """Send positions on until each is below ``count``: int64[n] -> int64[n]."""
     found = sent(positions)
     walking = np.flatnonzero(found >= count)
     while walking.size:
@@ -88,7 +87,7 @@ def _walk(positions: Int64s, count: int, sent: Callable[[Int64s], Int64s]) -> In
 
 
 def _feistel(values: Int64s, count: int, key: int) -> Int64s:
-    """Where the network sends values below the power of four: int64[n] -> int64[n]."""
+    """Apply the network to values below the power of four: int64[n] -> int64[n]."""
     half = np.int64(_half_bits(count))
     mask = (np.int64(1) << half) - 1
     left, right = values >> half, values & mask
@@ -105,140 +104,123 @@ def _half_bits(count: int) -> int:
 ORDER_VERSION = 2
 BLOCK_BYTES = (128 << 10, 512 << 10)  # of a shard, at least and at most: the unit of reading
 WINDOWS_BYTES = 128 << 20  # of all slots together, where blocks of the least size allow it
-SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = (
-    512,
-    1 << 20,
-)  # blocks grow with the slots, so that all ranks open no more
-BLOCKS_PER_SLOT = 16  # at least so many where there are samples enough, else slots would hardly mix
+# Blocks grow with the number of slots, so that all ranks together open no more shards.
+SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = 512, 1 << 20
+BLOCKS_PER_SLOT = 16  # at least, where there are samples enough: with fewer, slots would hardly mix
 GROUPED_SAMPLES = 8192  # of a window that is sorted by length: padding falls with it, memory rises
-GROUPED_BYTES = 64 << 20  # of such a window at most
+GROUPED_BYTES = 64 << 20  # of such a window, at most
 _ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # what a hash is for
 
 NumTokens = Callable[[Int64s], Int64s]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOrder:
-    """What the order of one data set and that of a mixture have in common: the global batch and its slots."""
+class Order:
+    """The sampling order of one source. Raises UsageError where N < L.
 
-    global_batch_size: int  # L
-    seed: int
-    shuffle: bool = True
-    group: int = 1  # g: samples of like length side by side; 1 for any length
-    keeps_tail: bool = False  # the last global batch is filled up with samples that stand in it already
-
-    @property
-    def num_slots(self) -> int:
-        """V: what ranks and workers share out."""
-        return self.global_batch_size // self.group
-
-    def is_filler(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:  # noqa: ARG002
-        """Which of these slots hold a sample again at a step of an epoch: bool[len(slots)]; None for none."""
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Order(BatchOrder):
-    """The sampling order for one data set, global batch and seed. Raises UsageError where N < L.
-
-    1. The data set is rotated by hash(seed, epoch) mod N, so each epoch leaves out other samples.
-    2. It is cut into blocks of K samples, the unit of reading, which are permuted; the short last one stays.
-    3. In a slot windows of M blocks are permuted sample by sample, or, grouped by length, sorted by it and
-    cut
-       into slices of g, which all slots walk in one order: a global batch is of one length.
+    1. The source is rotated by hash(seed, epoch) mod N, so each epoch leaves out other samples.
+    2. It is cut into blocks of K samples, the unit of reading. Blocks are permuted; the short last one stays.
+    3. In a slot, windows of M blocks are permuted sample by sample. Grouped by length, they are sorted by it
+       and cut into slices of g, which all slots walk in the same order: a tick is of one length.
 
     The price: no uniform permutation. What is mixed at any time is the V M blocks of the windows, which are
-    in memory: 128 MiB of all ranks up to L = 256. From there on blocks grow with L up to 1 MiB, so that a
-    step of all ranks begins as many blocks, and opens as many shards, as at L = 256. Each place of the global
-    batch holds 2 KiB times L then, from L = 2,048 on 4 MiB. Without ``shuffle`` global batch k is samples
+    in memory: 128 MiB of all ranks up to L = 256. Above that, blocks grow with L up to 1 MiB, so that a step
+    of all ranks begins as many blocks, and opens as many shards, as at L = 256. Each place of the global
+    batch then holds 2 KiB times L, and 4 MiB from L = 2,048 on. Without ``shuffle`` tick k is samples
     ``[k L, (k+1) L)``.
     """
 
     num_samples: int  # N
+    tick_samples: int  # L
     block_samples: int  # K
     window_samples: int  # M K, of a slot
+    seed: int
+    shuffle: bool = True
+    group: int = 1  # g: samples of similar length side by side; 1 for any length
+    keeps_tail: bool = False  # the last tick is filled up with samples that stand in it already
 
     def __post_init__(self) -> None:
-        if self.num_samples < self.global_batch_size and not self.keeps_tail:
+        if self.num_samples < self.tick_samples and not self.keeps_tail:
             raise UsageError(
                 f"the data set has {self.num_samples:,} samples, but one batch for every rank takes "
-                f"{self.global_batch_size:,}; lower batch_size, use fewer ranks, or add data",
+                f"{self.tick_samples:,}; lower batch_size, use fewer ranks, or add data",
                 found=f"{self.num_samples:,} samples",
-                expected=f"{self.global_batch_size:,}",
+                expected=f"{self.tick_samples:,}",
             )
-        if self.global_batch_size % self.group:
+        if self.tick_samples % self.group:
             raise UsageError(
                 f"groups of {self.group} samples of like length do not divide the global batch of "
-                f"{self.global_batch_size}; pass a group_by_length that divides it",
+                f"{self.tick_samples}; pass a group_by_length that divides it",
                 found=f"groups of {self.group}",
-                expected=f"the global batch of {self.global_batch_size}",
+                expected=f"the global batch of {self.tick_samples}",
             )
         if self.group > 1 and not self.shuffle:
             raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")
 
     @property
-    def steps_per_epoch(self) -> int:
-        """R: global batches an epoch, and samples a slot delivers in it."""
-        return (self.num_samples + self.num_fillers) // self.global_batch_size
+    def num_slots(self) -> int:
+        """V: what ranks and workers share out."""
+        return self.tick_samples // self.group
+
+    @property
+    def ticks_per_epoch(self) -> int:
+        """R: also the samples that a slot of one delivers in an epoch."""
+        return (self.num_samples + self.num_fillers) // self.tick_samples
 
     @property
     def num_left_out(self) -> int:
-        """Samples an epoch leaves out; fewer than a global batch."""
-        return 0 if self.keeps_tail else self.num_samples % self.global_batch_size
+        """Samples that an epoch leaves out; fewer than a tick."""
+        return 0 if self.keeps_tail else self.num_samples % self.tick_samples
 
     @property
     def num_fillers(self) -> int:
-        """Places of the last global batch that hold a sample again, where the tail is kept."""
-        return -self.num_samples % self.global_batch_size if self.keeps_tail else 0
+        """Places of the last tick that hold a sample again, where the tail is kept."""
+        return -self.num_samples % self.tick_samples if self.keeps_tail else 0
 
-    def is_filler(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:
-        """Spread evenly: each part of n places has ``n * real // global_batch_size`` samples at least. So
-        every batch of every rank has one where there are as many samples as batches."""
-        if not self.num_fillers or step + 1 < self.steps_per_epoch:
+    def is_filler(self, tick: int, slots: range) -> npt.NDArray[np.bool_] | None:
+        """Return which of these slots hold a sample again at a tick: bool[len(slots)]; None for none.
+
+        Fillers are spread evenly: each part of n places has at least ``n * real // L`` samples. So every
+        batch of every rank has one where there are as many samples as batches.
+        """
+        if not self.num_fillers or tick + 1 < self.ticks_per_epoch:
             return None
-        num_real = self.global_batch_size - self.num_fillers
-        return np.arange(slots.start, slots.stop) * num_real % self.global_batch_size >= num_real
+        num_real = self.tick_samples - self.num_fillers
+        return np.arange(slots.start, slots.stop) * num_real % self.tick_samples >= num_real
 
     @property
-    def window_steps(self) -> int:
-        """Steps after which every slot goes on to its next window."""
+    def window_ticks(self) -> int:
+        """Ticks after which every slot goes on to its next window."""
         return max(self.window_samples // self.group, 1)
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What follows from data and version, and must be the same where a run is resumed."""
-        return {"block_samples": self.block_samples, "window_samples": self.window_samples}
-
     def offset(self, epoch: int, count: int) -> int:
-        """The token below ``count`` at which an epoch's rows begin, where rows are cut from a stream."""
+        """Return the token below ``count`` at which an epoch's rows begin, if they are cut from a stream."""
         return hash_ints(self.seed, epoch, _OFFSET) % count if self.shuffle else 0
 
-    def windows(self, first_step: int) -> Iterator[tuple[int, int]]:
-        """The windows of an epoch from the one that holds ``first_step``: (first step, end)."""
-        size = self.window_steps
-        for start in range(first_step // size * size, self.steps_per_epoch, size):
-            yield start, min(start + size, self.steps_per_epoch)
+    def windows(self, first_tick: int) -> Iterator[tuple[int, int]]:
+        """Yield the windows of an epoch from the one that holds ``first_tick``: (first tick, end)."""
+        size = self.window_ticks
+        for start in range(first_tick // size * size, self.ticks_per_epoch, size):
+            yield start, min(start + size, self.ticks_per_epoch)
 
     def samples_of(
         self, epoch: int, slots: range, start: int, end: int, num_tokens: NumTokens | None = None
     ) -> Int64s:
-        """The samples that slots deliver in one window, as ``windows`` cuts them.
+        """Return the samples that slots deliver in one window, as ``windows`` cuts them.
 
-        int64[len(slots) * group, end - start]: row = place in the global batch, column = step.
-        ``num_tokens`` tells samples' lengths, int64[n] -> int64[n]; needed where they are grouped.
+        int64[len(slots) * group, end - start]: row = place in the tick, column = tick. ``num_tokens`` tells
+        samples' lengths, int64[n] -> int64[n]; needed where they are grouped.
         """
         slot = np.arange(slots.start, slots.stop, dtype=np.int64)[:, None]
         if not self.shuffle:
-            steps = np.arange(start, end, dtype=np.int64)
-            num_real = self.global_batch_size - np.where(
-                steps + 1 < self.steps_per_epoch, 0, self.num_fillers
-            )
-            return steps * self.global_batch_size + slot * num_real // self.global_batch_size
+            ticks = np.arange(start, end, dtype=np.int64)
+            num_real = self.tick_samples - np.where(ticks + 1 < self.ticks_per_epoch, 0, self.num_fillers)
+            return ticks * self.tick_samples + slot * num_real // self.tick_samples
         size = (end - start) * self.group
-        step = np.arange(size, dtype=np.int64)
+        numbers = np.arange(size, dtype=np.int64)
         keys = [[hash_ints(self.seed, epoch, _WINDOWS, number, start)] for number in slots]
-        shuffled = np.argsort(hash_array(np.array(keys, np.uint64), step), axis=1, kind="stable")
-        positions = (slot * self.steps_per_epoch + start) * self.group + shuffled
+        shuffled = np.argsort(hash_array(np.array(keys, np.uint64), numbers), axis=1, kind="stable")
+        positions = (slot * self.ticks_per_epoch + start) * self.group + shuffled
         samples = self.samples_at(epoch, positions)
         if self.group == 1:
             return samples
@@ -250,16 +232,11 @@ class Order(BatchOrder):
         slices = by_length.reshape(len(slots), end - start, self.group)[:, walk]
         return slices.swapaxes(1, 2).reshape(len(slots) * self.group, end - start)
 
-    def step_samples(self, epoch: int, step: int, num_tokens: NumTokens | None = None) -> Int64s:
-        """Global batch ``step`` of an epoch, every rank's part of it: int64[global_batch_size]."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise UsageError(f"step {step} is outside the epoch's {self.steps_per_epoch} steps")
-        start, end = next(self.windows(step))
-        return self.samples_of(epoch, range(self.num_slots), start, end, num_tokens)[:, step - start]
-
     def samples_at(self, epoch: int, positions: Int64s) -> Int64s:
-        """The samples that stand at positions of an epoch's shuffled sequence of blocks; same shape.
-        Positions from ``n block_samples`` up to the next such number are consecutive samples, mod N."""
+        """Return the samples at positions of an epoch's shuffled sequence of blocks; same shape.
+
+        Positions from ``n block_samples`` up to the next such number are consecutive samples, mod N.
+        """
         block_samples = self.block_samples
         num_blocks = self.num_samples // block_samples  # without the short last one
         block, within = np.divmod(positions, block_samples)
@@ -275,14 +252,12 @@ class Order(BatchOrder):
         return (first[place.reshape(block.shape)] + within) % self.num_samples
 
 
-def choose_windows(
-    *, num_samples: int, num_bytes: int, global_batch_size: int, group: int = 1
-) -> tuple[int, int]:
-    """K and M K: samples of a block and of a slot's window. M is 16 for L up to 64, 4 from 256 on.
+def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group: int = 1) -> tuple[int, int]:
+    """Choose K and M K: samples of a block and of a slot's window. M is 16 for L up to 64, 4 from 256 on.
 
     A run keeps those that it began with, also where a later version would choose others.
     """
-    slots = max(global_batch_size // group, 1)  # Order refuses a group that is larger
+    slots = max(tick_samples // group, 1)  # Order refuses a group that is larger
     blocks = min(max(1024 // slots, 4), 16)
     block_bytes = min(max(WINDOWS_BYTES // (slots * blocks), BLOCK_BYTES[0]), BLOCK_BYTES[1])
     block_bytes = max(block_bytes, min(SLOT_BLOCK_BYTES * slots, MOST_BLOCK_BYTES))
@@ -295,6 +270,6 @@ def choose_windows(
 
 
 def share(slots: range, part: int, num_parts: int) -> range:
-    """One of ``num_parts`` consecutive parts of some slots; their sizes differ by one at most."""
+    """Return one of ``num_parts`` consecutive parts of some slots; their sizes differ by one at most."""
     first = slots.start + len(slots) * part // num_parts
     return range(first, slots.start + len(slots) * (part + 1) // num_parts)

@@ -18,12 +18,12 @@ from torch.nn.functional import cross_entropy
 
 from loader.batches import Targets
 from loader.chunks import IGNORED
-from loader.find_shards import DatasetShards, ShardSet
+from loader.shards import ShardSet
 from shardprep.errors import NotFound, UsageError
 from shardprep.files import NOT_THERE
-from shardprep.format.dataset_spec import read_input_names
 from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import name_of_input, place_text
+from shardprep.format.plan import read_input_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
         )
     data, row = shards.locate(shard)
     place, address = "", ""
-    if isinstance(data, DatasetShards):
+    if data.scanned is None:
         shard_id = int(data.shard_ids[row])
         address = f"{shard_id}:{sample}:{document}" if data.row_tokens else f"{shard_id}:{sample}"
         with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan

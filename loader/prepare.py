@@ -30,7 +30,7 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.files import check_names_are_utf8, publish_bytes, read_regular, size_of_file
-from shardprep.format.checked_json import load_json
+from shardprep.format.json_files import load_json
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 from shardprep.own_packages import HOME
 

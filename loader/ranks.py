@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardprep.errors import UsageError
 
@@ -40,25 +39,31 @@ def find_process_rank(
     rank: int | None = None,
     world_size: int | None = None,
     environ: Mapping[str, str] | None = None,
-    *,
-    device_mesh: Any = None,
-    process_group: Any = None,
 ) -> ProcessRank:
-    """What was passed, else torch.distributed, else what a launcher set, else alone.
+    """Return what was passed, else torch.distributed, else what a launcher set, else alone.
 
     Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step; mpirun
     within a Slurm job starts one srun task a node, so Slurm's come last. Call it in the process that trains.
     Raises UsageError where half of a pair is given, a value is no number, or a launcher sets a rank and no
     size.
     """
-    environ = os.environ if environ is None else environ
-    alone = ProcessRank(rank=0, world_size=1, source="nothing set: one process")
-    return _passed(rank, world_size, device_mesh, process_group) or _found(environ) or alone
+    if rank is not None or world_size is not None:
+        if rank is None or world_size is None:
+            raise UsageError(
+                f"rank={rank} and world_size={world_size}; pass both or neither",
+                found=f"rank={rank} and world_size={world_size}",
+                expected="both or neither",
+            )
+        return ProcessRank(rank=rank, world_size=world_size, source="arguments", is_passed=True)
+    found = _found(os.environ if environ is None else environ)
+    return found or ProcessRank(rank=0, world_size=1, source="nothing set: one process")
 
 
 def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = None) -> None:
-    """Raises UsageError where this process is by now known to be another rank than ``who``. As where a loader
-    was made before the process group: all ranks would get the same batches."""
+    """Raise UsageError where this process is by now known to be another rank than ``who``.
+
+    A loader that was made before the process group would give all ranks the same batches.
+    """
     if who.is_passed:
         return
     now = _found(os.environ if environ is None else environ)
@@ -79,7 +84,7 @@ _LAUNCHERS = (
 
 
 def _found(environ: Mapping[str, str]) -> ProcessRank | None:
-    """What torch.distributed or a launcher says; None where neither says anything."""
+    """Return what torch.distributed or a launcher says; None where neither says anything."""
     dist = sys.modules.get("torch.distributed")  # never imported here: not in use then
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -118,7 +123,7 @@ def _of_variables(rank_name: str, rank: str, size_name: str, world_size: str) ->
 
 
 def _in_srun(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, one of a task each.
+    """Return whether srun started this process, one of a task each.
 
     A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there. Without any job id the
     variables were handed into a container, by somebody who means them.
@@ -141,44 +146,3 @@ def _number(name: str, value: str) -> int:
         return int(value)
     except ValueError:
         raise UsageError(f"{name} is {value!r}, expected a whole number") from None
-
-
-def _passed(
-    rank: int | None, world_size: int | None, device_mesh: Any, process_group: Any
-) -> ProcessRank | None:
-    given = {
-        "rank and world_size": rank is not None or world_size is not None,
-        "device_mesh": device_mesh is not None,
-        "process_group": process_group is not None,
-    }
-    names = [name for name, is_given in given.items() if is_given]
-    if not names:
-        return None
-    if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} were passed; pass one of them")
-    source = names[0]
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise UsageError(
-                f"device_mesh has {device_mesh.ndim} dimensions, named {device_mesh.mesh_dim_names}; pass "
-                'the one of data parallelism, as mesh["dp"], or several of them flattened'
-            )
-        rank, world_size = device_mesh.get_local_rank(), device_mesh.size()
-    elif process_group is not None:
-        import torch.distributed as dist
-
-        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        if rank < 0:
-            raise UsageError(
-                f"rank {dist.get_rank()} of all is no member of the process_group passed; pass the "
-                "data-parallel group that this process is in"
-            )
-    else:
-        source = "arguments"
-    if rank is None or world_size is None:
-        raise UsageError(
-            f"rank={rank} and world_size={world_size}; pass both or neither",
-            found=f"rank={rank} and world_size={world_size}",
-            expected="both or neither",
-        )
-    return ProcessRank(rank=rank, world_size=world_size, source=source, is_passed=True)

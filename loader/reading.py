@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loader.external_tars import JSON, RAW, TarSamples, scan_tar
-from loader.find_shards import DatasetShards, ExternalTar, ShardSet
+from loader.external_tars import TOKEN_DTYPES, scan_tar
 from loader.order import Int64s
+from loader.shards import DatasetShards, ShardSet
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry
@@ -33,7 +33,6 @@ from shardprep.format.names import idx_path
 
 logger = logging.getLogger(__name__)
 
-Part = Literal["tar", "idx"]  # a file of a shard
 MAX_OPEN_SHARDS = 128
 HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
 
@@ -44,12 +43,11 @@ class OpenShard:
 
     tar: ReadFile
     idx: RecordFile | None  # open, where the records are not held
-    held: Any  # columns as in the idx, a row per sample; None where there is ``idx``
-    encoding: npt.NDArray[np.int8]  # JSON, NPY or RAW; one, or one per sample
-    token_bytes: int  # of a RAW id
+    records: Any  # columns as in the idx, a row per sample; None where there is ``idx``
+    dtype: int | None  # how all ids lie, by its number in TOKEN_DTYPES; None: as ``records`` says of each
     row_tokens: int  # of a packed row, else 0
     has_mask: bool  # a byte per token of each row says which have a label
-    remedy: str
+    remedy: str | None  # the command that makes it again; None: others wrote it
     sums: dict[str, Int64s] = field(default_factory=dict)  # what its readers keep with it
 
     def close(self) -> None:
@@ -58,82 +56,63 @@ class OpenShard:
             self.idx.file.close()
 
 
-def open_shard(source: DatasetShards | ExternalTar, row: int) -> OpenShard:
-    """Open one shard of a source."""
+def open_shard(source: DatasetShards, row: int) -> OpenShard:
+    """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
     path, remedy = source.path_of(row), source.remedy_of(row)
-    expected = source.tar_bytes if isinstance(source, ExternalTar) else int(source.tar_bytes[row])
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
         try:
             tar = opened.enter_context(ReadFile(path))
         except NOT_THERE:
-            command = remedy.partition("run: ")[2] or None
-            raise MissingShard(f"{path} is missing; {remedy}", path=path, remedy=command) from None
+            raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
+        expected = int(source.tar_bytes[row])
         if tar.num_bytes != expected:
-            raise BrokenShard(
-                f"{path} has {tar.num_bytes} of {expected} bytes; {remedy}",
-                path=path,
-                found=tar.num_bytes,
-                expected=expected,
-                remedy=remedy.partition("run: ")[2] or None,
-            )
-        if isinstance(source, ExternalTar):
-            samples: TarSamples | RecordFile = source.samples
-        else:
-            # Of a tar alone nobody can tell which samples are for validation.
-            can_scan = source.num_validation is None
-            samples = _samples_of(source, row, opened, can_scan=can_scan)
-        idx: RecordFile | None = None
-        held: Any = None
-        if isinstance(samples, TarSamples):
-            held, encoding, token_bytes = samples.rows, samples.encoding, samples.token_bytes
-        else:
-            assert isinstance(source, DatasetShards)
-            is_json = source.spec.kind == "json"
-            encoding = np.array([JSON if is_json else RAW], np.int8)
-            token_bytes = 0 if is_json else source.spec.token_bytes
-            if samples.num_samples * samples.dtype.itemsize <= HELD_IDX_BYTES:
-                held = samples.read_all()
-                samples.file.close()
-            else:
-                idx = samples
+            found = f"{tar.num_bytes} bytes{', other than when it was scanned' if source.scanned else ''}"
+            raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
+        idx = None if source.scanned else _open_idx(source, row)
+        if idx is not None:
+            opened.enter_context(idx.file)
+        records = None
+        if idx is None:
+            # A tar that others wrote, or one of ours without its idx.
+            records = (source.scanned or scan_tar(path, count_tokens=True)).records
+        num_samples = idx.num_samples if idx else len(records)
+        expected = int(source.num_samples[row])
+        if num_samples != expected:
+            where = idx.file.path if idx else path
+            raise BrokenShard(path=where, found=f"{num_samples} samples", expected=expected, remedy=remedy)
+        dtype = None
+        if idx is not None:
+            dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
+            if num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
+                records = idx.read_all()
+                idx.file.close()
+                idx = None
         opened.pop_all()
     return OpenShard(
         tar=tar,
         idx=idx,
-        held=held,
-        encoding=encoding,
-        token_bytes=token_bytes,
+        records=records,
+        dtype=dtype,
         row_tokens=source.row_tokens,
         has_mask=source.has_mask,
         remedy=remedy,
     )
 
 
-def _samples_of(
-    source: DatasetShards, row: int, opened: contextlib.ExitStack, *, can_scan: bool
-) -> TarSamples | RecordFile:
-    """The idx, open; without one what the tar itself tells."""
-    shard_id, expected = int(source.shard_ids[row]), int(source.num_samples[row])
-    path = idx_path(source.folder, shard_id)
-    samples: TarSamples | RecordFile
+def _open_idx(source: DatasetShards, row: int) -> RecordFile | None:
+    """Open the idx of a shard of ours; None where it is missing, and the tar tells the same."""
     try:
-        samples = open_idx(source.folder, source.spec, shard_id)
-        opened.enter_context(samples.file)
-        found = samples.num_samples
+        return open_idx(source.folder, source.spec, int(source.shard_ids[row]))
     except MissingShard:
-        if not can_scan:
+        if source.num_validation is not None:  # a tar alone does not tell which samples are for validation
             raise
-        logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
-        samples = scan_tar(source.path_of(row), count_tokens=True)
-        found = len(samples.rows)
-        if samples.row_tokens != source.row_tokens:
-            raise BrokenShard(
-                f"{source.path_of(row)} has rows of {samples.row_tokens} tokens, its manifest says "
-                f"{source.row_tokens}"
-            ) from None
-    if found != expected:
-        raise BrokenShard(f"{path} has {found} of {expected} samples; {source.remedy_of(row)}")
-    return samples
+    path = idx_path(source.folder, int(source.shard_ids[row]))
+    logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
+    return None
+
+
+def _read_records(idx: RecordFile, rows: slice) -> npt.NDArray[np.void]:
+    return idx.records(rows, np.frombuffer(idx.file.read(*idx.place(rows)), np.uint8))
 
 
 class OpenShards:
@@ -166,23 +145,34 @@ class OpenShards:
                 wait_to_retry(f"{path} cannot be opened", error, delay_s)
         return self._open[number]
 
-    def fill(self, number: int, offset: int, target: memoryview, part: Part = "tar") -> None:
-        """Read bytes of a shard's file, all; those of one that is not open after all are left unread."""
+    def fill(self, number: int, offset: int, target: memoryview) -> None:
+        """Read bytes of a shard's tar, all of them."""
         done = 0
         for delay_s in (*RETRY_DELAYS_S, None):
-            shard = self.opened(number)
-            opened: ReadFile | RecordFile | None = getattr(shard, part)
-            if opened is None:
-                return
-            file = opened.file if isinstance(opened, RecordFile) else opened
+            tar = self.opened(number).tar
             try:
                 while done < len(target):
-                    done += file.read_some(target[done:], offset + done)
+                    done += tar.read_some(target[done:], offset + done)
             except (OSError, BrokenShard) as error:
-                wait_to_retry(f"{file.path} cannot be read at byte {offset + done}", error, delay_s)
+                wait_to_retry(f"{tar.path} cannot be read at byte {offset + done}", error, delay_s)
                 self.drop(number)  # a stale handle stays stale
             else:
                 return
+
+    def records(self, number: int, rows: slice | Int64s) -> Any:
+        """Return columns of a shard's idx for some samples, ascending; of a large idx read those alone."""
+        for delay_s in (*RETRY_DELAYS_S, None):
+            shard = self.opened(number)
+            if shard.idx is None:
+                return shard.records[rows] if isinstance(rows, slice) else shard.records.take(rows)
+            try:
+                if isinstance(rows, slice):
+                    return _read_records(shard.idx, rows)
+                return np.concatenate([_read_records(shard.idx, part) for part in _stretches(rows)])
+            except (OSError, BrokenShard) as error:
+                wait_to_retry(f"{shard.idx.file.path} cannot be read", error, delay_s)
+                self.drop(number)
+        raise AssertionError("the last attempt raises")
 
     def drop(self, number: int) -> None:
         self._open.pop(number).close()
@@ -218,17 +208,11 @@ def opening_order(shards: Int64s, reader_index: ReaderIndex) -> Int64s:
 
 
 _ALIGN_BYTES = 64
+_TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOKEN_DTYPES])  # 0: JSON text
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
 _MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes that an index says were compared
 _MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReaderContext:
-    """How the processes of a rank read; whatever opens shards is given it."""
-
-    reader_index: ReaderIndex = ReaderIndex()
 
 
 class SampleBytes(NamedTuple):
@@ -239,8 +223,7 @@ class SampleBytes(NamedTuple):
     start: Int64s  # byte in the buffer
     num_bytes: Int64s
     num_tokens: Int64s  # -1 where only decoding tells
-    encoding: Int64s  # JSON, NPY or RAW
-    token_bytes: Int64s  # of a RAW id
+    dtype: Int64s  # how the ids lie, by its number in TOKEN_DTYPES
     starts_at: Int64s  # byte in the buffer of a packed row's document starts, uint32 each
     num_starts: Int64s  # 0 unless asked for
     mask_at: Int64s  # byte in the buffer of a row's loss mask, a byte per token; -1 without
@@ -264,14 +247,14 @@ class ShardReader:
     Each process begins with another shard, see ``opening_order``.
     """
 
-    def __init__(self, shards: ShardSet, context: ReaderContext = ReaderContext()) -> None:
+    def __init__(self, shards: ShardSet, reader_index: ReaderIndex = ReaderIndex()) -> None:
         self._shards = shards
         from torch.utils.data import get_worker_info  # staging, which opens shards, too, needs no torch
 
-        worker, reader_index = get_worker_info(), context.reader_index
-        self._reader_index = (
-            reader_index if worker is None else reader_index.of_worker(worker.id, worker.num_workers)
-        )
+        worker = get_worker_info()
+        if worker is not None:
+            reader_index = reader_index.of_worker(worker.id, worker.num_workers)
+        self._reader_index = reader_index
         self._files = OpenShards(shards)
         self.opened = self._files.opened  # no call more: it is asked several times per read
         self._buffer = np.empty(0, np.uint8)
@@ -284,7 +267,7 @@ class ShardReader:
         """
         order, shard = self._in_opening_order(samples)
         ordered = samples[order]
-        row = self._shards.rows_of_each(ordered, shard)
+        row = self._shards.records_of(ordered, shard)
         table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
         self._used = 0
         if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
@@ -314,11 +297,11 @@ class ShardReader:
         if "num_tokens" not in self.opened(number).sums:
             num_records = int(self._shards.num_records[number])
             cuts = [*range(0, num_records, _IDX_ROWS), num_records]
-            parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
+            parts = [self._files.records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
             counts = np.concatenate([np.empty(0, np.int64), *parts])
             if self._shards.split is not None:
                 first, end = self._shards.first_sample[number : number + 2].tolist()
-                counts = counts[self._shards.rows_of(number, np.arange(first, end))]
+                counts = counts[self._shards.records_of(np.arange(first, end), number)]
             self.opened(number).sums["num_tokens"] = counts
         return self.opened(number).sums["num_tokens"]
 
@@ -340,32 +323,6 @@ class ShardReader:
             shard = self._shards.shard_of(samples[order])
         return order, shard
 
-    def _records(self, number: int, rows: slice | Int64s) -> Any:
-        """Columns of the idx, for some rows of a shard, ascending."""
-        shard = self.opened(number)
-        if shard.idx is None:
-            return shard.held[rows] if isinstance(rows, slice) else shard.held.take(rows)
-        stretches = [rows] if isinstance(rows, slice) else _stretches(rows)
-        found = []
-        for stretch in stretches:
-            records = self._file_records(number, "idx", stretch)
-            if records is None:
-                return self._records(number, rows)
-            found.append(records)
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _file_records(self, number: int, part: Part, rows: slice) -> npt.NDArray[np.void] | None:
-        """Some records of a shard's idx; None where it was opened anew, without that file."""
-        file: RecordFile | None = getattr(self.opened(number), part)
-        if file is None:
-            return None
-        offset, num_bytes = file.place(rows)
-        chunks = np.empty(num_bytes, np.uint8)
-        self._files.fill(number, offset, chunks.data, part)
-        if getattr(self.opened(number), part) is None:
-            return None
-        return file.records(rows, chunks)
-
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns; ``row``: where each stands in its shard."""
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
@@ -374,14 +331,13 @@ class ShardReader:
         for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
             here, number = slice(*bounds), int(shard_of[bounds[0]])
             rows = row[here]
-            records = self._records(number, rows)
+            records = self._files.records(number, rows)
             shard = self.opened(number)
             limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
             found.num_bytes[here] = records["num_bytes"]
             found.num_tokens[here] = records["num_tokens"]
-            found.encoding[here] = shard.encoding[rows] if len(shard.encoding) > 1 else shard.encoding
-            found.token_bytes[here] = shard.token_bytes
+            found.dtype[here] = records["dtype"] if shard.dtype is None else shard.dtype
             found.row_tokens[here] = shard.row_tokens
             if starts:
                 starts_offset[here] = records["starts_offset"]
@@ -457,13 +413,14 @@ class ShardReader:
         Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
         """
         ids = np.where(found.row_tokens > 0, found.row_tokens, found.num_tokens)
-        wrong = (found.token_bytes > 0) & (found.num_bytes != ids * found.token_bytes)
+        token_bytes = _TOKEN_BYTES[found.dtype]
+        wrong = (token_bytes > 0) & (found.num_bytes != ids * token_bytes)
         wrong |= (found.row_tokens > 0) & (np.maximum(found.num_tokens, found.num_starts) > found.row_tokens)
         if wrong.any():
             sample = found.sample[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
-            row = int(self._shards.rows_of(number, sample))
-            offset = int(self._records(number, slice(row, row + 1))["offset"][0])
+            row = int(self._shards.records_of(sample, number))
+            offset = int(self._files.records(number, slice(row, row + 1))["offset"][0])
             end = offset + int(found.num_bytes[wrong.argmax()])
             raise _misplaced(self.opened(number), "ids", offset, end)
 

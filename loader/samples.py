@@ -6,274 +6,30 @@ chooses by the user's rules; each kind numbers its samples, and reads the window
 
 from __future__ import annotations
 
-import contextlib
-from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
-from loader.chunks import ORIGIN, WITHDRAWN, Chunk, Parts, ScatteredRows, with_origins
-from loader.external_tars import JSON, RAW, parse_npy_header
-from loader.find_shards import DatasetShards, ExternalTar, ShardSet, check_choice
+from loader.chunks import ORIGIN, WITHDRAWN, Chunk, Ragged
+from loader.decode import (
+    Decoded,
+    check_vocab,
+    decode_samples,
+    decode_starts,
+    place_named,
+    rows_in_place,
+    with_loss_masks,
+)
 from loader.order import Int32s, Int64s
-from loader.reading import ReaderContext, SampleBytes, ShardReader
+from loader.reading import ReaderIndex, SampleBytes, ShardReader
+from loader.shards import DatasetShards, ShardSet
 from loader.withdrawn import WithdrawnTokens, places_of, withdrawn_tokens
 from shardprep.errors import BrokenShard, UsageError
-
-DECODE_BYTES = 128 * 1024  # of text at once, so that all arrays stay in the cache
-_MAX_DIGITS = 8
-_OPEN, _CLOSE, _COMMA, _SPACE, _ZERO = b"[], 0"
-_PAD = bytes(8)
-
-
-# Bytes -> ids. JSON lists are parsed by a few passes of numpy over the text of many samples, without a Python
-# object per number: 21 ns per token and 0.2 us per document, where orjson and array take 54 ns and 0.4 us.
-# What is not surely a list of small numbers is left to orjson, and to its errors. Packed rows stay where they
-# lie.
-
-
-def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
-    """``[1, 22]`` and the like: (numbers in each, int64[len(texts)]; all of them, int32). None where a text
-    is anything but that; behind all commas of the texts stands one space, or behind none."""
-    joined = b"".join([*texts, _PAD, _PAD])
-    text = np.frombuffer(joined, np.uint8)
-    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-    ends = np.cumsum(sizes)
-    starts = ends - sizes
-    if sizes.min() < 2 or not ((text[starts] == _OPEN).all() and (text[ends - 1] == _CLOSE).all()):
-        return None
-    has_numbers = sizes > 2
-    is_behind = text == _COMMA
-    is_behind[ends - 1] = has_numbers
-    behind = np.flatnonzero(is_behind)  # of each number the byte behind it: a comma, or its list's bracket
-    num_commas = len(behind) - np.count_nonzero(has_numbers)
-    num_spaces = np.count_nonzero(text.take(behind + 1) == _SPACE)
-    if num_spaces not in (0, num_commas):
-        return None
-    until = np.searchsorted(behind, ends)
-    counts = np.diff(until, prepend=0)
-    first = np.empty_like(behind)  # of each number its first byte
-    np.add(behind[:-1], 2 if num_spaces else 1, out=first[1:])
-    first[(until - counts)[has_numbers]] = starts[has_numbers] + 1
-    digits = behind - first
-    if digits.size and not 1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS:
-        return None
-    # Every other byte is known by now, so where all digits are within the numbers nothing else is.
-    if np.count_nonzero(text - np.uint8(_ZERO) < 10) != int(digits.sum()):
-        return None
-    return counts, _numbers(joined, first, digits)
-
-
-def _numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
-    """The numbers that begin at the bytes ``first``; the arrays are used up.
-
-    The eight bytes from a first digit on are one integer, put together of two whole words; what follows the
-    number is shifted out of it, and three multiplications add the digits up.
-    """
-    words = np.frombuffer(joined, "<u8", len(joined) // 8)
-    shift = ((first & 7) << 3).view(np.uint64)
-    word = first >> 3
-    value = words.take(word) >> shift
-    word += 1
-    rest = words.take(word)
-    rest <<= np.subtract(np.uint64(64), shift, out=shift)  # by 64 bits: nothing is left
-    value |= rest
-    digits -= _MAX_DIGITS
-    digits *= -8
-    value <<= digits.view(np.uint64)
-    value &= np.uint64(0x0F0F0F0F0F0F0F0F)
-    for factor, bits, kept in (
-        (2561, 8, 0x00FF00FF00FF00FF),
-        (6553601, 16, 0x0000FFFF0000FFFF),
-        (42949672960001, 32, 0x00000000FFFFFFFF),
-    ):
-        value *= np.uint64(factor)
-        value >>= np.uint64(bits)
-        value &= np.uint64(kept)
-    return value.astype(np.int32)
-
-
-class CannotDecode(ValueError):
-    """The bytes of a sample are no list of token ids; the message says what they are."""
-
-    def __init__(self, row: int, message: str) -> None:
-        super().__init__(message)
-        self.row = row  # of the SampleBytes
-
-
-def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> ScatteredRows:
-    """Packed rows of one length where they lie in the buffer, the padding included. Those with a loss mask
-    have NO_LABEL in the ids that it leaves out."""
-    masks: dict[str, Any] = {}
-    if (data.mask_at[rows] >= 0).any():
-        masks = {"mask": data.buffer, "mask_at": data.mask_at[rows]}
-    dtype = np.dtype("<i4" if data.token_bytes[0] == 4 else "<u2")
-    start, beside = np.divmod(data.start[rows], dtype.itemsize)
-    if beside.any():  # ids at odd bytes: no writer of ours makes them, but an idx could say so
-        places = data.start[rows].reshape(-1).tolist()
-        flat = [np.frombuffer(data.buffer, dtype, row_tokens, at) for at in places]
-        start = np.arange(rows.size).reshape(rows.shape) * row_tokens
-        return ScatteredRows(flat=np.concatenate(flat), at=start, row_tokens=row_tokens, **masks)
-    ids = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
-    return ScatteredRows(flat=ids, at=start, row_tokens=row_tokens, **masks)
-
-
-class Decoded(NamedTuple):
-    """Samples of any length, one after another."""
-
-    lengths: Int32s  # int32[samples]
-    ids: Int32s  # int32[sum of lengths]
-    num_cut: int  # tokens left out behind max_length
-
-
-def decode_samples(
-    data: SampleBytes, rows: Int64s, *, max_length: int | None = None, end_ids: Int64s | None = None
-) -> Decoded:
-    """The samples of some rows of ``data``, at most ``max_length`` tokens of each. ``end_ids``: for each, an
-    id to put behind it, or -1 for none. Raises CannotDecode."""
-    lengths, ids = _whole_samples(data, rows)
-    expected = data.num_tokens[rows]
-    wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
-    if wrong.size:
-        found, said = int(lengths[wrong[0]]), int(expected[wrong[0]])
-        raise CannotDecode(int(rows[wrong[0]]), f"{found} ids where its idx says {said}")
-    num_cut = 0
-    if max_length is not None:
-        kept = np.minimum(lengths, max_length)
-        num_cut = int((lengths - kept).sum())
-        if num_cut:
-            place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            ids = ids[place < np.repeat(kept, lengths)]
-        lengths = kept
-    if end_ids is not None:
-        ids, lengths = _with_ends(ids, lengths, end_ids.astype(np.int32))
-    return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
-
-
-def decode_parts(data: SampleBytes, rows: Int64s) -> list[Int64s]:
-    """Rows in parts of about DECODE_BYTES of ``data``, in their order."""
-    cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
-    return np.split(rows, np.flatnonzero(np.diff(cuts)) + 1)
-
-
-def _with_ends(ids: Int32s, lengths: Int64s, end_ids: Int32s) -> tuple[Int32s, Int64s]:
-    """Put an id behind each sample whose ``end_ids`` is none of -1."""
-    puts = end_ids >= 0
-    if not puts.any():
-        return ids, lengths
-    lengths = lengths + puts
-    ended = np.empty(int(lengths.sum()), np.int32)
-    is_end = np.zeros(len(ended), np.bool_)
-    is_end[(np.cumsum(lengths) - 1)[puts]] = True
-    ended[is_end] = end_ids[puts]
-    ended[~is_end] = ids
-    return ended, lengths
-
-
-def _whole_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    """(lengths int64[len(rows)], the ids of all, int32), in parts of DECODE_BYTES."""
-    memory = data.buffer.data
-    lengths: list[Int64s] = []
-    ids: list[Int32s] = []
-    for part in decode_parts(data, rows):
-        found = None
-        if (data.encoding[part] == JSON).all():
-            spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
-            found = parse_id_lists([memory[start : start + size] for start, size in spans])
-        counts, numbers = _one_by_one(data, part) if found is None else found
-        lengths.append(counts)
-        ids.append(numbers)
-    return np.concatenate(lengths), np.concatenate(ids)
-
-
-def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    memory = data.buffer.data
-    flat = array("i")
-    lengths: list[int] = []
-    columns = (data.encoding, data.start, data.num_bytes, data.num_tokens, data.token_bytes)
-    for row, encoding, start, num_bytes, num_tokens, token_bytes in zip(
-        rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
-    ):
-        before = len(flat)
-        ids: npt.NDArray[np.integer[Any]]
-        if encoding == JSON:
-            _append_json(flat, memory[start : start + num_bytes], row)
-        else:
-            if encoding == RAW:
-                ids = np.frombuffer(data.buffer, f"<u{token_bytes}", num_tokens, start)
-            else:
-                ids = _npy_ids(bytes(memory[start : start + num_bytes]), row)
-            flat.frombytes(ids.astype(np.int32).tobytes())
-        lengths.append(len(flat) - before)
-    return np.array(lengths, np.int64), np.frombuffer(flat, np.int32)
-
-
-def decode_starts(data: SampleBytes, rows: Int64s, row_tokens: int) -> Int32s:
-    """The places in each packed row, from 0, where a document begins: int32[starts], row after row. All rows
-    at once: 5 ns per start, against 2 us per row."""
-    at = places_of(data.starts_at[rows], data.num_starts[rows], stride=4)
-    if (data.starts_at[rows] % 4).any():
-        raw = data.buffer[at[:, None] + np.arange(4)]
-        starts = raw.view("<u4").reshape(-1)
-    else:
-        whole = len(data.buffer) // 4 * 4
-        starts = data.buffer[:whole].view("<u4")[at // 4]
-    return (starts % row_tokens).astype(np.int32)
-
-
-def check_vocab(ids: npt.NDArray[np.integer[Any]], lengths: Int32s, rows: Int64s, vocab_size: int) -> None:
-    """Raises CannotDecode for an id that no embedding of ``vocab_size`` rows has."""
-    if not ids.size or 0 <= ids.min() <= ids.max() < vocab_size:
-        return
-    wrong = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
-    row = int(rows[np.searchsorted(np.cumsum(lengths), wrong, side="right")])
-    raise CannotDecode(
-        row,
-        f"the id {ids[wrong]}, but the tokenizer has 0 to {vocab_size - 1}; is model_id the model that "
-        "made them?",
-    )
-
-
-def _append_json(flat: array[int], raw: memoryview, row: int) -> None:
-    try:
-        flat.fromlist(orjson.loads(raw))
-    except (ValueError, TypeError, OverflowError, KeyError) as error:
-        raise CannotDecode(row, f"no JSON list of token ids ({error}): {bytes(raw[:60])!r}") from None
-    if b"e" in bytes(raw):  # of true and false, which an array takes for 1 and 0
-        raise CannotDecode(row, f"no JSON list of token ids (it has true or false): {bytes(raw[:60])!r}")
-
-
-def _npy_ids(raw: bytes, row: int) -> npt.NDArray[np.signedinteger[npt.NBitBase]]:
-    """The ids of a one-dimensional .npy of integers, of any width and byte order."""
-    header = parse_npy_header(raw)
-    if header is None or len(header.shape) != 1:
-        raise CannotDecode(row, f"no one-dimensional .npy of integers: {raw[:120]!r}")
-    count = header.shape[0]
-    if len(raw) != header.num_bytes:
-        raise CannotDecode(row, f"{len(raw)} bytes of .npy, its header says {header.num_bytes}")
-    ids = np.frombuffer(raw, header.dtype, count, header.data_start)
-    if count and not -(2**31) <= int(ids.min()) <= int(ids.max()) < 2**31:
-        raise CannotDecode(row, f"ids from {ids.min()} to {ids.max()}")
-    return ids
-
-
-@contextlib.contextmanager
-def _place_named(shards: ShardSet, data: SampleBytes) -> Iterator[None]:
-    """Turn a CannotDecode into a BrokenShard that says where the sample lies."""
-    try:
-        yield
-    except CannotDecode as error:
-        raise BrokenShard(
-            f"{shards.describe(sample := int(data.sample[error.row]))} holds {error}",
-            path=shards.path_of(sample),
-        ) from None
-
 
 Window = Callable[[int, int], Chunk]  # decodes the steps from one up to another of the samples that were read
 
@@ -284,7 +40,7 @@ class Samples:
 
     shards: ShardSet
     vocab_size: int | None = None  # checked where it is given: ids that others made
-    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
+    reader_index: ReaderIndex = ReaderIndex()  # noqa: RUF009  frozen
     withdrawn: WithdrawnTokens | None = None  # they are masked
     origins: bool = False  # whether chunks say where each document comes from
 
@@ -308,7 +64,7 @@ class Samples:
         raise NotImplementedError
 
     def open(self) -> ShardReader:
-        return ShardReader(self.shards, self.context)
+        return ShardReader(self.shards, self.reader_index)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Lengths by the idx alone, int64[n]; of the samples int64[n]."""
@@ -323,7 +79,7 @@ class Samples:
     ) -> Decoded:
         """``decode_samples``, with ids that others made checked, and WITHDRAWN in place of those that are.
         Raises BrokenShard."""
-        with _place_named(self.shards, data):
+        with place_named(self.shards, data):
             found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
             if self.vocab_size is not None:
                 check_vocab(found.ids, found.lengths, rows, self.vocab_size)
@@ -349,15 +105,11 @@ class Samples:
         return np.concatenate([[0], np.cumsum(counts)])
 
 
-LongDocuments = Literal["truncate", "error"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class WholeSamples(Samples):
     """Documents or packed rows, one per sample. They are decoded when their chunk is asked for."""
 
     max_length: int | None = None
-    refuse_longer: bool = False
     starts: bool = False  # of documents in packed rows
 
     @cached_property
@@ -385,49 +137,37 @@ class WholeSamples(Samples):
     def _documents_chunk(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         steps = rows[:, first:end].T
         found = self.decode(data, steps.reshape(-1), self.max_length)
-        if found.num_cut and self.refuse_longer:
-            self._refuse(data, steps.reshape(-1))
-        chunk = Chunk(lengths=found.lengths.reshape(steps.shape).T, ids=found.ids, num_cut=found.num_cut)
+        lengths = found.lengths.reshape(steps.shape).T
+        chunk = Chunk(lengths=lengths, ids=Ragged(flats=[found.ids], counts=lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
-        ones = np.ones(chunk.lengths.shape, np.int32)
-        return with_origins(chunk, ones, self._origins(data.sample[steps.reshape(-1)]))
+        return chunk.with_origins(np.ones_like(lengths), self._origins(data.sample[steps.reshape(-1)]))
 
     def _rows_chunk(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
+        steps = rows.T.reshape(-1)
         ids = rows_in_place(data, rows, self.row_tokens)
-        if self.withdrawn is not None:
-            sample = self.shards.stored(data.sample[rows].reshape(-1)).reshape(rows.shape)
-            ids = replace(ids, withdrawn=self.withdrawn, sample=sample)
         if self.vocab_size is not None:
-            stored = replace(ids, mask=None, withdrawn=None)
-            full = np.full(len(rows), self.row_tokens, np.int32)
-            with _place_named(self.shards, data):
-                for step, of_step in enumerate(rows.T):
-                    check_vocab(stored[:, step].reshape(-1), full, of_step, self.vocab_size)
+            full = np.full(rows.size, self.row_tokens, np.int32)
+            with place_named(self.shards, data):
+                check_vocab(ids.joined().flats[0], full, steps, self.vocab_size)
+        ids = with_loss_masks(ids, data, rows, self.row_tokens)
+        if self.withdrawn is not None:
+            ids, full = ids.joined(), np.full(rows.size, self.row_tokens)
+            gone = self.withdrawn.places(self.shards.stored(data.sample[steps]), full)
+            ids.flats[0][gone] = WITHDRAWN
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
         if not (self.starts or self.origins):
             return chunk
-        steps = rows.T.reshape(-1)
         starts = decode_starts(data, steps, self.row_tokens)
         if self.starts:
-            num_starts = data.num_starts[rows].astype(np.int32)
-            chunk = replace(chunk, starts=Parts(counts=num_starts, flat=starts))
+            chunk = replace(chunk, starts=Ragged(flats=[starts], counts=data.num_starts[rows]))
         if not self.origins:
             return chunk
         counts, places, numbers = _document_places(starts, data.num_starts[steps])
         origins = np.repeat(self._origins(data.sample[steps]), counts, axis=0)
         origins[:, 1], origins[:, 5] = places, numbers
-        return with_origins(chunk, counts.reshape(rows.T.shape).T, origins)
-
-    def _refuse(self, data: SampleBytes, rows: Int64s) -> None:
-        lengths = decode_samples(data, rows).lengths
-        longer = int(np.flatnonzero(lengths > (self.max_length or 0))[0])
-        raise BrokenShard(
-            f"{self.shards.describe(int(data.sample[rows[longer]]))} holds {int(lengths[longer]):,} tokens, "
-            f"more than max_length={self.max_length}; "
-            'long_documents="truncate" would keep the beginning, and seq_len= all in packed rows'
-        )
+        return chunk.with_origins(counts.reshape(rows.T.shape).T, origins)
 
 
 def _document_places(starts: Int32s, num_starts: Int64s) -> tuple[Int64s, Int32s, Int64s]:
@@ -478,17 +218,18 @@ class JoinedRows(Samples):
         sizes = []
         for source in self.shards.sources:
             lacks = self._lacks_eos(source)
-            num_eos = lacks.sum() if isinstance(source, ExternalTar) else source.num_samples * lacks
+            num_eos = source.num_samples * lacks if source.scanned is None else lacks.sum()
             sizes.append(source.num_tokens + num_eos)
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
-    def _lacks_eos(self, source: DatasetShards | ExternalTar) -> npt.NDArray[np.bool_]:
-        """Whether documents end without EOS: bool[documents] of an external tar, else bool[1] for all."""
-        if isinstance(source, DatasetShards):
+    def _lacks_eos(self, source: DatasetShards) -> npt.NDArray[np.bool_]:
+        """Whether documents end without EOS: bool[documents] of a scanned tar, else bool[1] for all."""
+        if source.scanned is None:
             return np.array([not source.spec.append_eos])
+        last_id = source.scanned.records["last_id"]
         if self.eos_token_id is None:
-            return np.ones(len(source.samples.last_id), np.bool_)
-        return np.not_equal(source.samples.last_id, self.eos_token_id)
+            return np.ones(len(last_id), np.bool_)
+        return np.not_equal(last_id, self.eos_token_id)
 
     def _puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
         """Whether an EOS is put behind each document of a shard: bool[documents]."""
@@ -496,7 +237,7 @@ class JoinedRows(Samples):
         lacks = self._lacks_eos(self.shards.locate(number)[0])
         if len(lacks) == 1:
             return np.repeat(lacks, end - first)
-        return lacks[self.shards.rows_of(number, np.arange(first, end))]
+        return lacks[self.shards.records_of(np.arange(first, end), number)]
 
     @property
     def row_tokens(self) -> int:
@@ -536,10 +277,8 @@ class JoinedRows(Samples):
             ends = np.concatenate([[0], np.cumsum(reader.num_tokens_of(number) + puts)])
             expected = int(self.first_token[number + 1] - self.first_token[number])
             if int(ends[-1]) != expected:
-                raise BrokenShard(
-                    f"{shard.tar.path}: its idx counts {int(ends[-1])} tokens, its manifest {expected}; "
-                    f"{shard.remedy}"
-                )
+                found = f"an idx that counts {int(ends[-1])} tokens"
+                raise BrokenShard(path=shard.tar.path, found=found, expected=expected, remedy=shard.remedy)
             shard.sums["stream"] = ends
             shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), -1)
         return shard.sums["stream"]
@@ -605,7 +344,7 @@ class JoinedRows(Samples):
         at = places[:, first:end]
         chunk = Chunk(
             lengths=lengths[:, first:end],
-            ids=ScatteredRows(flat=ids, at=at, row_tokens=self.seq_len),
+            ids=Ragged.of_rows(ids, at, self.seq_len),
             row_tokens=self.seq_len,
         )
         steps = at.T.reshape(-1)
@@ -613,8 +352,8 @@ class JoinedRows(Samples):
             low = np.searchsorted(starts, steps)
             counts = np.searchsorted(starts, steps + self.seq_len) - low
             within = starts[places_of(low, counts)] - np.repeat(steps, counts)
-            counts = counts.astype(np.int32).reshape(at.T.shape).T
-            chunk = replace(chunk, starts=Parts(counts=counts, flat=within.astype(np.int32)))
+            counts = counts.reshape(at.T.shape).T
+            chunk = replace(chunk, starts=Ragged(flats=[within.astype(np.int32)], counts=counts))
         if not self.origins:
             return chunk
         low = np.searchsorted(starts, steps, side="right") - 1
@@ -622,7 +361,7 @@ class JoinedRows(Samples):
         taken = places_of(low, counts)
         origins = self._origins(documents[taken])
         origins[:, 1] = (starts[taken] - np.repeat(steps, counts)).clip(0)
-        return with_origins(chunk, counts.reshape(at.T.shape).T, origins)
+        return chunk.with_origins(counts.reshape(at.T.shape).T, origins)
 
 
 def _documents_in(ends: Int64s, begin: int, end: int) -> tuple[int, int]:
@@ -637,18 +376,9 @@ class SampleRules:
 
     seq_len: int | None = None
     max_length: int | None = None
-    long_documents: LongDocuments = "truncate"
     group: int = 1  # samples of like length side by side
 
     def __post_init__(self) -> None:
-        if str(self.long_documents) == "split":  # of 0.1.0
-            raise UsageError(
-                'long_documents="split" was removed: pack documents with seq_len=, which keeps all tokens, '
-                'or pass "truncate" or "error"',
-                found='long_documents="split"',
-                remedy="seq_len=",
-            )
-        check_choice("long_documents", self.long_documents, LongDocuments)
         if self.seq_len is not None and (self.max_length is not None or self.group > 1):
             raise UsageError(
                 f"seq_len={self.seq_len} packs documents into full rows; max_length and group_by_length are "
@@ -671,7 +401,7 @@ def make_samples(
     starts: bool = False,
     keeps_tail: bool = False,
     origins: bool = False,
-    context: ReaderContext = ReaderContext(),  # noqa: B008  frozen
+    reader_index: ReaderIndex = ReaderIndex(),  # noqa: B008  frozen
 ) -> Samples:
     """The samples of some shards.
 
@@ -683,7 +413,7 @@ def make_samples(
     shared: dict[str, Any] = {
         "shards": shards,
         "vocab_size": vocab_size,
-        "context": context,
+        "reader_index": reader_index,
         "withdrawn": withdrawn_tokens(shards),
         "origins": origins,
     }
@@ -691,13 +421,7 @@ def make_samples(
         return JoinedRows(
             seq_len=rules.seq_len, eos_token_id=eos_token_id, starts=starts, keeps_tail=keeps_tail, **shared
         )
-    refuses = rules.long_documents == "error"
-    return WholeSamples(max_length=rules.max_length, refuse_longer=refuses, starts=starts, **shared)
-
-
-def samples_of(samples: Samples, shards: ShardSet) -> Samples:
-    """The samples of other shards, by the same rules."""
-    return replace(samples, shards=shards, withdrawn=withdrawn_tokens(shards))
+    return WholeSamples(max_length=rules.max_length, starts=starts, **shared)
 
 
 def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:

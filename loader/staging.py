@@ -15,7 +15,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from loader.find_shards import DatasetShards, find_shards
+from loader.find_shards import find_shards
+from loader.shards import DatasetShards
 from shardprep.console import Progress, print_lines, quoted, short_bytes
 from shardprep.errors import (
     BrokenShard,
@@ -63,7 +64,7 @@ def stage(args: argparse.Namespace) -> int:
     """
     raise_on_stop_signals("what is staged is whole")
     (source, *others) = find_shards(args.input_shards).sources
-    if others or not isinstance(source, DatasetShards) or not Path(args.input_shards).is_dir():
+    if others or source.scanned is not None or not Path(args.input_shards).is_dir():
         raise UsageError(
             f"{args.input_shards} is no folder of a data set, and no manifest says what a copy must be; copy "
             "other tars yourself and give the loader the copies"

@@ -23,29 +23,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.amend import describe, go_on
-from loader.batches import (
-    Batch,
-    LoaderMetrics,
-    StepBatches,
-    Uncollated,
-)
+from loader.batches import Batch, LoaderMetrics, StepBatches, Uncollated
 from loader.chunks import IGNORED, Chunk
-from loader.mixture import Mixture
+from loader.describe import describe
+from loader.order import share
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
-from loader.state import STATE_FORMAT, STATE_VERSION, Position, RunProgress, RunSteps
+from loader.run import Position, Run
+from loader.sources import Plan, whole_number
+from loader.state import Progress, go_on, state_of, whole_number_in
 from loader.tokenizer import LoaderTokenizer
-from loader.withdrawn import ListHistory, describe_lists, lists_in_use, warn_of_lost_lists
-from loader.workers import (
-    ChunkDataset,
-    MixedChunkDataset,
-    MixedSamples,
-    Plan,
-    cannot_share,
-    rank_slots,
-    whole_number,
-)
+from loader.workers import ChunkDataset, cannot_share
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 
@@ -173,7 +161,7 @@ class BatchStream:
             self.end()
         if self._stands_at != start or start.num_micro:  # persistent workers are sent there
             shared = self._chunks.position
-            shared[0], shared[1] = start.epoch, self._chunks.plan.run.order_step(start)
+            shared[0], shared[1] = start.epoch, self._chunks.plan.run.tick_in_epoch(start)
             self._chunk_loader.start()
         self._stands_at = None
         for part in self._uncollated(start):
@@ -183,14 +171,13 @@ class BatchStream:
         self._stands_at = Position(epoch=start.epoch + 1, step=0)
 
     def first_batch(self, chunks: ChunkDataset, start: Position) -> Any:
-        """The batch at a position, of a copy of the chunks; the stream stays where it stands."""
+        """Return the batch at a position, of a copy of the chunks; the stream stays where it stands."""
         run = chunks.plan.run
-        chunks.position[0], chunks.position[1] = start.epoch, run.order_step(start)
-        within = start.num_micro % run.num_batches
+        chunks.position[0], chunks.position[1] = start.epoch, run.tick_in_epoch(start)
+        within = start.num_micro % run.batches_per_tick
         chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        fillers = chunks.plan.order.is_filler(start.step, chunks.slots)
-        parts = self._step_batches.cut([chunk], 0, within, fillers)
-        return self._step_batches.collate(next(parts))
+        fillers = run.fillers(start.step, chunks.slots)
+        return self._step_batches.collate(next(self._step_batches.cut([chunk], 0, within, fillers)))
 
     def end(self) -> None:
         """End the workers and close the files; the next batches start them again."""
@@ -201,17 +188,17 @@ class BatchStream:
     def _uncollated(self, start: Position) -> Iterator[Uncollated]:
         run, step = self._chunks.plan.run, start.step
         number, num_steps = run.step_of(start), run.steps_in(start.epoch)
-        num_done, within = divmod(start.num_micro, run.num_batches)
-        left = run.order_steps_in(number) - num_done  # steps of the order in this step of training
+        num_done, within = divmod(start.num_micro, run.batches_per_tick)
+        num_left = run.ticks_in_step(number) - num_done  # of this step
         while step < num_steps:
             chunks = self._next_chunks()
-            for place in range(chunks[0].lengths.shape[1]):
-                fillers = self._chunks.plan.order.is_filler(step, self._chunks.slots)
+            for place in range(chunks[0].num_ticks):
+                fillers = run.fillers(step, self._chunks.slots)
                 yield from self._step_batches.cut(chunks, place, within, fillers)
-                left, within = left - 1, 0
-                if not left:
+                num_left, within = num_left - 1, 0
+                if not num_left:
                     step, number = step + 1, number + 1
-                    left = run.order_steps_in(number)
+                    num_left = run.ticks_in_step(number)
             del chunks  # they may hold their window; the next one is read now
 
     def _next_chunks(self) -> list[Chunk]:
@@ -229,7 +216,7 @@ class BatchStream:
                 raise chunk
         self._metrics.wait_s += time.perf_counter() - began
         if self._num_workers:
-            row_tokens = self._chunks.plan.samples.row_tokens
+            row_tokens = self._chunks.plan.row_tokens
             chunks = [Chunk.unpack(chunk, row_tokens) for chunk in chunks]
         self._metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
         return chunks
@@ -267,11 +254,13 @@ def warn_of_accumulation(micro_batches: int) -> None:
 
 
 class TokenLoader(DataLoader[Batch]):
-    """One ``iter()`` is one epoch; the next ``iter()`` is the next epoch, in another order.
+    """One ``iter()`` gives an epoch, or the rest of one; epochs have different orders.
 
     Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch; the samples left out are
-    fewer than a global batch, others each epoch. After a ``break`` or Ctrl-C, too, the next ``iter()`` is the
-    next epoch; only the newest iterator may be used. ``close()``, or leaving ``with``, ends the workers.
+    fewer than a global batch, others each epoch. After a ``break`` or Ctrl-C the next ``iter()`` goes on with
+    the batch that would have been next. ``set_epoch`` leaves an epoch. A loader with ``split="validation"``
+    begins anew at each ``iter()``. Only the newest iterator may be used. ``close()``, or leaving ``with``,
+    ends the workers.
 
     ``state_dict()`` says what was delivered, whatever was read ahead; ``load_state_dict()`` makes the next
     ``iter()`` the rest of that epoch, on any number of ranks and workers. accelerate and Lightning count
@@ -331,31 +320,35 @@ class TokenLoader(DataLoader[Batch]):
         self._go_by(plan)
         self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
-        self._progress = RunProgress()
-        self._lists = "" if plan.shards is None else lists_in_use(plan.shards)
-        self._list_history = ListHistory().going_on(0, self._lists)
-        self._num_accumulated = plan.run.batches_in(0)
+        self._progress = Progress()
+        self._num_accumulated = plan.run.batches_in_step(0)
         self._step_labels: list[Any] = []  # of each batch of this rank's part of the newest step
         self._labels_per_rank: torch.Tensor | None = None  # once it was asked for
 
     @property
-    def order(self) -> Any:
-        """Which sample comes when: an Order, or a Mixture of several."""
-        return self.chunks.plan.order
-
-    @property
-    def run(self) -> RunSteps:
-        """What each step is made of."""
+    def run(self) -> Run:
+        """Sources, stages, and what each step is made of."""
         return self.chunks.plan.run
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """All that fixes which sample is where, as a state has it."""
-        return dict(self.chunks.plan.fingerprint)
+        """What must be equal where a state is loaded, beside sources and stages."""
+        return dict(self.plan.fingerprint)
 
     def __len__(self) -> int:
         """Batches of the next epoch, on every rank; a resumed one gives the rest, from ``first_batch``."""
-        return self.run.order_steps_of(self._progress.next.epoch) * self.run.num_batches
+        return self.run.ticks_in(self._next.epoch) * self.run.batches_per_tick
+
+    @property
+    def _next(self) -> Position:
+        """Where the next ``iter()`` begins."""
+        at = self._progress.delivered
+        begins_anew = self.is_validation and not self._progress.is_loaded
+        return Position(epoch=at.epoch) if begins_anew else at
+
+    @property
+    def is_validation(self) -> bool:
+        return self.run.sources[0].order.keeps_tail
 
     @property
     def tokenizer(self) -> Any:
@@ -394,14 +387,13 @@ class TokenLoader(DataLoader[Batch]):
 
         A bar of the whole epoch is ``tqdm(loader, initial=loader.first_batch)``.
         """
-        start = self._progress.next
-        within = start.num_micro % self.run.num_batches
-        return self.run.order_step(start) * self.run.num_batches + within
+        start, run = self._next, self.run
+        return run.tick_in_epoch(start) * run.batches_per_tick + start.num_micro % run.batches_per_tick
 
     @property
     def num_accumulated(self) -> int:
-        """Batches of this rank in the global batch that the newest batch is of; it grows with
-        ``batch_size_schedule``. To weigh their losses see ``labels_per_rank``."""
+        """Batches of this rank in the global batch that the newest batch is of. To weigh their losses see
+        ``labels_per_rank``."""
         return self._num_accumulated
 
     def labels_per_rank(self, device: torch.device | str = "cpu", group: Any = None) -> torch.Tensor:
@@ -450,65 +442,50 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def num_steps_delivered(self) -> int:
         """Global batches that the loop got, counted through all epochs from 0."""
-        return self.run.step_of(self._progress.delivered)
+        return self.run.step_of(self._progress.delivered) - self._progress.num_left
 
     @property
     def epoch(self) -> float:
         """Epochs that the loop got so far: 1.5 is the middle of the second."""
         at = self._progress.delivered
-        within = at.step + at.num_micro / self.run.batches_in(self.run.step_of(at))
+        within = at.step + at.num_micro / self.run.batches_in_step(self.run.step_of(at))
         return at.epoch + within / self.run.steps_in(at.epoch)
 
-    @property
-    def _delivered_of_order(self) -> int:
-        return self.run.total_order_steps(self._progress.delivered)
-
     def describe(self, until_step: int | None = None) -> str:
-        """The sources with their shares, tokens and fingerprints, and every amendment, as text to print.
+        """Return the sources with their shares, tokens and fingerprints, and every stage, as text to print.
 
-        Each source's epochs are told for now and for ``until_step`` (default: where this epoch of the loop
-        ends). With ``batch_size_schedule`` steps are counted in its least global batch.
+        Each source's epochs are told for now and for ``until_step`` (default: where this epoch ends).
         """
         end = Position(epoch=self._progress.delivered.epoch + 1)
         if until_step is not None:
             end = self.run.position(whole_number("until_step", until_step, least=0))
-        until, data = self.run.total_order_steps(end), str(self.fingerprint["data"])
-        samples = self.chunks.plan.samples
-        text = describe(self.chunks.plan, data, self._delivered_of_order, until)
-        parts = samples.sources if isinstance(samples, MixedSamples) else [samples]
-        rules = dict.fromkeys(part.shards.split_words for part in parts if part is not None)
-        lists = describe_lists(self.plan.shards) if self.plan.shards else []
-        return "\n".join(filter(None, [text, *rules, *lists]))
+        return describe(self.chunks.plan, self._progress.delivered, end)
 
     @property
     def source_samples(self) -> dict[str, int]:
-        """Samples of each named source so far, all ranks together; none where one set is read."""
-        order = self.order
-        return order.num_delivered(self._delivered_of_order) if isinstance(order, Mixture) else {}
+        """Samples of each source that were delivered so far, all ranks together."""
+        return self.run.source_samples(self._progress.delivered)
 
     @property
     def source_epochs(self) -> dict[str, float]:
-        """Epochs of each named source so far: 1.5 is the middle of its second."""
-        order = self.order
-        return order.epochs(self._delivered_of_order) if isinstance(order, Mixture) else {}
+        """Epochs of each source so far: 1.5 is the middle of its second."""
+        return self.run.source_epochs(self._progress.delivered)
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The names that the sources of ``batch["origins"]`` count; one, "all", where one set is read."""
-        order = self.order
-        return order.names if isinstance(order, Mixture) else ("all",)
+        """The names that the sources of ``batch["origins"]`` count; "all" where one set is read."""
+        return tuple(source.name for source in self.run.sources)
 
     def origin(self, source: int, shard: int, sample: int, document: int = 0) -> Origin:
-        """Where a document of ``batch["origins"]`` lies: tar, and file and byte of the input.
+        """Return where a document of ``batch["origins"]`` lies: tar, and file and byte of the input.
 
         ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for numbers that are none.
         """
-        samples, names = self.chunks.plan.samples, self.source_names
-        parts = samples.sources if isinstance(samples, MixedSamples) else [samples]
-        part = parts[source] if 0 <= source < len(parts) else None
-        if part is None:
-            raise UsageError(f"source {source}: the loader reads {len(parts)}, {', '.join(names)}, from 0 on")
-        return find_origin(names[source], part.shards, shard, sample, document)
+        all_samples, names = self.chunks.plan.samples, self.source_names
+        samples = all_samples[source] if 0 <= source < len(names) else None
+        if samples is None:
+            raise UsageError(f"source {source}: the loader reads {', '.join(names)}, numbered from 0")
+        return find_origin(names[source], samples.shards, shard, sample, document)
 
     @property
     def has_loaded_state(self) -> bool:
@@ -519,17 +496,17 @@ class TokenLoader(DataLoader[Batch]):
         who, at = self.process_rank, self._progress.delivered
         return (
             f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self.step_batches.batch_size}, "
-            f"global_batch_size {self.order.global_batch_size}, epoch {at.epoch}, step {at.step} of "
+            f"global_batch_size {self.run.tick_samples * self.run.ticks_in_step(self.run.step_of(at))}, "
+            f"epoch {at.epoch}, step {at.step} of "
             f"{self.run.steps_in(at.epoch)}, {self.num_workers} workers)"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made, now = partial(type(self), **self._made_with), (self._progress, self._list_history)
-        return made, (), (*now, self.chunks.plan)
+        return partial(type(self), **self._made_with), (), (self._progress, self.chunks.plan)
 
-    def __setstate__(self, now: tuple[RunProgress, ListHistory, Plan]) -> None:
+    def __setstate__(self, now: tuple[Progress, Plan]) -> None:
         """Stand where the original stood."""
-        progress, self._list_history, plan = now
+        progress, plan = now
         self._progress = replace(progress, trained=None)  # of an optimizer that the copy does not follow
         self._go_by(plan)
 
@@ -540,9 +517,9 @@ class TokenLoader(DataLoader[Batch]):
         self._stream = BatchStream(self.chunks, self.step_batches, self.metrics, workers)
 
     def _chunks_of(self, plan: Plan) -> ChunkDataset:
-        slots = rank_slots(plan.order, self.process_rank.rank, self.process_rank.world_size)
-        kind = MixedChunkDataset if isinstance(plan.order, Mixture) else ChunkDataset
-        return kind(plan, slots, endless=self.persistent_workers or not self.num_workers)
+        who = self.process_rank
+        slots = share(range(plan.run.num_slots), who.rank, who.world_size)
+        return ChunkDataset(plan, slots, endless=self.persistent_workers or not self.num_workers)
 
     def __getitem__(self, _: Any) -> Any:
         raise UsageError(
@@ -576,77 +553,83 @@ class TokenLoader(DataLoader[Batch]):
         self._progress.trained = self._progress.delivered
 
     @property
-    def progress(self) -> RunProgress:
-        """Positions in the run: of what was delivered, of a state, and of the next ``iter()``."""
+    def progress(self) -> Progress:
+        """Positions in the run: of what was delivered, and of a state."""
         return self._progress
 
     def _state_of(self, at: Position) -> dict[str, Any]:
-        """Always the same keys: torch.distributed.checkpoint reads those that a fresh loader's state has."""
-        return {
-            "format": STATE_FORMAT,
-            "version": STATE_VERSION,
-            **at._asdict(),
-            "withdrawn": self._list_history.up_to(self.run.total_order_steps(at)).text(),
-            "layout": dict(self._layout),
-            "fingerprint": self.fingerprint,
-        }
+        return state_of(self.chunks.plan, at, self._layout, self._progress.num_left)
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """The state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
+        """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them. Changes
+        nothing.
 
         For loops that something fetches ahead for, and to leave steps out, as after a spike of the loss:
-        ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError after the run left an epoch
-        before its end.
+        ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
+        was left by ``set_epoch``.
         """
-        if step < 0:
-            raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
-        self._progress.check_unbroken()
-        return self._state_of(self.run.position(step))
+        least = self._progress.left_at
+        if step < least:
+            raise UsageError(
+                f"step is {step}, expected the number of global batches trained, at least {least}: there the "
+                "loop began an epoch before the last one was over",
+                found=f"step={step}",
+                expected=f"at least {least}",
+            )
+        return self._state_of(self.run.position(step + self._progress.num_left))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
 
-        One of another mixture or other sizes is gone on from where the loader was made with ``amend=True``.
-        Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see loader/state.py and loader/amend.py.
+        A loader that was made with ``amend=True`` takes a state of other weights, sources or sizes, and logs
+        the step from which on its own hold. Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see
+        loader/state.py.
         """
-        plan, position, is_amended = go_on(self.plan, state, self._layout, amend=self._amend)
-        history = ListHistory.of_text(state.get("withdrawn", ""))
+        plan, position, amended_at = go_on(self.plan, state, self._layout, amend=self._amend)
+        num_left = whole_number_in(state, "num_left")
         self._newest += 1
-        if dict(plan.fingerprint) == self.fingerprint:
+        if plan.run == self.run:
             self._end_unless_persistent()
         else:
             self._stream.end()  # workers have the plan of before
             self._go_by(plan)
-        self._progress.load(position)
-        self._list_history = history.going_on(self._delivered_of_order, self._lists)
-        if self.process_rank.rank == 0 and self.plan.shards is not None:
-            warn_of_lost_lists(history, self.plan.shards)
-        self._num_accumulated = plan.run.batches_in(plan.run.step_of(position))
-        if self.process_rank.rank == 0 and is_amended:
-            logger.warning("the run is amended, and goes on so:\n%s", self.describe())
+        self._progress.load(position, num_left)
+        self._num_accumulated = plan.run.batches_in_step(plan.run.step_of(position))
+        if self.process_rank.rank == 0 and amended_at is not None:
+            logger.warning(
+                "the run is amended from step %d on, and stands at step %d:\n%s",
+                amended_at,
+                plan.run.step_of(position),
+                self.describe(),
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next ``iter()`` this epoch; all ranks must.
 
-        Of the epoch that a state was just loaded for it gives the rest. Raises UsageError for another epoch
-        then.
+        If the loop stands inside of this epoch, ``iter()`` still gives the rest of it. Another epoch begins
+        with its first step, also where this one was not over. Raises UsageError where that would throw away a
+        state that was just loaded.
         """
-        self._progress.set_epoch(whole_number("epoch", epoch, least=0))
+        if whole_number("epoch", epoch, least=0) != self._progress.delivered.epoch:
+            self._progress.leave_for(int(epoch), self.run)
 
     def peek(self) -> Batch:
-        """The batch that the next ``iter()`` begins with, collated; changes nothing, nor is it counted.
+        """Return the batch that the next ``iter()`` begins with; changes nothing, nor is it counted.
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
         with contextlib.closing(self._chunks_of(self.chunks.plan)) as chunks:
-            return self._stream.first_batch(chunks, self._progress.next)
+            return self._stream.first_batch(chunks, self._next)
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)
-        if not self.run.is_ramped:
-            warn_of_accumulation(self.run.num_batches)
+        if not self.run.has_sizes:
+            warn_of_accumulation(self.run.batches_in_step(0))
         self._newest += 1
-        return self._epoch_batches(self._progress.begin_epoch(), self._newest)
+        if self._next != self._progress.delivered:
+            self._progress.leave_for(self._next.epoch, self.run)  # a validation set begins anew
+        self._progress.is_loaded = False
+        return self._epoch_batches(self._progress.delivered, self._newest)
 
     def __enter__(self) -> TokenLoader:
         return self
@@ -666,13 +649,13 @@ class TokenLoader(DataLoader[Batch]):
     def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
         self._check_newest(number)
         position, run = start, self.run
-        num_steps, is_ramped = run.steps_in(start.epoch), run.is_ramped
-        accumulated = self._num_accumulated = run.batches_in(run.step_of(start))
+        num_steps, has_sizes = run.steps_in(start.epoch), run.has_sizes
+        accumulated = self._num_accumulated = run.batches_in_step(run.step_of(start))
         step: list[tuple[Uncollated, Any]] = []
         try:
             for collated in self._stream.rest_of_epoch(start):
-                if is_ramped and not position.num_micro and not step:
-                    accumulated = self._num_accumulated = run.batches_in(run.step_of(position))
+                if has_sizes and not position.num_micro and not step:
+                    accumulated = self._num_accumulated = run.batches_in_step(run.step_of(position))
                 step.append(collated)
                 if len(step) < accumulated - position.num_micro:
                     continue  # the loop may ask for the labels of the whole step at its first batch

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from loader.find_shards import DatasetShards, ShardSet
+from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import NotFound, OtherTokenizer, UsageError
 from shardprep.files import (
     NOT_THERE,
@@ -26,9 +26,9 @@ from shardprep.files import (
     read_regular,
     refuse_fifos,
 )
-from shardprep.format.checked_json import is_text
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
-from shardprep.format.manifest import without_garbage_collection
+from shardprep.format.index import without_garbage_collection
+from shardprep.format.json_files import is_text
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 

@@ -72,7 +72,7 @@ class LoaderMixin:
         self._steps = EpochsOfLoader(train_loader)
         self._source_losses = _losses_of(train_loader)
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
-        if not train_loader.run.is_ramped:  # else a state may stand in another stage
+        if not train_loader.run.has_sizes:  # else a state may stand in another stage
             check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
         # The loader finds its place itself.
         self.args.ignore_data_skip = True  # type: ignore[attr-defined]  # Trainer's
@@ -211,7 +211,7 @@ class EpochsOfLoader:
     def count(self, args: Any) -> int:
         """Return ``max_steps`` of a training that begins now. Raises UsageError where there is no step left,
         or one would be no global batch."""
-        run, start = self.loader.run, self.loader.progress.next
+        run, start = self.loader.run, self.loader.progress.delivered
         first = run.step_of(start)
         max_steps: int = args.max_steps
         if max_steps <= 0:
@@ -247,7 +247,7 @@ class EpochsOfLoader:
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
     """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
     next steps."""
-    run, start = loader.run, loader.progress.next
+    run, start = loader.run, loader.progress.delivered
     step = run.step_of(start)
     if start.num_micro:
         raise UsageError(
@@ -255,16 +255,17 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
             "begins with a whole one; load a state that was saved after the optimizer's step, or "
             f"train_loader.state_at({step})"
         )
-    later = [first for first, _ in run.sizes if step < first < step + num_steps]
+    held = run.held_from(step, step + num_steps)
+    global_batch_size = held[0].global_batch_size
+    later = [each.step for each in held if each.global_batch_size != global_batch_size]
     if later:
         raise UsageError(
-            f"the global batch changes at step {later[0]} by batch_size_schedule, or an amendment, and "
+            f"the global batch changes at step {later[0]}, by its schedule or an amendment, and "
             "Trainer accumulates equally many batches through a run; train to that step by max_steps, write "
             "the loop yourself, see docs/training_own_loop.md, or leave the schedule out"
         )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
     world_size = loader.process_rank.world_size
-    global_batch_size = loader.order.global_batch_size * run.order_steps_in(step)
     if batch_size != loader.step_batches.batch_size:
         raise UsageError(
             f"per_device_train_batch_size of TrainingArguments makes batches of {batch_size} samples, those "

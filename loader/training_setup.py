@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from loader.batches import PadToken, choose_pad_token
+from loader.sources import whole_number
 from loader.token_loader import TokenLoader
-from loader.workers import whole_number
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

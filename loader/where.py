@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from loader.dataloader import get_llama3_dataloader
-from loader.state import STATE_FORMAT, SizeHistory
+from loader.state import STATE_FORMAT
 from loader.token_loader import TokenLoader
 from shardprep.console import print_lines
 from shardprep.errors import BrokenShard, NotFound, UsageError
-from shardprep.format.checked_json import load_json
+from shardprep.format.json_files import load_json
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def where(args: argparse.Namespace) -> int:
     options = {**_named_sources(args.input_shards), **loader_options(state), "model_id": args.model_id}
     with _only_errors_logged(), get_llama3_dataloader(**options) as loader:
         loader.load_state_dict({**state, "num_micro": 0})
-        end = loader.run.step_of(loader.progress.next)
+        end = loader.run.step_of(loader.progress.delivered)
         step = max(end - 1, 0) if args.step is None else args.step
         if step < 0:
             raise UsageError.of_value("--step", step, "a step from 0")
@@ -57,7 +57,7 @@ def where(args: argparse.Namespace) -> int:
                 "run's weights and sizes; take a later checkpoint"
             )
         loader.load_state_dict(loader.state_at(step))
-        at = loader.progress.next
+        at = loader.progress.delivered
         documents = list(_documents(loader, state["layout"]["world_size"]))
     if args.json:
         answer = {"step": step, "epoch": at.epoch, "step_of_epoch": at.step, "documents": documents}
@@ -76,9 +76,9 @@ def where(args: argparse.Namespace) -> int:
 def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]:
     """The documents of the next step of a loader that reads whole global batches, as the ranks had them."""
     batch_size = loader.step_batches.batch_size
-    of_rank = loader.order.global_batch_size // world_size
+    of_rank = loader.run.tick_samples // world_size
     for number, batch in enumerate(loader):
-        tick, first = divmod(number * batch_size, loader.order.global_batch_size)
+        tick, first = divmod(number * batch_size, loader.run.tick_samples)
         for row, token, *numbers in batch["origins"].tolist():
             rank, place = divmod(first + row, of_rank)
             yield {
@@ -152,18 +152,18 @@ def _states_in(content: Any) -> Iterator[Mapping[str, Any]]:
 def loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a loader that reads the whole global batches of a state's run. Raises BrokenShard."""
     of_run, layout = state.get("fingerprint"), state.get("layout")
-    history = SizeHistory.of_fingerprint(of_run) if isinstance(of_run, Mapping) else None
+    size = state.get("tick_samples")
     ranks = [layout.get("world_size"), layout.get("batch_size")] if isinstance(layout, Mapping) else []
     is_whole = ranks and all(type(number) is int and number > 0 for number in ranks)
-    if not isinstance(of_run, Mapping) or history is None or not is_whole:
+    if not isinstance(of_run, Mapping) or not isinstance(size, int) or not is_whole:
         raise BrokenShard("the state is damaged: it has no fingerprint or no layout; take another checkpoint")
-    names = ("seed", "shuffle", "group_by_length", "long_documents")
+    names = ("seed", "shuffle", "group_by_length")
     return {
         **{name: of_run[name] for name in names if name in of_run},
         **{name: of_run.get(name) or None for name in ("seq_len", "max_length", "split")},
         "batch_size": ranks[1],
-        "global_batch_size": history.order_batch_size,
-        "amend": history.changes or "sources" in of_run,  # from the state on, where nobody asks
+        "global_batch_size": size,
+        "amend": len(state.get("stages", ())) > 1 or of_run.get("is_mixture") is True,
         "origins": True,
         "rank": 0,
         "world_size": 1,

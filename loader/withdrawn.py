@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.find_shards import DatasetShards, ShardSet
 from loader.order import Int64s
+from loader.shards import ShardSet
 from shardprep.errors import BrokenShard
 from shardprep.format.withdrawals import Withdrawals, withdrawal_path
 
@@ -59,7 +59,7 @@ def withdrawn_tokens(shards: ShardSet) -> WithdrawnTokens | None:
     parts = [
         marks_of_lists(shards, number, source.withdrawn)
         for number, source in enumerate(shards.sources)
-        if isinstance(source, DatasetShards) and source.withdrawn.lists
+        if source.withdrawn.lists
     ]
     marks = np.concatenate([np.empty((0, 3), np.int64), *parts])
     sample, begin, end = marks[np.argsort(marks[:, 0], kind="stable")].T
@@ -69,7 +69,6 @@ def withdrawn_tokens(shards: ShardSet) -> WithdrawnTokens | None:
 def marks_of_lists(shards: ShardSet, number: int, lists: Withdrawals) -> Int64s:
     """What lists of the data set that is a source name: int64[n, 3] of stored sample, first token and end."""
     source, first = shards.sources[number], int(shards.source_first[number])
-    assert isinstance(source, DatasetShards)
     shard_of = {shard_id: first + row for row, shard_id in enumerate(source.shard_ids.tolist())}
     held = sorted(shard_of.keys() & set(lists.shard_ids), key=shard_of.__getitem__)
     parts = [np.empty((0, 3), np.int64)]

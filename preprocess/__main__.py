@@ -183,10 +183,10 @@ def rewrite(args: argparse.Namespace) -> int:
 def verify(args: argparse.Namespace) -> int:
     """``verify DATA``: prove the shards whole and write index.json."""
     from preprocess.check.verify import verify_dataset
+    from shardprep.console import source_lines
     from shardprep.format.attempts import read_attempts, remove_finished
     from shardprep.format.done import remove_findings, standing_findings
     from shardprep.format.plan import need_plan
-    from shardprep.format.shard_making import source_lines
 
     if args.deep is not None and args.deep < 1:
         raise UsageError.of_value("--deep", args.deep, "a number of shards from 1")

@@ -33,9 +33,7 @@ from preprocess.make.members import Piece, RowMembers
 from preprocess.make.packing import START, RowGroup
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import documents_of_shard, load_worker
-from preprocess.read.format import DocumentBatch, reading_of
-from preprocess.read.inputs import BadDocument
-from preprocess.read.long_documents import LongDocument
+from preprocess.read.documents import Documents
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BadInput, NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, errors_named, open_regular, read_regular
@@ -46,6 +44,7 @@ from shardprep.format.idx import read_idx
 from shardprep.format.input_formats import place_text
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import TEXT_FIELD, digests_path, ids_path, remake_command, tar_path
+from shardprep.format.options import PlanOptions
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.format.withdrawals import publish_withdrawal, read_withdrawals, withdrawal_path
@@ -201,10 +200,7 @@ def _document_in_input(folder: Path, plan: Plan, place: InInput) -> tuple[int, i
             for item in _items(
                 folder, plan, check_done(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
             ):
-                if isinstance(item, DocumentBatch):
-                    input_number, offsets = item.input_number, item.input_offsets
-                else:
-                    input_number, offsets = item.place.input_number, np.array([item.place.start])
+                input_number, offsets = item.input_number, item.offsets
                 before = np.flatnonzero(offsets <= place.offset)
                 if input_number == place.input_number and len(before):
                     last = int(before[-1])
@@ -268,11 +264,9 @@ def _sources_of(folder: Path, plan: Plan, manifest: Manifest, name: str) -> Iter
     return map(plan.source_of, records["source"][_in_order_of_input(records)].tolist())
 
 
-def _named_sources(plan: Plan, item: DocumentBatch | LongDocument) -> Iterable[str]:
-    if isinstance(item, LongDocument):
-        return [item.source or plan.source_of(item.place.input_number)]
+def _named_sources(plan: Plan, item: Documents) -> Iterable[str]:
     of_file = plan.source_of(item.input_number)
-    return [name or of_file for name in item.sources or [""] * len(item.texts)]
+    return [name or of_file for name in item.columns.get("source") or [""] * len(item.texts)]
 
 
 def _keys_in(path: Path, *, by_id: bool) -> Iterator[str | bytes]:
@@ -293,7 +287,7 @@ def _keys_in(path: Path, *, by_id: bool) -> Iterator[str | bytes]:
         raise BadInput(f"{path} is not UTF-8 ({error.reason}); write it anew, a line for each") from None
 
 
-def _items(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[DocumentBatch | LongDocument]:
+def _items(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[Documents]:
     """The documents of a shard's input as its worker read them; nothing that was left out.
 
     Raises Refused where the input is not as it was, and what reading raises.
@@ -301,17 +295,10 @@ def _items(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[DocumentBat
     shard_id, expected = manifest.shard_id, manifest.counts.num_documents
     shard = plan.shard(shard_id)
     digest = None if shard.sha256 is None else hashlib.sha256()
-    reading = reading_of(plan.options, WorkerSettings().batch_bytes)
     num_read = 0
-    for item in documents_of_shard(plan, folder, shard, reading, digest):
-        if isinstance(item, DocumentBatch):
-            num_read += len(item.texts)
-            yield item
-            continue
-        num_bytes = item.text_bytes(can_be_cut=plan.can_be_cut)
-        if num_bytes and not isinstance(num_bytes, BadDocument):
-            num_read += 1
-            yield item
+    for item in documents_of_shard(plan, folder, shard, digest=digest):
+        num_read += len(item.texts)
+        yield item
     if num_read != expected or (digest is not None and digest.hexdigest() != shard.sha256):
         raise Refused(
             f"the input of shard {shard_id:05d} in {plan.input_dir} changed since the shard was made: it has "
@@ -328,7 +315,7 @@ def document_digests(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[b
     options = plan.options
     if plan.spec.has_rows or not (options.digests or (options.keep_text and not options.is_chat)):
         for item in _items(folder, plan, manifest):
-            yield from _digests_of(plan, item).tolist()
+            yield from item.digests().tolist()
         return
     records = read_idx(folder, plan.spec, manifest.shard_id)
     digests = np.empty(len(records), DIGEST)
@@ -338,14 +325,6 @@ def document_digests(folder: Path, plan: Plan, manifest: Manifest) -> Iterator[b
     else:
         digests[np.argsort(records["offset"])] = _digests_of_tar(tar_path(folder, manifest.shard_id))
     yield from digests[_in_order_of_input(records)].tolist()
-
-
-def _digests_of(plan: Plan, item: DocumentBatch | LongDocument) -> Records:
-    if isinstance(item, DocumentBatch):
-        return item.digests()
-    digest = hashlib.sha256()
-    item.text_bytes(can_be_cut=plan.can_be_cut, digest=digest)
-    return np.frombuffer(digest.digest()[:DIGEST_BYTES], DIGEST)
 
 
 def _digests_of_tar(path: Path) -> Records:
@@ -404,20 +383,16 @@ def _packed_anew(folder: Path, plan: Plan, manifest: Manifest) -> Numbers:
     worker = load_worker(
         plan, folder, WorkerSettings(), num_cpus=1, warn=say, shard=plan.shard(manifest.shard_id)
     )
-    rows = _PlacedRows(plan.spec, manifest.shard_id, plan.options.pack)
+    rows = _PlacedRows(plan.spec, manifest.shard_id, plan.options)
     num_read = 0
     for item in _items(folder, plan, manifest):
-        if isinstance(item, DocumentBatch):
-            tokens = worker.engine.encode_documents(
-                item.texts, end_id=plan.end_id, spans=item.spans, mask_rule=plan.options.chat_mask_rule
-            )
-        else:
-            ids = worker.engine.encode_long(item.text(), can_be_cut=plan.can_be_cut, end_id=plan.end_id)
-            tokens = TokenBatch.of([ids])
+        tokens = worker.engine.encode_documents(
+            item, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
+        )
         # The first half of a digest tells the side; the number of the document takes the other's place.
         names = np.zeros((len(tokens.offsets) - 1, 2), np.int64)
         if plan.options.validation_fraction:
-            names[:, 0] = _digests_of(plan, item).view(np.int64)[::2]
+            names[:, 0] = item.digests().view(np.int64)[::2]
         names[:, 1] = num_read + np.arange(len(names))
         rows.add(tokens, names.view(DIGEST)[:, 0])
         num_read += len(names)
@@ -427,8 +402,8 @@ def _packed_anew(folder: Path, plan: Plan, manifest: Manifest) -> Numbers:
 class _PlacedRows(RowMembers):
     """Rows of which only is kept where documents lie in them."""
 
-    def __init__(self, spec: DatasetSpec, shard_id: int, pack: str) -> None:
-        super().__init__(spec, shard_id, pack)
+    def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
+        super().__init__(spec, shard_id, options)
         self._sides: tuple[list[Numbers], list[Numbers]] = ([], [])  # begin, end, number, whether it begins
         self._ends = [0, 0]  # where the rows of each side end, in tokens
 

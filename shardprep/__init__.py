@@ -3,7 +3,14 @@
 This package is what the others share. It imports none of them before one of their names is asked for.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 10):  # noqa: UP036  before anything that older ones cannot read
+    raise ImportError(
+        f"shardprep needs Python 3.10 or newer, and {sys.executable} is Python {sys.version.split()[0]}. "
+        "Make the virtual environment with a newer one: python3.12 -m venv .venv"
+    )
 
 from shardprep.errors import BadInput as BadInput
 from shardprep.errors import BrokenShard as BrokenShard

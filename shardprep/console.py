@@ -14,7 +14,6 @@ import io
 import os
 import re
 import select
-import shlex
 import sys
 import time
 import unicodedata
@@ -22,6 +21,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from shardprep.errors import ReadWriteError
+from shardprep.errors import quoted as quoted
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -143,6 +143,27 @@ def shards_text(ids: str) -> str:
     return f"shard{'' if ids.isdecimal() else 's'} {ids}"
 
 
+_MOST_NAMED = 12  # sources that have a line of their own
+
+
+def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> list[str]:
+    """Return a line per source, those of most tokens first; none where there is one source alone.
+
+    ``sources``: the fields of a manifest's SourceCounts, by name. ``all_in`` has those that get no line.
+    """
+    if len(sources) < 2:
+        return []
+    largest = sorted(sources.items(), key=lambda item: (-item[1]["num_tokens"], item[0]))
+    lines = [
+        f"  {name}: {of['num_documents']:,} documents, {of['num_tokens']:,} tokens, "
+        f"{short_bytes(of['num_bytes'])}, {of['num_quarantined']:,} left out"
+        for name, of in largest[:_MOST_NAMED]
+    ]
+    if (more := len(largest) - _MOST_NAMED) > 0:
+        lines.append(f"  and {more} more sources: {all_in} has them all")
+    return lines
+
+
 def _scaled(value: float) -> tuple[str, str]:
     """Three digits of a number, and its decimal prefix."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -175,11 +196,6 @@ def printable(line: str) -> str:
 
 def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
-
-
-def quoted(path: str | os.PathLike[str]) -> str:
-    """Return a path as a printed command needs it: quoted, and the same from any folder."""
-    return shlex.quote(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 def say(line: str) -> None:

@@ -6,6 +6,7 @@ Catch ``ShardprepError`` for all of them; ``Stopped`` is no error.
 from __future__ import annotations
 
 import os
+import shlex
 
 EXIT_CODES = {  # below 128: Slurm mangles others
     0: "done, or done already",
@@ -23,7 +24,7 @@ class ShardprepError(Exception):
     """Base of every error a user can cause or must act on.
 
     Args:
-        message: what is wrong, as a whole sentence.
+        message: what is wrong, as a whole sentence; without one it is made of the fields.
         path: the file or folder at fault.
         found: what was found, a flag or an argument as it was given: ``--seq_len 7``, ``seq_len=7``.
         expected: what was expected in its place.
@@ -53,9 +54,18 @@ class ShardprepError(Exception):
 
     def __str__(self) -> str:
         message = super().__str__()
+        if not message and self.found is not None:
+            message = self.found if self.path is None else f"{self.path}: {self.found}"
+            if self.expected is not None:
+                message += f", expected {self.expected}"
         if self.remedy is None or self.remedy in message:
             return message
         return f"{message}; run: {self.remedy}"
+
+
+def quoted(path: str | os.PathLike[str]) -> str:
+    """Return a path as a command to type needs it: quoted, and the same from any folder."""
+    return shlex.quote(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
 
 
 class UsageError(ShardprepError):

@@ -29,8 +29,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
+
+from msgspec import Meta
 
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
 
@@ -104,6 +106,8 @@ class ReadFile:
     Raises what ``open_regular`` raises; reads raise OSError, and BrokenShard where the file became shorter.
     """
 
+    _handle = -1
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle, found = _opened(path)
@@ -115,8 +119,13 @@ class ReadFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
-        close_read(self._handle)
+        """Close the file, once; nothing happens to one that is closed."""
+        handle, self._handle = self._handle, -1
+        close_read(handle)
 
     def status(self) -> os.stat_result:
         """What the file system says of it now. Raises OSError."""
@@ -259,14 +268,14 @@ def read_beginning(path: Path, num_bytes: int) -> bytes:
         return b""
 
 
-Digest = Annotated[str, "64 hex digits"]  # a sha256
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a sha256
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileStamp:
     """Size and content hash of one file."""
 
-    num_bytes: int
+    num_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     sha256: Digest
 
 
@@ -292,11 +301,19 @@ def names_in(folder: Path) -> list[str]:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a folder unless it is there. Raises CannotWrite."""
+    """Make a folder unless it is there, so that its name outlasts a power cut. Raises CannotWrite."""
+    if parents and not os.path.isdir(path.parent):  # noqa: PTH112 - Path's may raise OSError
+        make_folder(path.parent, parents=True)
     try:
-        path.mkdir(parents=parents, exist_ok=True)
+        path.mkdir()
     except OSError as error:
-        raise CannotWrite(f"{path} cannot be made: {error.strerror}") from None
+        if isinstance(error, FileExistsError) and os.path.isdir(path):  # noqa: PTH112
+            return
+        why = error.strerror
+        raise CannotWrite(f"{path} cannot be made: {why}", path=path, found=why) from None
+    # A folder that may be written to and not be read, as some homes are, cannot be synced.
+    if os.access(path.parent, os.R_OK):
+        sync_folder(path.parent)
 
 
 def make_subfolder(folder: Path, name: str) -> Path:
@@ -327,8 +344,7 @@ def is_name_inside(name: str) -> bool:
 
     It is relative, has no ``..``, and is spelled as ``Path.relative_to`` gives it.
     """
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and str(path) == name
+    return bool(name) and {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
 def append_bytes(path: Path, data: bytes) -> None:

@@ -44,6 +44,12 @@ COMMANDS = {
 }
 
 ARGUMENTS = {  # of get_llama3_dataloader
+    "batch_size_schedule": "global_batch_size= takes sizes by step, too: [(0, 256), (1000, 512)]",
+    "weights_schedule": "weights= takes weights by step, too: [(0, {...}), (1000, {...})]",
+    "long_documents": "max_length= cuts documents, and loader.metrics.num_cut_tokens counts what is left out",
+    "multiprocessing_context": "call torch.multiprocessing.set_start_method before the first batch",
+    "device_mesh": 'pass rank=mesh["dp"].get_local_rank() and world_size=mesh["dp"].size()',
+    "process_group": "pass rank=dist.get_rank(group) and world_size=dist.get_world_size(group)",
     "tokens_per_batch": "pack documents into rows with seq_len=, or pass group_by_length=True",
     "exclude_shards": "name the shards that are to be read, as a list or a pattern",
     "validation_fraction": "plan the data with --validation_fraction; split= then names a side",

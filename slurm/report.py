@@ -33,22 +33,24 @@ from shardprep.console import (
 )
 from shardprep.errors import ShardprepError
 from shardprep.files import publish_bytes
-from shardprep.format.checked_json import Fields
-from shardprep.format.manifest import Manifest, ShardCounts, read_manifest
+from shardprep.format.manifest import (
+    Manifest,
+    ShardCounts,
+    ShardMaking,
+    TextCounts,
+    longest_of,
+    read_manifest,
+)
 from shardprep.format.names import TOKENIZER_DIR, id_ranges, manifest_path
 from shardprep.format.options import PrepConfig, flags_of
 from shardprep.format.plan import Plan, is_one_file_a_shard, need_plan
-from shardprep.format.shard_making import ShardMaking, TextCounts, longest_of, texts_of
 from slurm.state import DatasetState, find_state
 from slurm.status import status_data
 
 REPORT_VERSION = 4  # it grows where a field goes or changes its meaning, not where one is added
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
-_NUMBERS = [
-    item.name
-    for item in dataclasses.fields(ShardCounts)
-    if item.type == "int" or "Annotated" in str(item.type)
-]
+_MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
+_NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
 _REASONS = {  # why a document was left out, as its quarantine file says -> as people read it
@@ -162,7 +164,7 @@ def _sources(manifests: Sequence[Manifest], folder: Path) -> list[dict[str, Any]
     counts: dict[str, list[Any]] = {"all": []}
     texts: dict[str, list[TextCounts]] = {"all": []}
     for manifest in manifests:
-        of_shard = texts_of(Fields(manifest_path(folder, manifest.shard_id), dict(manifest.run))) or {}
+        of_shard = manifest.facts_of_run(manifest_path(folder, manifest.shard_id)).texts or {}
         for name, each in manifest.counts.sources.items():
             for key in ("all", f" {name}"):  # no source's name begins so
                 counts.setdefault(key, []).append(each)
@@ -240,7 +242,7 @@ def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str,
     command += flags_of(plan.options)
     if plan.max_bad_fraction != PrepConfig().max_bad_fraction:
         command += ["--max_bad_fraction", str(plan.max_bad_fraction)]
-    if plan.shard_sha256 is not None:
+    if plan.has_input_hashes:
         command.append("--hash_inputs")
     commands = []
     if plan.options.chat_template:

@@ -33,6 +33,7 @@ from shardprep.format.submissions import (
     JOBS_FOLDER,
     JobArray,
     JobRequest,
+    SentJob,
     Submission,
     SubmittedMeanwhile,
     append_event,
@@ -146,12 +147,12 @@ def _tell_room(state: DatasetState, shard_ids: Sequence[int]) -> None:
     """
     if lustre.why_not_usable(state.folder):
         return
-    made = state.made
-    input_bytes = sum(each.input_bytes for each in made.done.values())
+    done = state.made.done.values()
+    input_bytes = sum(each.input_bytes for each in done)
     sizes = state.plan.shard_bytes()
     num_bytes = sum(sizes[shard_id] for shard_id in shard_ids)
     if input_bytes:
-        num_bytes = round(num_bytes * sum(made.tar_bytes.values()) / input_bytes)
+        num_bytes = round(num_bytes * sum(each.tar_bytes for each in done) / input_bytes)
     for line in lustre.space_lines(state.folder, lustre.Need(num_bytes=num_bytes, num_shards=len(shard_ids))):
         say(line)
 
@@ -231,7 +232,7 @@ class Sending:
             shown = submitted(script)
             del shown["user"]
             arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
-        verify_ids = {submission.verify_job_id for submission in self.state.submissions}
+        verify_ids = {submission.verify.job_id for submission in self.state.submissions}
         queued = [each for each in self.state.live_jobs().get(self.cluster, []) if each not in verify_ids]
         verify = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
         return Submission(
@@ -241,9 +242,7 @@ class Sending:
             user=verify["user"],
             submitted=round(time.time(), 3),
             arrays=arrays,
-            verify_job_id=job_ids[-1],
-            verify_name=verify["name"],
-            verify_submit_time=verify["submit_time"],
+            verify=SentJob(job_id=job_ids[-1], name=verify["name"], submit_time=verify["submit_time"]),
             identity=folder_identity(self.state.folder),
         )
 
@@ -347,7 +346,7 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
         if len(ids) > len(array.tasks):
             tasks += f" of up to {-(-len(ids) // len(array.tasks))} shards"
         print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
-    print_lines(f"job {submission.verify_job_id}: verify, when they have ended")
+    print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:
         _tell_controller(state, controller)
     if not args.wait:

@@ -177,7 +177,7 @@ class DatasetState:
 
         One of these may wait for nodes that are gone.
         """
-        obsolete = {each.verify_job_id for each in self.submissions[:-1]}
+        obsolete = {each.verify.job_id for each in self.submissions[:-1]}
         live = (*self.live_job_ids(), *self.queue.unrecorded, *self.queue.controllers)
         return [each for each in live if each not in obsolete]
 

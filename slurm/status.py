@@ -30,11 +30,12 @@ from shardprep.console import (
     quoted,
     shards_text,
     short_time,
+    source_lines,
 )
 from shardprep.errors import NotFound, ReadWriteError
+from shardprep.format.manifest import ShardMaking, sum_of_sources
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
-from shardprep.format.shard_making import ShardMaking, source_lines, sum_of_sources
 from shardprep.format.submissions import event_line, read_events, user_name
 from slurm.causes import (
     BAD_INPUT,
@@ -263,7 +264,7 @@ def _verify_job(state: DatasetState) -> dict[str, str]:
     if not state.submissions:
         return found
     last = state.submissions[-1]
-    job = state.queue.jobs.get((last.number, last.verify_job_id, 0))
+    job = state.queue.jobs.get((last.number, last.verify.job_id, 0))
     found["verify"] = job.state if job else "not visible" if last.number in state.queue.hidden else "unknown"
     if state.is_verified or state.queue.away:
         return found
@@ -273,7 +274,7 @@ def _verify_job(state: DatasetState) -> dict[str, str]:
             found["verify_trouble"] = f"waits for {job.reason}: {means}"
         return found
     for record in state.records.own:
-        if record.job_id == last.verify_job_id:
+        if record.job_id == last.verify.job_id:
             found["verify_trouble"] = f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
     return found
 

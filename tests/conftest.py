@@ -30,8 +30,8 @@ from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import load_worker
 from preprocess.plan.planning import Sharding, make_plan
 from shardprep.files import stamp_file
-from shardprep.format.checked_json import content_sha256
 from shardprep.format.idx import HEADER_BYTES, ChunkCrcs
+from shardprep.format.json_files import content_sha256
 from shardprep.format.manifest import read_manifest
 from shardprep.format.names import idx_path, manifest_path, tar_path
 from shardprep.format.options import PrepConfig
@@ -52,6 +52,9 @@ _started: list[str] = []  # processes that the test that runs now has started
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests that start no process and take no time")
+    parser.addoption(
+        "--frameworks", action="store_true", help="only tests of frameworks, and none is skipped"
+    )
 
 
 def pytest_configure() -> None:
@@ -69,12 +72,29 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests on a cluster come first: side by side with others they would end last."""
+    """Leave the tests of the layer that is asked for.
+
+    Those on a cluster come first: side by side with others they would end last.
+    """
     items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
-    if config.getoption("--quick"):
-        others = [item for item in items if any(map(item.get_closest_marker, LAYERS_OVER_QUICK))]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+    wants_frameworks, is_quick = config.getoption("--frameworks"), config.getoption("--quick")
+    others = set()
+    for item in items:
+        is_of_frameworks = item.get_closest_marker("frameworks") is not None
+        is_slow = any(map(item.get_closest_marker, LAYERS_OVER_QUICK))
+        if is_of_frameworks != wants_frameworks or (is_quick and is_slow):
+            others.add(item)
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Where frameworks are asked for, one that is missing is a failure."""
+    report = yield
+    if report.skipped and item.config.getoption("--frameworks") and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -119,9 +139,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def seal(path: Path) -> None:
     """Give an edited JSON file of the contract the hash of its new content, as who forges it would."""
-    text = path.read_text(encoding="utf-8")
-    new = content_sha256(json.loads(text))
-    path.write_text(re.sub(r'("content_sha256": ?)"\w+"', rf'\1"{new}"', text), encoding="utf-8")
+    text, rows = path.read_text(encoding="utf-8"), ""
+    if path.name == "plan.json":  # whose first line, closed by a brace, is what the hash is of
+        text, _, rows = text.partition("\n")
+    data = json.loads(text + ("}" if rows else ""))
+    text = re.sub(r'("content_sha256": ?)"\w+"', rf'\1"{content_sha256(data)}"', text)
+    if isinstance(run := data.get("run"), dict):
+        held = {name: value for name, value in run.items() if name != "run_sha256"}
+        text = re.sub(r'("run_sha256": ?)"\w+"', rf'\1"{content_sha256(held)}"', text)
+    path.write_text(text + ("\n" if rows else "") + rows, encoding="utf-8")
 
 
 def forge_shard(folder: Path, shard_id: int, *, records: Any = None, tar: bytes | None = None) -> None:

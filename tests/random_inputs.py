@@ -34,10 +34,10 @@ import zstandard
 from preprocess.plan import planning as input_files
 from preprocess.plan import planning as shard_boundaries
 from preprocess.plan.planning import divide, list_inputs, stamp_inputs
-from preprocess.read import arrow, compression
+from preprocess.read import arrow, compressed
 from preprocess.read.documents import read_documents
-from preprocess.read.format import DocumentBatch, Reading
 from shardprep.errors import BadInput
+from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
 from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
 
@@ -68,12 +68,10 @@ FORMATS = [
 ]
 
 
-# Plain text of other codecs, with letters whose code units have the bytes of a line end in them.
+# Plain text of several codecs, with every kind of white space at the ends of lines.
 WIDE = [f"wide{packed}" for packed in PACKERS if "." not in packed[1:]]
-_CODECS = (
-    "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be", "utf-8", "utf-8-sig", "cp949"
-)  # fmt: skip
-_WIDE_LETTERS = "ab \t가\u0d15\u0d0a\u0a0d\u0a00\u010d\u010a☀─語\x85\u2028🌍\U00010d0a"
+_CODECS = ("utf-8", "utf-8-sig", "cp949", "latin-1", "gb18030", "shift_jis")
+_WIDE_LETTERS = "ab \t\v\f\x1c\x1f가\u00e9☀─語\x85\xa0\u1680\u2003\u2028\u202f\u205f\u3000\u200b🌍"
 # A library, and what it writes.
 WRITERS = [
     f"{library}.{suffix}"
@@ -268,9 +266,6 @@ def _wide_text(form: str, rng: random.Random) -> tuple[bytes, str, Found]:
     lines = ["".join(rng.choices(letters, k=rng.choice([0, 3, 40, 300]))) for _ in range(rng.randrange(30))]
     text = "".join(line + rng.choice(ends) for line in lines) + rng.choice(["", "", "x", "\r"])
     data = text.encode(encoding)
-    if encoding in ("utf-16", "utf-32"):
-        order = rng.choice(["-le", "-be", ""])  # without an order, nor a mark: the one of little ends
-        data = f"\ufeff{text}".encode(encoding + order) if order else text.encode(f"{encoding}-le")
     decoded = re.split(r"\r\n|\n|\r", data.decode(encoding))
     packed = form.removeprefix("wide")
     file = zstd_of_blocks(data, rng.choice(FRAMES)) if packed == ".zst" else PACKERS[packed](data, rng)
@@ -374,31 +369,30 @@ _WRITE: dict[str, Callable[[dict[str, list[object]], Path, str, int, random.Rand
 
 def ours(folder: Path, num_shards: int, batch_bytes: int, encoding: str = "utf-8") -> Found:
     """What this project takes out of a folder that is divided into shards; every byte is accounted for."""
-    reading = Reading(doc="line", encoding=encoding, batch_bytes=batch_bytes)
+    options = PlanOptions(encoding=encoding)
     texts: list[tuple[int, str]] = []
     num_bad = 0
     try:
-        inputs, inspected = stamp_inputs(folder, list_inputs(folder, recursive=True), reading)
-        division = divide(folder, inputs, inspected, num_shards, reading)
-        for shard_id, ends in enumerate(itertools.pairwise(division.boundaries)):
-            (first, start), (last, end) = ends
-            text_start = division.text_starts[shard_id] if division.text_starts else 0
+        inputs, inspected = stamp_inputs(folder, list_inputs(folder, recursive=True), options)
+        division = divide(folder, inputs, inspected, num_shards, options)
+        for begin, stop in itertools.pairwise(division.cuts):
+            first, start, last, end = begin.input_number, begin.byte, stop.input_number, stop.byte
             ranges = [
                 ByteRange(
                     input_number=number,
                     path=folder / inputs[number].path,
                     start=start if number == first else 0,
                     end=end if number == last else inputs[number].num_bytes,
-                    text_start=text_start if number == first else 0,
+                    text_start=begin.text_start if number == first else 0,
                 )
                 for number in range(first, last + (end > 0))
             ]
             num_bytes = 0
-            for item in read_documents(ranges, reading):
-                assert isinstance(item, DocumentBatch)
-                num_bytes += item.num_bytes
-                num_bad += len(item.bad)
-                texts += zip(item.input_offsets.tolist(), item.texts, strict=True)
+            for documents in read_documents(ranges, options, batch_bytes=batch_bytes):
+                num_bytes += documents.num_bytes
+                num_bad += len(documents.bad)
+                found = (text.decode() for text in documents.texts)
+                texts += zip(documents.offsets.tolist(), found, strict=True)
             assert num_bytes == sum(part.end - part.start for part in ranges), "every byte is accounted for"
     except BadInput:
         return Found(None)
@@ -451,7 +445,7 @@ def _read_in_pieces(folder: Path, rng: random.Random, encoding: str) -> Found:
     """What this project takes out of a folder, in pieces of any size."""
     with (
         mock.patch.object(arrow, "_LARGE_BYTES", rng.choice([0, 1 << 24])),
-        mock.patch.object(compression, "_READ_BYTES", rng.choice([18, 100, 128 << 10])),
+        mock.patch.object(compressed, "_READ_BYTES", rng.choice([18, 100, 128 << 10])),
     ):
         found = ours(folder, rng.choice([1, 2, 5]), rng.choice([1, 7, 64, 1000, 1 << 19]), encoding)
     for path in folder.iterdir():

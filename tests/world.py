@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -271,7 +271,7 @@ class Ranks:
 
     Args:
         data: what ``get_llama3_dataloader`` reads; ``{name: world.data_dir}`` for a mixture.
-        global_batch_size: samples of a step on all ranks. Leave it out with ``batch_size_schedule``.
+        global_batch_size: samples of a step on all ranks, or its sizes by step.
         batch_size: samples of a batch on one rank. Default: one batch a step, of the least step.
         order_batch_size: after an amendment of ``global_batch_size``, the one that the run began with.
         state: what ``state()`` returned, on any number of ranks.
@@ -283,16 +283,14 @@ class Ranks:
         data: Any,
         *,
         world_size: int = 1,
-        global_batch_size: int | None = None,
+        global_batch_size: int | Sequence[tuple[int, int]],
         batch_size: int | None = None,
         order_batch_size: int | None = None,
         state: Mapping[str, Any] | None = None,
         **arguments: Any,
     ) -> None:
-        schedule = arguments.get("batch_size_schedule")
-        least = global_batch_size or (math.gcd(*(size for _, size in schedule)) if schedule else None)
-        assert least is not None, "pass global_batch_size or batch_size_schedule"
-        least = order_batch_size or least
+        sizes = [(0, global_batch_size)] if isinstance(global_batch_size, int) else global_batch_size
+        least = order_batch_size or math.gcd(*(size for _, size in sizes))
         batch_size = batch_size or least // world_size
         # A step of training may be several ticks of the order; a rank has so many batches of each.
         self._num_batches_of_tick = least // (world_size * batch_size)

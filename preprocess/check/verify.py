@@ -28,16 +28,9 @@ from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.done import Finding, refuse_found
 from shardprep.format.idx import misplaced_samples, read_idx
+from shardprep.format.index import DatasetIndex, merge_manifests
 from shardprep.format.input_formats import input_kind
-from shardprep.format.manifest import (
-    DatasetIndex,
-    Manifest,
-    ValidationCounts,
-    check_hashes,
-    check_shard,
-    check_sizes,
-    merge_manifests,
-)
+from shardprep.format.manifest import Manifest, ValidationCounts, check_hashes, check_shard, check_sizes
 from shardprep.format.names import (
     INDEX_NAME,
     TAR_END,
@@ -177,7 +170,8 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     _check_places(manifest, entries)
     sides = _check_sides(plan, manifest, entries)
     if len(entries):
-        (first, start), (last, end) = plan.boundaries[shard_id], plan.boundaries[shard_id + 1]
+        begin, stop = plan.cuts[shard_id], plan.cuts[shard_id + 1]
+        (first, start), (last, end) = (begin.input_number, begin.byte), (stop.input_number, stop.byte)
         places = list(zip(entries["source"].tolist(), entries["source_offset"].tolist(), strict=True))
         in_order = plan.options.pack == "best_fit" or all(
             places[side] == sorted(places[side]) for side in sides

@@ -10,8 +10,8 @@ from preprocess.look.addresses import InInput, shards_of_input
 from shardprep.console import printable
 from shardprep.errors import ShardprepError
 from shardprep.files import ReadFile, read_beginning
-from shardprep.format.checked_json import load_json
 from shardprep.format.input_formats import input_kind
+from shardprep.format.json_files import load_json
 from shardprep.format.names import quarantine_path
 from shardprep.format.plan import Plan
 

@@ -10,7 +10,6 @@ Price, with tokenizers 0.23.3 on 2 cores and vocab_size 128,000: 20 MB of Korean
 from __future__ import annotations
 
 import argparse
-import codecs
 import contextlib
 import itertools
 import json
@@ -25,16 +24,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.planning import even_places, list_inputs, stamp_inputs
-from preprocess.read.documents import read_documents
-from preprocess.read.format import DocumentBatch, Reading
-from preprocess.read.inputs import BadDocument
-from preprocess.read.long_documents import LongDocument
-from preprocess.read.text_fields import TextFields
+from preprocess.read.documents import BadDocument, Documents, read_documents
 from shardprep.command_line import parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.format.input_formats import place_text
+from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
 
 PART_BYTES = 1 << 20
@@ -43,14 +39,13 @@ READ_BYTES = 1 << 18
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
 
 
-def training_reading(encoding: str, fields: TextFields | None = None) -> Reading:
-    """How inputs are read for training: ``fields`` are the text of records. Raises UsageError."""
-    try:
-        b"\0\0\0\0".decode(encoding, "replace")
-    except (LookupError, ValueError) as error:
-        raise UsageError(f"--encoding {encoding!r}: Python knows no such text encoding") from error
-    known = codecs.lookup(encoding).name
-    return Reading(doc="line", encoding=known, batch_bytes=READ_BYTES, fields=fields or TextFields())
+def training_options(encoding: str, text_field: str = "text", text_template: str = "") -> PlanOptions:
+    """How inputs are read for training. Raises UsageError."""
+    return PlanOptions(
+        encoding=encoding,
+        text_field=None if text_template else text_field,  # type: ignore[arg-type]  # None: not given
+        text_template=text_template,
+    )
 
 
 class TrainingText:
@@ -60,13 +55,15 @@ class TrainingText:
     of the text), UsageError (a format needs a library that is missing), ReadWriteError.
     """
 
-    def __init__(self, input_dir: Path, reading: Reading, max_bytes: int, *, recursive: bool = False) -> None:
+    def __init__(
+        self, input_dir: Path, options: PlanOptions, max_bytes: int, *, recursive: bool = False
+    ) -> None:
         paths = list_inputs(input_dir, recursive=recursive)
-        inputs, inspected = stamp_inputs(input_dir, paths, reading)
+        inputs, inspected = stamp_inputs(input_dir, paths, options)
         total = sum(item.text_bytes for item in inspected)
         num_parts = 1 if total <= max_bytes else max(MIN_NUM_PARTS, max_bytes // PART_BYTES)
-        self._places = even_places(input_dir, inputs, inspected, num_parts, reading)
-        self._reading, self._max_bytes = reading, max_bytes
+        self._places = even_places(input_dir, inputs, inspected, num_parts, options)
+        self._options, self._max_bytes = options, max_bytes
         self._paths, self._sizes = paths, [item.num_bytes for item in inputs]
         # Bytes of text to take per byte of each file.
         self._shares = [
@@ -93,20 +90,19 @@ class TrainingText:
                 for number in range(first, last + (end.byte > 0))
             ]
             limit = sum((part.end - part.start) * self._shares[part.input_number] for part in parts)
-            with contextlib.closing(read_documents(parts, self._reading)) as documents:
+            with contextlib.closing(
+                read_documents(parts, self._options, batch_bytes=READ_BYTES)
+            ) as documents:
                 yield from self._beginning(documents, min(self._max_bytes, self.num_bytes + limit))
         self.is_read = True
 
-    def _beginning(
-        self, documents: Iterator[DocumentBatch | LongDocument], ends_at: float
-    ) -> Iterator[list[str]]:
+    def _beginning(self, found: Iterator[Documents], ends_at: float) -> Iterator[list[str]]:
         """The texts of a part in pieces, stripped, up to where enough was taken."""
-        for item in documents:
-            if isinstance(item, DocumentBatch):
-                self._leave_out(item.bad)
-            for texts in [item.texts] if isinstance(item, DocumentBatch) else self._texts_of(item):
-                pieces: list[str] = []
-                for piece in itertools.chain.from_iterable(map(pieces_of_text, texts)):
+        for documents in found:
+            self._leave_out(documents.bad)
+            pieces: list[str] = []
+            for text in documents.texts:
+                for piece in pieces_of_text(text.decode()):
                     num_bytes = len(piece.encode())
                     if self.num_bytes + num_bytes > ends_at:
                         yield pieces
@@ -115,15 +111,8 @@ class TrainingText:
                     if stripped := piece.strip():
                         pieces.append(stripped)
                         self.num_texts += 1
-                yield pieces
-            self.progress.add(item.num_bytes)
-
-    def _texts_of(self, document: LongDocument) -> Iterator[list[str]]:
-        try:
-            for piece in document.text():
-                yield [piece]
-        except UnicodeDecodeError as error:
-            self._leave_out([document.place.undecodable(error)])
+            yield pieces
+            self.progress.add(documents.num_bytes)
 
     def _leave_out(self, bad: list[BadDocument]) -> None:
         self._bad.update(one.reason for one in bad)
@@ -171,12 +160,13 @@ def train_tokenizer(
     recursive: bool = False,
     encoding: str = "utf-8",
     max_bytes: int = DEFAULT_MAX_BYTES,
-    fields: TextFields | None = None,
+    text_field: str = "text",
+    text_template: str = "",
 ) -> None:
     """Train a tokenizer on the inputs of a folder; write tokenizer.json and tokenizer_config.json.
 
-    ``vocab_size`` counts the base tokens, bytes included; 256 special tokens come on top. ``fields`` say what
-    of a record is the text (default: ``text``). Equal inputs and arguments give equal bytes.
+    ``vocab_size`` counts the base tokens, bytes included; 256 special tokens come on top. ``text_field``
+    or ``text_template`` say what of a record is the text. Equal inputs and arguments give equal bytes.
 
     Errors: UsageError, NotFound (no folder, no input in it), BadInput (no text in them, a broken file),
     ReadWriteError, CannotWrite, Refused (``output_dir`` is there and not empty).
@@ -190,7 +180,8 @@ def train_tokenizer(
         raise UsageError(f"--max_bytes is {max_bytes:,}; give {MIN_MAX_BYTES:,} or more")
     folder = output_dir.resolve()
     _refuse_existing(folder)
-    text = TrainingText(input_dir, training_reading(encoding, fields), max_bytes, recursive=recursive)
+    options = training_options(encoding, text_field, text_template)
+    text = TrainingText(input_dir, options, max_bytes, recursive=recursive)
     make_folder(folder.parent, parents=True)
     with PublishedFolder(folder) as unfinished:
         tokenizer = untrained_tokenizer()
@@ -323,8 +314,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command."""
-    names = ("input_dir", "vocab_size", "output_dir", "recursive", "encoding")
+    names = ("input_dir", "vocab_size", "output_dir", "recursive", "encoding", "text_field", "text_template")
     given = {name: getattr(args, name) for name in names}
-    fields = TextFields(args.text_field, args.text_template)
-    train_tokenizer(**given, max_bytes=parse_size(args.max_bytes, "--max_bytes"), fields=fields)
+    train_tokenizer(**given, max_bytes=parse_size(args.max_bytes, "--max_bytes"))
     return 0

@@ -6,7 +6,6 @@ to be equal: at planning on ``gate_texts`` and a sample of the corpus, and by ea
 that it might read otherwise goes to the reference: one with a code point that newer Unicode tables may class
 anew.
 
-Planning also decides here which tokenizers give the same ids for a long document that is encoded in pieces.
 The EOS token, where one is asked for, is added right after encoding, so nothing behind knows of it.
 """
 
@@ -21,7 +20,7 @@ import queue
 import resource
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.long_documents import CUT, encodable_pieces
+from preprocess.read.documents import Documents
 from shardprep.console import counted
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
@@ -56,11 +55,6 @@ class TokenBatch:
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(item) for item in ids], out=offsets[1:])
         return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
-
-    @staticmethod
-    def of_one(ids: Ids) -> TokenBatch:
-        """One document, which may be long: it is not copied."""
-        return TokenBatch(ids=ids, offsets=np.array([0, len(ids)]))
 
     @staticmethod
     def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
@@ -94,8 +88,8 @@ Spans = Sequence[tuple[int, int]]  # characters [begin, end) of a text
 
 FEW_BYTES = 1 << 18  # of text: the reference encodes it in 0.05 s, comparing the engines takes 1 s
 
-Encode = Callable[[Sequence[str]], TokenBatch]
-EncodeChat = Callable[[Sequence[str], Sequence[Spans], MaskRule], TokenBatch]
+Encode = Callable[[Sequence[bytes]], TokenBatch]  # texts as UTF-8
+EncodeChat = Callable[[Sequence[bytes], Sequence[Spans], MaskRule], TokenBatch]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,63 +99,35 @@ class Engine:
     name: str  # gigatoken or tokenizers
     version: str
     encode: Encode
-    encode_bare: Encode  # the same without BOS and whatever else the tokenizer adds around a text
-    encode_chat: EncodeChat | None = None  # likewise, NO_LOSS in the ids outside of spans of characters
-
-    def added_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that it puts before and after each text."""
-        around, bare = self.encode(["a"]).ids.tolist(), self.encode_bare(["a"]).ids.tolist()
-        places = range(len(around) - len(bare) + 1)
-        begin = next(place for place in places if around[place : place + len(bare)] == bare)
-        return around[:begin], around[begin + len(bare) :]
+    encode_bare: Encode  # without BOS and whatever else the tokenizer adds around a text
+    encode_chat: EncodeChat | None = None  # bare, with NO_LOSS in the ids outside of spans of characters
 
     def bare(self) -> Engine:
-        """The same one, which puts nothing around a text."""
+        """Return an engine that puts nothing around a text."""
         return dataclasses.replace(self, encode=self.encode_bare)
 
-    def encode_documents(
-        self,
-        texts: Sequence[str],
-        *,
-        batch_size: int | None = None,
-        end_id: int | None = None,
-        spans: Sequence[Spans] | None = None,
-        mask_rule: MaskRule = "",
-    ) -> TokenBatch:
-        """Encode documents, at most ``batch_size`` of them per call (None: all), each ended by ``end_id``.
+    def encode_texts(self, texts: Iterable[str]) -> TokenBatch:
+        """Encode texts that are held as strings."""
+        return self.encode([text.encode() for text in texts])
 
-        ``spans``: they are conversations, of which the assistant wrote these characters. ``mask_rule`` tells
-        which tokens these are; the ids of all others carry NO_LOSS.
+    def encode_documents(
+        self, documents: Documents, *, end_id: int | None = None, mask_rule: MaskRule = ""
+    ) -> TokenBatch:
+        """Encode a batch, each document ended by ``end_id``.
+
+        Of conversations ``mask_rule`` tells which tokens the assistant wrote; the ids of all others carry
+        NO_LOSS.
         """
-        size = batch_size or max(1, len(texts))
-        parts = [slice(first, first + size) for first in range(0, len(texts), size)]
-        if spans is not None:
+        if "spans" in documents.columns:
             assert self.encode_chat is not None  # load_engine took the one that has it
-            return TokenBatch.joined(
-                [self.encode_chat(texts[part], spans[part], mask_rule) for part in parts]
-            )
-        tokens = TokenBatch.joined([self.encode(texts[part]) for part in parts])
+            return self.encode_chat(documents.texts, documents.columns["spans"], mask_rule)
+        tokens = self.encode(documents.texts)
         if end_id is None:
             return tokens
         return TokenBatch(
             ids=np.insert(tokens.ids, tokens.offsets[1:], end_id),
             offsets=tokens.offsets + np.arange(len(tokens.offsets)),
         )
-
-    def encode_long(self, pieces: Iterator[str], *, can_be_cut: bool, end_id: int | None = None) -> Ids:
-        """Encode one document given in pieces, ended by ``end_id``: uint32[tokens].
-
-        Where the tokenizer's ids depend on more than a piece, the document is joined and held whole.
-        Raises UncuttableText where that is too much.
-        """
-        before, after = self.added_ids() if can_be_cut else ([], [])
-        encode = self.encode_bare if can_be_cut else self.encode
-        ids = bytearray(np.array(before, np.uint32).tobytes())  # it may be most of the memory: one copy
-        for piece in encodable_pieces(pieces, can_be_cut=can_be_cut):
-            ids += encode([piece]).ids.tobytes()
-        end = [] if end_id is None else [end_id]
-        ids += np.array([*after, *end], np.uint32).tobytes()
-        return np.frombuffer(ids, np.uint32)
 
 
 def load_tokenizer(tokenizer_json: Path) -> Any:
@@ -206,14 +172,15 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
         settings["encode_special_tokens"] = not allow_special_tokens
         encode_batch = encode_fast = functools.partial(tokenizer.encode_batch, **settings)
 
-    def encode(texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
+    def encode(texts: Sequence[bytes], add_special_tokens: bool = True) -> TokenBatch:
         call = functools.partial(encode_fast, add_special_tokens=add_special_tokens)
-        encodings = _encodings(call, list(texts), name)
+        encodings = _encodings(call, [text.decode() for text in texts], name)
         return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
 
-    def encode_chat(texts: Sequence[str], spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
+    def encode_chat(texts: Sequence[bytes], spans: Sequence[Spans], mask_rule: MaskRule) -> TokenBatch:
         is_written = _MASK_RULES[mask_rule]
-        encodings = _encodings(functools.partial(encode_batch, add_special_tokens=False), list(texts), name)
+        call = functools.partial(encode_batch, add_special_tokens=False)
+        encodings = _encodings(call, [text.decode() for text in texts], name)
         ids = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         for of_text, encoding, spans_of_text in zip(ids, encodings, spans, strict=True):
             of_text[~is_written(encoding, spans_of_text)] |= NO_LOSS
@@ -379,9 +346,10 @@ class FastTokenizer:
         if token is None:
             raise ValueError("it has no control token")
         # An id that no text has, unless control tokens are allowed: then a text may name it.
-        self._separator_id, self._names = token["id"], (_SEPARATOR, token["content"])
+        self._separator_id = token["id"]
+        self._names = (_SEPARATOR, token["content"].encode())
         kept = added if allow_special_tokens else [token for token in added if not token["special"]]
-        separator = {**token, "content": _SEPARATOR}
+        separator = {**token, "content": _SEPARATOR.decode()}
         self._json = orjson.dumps({**head, "added_tokens": [*kept, separator]})[:-1] + b"," + model
         self._lock = threading.Lock()
         self._load()
@@ -417,7 +385,7 @@ class FastTokenizer:
         allow = self._allows_special_tokens
         return engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name="the data set")
 
-    def encode(self, texts: Sequence[str], add_special_tokens: bool = True) -> TokenBatch:
+    def encode(self, texts: Sequence[bytes], add_special_tokens: bool = True) -> TokenBatch:
         """The ids of some texts; those that gigatoken might read otherwise go to the reference."""
         unsure = texts_with_new_code_points(texts)
         if not unsure:
@@ -433,7 +401,7 @@ class FastTokenizer:
         documents.update(zip(sure, fast.documents(), strict=True))
         return TokenBatch.of([documents[n] for n in range(len(texts))])
 
-    def _encode_joined(self, texts: Sequence[str], add_special_tokens: bool) -> TokenBatch | None:
+    def _encode_joined(self, texts: Sequence[bytes], add_special_tokens: bool) -> TokenBatch | None:
         """The ids of some texts; None where a text holds a separator or its like."""
         if not texts:
             return TokenBatch.of([])
@@ -441,7 +409,7 @@ class FastTokenizer:
         between, num_bounds = [*after, *before], len(texts) - 1
         stride = max(1, len(between))
         joined = (_SEPARATOR * stride).join(texts)
-        ids = self._ids((_SEPARATOR * len(before) + joined + _SEPARATOR * len(after)).encode())
+        ids = self._ids(_SEPARATOR * len(before) + joined + _SEPARATOR * len(after))
         places = np.flatnonzero(ids == self._separator_id)
         if len(places) != len(before) + num_bounds * stride + len(after):
             return None
@@ -453,7 +421,7 @@ class FastTokenizer:
         return TokenBatch(ids=ids, offsets=np.array([0, *starts, len(ids)], np.int64))
 
 
-_SEPARATOR = "\0\1document\2"  # none of its beginnings is an end of it, so it cannot overlap itself
+_SEPARATOR = b"\0\1document\2"  # none of its beginnings is an end of it, so it cannot overlap itself
 
 
 def _resident_bytes() -> int:
@@ -531,16 +499,16 @@ def is_new_code_point() -> npt.NDArray[np.bool_]:
     return is_new
 
 
-def texts_with_new_code_points(texts: Sequence[str]) -> list[int]:
-    """The numbers of the texts that hold a code point of ``is_new_code_point``: 2 ns per character."""
+def texts_with_new_code_points(texts: Sequence[bytes]) -> list[int]:
+    """Return the numbers of the texts that hold a code point of ``is_new_code_point``: 2 ns per character."""
 
-    def places(chosen: Iterable[str]) -> Numbers:
-        points = np.frombuffer("".join(chosen).encode("utf-32-le"), "<u4")
+    def places(chosen: Iterable[bytes]) -> Numbers:
+        points = np.frombuffer(b"".join(chosen).decode().encode("utf-32-le"), "<u4")
         return np.flatnonzero(is_new_code_point().take(points, mode="clip"))
 
-    if not len(places(itertools.filterfalse(str.isascii, texts))):
+    if not len(places(itertools.filterfalse(bytes.isascii, texts))):
         return []
-    ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
+    ends = np.cumsum([len(text.decode()) for text in texts])
     numbers: list[int] = np.unique(np.searchsorted(ends, places(texts), side="right")).tolist()
     return numbers
 
@@ -559,7 +527,7 @@ def equal_fast_engine(
     """
     try:
         engine = gigatoken_engine(tokenizer_json, allow_special_tokens=allow_special_tokens)
-        if ids_sha256([engine.encode(texts)]) == expected_sha256:
+        if ids_sha256([engine.encode_texts(texts)]) == expected_sha256:
             return engine
     except ShardprepError:
         raise
@@ -639,34 +607,3 @@ LLAMA3_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2_REGEX = LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}")  # a digit a token
-_KNOWN_SPLITS: list[list[dict[str, Any]]] = [[]]  # before the bytes
-_KNOWN_SPLITS += [
-    [{"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}]
-    for regex in (LLAMA3_REGEX, _QWEN2_REGEX)
-]
-
-
-def can_be_cut(tokenizer: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json gives the same ids for text cut where long_documents.CUT says.
-
-    So it is for byte-level BPE behind a known pattern, without a normalizer and without added tokens
-    that reach for the white space around them or could be cut themselves. For all others a long document
-    is held whole.
-    """
-    model, before = tokenizer.get("model") or {}, tokenizer.get("pre_tokenizer") or {}
-    *split, byte_level = before.get("pretokenizers", [before])
-    use_regex = bool(byte_level.get("use_regex"))
-    is_known = byte_level.get("type") == "ByteLevel" and not byte_level.get("add_prefix_space")
-    is_known = is_known and split in _KNOWN_SPLITS and use_regex == (not split)
-    is_plain = model.get("type") == "BPE" and not any(
-        model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-    )
-    reaching = any(
-        token.get("lstrip")
-        or token.get("rstrip")
-        or any(map(str.isspace, token["content"]))
-        or CUT.search(token["content"])
-        for token in tokenizer.get("added_tokens") or ()
-    )
-    return is_known and is_plain and not tokenizer.get("normalizer") and not reaching

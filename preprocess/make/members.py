@@ -10,16 +10,15 @@ from __future__ import annotations
 import functools
 import itertools
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.make.packing import START, RowGroup, Starts, packer_of, rows_per_member
-from preprocess.read.format import DocumentBatch
-from preprocess.read.long_documents import LongDocument
+from preprocess.read.documents import Documents
 from shardprep.errors import BadInput
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.digests import DIGEST, are_for_validation
@@ -36,13 +35,12 @@ from shardprep.format.names import (
     rows_key,
     token_field,
 )
+from shardprep.format.options import PlanOptions
 
 _SIZE = slice(124, 135)  # eleven octal digits
 _CHECKSUM = slice(148, 154)  # six octal digits
 _OCTAL_SIZE = 8 ** np.arange(10, -1, -1, dtype=np.int64)
 _OCTAL_CHECKSUM = 8 ** np.arange(5, -1, -1, dtype=np.int64)
-
-_BLOCK_TOKENS = 1 << 16  # of a long document, written at once
 
 Bytes = npt.NDArray[np.uint8]
 Records = npt.NDArray[np.void]  # of an idx
@@ -59,54 +57,101 @@ class Piece(NamedTuple):
     is_validation: bool = False
 
 
-Prepared = Callable[[], Iterator[Piece]]  # to be called in the order of the input
+class Batch(NamedTuple):
+    """Documents, encoded and laid out as far as no other batch matters."""
+
+    documents: Documents
+    tokens: TokenBatch
+    digests: Digests  # DIGEST[documents], or none where they are not kept
+    # The members, as if the tar began with them: IDX_DOCUMENT[documents]. Rows are formed in their turn.
+    piece: Piece | None = None
+
+
+class Members(Protocol):
+    """Lays out the members of a shard's tar."""
+
+    @property
+    def num_padding(self) -> int:
+        """Tokens of padding so far."""
+
+    @property
+    def num_split(self) -> int:
+        """Documents so far that do not lie whole in one row."""
+
+    def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
+        """Lay out a batch. Runs in a thread: depends on no other batch.
+
+        Raises BadInput for a member larger than the idx can say.
+        """
+
+    def pieces(self, batch: Batch) -> Iterator[Piece]:
+        """Yield pieces of the tar, with the idx records of the samples that they complete, often none.
+
+        Called in the order of the input.
+        """
+
+    def rest(self) -> Iterator[Piece]:
+        """Yield what is held, at the end of the shard."""
+
+
+def members_of(spec: DatasetSpec, shard_id: int, options: PlanOptions) -> Members:
+    """Return the layout that the options ask for: a sample per document, or packed rows."""
+    return RowMembers(spec, shard_id, options) if spec.has_rows else DocumentMembers(spec, shard_id, options)
+
+
+def _digests(documents: Documents, options: PlanOptions) -> Digests:
+    return documents.digests() if options.digests else _NO_DIGESTS
 
 
 class DocumentMembers:
-    """A sample per document: its ``text.txt``, if that is kept, and its ``token_ids``.
-
-    Its methods, all but ``prepare``, are called in the order of the input. They yield pieces of the tar, each
-    with the idx records of the samples that it completes, often none. They raise BadInput for a member larger
-    than the idx can say.
-    """
+    """A sample per document: its ``text.txt``, if that is kept, and its ``token_ids``."""
 
     num_padding = num_split = 0
 
-    def __init__(self, spec: DatasetSpec, shard_id: int, *, keep_text: bool, batch_size: int | None) -> None:
+    def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec = spec
         self._shard_id = shard_id
-        self._keep_text = keep_text
-        self._batch_size = batch_size
+        self._options = options
         self._tar_bytes = 0
         self._field = token_field("documents", spec.token_format)
         self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
-    def prepare(
-        self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests = _NO_DIGESTS
-    ) -> Prepared:
-        """Lay out a batch as far as no other batch matters, in any thread; the result yields its pieces.
+    def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
+        digests = _digests(documents, self._options)
+        texts = documents.texts if self._options.keep_text else []
+        id_bytes = self._id_bytes(tokens)
+        text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
+        self._check_sizes(documents.input_number, id_bytes.max(initial=0), text_bytes.max(initial=0))
+        sample_bytes = _padded(id_bytes) + BLOCK_BYTES
+        if texts:
+            sample_bytes += _padded(text_bytes) + BLOCK_BYTES
+        ends = np.cumsum(sample_bytes)
+        buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
+        id_starts = ends - _padded(id_bytes) - BLOCK_BYTES
+        if texts:
+            begins = ends - sample_bytes
+            text_starts = self._place_headers(buffer, begins, documents.lines, TEXT_FIELD, text_bytes)
+            _place(buffer, text_starts, texts)
+        id_starts = self._place_headers(buffer, id_starts, documents.lines, self._field, id_bytes)
+        self._place_ids(buffer, id_starts, id_bytes, tokens)
+        records = np.empty(len(ends), IDX_DOCUMENT)
+        records["offset"] = id_starts + self._npy_header_bytes
+        records["num_bytes"] = id_bytes - self._npy_header_bytes
+        records["num_tokens"] = np.diff(tokens.offsets)
+        records["source"] = documents.input_number
+        records["source_offset"] = documents.offsets
+        return Batch(documents, tokens, digests, Piece(buffer.data, records, digests))
 
-        With ``batch_size`` nothing is laid out before its turn: memory matters more.
-        """
-        num_documents = len(documents.texts)
-        size = self._batch_size or max(1, num_documents)
-        parts = [slice(begin, min(begin + size, num_documents)) for begin in range(0, num_documents, size)]
-        laid_out = (self._lay_out(documents, tokens, part)._replace(digests=digests[part]) for part in parts)
-        return functools.partial(self._placed, laid_out if self._batch_size else list(laid_out))
-
-    def _placed(self, laid_out: Iterable[Piece]) -> Iterator[Piece]:
-        """Pieces that begin at byte 0, as they follow what is in the tar already."""
-        for piece in laid_out:
-            piece.records["offset"] += self._tar_bytes
-            self._tar_bytes += len(piece.data)
-            yield from self._sides(piece)
-
-    def _sides(self, piece: Piece) -> Iterator[Piece]:
-        """The piece with its samples for training, and one of no bytes with those for validation."""
+    def pieces(self, batch: Batch) -> Iterator[Piece]:
+        piece = batch.piece
+        assert piece is not None
+        piece.records["offset"] += self._tar_bytes
+        self._tar_bytes += len(piece.data)
         if not (fraction := self._spec.validation_fraction):
             yield piece
             return
+        # The samples for training, and behind them, of no bytes, those for validation.
         is_validation = are_for_validation(piece.digests, fraction)
         for side, data in ((False, piece.data), (True, b"")):
             here = is_validation == side
@@ -114,72 +159,7 @@ class DocumentMembers:
                 yield Piece(data, piece.records[here], piece.digests[here], side)
 
     def rest(self) -> Iterator[Piece]:
-        """Yield what is held, at the end of the shard."""
         return iter(())
-
-    def _lay_out(self, documents: DocumentBatch, tokens: TokenBatch, part: slice) -> Piece:
-        """The members of part of a batch: their bytes, and IDX_DOCUMENT[documents] as at byte 0."""
-        tokens = tokens.part(part.start, part.stop)
-        num_tokens, lines = np.diff(tokens.offsets), documents.lines[part]
-        id_bytes = self._id_bytes(tokens)
-        texts = [text.encode() for text in documents.texts[part]] if self._keep_text else []
-        text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
-        self._check_sizes(documents.input_number, id_bytes.max(initial=0), text_bytes.max(initial=0))
-        sample_bytes = _padded(id_bytes) + BLOCK_BYTES
-        if self._keep_text:
-            sample_bytes += _padded(text_bytes) + BLOCK_BYTES
-        ends = np.cumsum(sample_bytes)
-        buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
-        id_starts = ends - _padded(id_bytes) - BLOCK_BYTES
-        if self._keep_text:
-            text_starts = self._place_headers(buffer, ends - sample_bytes, lines, TEXT_FIELD, text_bytes)
-            _place(buffer, text_starts, texts)
-        id_starts = self._place_headers(buffer, id_starts, lines, self._field, id_bytes)
-        self._place_ids(buffer, id_starts, id_bytes, tokens)
-        records = np.empty(len(num_tokens), IDX_DOCUMENT)
-        records["offset"] = id_starts + self._npy_header_bytes
-        records["num_bytes"] = id_bytes - self._npy_header_bytes
-        records["num_tokens"] = num_tokens
-        records["source"] = documents.input_number
-        records["source_offset"] = documents.input_offsets[part]
-        return Piece(buffer.data, records)
-
-    def long_document(
-        self, document: LongDocument, num_text_bytes: int, ids: Ids, digest: Digests
-    ) -> Iterator[Piece]:
-        """Lay out a document whose text, of so many bytes, is read once more. ``digest``: one or none."""
-        place, none = document.place, np.empty(0, IDX_DOCUMENT)
-        num_bytes = self._json.length(ids) if self._json else int(self._id_bytes(TokenBatch.of_one(ids))[0])
-        self._check_sizes(place.input_number, num_bytes, num_text_bytes)
-        for data in self._long_pieces(document, num_text_bytes, ids, num_bytes):
-            self._tar_bytes += len(data)
-            yield Piece(data, none)
-        begin = self._tar_bytes - num_bytes + self._npy_header_bytes
-        self._tar_bytes += -num_bytes % BLOCK_BYTES
-        record = (begin, num_bytes - self._npy_header_bytes, len(ids), place.input_number, place.start)
-        records = np.array([record], IDX_DOCUMENT)
-        yield from self._sides(Piece(bytes(-num_bytes % BLOCK_BYTES), records, digest))
-
-    def _long_pieces(
-        self, document: LongDocument, num_text_bytes: int, ids: Ids, num_bytes: int
-    ) -> Iterator[bytes]:
-        """The members of a long document, some at a time, all but the zeros at the end."""
-        line = np.array([document.place.line])
-        if self._keep_text:
-            yield document_headers(self._shard_id, line, TEXT_FIELD, np.array([num_text_bytes])).tobytes()
-            yield from (text.encode() for text in document.text())
-            yield bytes(-num_text_bytes % BLOCK_BYTES)
-        yield document_headers(self._shard_id, line, self._field, np.array([num_bytes])).tobytes()
-        if not self._json:
-            yield npy_header(self._spec.dtype, (len(ids),))
-            for begin in range(0, len(ids), _BLOCK_TOKENS):
-                yield ids[begin : begin + _BLOCK_TOKENS].astype(self._spec.dtype).tobytes()
-            return
-        yield b"["
-        for begin in range(0, len(ids), _BLOCK_TOKENS):
-            written = self._json.separated(ids[begin : begin + _BLOCK_TOKENS])
-            yield bytes(written if begin else written[2:])
-        yield b"]"
 
     def _id_bytes(self, tokens: TokenBatch) -> Numbers:
         """int64[documents]: bytes of the member that holds each document's ids."""
@@ -298,11 +278,6 @@ class JsonIds:
         # "[" takes the place of the first ", ", and "]" the byte that this saves.
         return np.maximum(np.diff(ends[batch.offsets]), 2)
 
-    def length(self, ids: Ids) -> int:
-        """The same of one document, which may be long: looking up takes 16 bytes for each id."""
-        blocks = (ids[begin : begin + _BLOCK_TOKENS] for begin in range(0, len(ids), _BLOCK_TOKENS))
-        return max(2, sum(int(self._widths[block].sum()) for block in blocks))
-
     def separated(self, ids: Ids) -> bytearray:
         """All ids, each with ``, `` before it."""
         wide = bytearray(len(ids) * self._table.itemsize)
@@ -310,25 +285,17 @@ class JsonIds:
         return wide.translate(None, b"\0")
 
 
-def _starts(num: int, source: int, offsets: int | Numbers, digests: Digests) -> Starts:
-    """START[num] of documents whose positions are not known yet; zeros for no digests."""
-    starts = np.zeros(num, START)
-    starts["source"], starts["source_offset"] = source, offsets
-    if len(digests):
-        starts["digest"] = digests
-    return starts
-
-
 class RowMembers:
-    """Packed rows: many rows per member, the places where documents begin beside it; see DocumentMembers.
+    """Packed rows: many rows per member, the places where documents begin beside it.
 
     One packer forms the rows for training, another one those for validation, if any: no row holds both.
     """
 
-    def __init__(self, spec: DatasetSpec, shard_id: int, pack: str) -> None:
+    def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec = spec
         self._shard_id = shard_id
-        self._packers = [packer_of(spec, pack) for _ in range(2 if spec.validation_fraction else 1)]
+        self._options = options
+        self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else 1)]
         self._member_tokens = rows_per_member(spec) * spec.seq_len
         self._held: list[tuple[TokenBatch, Starts]] = []  # for validation, not yet packed
         self._num_held = 0  # tokens in them
@@ -340,11 +307,16 @@ class RowMembers:
     def num_split(self) -> int:
         return sum(packer.num_split for packer in self._packers)
 
-    def prepare(
-        self, documents: DocumentBatch, tokens: TokenBatch, digests: Digests = _NO_DIGESTS
-    ) -> Prepared:
-        starts = _starts(len(documents.texts), documents.input_number, documents.input_offsets, digests)
-        return lambda: self._packed(tokens, starts)
+    def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
+        return Batch(documents, tokens, _digests(documents, self._options))
+
+    def pieces(self, batch: Batch) -> Iterator[Piece]:
+        documents = batch.documents
+        starts = np.zeros(len(documents.texts), START)
+        starts["source"], starts["source_offset"] = documents.input_number, documents.offsets
+        if len(batch.digests):
+            starts["digest"] = batch.digests
+        return self._packed(batch.tokens, starts)
 
     def _packed(self, tokens: TokenBatch, starts: Starts) -> Iterator[Piece]:
         """The members that documents fill.
@@ -380,11 +352,6 @@ class RowMembers:
     def _appended(self, tokens: TokenBatch, starts: Starts, *, is_validation: bool) -> Iterator[Piece]:
         for group in self._packers[is_validation].append(tokens, starts):
             yield self._member(group, is_validation=is_validation)
-
-    def long_document(self, document: LongDocument, _: int, ids: Ids, digest: Digests) -> Iterator[Piece]:
-        """Lay out its ids; rows hold no text."""
-        place = document.place
-        return self._packed(TokenBatch.of_one(ids), _starts(1, place.input_number, place.start, digest))
 
     def rest(self) -> Iterator[Piece]:
         for side, packer in enumerate(self._packers):
@@ -435,6 +402,3 @@ class RowMembers:
         if LOSS_MASK_FIELD in payloads:
             records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * self._spec.seq_len
         return records
-
-
-Members = DocumentMembers | RowMembers

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from preprocess.read.format import BATCH_BYTES
 from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
 from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
 
-BATCH_BYTES = 512 << 10  # of raw text; 128 KiB to 2 MiB take the same time
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
 _ADDRESS_BYTES = 700 << 20  # of address space that a worker takes and does not fill; 200 fail now and then
@@ -165,7 +165,7 @@ class WorkerSettings:
         None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
     )
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
-    max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", kept="used", group=TEXT)
+    max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
     batch_size: int | None = option(
         None,
         "encode at most this many documents at once",

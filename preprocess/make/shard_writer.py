@@ -1,7 +1,7 @@
 """One shard on disk: its tar and idx, its quarantine file, and its manifest last.
 
-It writes what Members lays out, counts, and commits. Files have temporary names until all of them are synced;
-a shard costs four syncs of files and three of folders at most, once, at its end.
+It writes what Members lays out, has it counted, and commits. Files have temporary names until all of them are
+synced; a shard costs four syncs of files and three of folders at most, once, at its end.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +18,10 @@ from typing import Any
 import numpy as np
 import orjson
 
-from preprocess.make.engines import Ids, Numbers, TokenBatch
-from preprocess.make.members import Digests, Members, Piece, Prepared
-from preprocess.read.format import DocumentBatch, SourceTexts
-from preprocess.read.inputs import BadDocument
-from preprocess.read.long_documents import LongDocument
-from shardprep.errors import BadInput, CannotWrite
+from preprocess.make.counting import Counting
+from preprocess.make.members import Batch, Members, Piece
+from preprocess.read.documents import Documents
+from shardprep.errors import CannotWrite
 from shardprep.files import (
     STALE_AFTER_S,
     PublishedFile,
@@ -36,7 +33,7 @@ from shardprep.files import (
 )
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
-from shardprep.format.manifest import Manifest, ShardCounts, ValidationCounts
+from shardprep.format.manifest import Manifest, ValidationCounts
 from shardprep.format.names import (
     DIGESTS_DIR,
     IDS_DIR,
@@ -47,42 +44,8 @@ from shardprep.format.names import (
     manifest_path,
     quarantine_path,
     shard_name,
-    source_of_path,
     tar_path,
 )
-from shardprep.format.shard_making import LENGTH_BITS, SourceCounts, TextCounts
-
-_MOST_SOURCES = 1000  # of one shard: its manifest names each
-_MOST_LENGTHS = 64 << (LENGTH_BITS - 1)
-# What of ShardCounts and of SourceCounts is added up.
-_COUNTS = ("num_samples", "num_documents", "num_tokens", "num_lines", "num_empty_lines", "num_filtered")
-_SOURCE_COUNTS = ("num_documents", "num_tokens", "num_bytes", "num_quarantined")
-
-
-class TextSums:
-    """Adds up the texts of one source."""
-
-    def __init__(self) -> None:
-        self._num_bytes = self._num_chars = 0
-        self._lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens
-
-    def add(self, num_bytes: int, num_chars: int, num_tokens: Numbers) -> None:
-        """Count documents, given the tokens of each: int64[documents]."""
-        self._num_bytes += num_bytes
-        self._num_chars += num_chars
-        dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)
-        place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
-        self._lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)
-        self._lengths[1] += np.bincount(place, num_tokens, _MOST_LENGTHS).astype(np.int64)
-
-    def counts(self) -> TextCounts:
-        """What was added."""
-        lengths: dict[str, list[int]] = {}
-        for place in np.flatnonzero(self._lengths[0]).tolist():
-            dropped = max((place >> (LENGTH_BITS - 1)) - 1, 0)
-            low = (place - (dropped << (LENGTH_BITS - 1))) << dropped
-            lengths[str(low)] = self._lengths[:, place].tolist()
-        return TextCounts(num_bytes=self._num_bytes, num_chars=self._num_chars, lengths=lengths)
 
 
 def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
@@ -142,13 +105,8 @@ class ShardWriter:
         self._shard_id = shard_id
         self._members = members
         self._input_paths = input_paths  # by their position in the plan, for the quarantine file
-        self._counts = Counter(dict.fromkeys((*_COUNTS, "input_bytes"), 0))
-        self._histogram = np.zeros(64, np.int64)
-        self.bad: list[BadDocument] = []
-        self._sources: defaultdict[str, Counter[str]] = defaultdict(
-            lambda: Counter(dict.fromkeys(_SOURCE_COUNTS, 0))
-        )
-        self._texts: defaultdict[str, TextSums] = defaultdict(TextSums)
+        self.counting = Counting(shard_id, input_paths)
+        self._num_samples = 0
         begun, self._again = _marks(folder, shard_id)
         ours = [begun]  # held before it is made: a signal may come in between
         self._end = weakref.finalize(self, _unlink, ours, os.getpid())
@@ -183,119 +141,12 @@ class ShardWriter:
             file.discard()
         self._end()
 
-    @property
-    def num_documents(self) -> int:
-        """Documents so far."""
-        return self._counts["num_documents"]
-
-    @property
-    def num_tokens(self) -> int:
-        """Their tokens, without padding."""
-        return self._counts["num_tokens"]
-
-    @property
-    def bad_fraction(self) -> float:
-        """Share of the documents so far that were left out."""
-        return len(self.bad) / max(1, len(self.bad) + self.num_documents)
-
-    @property
-    def bad_reasons(self) -> set[str]:
-        """Why documents were left out."""
-        return {bad.reason for bad in self.bad}
-
-    def append(
-        self, documents: DocumentBatch, tokens: TokenBatch, texts: Sequence[SourceTexts], prepared: Prepared
-    ) -> None:
-        """Add a batch of documents, in the order of the input: their ids, and what Members made of both."""
-        num_left_out = len(documents.bad) + len(documents.filtered)
-        self._counts.update(
-            num_lines=documents.num_lines,
-            num_empty_lines=documents.num_lines - len(documents.texts) - num_left_out,
-            num_filtered=len(documents.filtered),
-            input_bytes=documents.num_bytes,
-        )
-        num_tokens = np.diff(tokens.offsets)
-        self._count_documents(num_tokens)
-        self.bad += documents.bad
-        self._count_sources(documents, texts, num_tokens)
-        self._write_ids(documents.input_number, documents.input_offsets.tolist(), documents.ids)
-        self._write(prepared())
-
-    def append_long(
-        self, document: LongDocument, num_text_bytes: int, num_chars: int, ids: Ids, digest: Digests
-    ) -> None:
-        """Add a document that is read in pieces; one without text, and so without ids, is an empty line."""
-        place, num_tokens = document.place, np.array([len(ids)] if num_text_bytes else [], np.int64)
-        self._counts.update(
-            num_lines=1, num_empty_lines=int(not num_text_bytes), input_bytes=document.num_bytes
-        )
-        self._count_documents(num_tokens)
-        name = self._count_source(
-            place.input_number,
-            document.source,
-            num_documents=len(num_tokens),
-            num_tokens=len(ids),
-            num_bytes=num_text_bytes if document.source else document.num_bytes,
-        )
-        if num_text_bytes:
-            self._texts[name].add(num_text_bytes, num_chars, num_tokens)
-            self._write_ids(place.input_number, [place.start], document.told.ids)
-            self._write(self._members.long_document(document, num_text_bytes, ids, digest))
-
-    def leave_out(self, document: LongDocument, bad: BadDocument) -> None:
-        """Count a document that cannot be used; its line goes to the quarantine file."""
-        self._counts.update(num_lines=1, input_bytes=document.num_bytes)
-        self.bad.append(bad)
-        self._count_source(
-            document.place.input_number, document.source, num_bytes=document.num_bytes, num_quarantined=1
-        )
-
-    def _count_sources(
-        self, documents: DocumentBatch, texts: Sequence[SourceTexts], num_tokens: Numbers
-    ) -> None:
-        """Count a batch by source; one whose records name theirs, per record."""
-        number = documents.input_number
-        if documents.sources is None:
-            self._count_source(number, "", num_bytes=documents.num_bytes)
-        for of in texts:
-            lengths = num_tokens[of.positions]
-            name = self._count_source(
-                number,
-                of.name,
-                num_documents=len(lengths),
-                num_tokens=int(lengths.sum()),
-                num_bytes=0 if documents.sources is None else of.num_bytes,
-            )
-            if len(lengths):
-                self._texts[name].add(of.num_bytes, of.num_chars, lengths)
-        for name, num_bad in Counter(bad.named for bad in documents.bad).items():
-            self._count_source(number, name, num_quarantined=num_bad)
-
-    def _count_source(self, input_number: int, name: str, **counts: int) -> str:
-        """Count what a source gave, and return its name; without one it is the file's.
-
-        Raises BadInput for too many sources.
-        """
-        name = name or source_of_path(self._input_paths[input_number])
-        self._sources[name].update(counts)
-        if len(self._sources) > _MOST_SOURCES:
-            raise BadInput(
-                f"shard {self._shard_id:05d} has documents of more than {_MOST_SOURCES} sources, such as "
-                f"{name[:60]!r}; choose a --source_field with fewer values, or leave it out"
-            )
-        return name
-
-    def _write_ids(self, input_number: int, offsets: list[int], ids: list[str] | None) -> None:
-        """Write the ids of documents of an input, given where they begin; lines of text have none."""
+    def append(self, batch: Batch) -> None:
+        """Add documents, in the order of the input."""
+        self.counting.add(batch.documents, np.diff(batch.tokens.offsets))
         if self._ids is not None:
-            named = zip(offsets, ids or [""] * len(offsets), strict=True)
-            rows = [orjson.dumps([input_number, offset, name]) for offset, name in named]
-            self._ids.write(b"\n".join([*rows, b""]))
-
-    def _count_documents(self, num_tokens: Numbers) -> None:
-        """Count documents, given the tokens of each."""
-        self._counts.update(num_documents=len(num_tokens), num_tokens=int(num_tokens.sum()))
-        self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
+            self._ids.write(_id_lines(batch.documents))
+        self._write(self._members.pieces(batch))
 
     def _write(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -311,7 +162,7 @@ class ShardWriter:
             raw = piece.records.tobytes()
             self._idx.write(raw)
             self._crcs.add(raw)
-            self._counts["num_samples"] += len(piece.records)
+            self._num_samples += len(piece.records)
         if self._digests is not None and len(piece.digests):
             self._digests.write(piece.digests.tobytes())
 
@@ -327,11 +178,16 @@ class ShardWriter:
         files |= {name: file for name, file in others.items() if file is not None}
         stamps: dict[str, Any] = dict.fromkeys(others) | {name: file.sync() for name, file in files.items()}
         # For reports. They stand in ``run``, so that every shardprep reads what any of them wrote.
-        texts = {name: dataclasses.asdict(sums.counts()) for name, sums in sorted(self._texts.items())}
+        texts = {name: dataclasses.asdict(of) for name, of in self.counting.text_counts().items()}
         manifest = Manifest(
             spec=self._spec,
             shard_id=self._shard_id,
-            counts=self._shard_counts(),
+            counts=self.counting.shard_counts(
+                num_samples=self._num_samples,
+                num_padding=self._members.num_padding,
+                num_split=self._members.num_split,
+                validation=self._validation_counts(),
+            ),
             run={**run, "texts": texts},
             **stamps,
         )
@@ -347,10 +203,10 @@ class ShardWriter:
 
     def quarantine(self) -> PublishedFile | None:
         """The unpublished quarantine file, where documents were left out."""
-        if not self.bad:
+        if not self.counting.bad:
             return None
         file = self._subfolder_file(quarantine_path(self._folder, self._shard_id))
-        for bad in self.bad:
+        for bad in self.counting.bad:
             entry = {**dataclasses.asdict(bad), "source": self._input_paths[bad.source]}
             del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
@@ -362,21 +218,21 @@ class ShardWriter:
         self._files.append(file)
         return file
 
-    def _shard_counts(self) -> ShardCounts:
-        used = np.flatnonzero(self._histogram)
-        validation = None
-        if self._spec.validation_fraction:
-            validation = ValidationCounts(
-                num_samples=sum(len(piece.records) for piece in self._validation),
-                num_documents=sum(len(piece.digests) for piece in self._validation),
-                num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
-            )
-        return ShardCounts(
-            **self._counts,
-            num_pad_tokens=self._members.num_padding,
-            num_documents_across_rows=self._members.num_split,
-            quarantined=dict(sorted(Counter(bad.reason for bad in self.bad).items())),
-            length_histogram=self._histogram[: used[-1] + 1].tolist() if len(used) else [],
-            sources={name: SourceCounts(**counts) for name, counts in sorted(self._sources.items())},
-            validation=validation,
+    def _validation_counts(self) -> ValidationCounts | None:
+        if not self._spec.validation_fraction:
+            return None
+        return ValidationCounts(
+            num_samples=sum(len(piece.records) for piece in self._validation),
+            num_documents=sum(len(piece.digests) for piece in self._validation),
+            num_tokens=sum(int(piece.records["num_tokens"].sum()) for piece in self._validation),
         )
+
+
+def _id_lines(documents: Documents) -> bytes:
+    """A line of JSON for each document: its input, its place there, its id; lines of text have none."""
+    ids = documents.columns.get("id") or [""] * len(documents.texts)
+    rows = [
+        orjson.dumps([documents.input_number, offset, name])
+        for offset, name in zip(documents.offsets.tolist(), ids, strict=True)
+    ]
+    return b"\n".join([*rows, b""])

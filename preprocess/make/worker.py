@@ -1,8 +1,8 @@
-"""Makes one shard: read_documents -> encode -> members -> tar and idx -> manifest.
+"""Makes one shard, by one chain of generators: read -> encode and lay out -> write -> manifest.
 
-Threads share the work: one reads and decodes the next batch, some take a batch each, encode it, with the
-engine's own threads, and lay it out, and this one writes the batches in their order. All but the encoding is
-Python and numpy, which share the interpreter's lock for a part of the time: see benchmarks/results.md.
+Threads share the work: one reads the next batch, some take a batch each, encode it, with the engine's own
+threads, and lay it out, and this one writes the batches in their order. All but the encoding is Python and
+numpy, which share the interpreter's lock for a part of the time: see benchmarks/results.md.
 """
 
 from __future__ import annotations
@@ -15,24 +15,21 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple, TypeVar
 
 import preprocess
+from preprocess.make.counting import Counting
 from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
-from preprocess.make.members import DocumentMembers, Members, RowMembers
+from preprocess.make.members import Batch, Members, members_of
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read.chat import ROLES, check_chat_versions
-from preprocess.read.documents import load_libraries, read_documents, without
-from preprocess.read.format import DocumentBatch, Reading, reading_of
-from preprocess.read.inputs import BadDocument
-from preprocess.read.long_documents import MOST_HELD_BYTES, LongDocument
+from preprocess.read.documents import Documents, load_libraries, read_documents, without
+from preprocess.read.format import BATCH_BYTES, MOST_DOCUMENT_BYTES
 from preprocess.read.text_changes import check_text_versions
 from shardprep.console import counted
 from shardprep.errors import (
@@ -45,8 +42,6 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.files import size_of_file
-from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.digests import DIGEST, DIGEST_BYTES
 from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import TOKENIZER_DIR
@@ -57,8 +52,8 @@ from shardprep.format.withdrawals import read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
-_Item = DocumentBatch | LongDocument
-_Append = Callable[[ShardWriter], None]
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 _SLURM_FACTS = (
     "SLURM_JOB_ID",
     "SLURM_ARRAY_JOB_ID",
@@ -98,10 +93,6 @@ class Worker:
     engine: Engine
     num_cpus: int
 
-    @property
-    def reading(self) -> Reading:
-        return reading_of(self.plan.options, self.settings.batch_bytes)
-
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
@@ -122,13 +113,19 @@ class Worker:
 
     def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None], folder: Path) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
-        options, spec = self.plan.options, self.plan.spec
+        options, spec, settings = self.plan.options, self.plan.spec, self.settings
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
-        num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), self.settings.most_batches)
+        num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
-        documents = documents_of_shard(self.plan, self.folder, shard, self.reading, digest)
-        members = members_of(spec, shard.shard_id, options, batch_size=self.settings.writer_batch_size)
+        documents = documents_of_shard(
+            self.plan, self.folder, shard, batch_bytes=settings.batch_bytes, digest=digest
+        )
+        if most := min(filter(None, (settings.batch_size, settings.writer_batch_size)), default=None):
+            documents = (part for batch in documents for part in batch.parts(most))
+        members = members_of(spec, shard.shard_id, options)
+        make = functools.partial(self._encode_and_lay_out, members)
         with (
+            ThreadPoolExecutor(1) as reader,
             ThreadPoolExecutor(num_makers) as makers,
             ShardWriter(
                 folder,
@@ -139,17 +136,23 @@ class Worker:
                 side_files=options.side_files(),
             ) as writer,
         ):
-            behind: deque[tuple[int, Future[_Append]]] = deque()  # bytes of input, and what appends them
-            for item in _read_ahead(documents):
-                behind.append((item.num_bytes, makers.submit(self._made, members, item)))
-                if len(behind) > num_makers + 1:  # that many wait to be written
-                    progress(_append(writer, *behind.popleft()))
-            for made in behind:
-                progress(_append(writer, *made))
+            # As many batches as there are makers, and one more, wait to be written.
+            for batch in _in_threads(makers, make, _read_ahead(reader, documents), num_makers + 1):
+                writer.append(batch)
+                num_documents, num_tokens = len(batch.documents.texts), len(batch.tokens.ids)
+                progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
             if digest is not None and digest.hexdigest() != shard.sha256:
                 raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
             return writer.commit(self._run_facts(began, cpu_began))
+
+    def _encode_and_lay_out(self, members: Members, documents: Documents) -> Batch:
+        """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
+        plan = self.plan
+        tokens = self.engine.encode_documents(
+            documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
+        )
+        return members.lay_out(documents, tokens)
 
     def _changed_input(self, shard: PlannedShard, found: str) -> Refused:
         paths = sorted({self.plan.inputs[number].path for number in shard.input_numbers})
@@ -160,63 +163,14 @@ class Worker:
             "new folder"
         )
 
-    def _made(self, members: Members, item: _Item) -> _Append:
-        """Encode documents and lay them out as far as can be before their turn; the result appends them.
-
-        A long document is read twice or thrice: to check it, and in pieces for its ids and its text.
-        """
-        plan = self.plan
-        end_id, can_be_cut, keeps_digests = plan.end_id, plan.can_be_cut, plan.options.digests
-        if isinstance(item, DocumentBatch):
-            tokens = self.engine.encode_documents(
-                item.texts,
-                batch_size=self.settings.batch_size,
-                end_id=end_id,
-                spans=item.spans,
-                mask_rule=plan.options.chat_mask_rule,
-            )
-            prepared = members.prepare(item, tokens, *([item.digests()] if keeps_digests else []))
-            texts = item.source_texts()
-            return lambda writer: writer.append(item, tokens, texts, prepared)
-        text_hash = hashlib.sha256() if keeps_digests else None
-        found = item.text_bytes(can_be_cut=can_be_cut, digest=text_hash)
-        if isinstance(found, BadDocument):
-            return lambda writer: writer.leave_out(item, found)
-        num_chars = 0
-
-        def pieces() -> Iterator[str]:
-            nonlocal num_chars
-            for piece in item.text():
-                num_chars += len(piece)
-                yield piece
-
-        ids = np.empty(0, np.uint32)
-        if found:
-            ids = self.engine.encode_long(pieces(), can_be_cut=can_be_cut, end_id=end_id)
-        digest = np.frombuffer(b"" if text_hash is None else text_hash.digest()[:DIGEST_BYTES], DIGEST)
-        return lambda writer: writer.append_long(item, found, num_chars, ids, digest)
-
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
-        given = self.settings.max_bad_fraction
+        given, counting = self.settings.max_bad_fraction, writer.counting
         limit = self.plan.max_bad_fraction if given is None else given
-        if writer.bad_fraction <= limit or (quarantine := writer.quarantine()) is None:
+        if counting.bad_fraction <= limit or (quarantine := writer.quarantine()) is None:
             return
         quarantine.sync()
         quarantine.publish()
-        options, reasons, hint = self.plan.options, writer.bad_reasons, ""
-        if "undecodable" in reasons:
-            hint = "Is it another --encoding? "
-        elif reasons & _OTHER_FIELD:
-            hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
-        raise BadInput(
-            f"shard {shard_id:05d}: {counted(len(writer.bad), 'document')} ({writer.bad_fraction:.2%}) "
-            f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine.path}. "
-            f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction",
-            path=quarantine.path,
-            found=f"{writer.bad_fraction:.2%}",
-            expected=f"{limit:.2%}",
-            remedy="--max_bad_fraction",
-        )
+        raise _too_many_bad(self.plan.options, counting, shard_id, limit, quarantine.path)
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
         """What may differ between equal shards; for reports, never for decisions."""
@@ -234,38 +188,49 @@ class Worker:
         }
 
 
+def _too_many_bad(
+    options: PlanOptions, counting: Counting, shard_id: int, limit: float, quarantine: Path
+) -> BadInput:
+    reasons, hint = counting.bad_reasons, ""
+    if "undecodable" in reasons:
+        hint = "Is it another --encoding? "
+    elif reasons & _OTHER_FIELD:
+        hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
+    return BadInput(
+        f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
+        f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine}. "
+        f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction",
+        path=quarantine,
+        found=f"{counting.bad_fraction:.2%}",
+        expected=f"{limit:.2%}",
+        remedy="--max_bad_fraction",
+    )
+
+
 def documents_of_shard(
-    plan: Plan, folder: Path, shard: PlannedShard, reading: Reading, digest: hashlib._Hash | None
-) -> Iterator[_Item]:
+    plan: Plan,
+    folder: Path,
+    shard: PlannedShard,
+    *,
+    batch_bytes: int = BATCH_BYTES,
+    digest: hashlib._Hash | None = None,
+) -> Iterator[Documents]:
     """The documents of a shard's input, without those that ``rewrite`` leaves out; see ``read_documents``."""
-    found = read_documents(shard.ranges, reading, digest=digest, most_documents=shard.most_documents)
+    found = read_documents(
+        shard.ranges,
+        plan.options,
+        batch_bytes=batch_bytes,
+        digest=digest,
+        most_documents=shard.most_documents,
+    )
     if plan.options.rewritten:
         numbers = _left_out(folder, plan.options.rewritten).documents_of(shard.shard_id)
         if len(numbers):
-            return without(found, numbers, can_be_cut=plan.can_be_cut)
+            return without(found, numbers)
     return found
 
 
 _left_out = functools.lru_cache(maxsize=1)(read_left_out)  # the same for all shards
-
-
-def _append(writer: ShardWriter, num_bytes: int, made: Future[_Append]) -> Work:
-    """Write what was made, once it is; returns the work."""
-    num_documents, num_tokens = writer.num_documents, writer.num_tokens
-    made.result()(writer)
-    return Work(num_bytes, writer.num_documents - num_documents, writer.num_tokens - num_tokens)
-
-
-def members_of(
-    spec: DatasetSpec, shard_id: int, options: PlanOptions, *, batch_size: int | None = None
-) -> Members:
-    """The layout that the options ask for: a sample per document, or packed rows.
-
-    ``batch_size``: most documents laid out at once, None for all of a batch.
-    """
-    if spec.has_rows:
-        return RowMembers(spec, shard_id, options.pack)
-    return DocumentMembers(spec, shard_id, keep_text=options.keep_text, batch_size=batch_size)
 
 
 def bad_words(options: PlanOptions, reasons: set[str]) -> str:
@@ -273,8 +238,7 @@ def bad_words(options: PlanOptions, reasons: set[str]) -> str:
     what = options.text_template or options.text_field or options.messages_field
     words = {
         "undecodable": f"cannot be decoded as {options.encoding}",
-        "uncuttable": "are too long for this tokenizer to be encoded in pieces",
-        "too_long": f"have more than {MOST_HELD_BYTES >> 20} MiB",
+        "too_long": f"have more than {MOST_DOCUMENT_BYTES >> 20} MiB",
         "bad_json": "are not JSON",
         "surrogate": "hold half of a surrogate pair",
         "no_field": f"have no field for {what!r}",
@@ -338,7 +302,7 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
             raise UsageError(f"--engine {wanted} fails for {path}: {fast}; use --engine auto")
         warn(f"gigatoken cannot be used for this tokenizer ({fast}); going on with tokenizers, slower")
     engine = tokenizers_engine(path, allow_special_tokens=allow)
-    found = ids_sha256([engine.encode(plan.probe)])
+    found = ids_sha256([engine.encode_texts(plan.probe)])
     if found != plan.probe_sha256:
         raise OtherTokenizer(
             f"tokenizers {engine.version} encodes the plan's probe to other ids than at planning "
@@ -371,14 +335,26 @@ def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list
     return sorted({*shard_ids} - {*done})
 
 
-def _read_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+def _read_ahead(pool: ThreadPoolExecutor, items: Iterator[Made]) -> Iterator[Made]:
     """Yield the same items, of which a thread makes the next one meanwhile.
 
     The gain is what it does without the interpreter's lock: reading, decoding, waiting for a file system. Its
     errors are raised here, in their place in the stream.
     """
-    with ThreadPoolExecutor(1) as pool:
+    coming = pool.submit(next, items, None)
+    while (item := coming.result()) is not None:
         coming = pool.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = pool.submit(next, items, None)
-            yield item
+        yield item
+
+
+def _in_threads(
+    pool: ThreadPoolExecutor, make: Callable[[Given], Made], items: Iterable[Given], num_ahead: int
+) -> Iterator[Made]:
+    """Yield what ``make`` makes of each item, in order; threads are up to ``num_ahead`` items ahead."""
+    coming: deque[Future[Made]] = deque()
+    for item in items:
+        coming.append(pool.submit(make, item))
+        if len(coming) > num_ahead:
+            yield coming.popleft().result()
+    while coming:
+        yield coming.popleft().result()

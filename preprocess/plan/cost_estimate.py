@@ -1,13 +1,13 @@
 """What a plan will cost, measured on a sample of its own input with the stages of a worker.
 
 The sample is 2 MiB from 8 places, one in each eighth of the input, so planning takes a second or two longer
-for it, however large the input is. Of a file that can be read from its beginning alone (gzip), it is the head. A sample without one usable record stops planning: the fields are not those of the input.
+for it, however large the input is. Of a file that can be read from its beginning alone (gzip), it is the
+head. A sample without one usable record stops planning: the fields are not those of the input.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 import sys
 import tempfile
@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from preprocess.make.counting import Counting
 from preprocess.make.engines import Engine, tokenizers_engine
-from preprocess.make.resources import BATCH_BYTES
+from preprocess.make.members import members_of
 from preprocess.make.shard_writer import ShardWriter
-from preprocess.make.worker import bad_words, members_of
-from preprocess.read.documents import read_documents, starts_in
-from preprocess.read.format import SHORT_LINE_BYTES, DocumentBatch, Start, no_documents, reading_of
+from preprocess.make.worker import bad_words
+from preprocess.read.documents import Documents, read_documents, read_records, starts_in
+from preprocess.read.format import BATCH_BYTES, SHORT_LINE_BYTES, Start
 from preprocess.read.inputs import OpenInput
-from preprocess.read.long_documents import LongDocument
 from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.console import printable
 from shardprep.errors import BadInput, CannotWrite
@@ -58,42 +56,26 @@ class CostEstimate:
 
 
 def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
-    return [text for batch in _sample(plan, num_bytes) for text in batch.texts]
+    return [text.decode() for documents in _sample(plan, num_bytes) for text in documents.texts]
 
 
-def _sample(plan: Plan, num_bytes: int) -> Iterator[DocumentBatch]:
-    """Documents of the sample; of a very long one, the beginning."""
+def _sample(plan: Plan, num_bytes: int) -> Iterator[Documents]:
+    """Documents of the sample; of a very long one, all of it."""
     for part in _sample_ranges(plan, num_bytes // _NUM_PLACES):
         num_left = num_bytes // _NUM_PLACES
-        documents = read_documents([part], reading_of(plan.options, min(BATCH_BYTES, num_left)))
-        with contextlib.closing(documents):
-            for item in documents:
-                batch = item if isinstance(item, DocumentBatch) else _beginning(item)
-                yield batch
-                num_left -= sum(map(len, batch.texts)) + len(batch.bad) * SHORT_LINE_BYTES
+        found = read_documents([part], plan.options, batch_bytes=min(BATCH_BYTES, num_left))
+        with contextlib.closing(found):
+            for documents in found:
+                yield documents
+                num_left -= sum(map(len, documents.texts)) + len(documents.bad) * SHORT_LINE_BYTES
                 if num_left <= 0:
                     break
-
-
-def _beginning(document: LongDocument) -> DocumentBatch:
-    place, text = document.place, ""
-    with contextlib.suppress(UnicodeDecodeError):
-        text = next(iter(document.text()), "")
-    none = no_documents(dataclasses.replace(place, num_bytes=len(text.encode())))
-    return dataclasses.replace(
-        none,
-        texts=[text],
-        lines=np.array([place.line]),
-        input_offsets=np.array([place.start]),
-        num_lines=1,
-        **document.told._asdict(),
-    )
 
 
 def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
     """Parts from evenly spread places, as long as their format allows them to be cut; else whole files."""
     total = sum(item.num_bytes for item in plan.inputs)
-    # Each place lies elsewhere in its eighth: at the beginnings of eighths, equal files would show their heads.
+    # Each place lies elsewhere in its eighth: at its beginning, equal files would show their heads alone.
     within = [(0.5 + place * _GOLDEN_RATIO) % 1 for place in range(_NUM_PLACES)]
     targets = iter([int(total * (place + within[place]) / _NUM_PLACES) for place in range(_NUM_PLACES)])
     target, begin = next(targets), 0
@@ -111,13 +93,13 @@ def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
 
 def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
     """From the first place at or behind a byte of an input on, to the first one ``num_bytes`` later."""
-    item, reading = plan.inputs[number], reading_of(plan.options, BATCH_BYTES)
+    item, options = plan.inputs[number], plan.options
     path = plan.input_dir / item.path
     file = OpenInput(path)
-    (start,) = starts_in(file, [(target, sys.maxsize)], reading)
+    (start,) = starts_in(file, [(target, sys.maxsize)], options)
     if start is None or (start.byte == item.num_bytes and not input_kind(item.path).is_in_bytes):
         start = Start(0)
-    (stop,) = starts_in(file, [(min(start.byte + num_bytes, item.num_bytes), sys.maxsize)], reading)
+    (stop,) = starts_in(file, [(min(start.byte + num_bytes, item.num_bytes), sys.maxsize)], options)
     return ByteRange(
         input_number=number,
         path=path,
@@ -130,7 +112,6 @@ def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
 def measure(plan: Plan, engine: Engine) -> CostEstimate:
     """Run a sample through the worker's own stages into a scratch folder; scale their CPU seconds up."""
     input_paths = {number: item.path for number, item in enumerate(plan.inputs)}
-    keeps_digests = plan.options.digests
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
         members = members_of(plan.spec, 0, plan.options)
@@ -142,31 +123,32 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         num_bytes, fields = 0, _OtherFields(plan.options)
         read_s = encode_s = layout_s = write_s = 0.0  # of CPU
         at = time.process_time()
-        for batch in _sample(plan, _SAMPLE_BYTES):
+        for documents in _sample(plan, _SAMPLE_BYTES):
             at, read_s = _add_cpu(at, read_s)
             tokens = engine.encode_documents(
-                batch.texts, end_id=plan.end_id, spans=batch.spans, mask_rule=plan.options.chat_mask_rule
+                documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
             )
             at, encode_s = _add_cpu(at, encode_s)
-            prepared = members.prepare(batch, tokens, *([batch.digests()] if keeps_digests else []))
+            batch = members.lay_out(documents, tokens)
             at, layout_s = _add_cpu(at, layout_s)
-            writer.append(batch, tokens, batch.source_texts(), prepared)
+            writer.append(batch)
             at, write_s = _add_cpu(at, write_s)
-            num_bytes += batch.num_bytes
-            fields.look_at(batch)
+            num_bytes += documents.num_bytes
+            fields.look_at(documents)
             at = time.process_time()
         manifest = writer.commit({})
-    _check_fields(plan, writer)
+    counting = writer.counting
+    _check_fields(plan, counting)
     shard_bytes = plan.shard_bytes()
     cpu_s = read_s + encode_s + layout_s + write_s
     locked_s = read_s + _LOCKED_LAYOUT * layout_s
     scale = sum(shard_bytes) / max(1, num_bytes)
     files = filter(None, [manifest.tar, manifest.idx, manifest.digests, manifest.ids])
-    num_documents = writer.num_documents * scale
+    num_documents = counting.num_documents * scale
     taken = min(1.0, (plan.options.limit or num_documents) / max(1.0, num_documents))  # of a trial
     return CostEstimate(
-        notes=(*_bad_note(plan, writer), *fields.note()),
-        num_tokens=round(writer.num_tokens * scale * taken),
+        notes=(*_bad_note(plan, counting), *fields.note()),
+        num_tokens=round(counting.num_tokens * scale * taken),
         output_bytes=round(sum(file.num_bytes for file in files) * scale * taken),
         core_hours=(cpu_s * scale * taken + _STARTUP_S * plan.num_shards) / 3600,
         longest_shard_s=cpu_s * taken * max(shard_bytes) / max(1, num_bytes) + _STARTUP_S,
@@ -195,16 +177,14 @@ class _SeenFields(TextFields):
         return UnusableText("no_field", "")
 
 
-def _check_fields(plan: Plan, writer: ShardWriter) -> None:
+def _check_fields(plan: Plan, counting: Counting) -> None:
     """Raise BadInput where no record of the sample has the field of the text, naming the fields it has."""
-    is_other_field = writer.bad_reasons and writer.bad_reasons <= {"no_field", "wrong_type"}
-    if writer.num_documents or not is_other_field or plan.max_bad_fraction == 1:
+    is_other_field = counting.bad_reasons and counting.bad_reasons <= {"no_field", "wrong_type"}
+    if counting.num_documents or not is_other_field or plan.max_bad_fraction == 1:
         return
     options, seen = plan.options, _SeenFields()
     parts = list(_sample_ranges(plan, _SAMPLE_BYTES // _NUM_PLACES))[:1]
-    reading = dataclasses.replace(reading_of(options, _SAMPLE_BYTES // _NUM_PLACES), fields=seen, chat=None)
-    with contextlib.closing(read_documents(parts, reading)) as documents:
-        next(documents, None)
+    next(read_records(parts, options, seen, batch_bytes=_SAMPLE_BYTES // _NUM_PLACES), None)
     if not seen.num_chars:
         return
     wanted = options.text_template or options.text_field or options.messages_field
@@ -237,13 +217,13 @@ class _OtherFields:
         self._wanted = {"--id_field": options.id_field, "--source_field": options.source_field}
         self._has_records, self._seen = False, {""}
 
-    def look_at(self, batch: DocumentBatch) -> None:
-        if not batch.texts or batch.ids is batch.sources is None:
+    def look_at(self, documents: Documents) -> None:
+        if not documents.texts or not documents.columns.keys() & {"id", "source"}:
             return
         self._has_records = True
-        if any(batch.ids or ()):
+        if any(documents.columns.get("id", ())):
             self._seen.add(self._options.id_field)
-        if any(batch.sources or ()):
+        if any(documents.columns.get("source", ())):
             self._seen.add(self._options.source_field)
 
     def note(self) -> list[str]:
@@ -253,12 +233,12 @@ class _OtherFields:
         return [f"no record of a sample has a value for {', '.join(unseen)}; check the spelling"]
 
 
-def _bad_note(plan: Plan, writer: ShardWriter) -> list[str]:
-    if writer.bad_fraction <= plan.max_bad_fraction:
+def _bad_note(plan: Plan, counting: Counting) -> list[str]:
+    if counting.bad_fraction <= plan.max_bad_fraction:
         return []
-    what = bad_words(plan.options, writer.bad_reasons)
+    what = bad_words(plan.options, counting.bad_reasons)
     limit = f"a shard with more than {plan.max_bad_fraction:.0%} fails"
-    return [f"{writer.bad_fraction:.0%} of the documents in a sample {what}; {limit}"]
+    return [f"{counting.bad_fraction:.0%} of the documents in a sample {what}; {limit}"]
 
 
 def _add_cpu(since_s: float, total_s: float) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from preprocess.read.compression import COMPRESSIONS, decompressed
+from preprocess.read.compressed import COMPRESSIONS, decompressed
 from preprocess.read.inputs import OpenInput
 from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes

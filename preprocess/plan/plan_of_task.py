@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.plan.planning import Sharding, find_inputs, list_inputs, make_plan
-from preprocess.plan.tokenizer_spec import describe_tokenizer
+from preprocess.plan.tokenizer import describe_tokenizer
 from preprocess.read.inputs import OpenInput, sample_sha256
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 import lustre
 import shardprep
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.make.resources import BATCH_BYTES
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.document_ends import document_ends_lines
 from preprocess.plan.foreign_folders import (
@@ -44,24 +45,23 @@ from preprocess.plan.foreign_folders import (
     why_no_folder,
     why_no_input,
 )
-from preprocess.plan.tokenizer import ResolvedTokenizer, resolve_tokenizer
-from preprocess.plan.tokenizer_spec import publish_tokenizer
+from preprocess.plan.tokenizer import ResolvedTokenizer, publish_tokenizer, resolve_tokenizer
 from preprocess.read.chat import chat_template_of, chat_versions, template_notes
 from preprocess.read.documents import format_of, load_libraries, starts_in
-from preprocess.read.format import Inspected, Reading, Start, reading_of
+from preprocess.read.format import Inspected, Start
 from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sample_sha256
 from preprocess.read.text_changes import text_versions
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
-from shardprep.files import STALE_AFTER_S, remove_temporaries
+from shardprep.files import STALE_AFTER_S, make_folder, remove_temporaries
 from shardprep.format.input_formats import input_kind, known_suffixes
 from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 from shardprep.format.options import PlanOptions, PrepConfig
 from shardprep.format.plan import (
-    Boundary,
+    Cut,
     InputFile,
     Plan,
-    file_boundaries,
+    file_cuts,
     plan_differences,
     plan_id,
     publish_plan,
@@ -299,7 +299,7 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def stamp_inputs(
-    input_dir: Path, paths: list[Path], reading: Reading, progress: Callable[[int], None] = lambda _: None
+    input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[list[InputFile], list[Inspected]]:
     """Size, mtime and sampled hash of each file, and what its format says of it.
 
@@ -314,7 +314,7 @@ def stamp_inputs(
         relative, sha256 = str(path).removeprefix(root), sample_sha256(file)
         size, mtime_ns = file.stamp.num_bytes, file.stamp.mtime_ns
         stamped = InputFile(path=relative, num_bytes=size, mtime_ns=mtime_ns, sha256=sha256)
-        return stamped, format_of(path.name).inspect(file, reading)
+        return stamped, format_of(path.name).inspect(file, options)
 
     inputs: list[InputFile] = []
     inspected: list[Inspected] = []
@@ -336,12 +336,15 @@ class Division:
     """The inputs in the order in which they are read, and where each shard begins."""
 
     inputs: list[InputFile]
-    boundaries: list[Boundary]  # num_shards + 1
-    text_starts: list[int] | None  # of each boundary in a compressed file: its byte of the text
+    cuts: list[Cut]  # num_shards + 1
 
 
 def divide(
-    input_dir: Path, inputs: list[InputFile], inspected: list[Inspected], num_shards: int, reading: Reading
+    input_dir: Path,
+    inputs: list[InputFile],
+    inspected: list[Inspected],
+    num_shards: int,
+    options: PlanOptions,
 ) -> Division:
     """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError."""
     # Whole files are put into shards by their size, but for plain text, whose order was promised.
@@ -359,16 +362,14 @@ def divide(
         [inputs[number] for number in cut],
         [inspected[number] for number in cut],
         max(num_shards - len(bins), 1) if cut else 0,
-        reading,
+        options,
     )
     ends = itertools.accumulate((len(group) for group in bins), initial=len(cut))
     places += [(end, Start(0)) for end in ends][1:]
     places += [places[-1]] * (num_shards + 1 - len(places))  # more shards than files
-    has_text_starts = any(start.text_byte for _, start in places)
     return Division(
         inputs=[inputs[number] for number in (*cut, *itertools.chain.from_iterable(bins))],
-        boundaries=[(number, start.byte) for number, start in places],
-        text_starts=[start.text_byte for _, start in places] if has_text_starts else None,
+        cuts=[Cut(number, start.byte, start.text_byte) for number, start in places],
     )
 
 
@@ -392,7 +393,11 @@ def _bins(
 
 
 def even_places(
-    input_dir: Path, inputs: list[InputFile], inspected: list[Inspected], num_shards: int, reading: Reading
+    input_dir: Path,
+    inputs: list[InputFile],
+    inspected: list[Inspected],
+    num_shards: int,
+    options: PlanOptions,
 ) -> list[_Place]:
     """Where shards of even text begin, and where the last one ends, in files that can be cut."""
     prefix = [0, *itertools.accumulate(item.text_bytes for item in inspected)]
@@ -406,12 +411,12 @@ def even_places(
             for number, target in zip(behind, targets, strict=True)
         ]
     else:
-        places = _places_inside(input_dir, inputs, prefix, targets, reading)
+        places = _places_inside(input_dir, inputs, prefix, targets, options)
     return [(0, Start(0)), *places, (len(inputs), Start(0))][0 if num_shards else 1 :]
 
 
 def _places_inside(
-    input_dir: Path, inputs: list[InputFile], prefix: list[int], targets: list[int], reading: Reading
+    input_dir: Path, inputs: list[InputFile], prefix: list[int], targets: list[int], options: PlanOptions
 ) -> list[_Place]:
     """For each target the first place at or behind it where a part may begin.
 
@@ -430,7 +435,7 @@ def _places_inside(
         found: list[Start | None] = []
         for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
             file = OpenInput(input_dir / inputs[number].path)
-            found += starts_in(file, [(begin, end) for _, begin, end in group], reading)
+            found += starts_in(file, [(begin, end) for _, begin, end in group], options)
         return found
 
     stretches = list(itertools.starmap(stretch, itertools.pairwise([*targets, prefix[-1]])))
@@ -567,13 +572,13 @@ def small_shards_note(plan: Plan, sharding: Sharding) -> str | None:
 def _prepare_folder(folder: Path) -> None:
     """Make the output folder, without what dead attempts left in it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        make_folder(folder, parents=True)
+    except CannotWrite as error:
         raise CannotWrite(
-            f"--output_dir {folder} cannot be made: {error.strerror}; expected a folder that you can write "
+            f"--output_dir {folder} cannot be made: {error.found}; expected a folder that you can write "
             "to, or a place where you can make one",
             path=folder,
-            found=error.strerror,
+            found=error.found,
             expected="a folder that you can write to",
         ) from None
     stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)
@@ -615,9 +620,8 @@ def _divided(
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}")
     for line in left_out_lines(listing.left_out):
         say(line)
-    reading = reading_of(config, BATCH_BYTES)
     with Progress("looking at the inputs", len(paths), unit="files") as progress:
-        inputs, inspected = stamp_inputs(config.input_dir, paths, reading, progress.add)
+        inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
     for line in split_lines([(item.path, item.num_bytes) for item in inputs], config.split):
         say(line)
     for line in _equal_lines(inputs):
@@ -626,8 +630,8 @@ def _divided(
         say(f"{len(empty)} of them hold nothing, such as {empty[0]}")
     num_shards = _num_shards(inputs, inspected, sharding)
     if num_shards is None:
-        return Division(inputs=inputs, boundaries=file_boundaries(inputs), text_starts=None)
-    return divide(config.input_dir, inputs, inspected, num_shards, reading)
+        return Division(inputs=inputs, cuts=file_cuts(inputs))
+    return divide(config.input_dir, inputs, inspected, num_shards, config)
 
 
 def _equal_lines(inputs: list[InputFile]) -> list[str]:
@@ -666,8 +670,10 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
 
 
 def ends_itself(resolved: ResolvedTokenizer) -> bool:
-    _, after = resolved.reference.added_ids()
-    return resolved.spec.eos_token_id in after[-1:]
+    """Whether the tokenizer puts EOS behind a text by itself."""
+    around = resolved.reference.encode([b"a"]).ids.tolist()
+    bare = resolved.reference.encode_bare([b"a"]).ids.tolist()
+    return around[-1:] == [resolved.spec.eos_token_id] and around[-len(bare) :] != bare
 
 
 def _settled_options(
@@ -711,14 +717,16 @@ def _plan_of(
         probe=resolved.probe,
         probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,
-        can_be_cut=resolved.can_be_cut,
         inputs=division.inputs,
-        boundaries=division.boundaries,
-        text_starts=division.text_starts,
+        cuts=division.cuts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
     if config.hash_inputs:
-        plan = dataclasses.replace(plan, shard_sha256=_input_sha256s(plan))
+        hashes = [*_input_sha256s(plan), ""]
+        cuts = [
+            msgspec.structs.replace(cut, sha256=each) for cut, each in zip(plan.cuts, hashes, strict=True)
+        ]
+        plan = dataclasses.replace(plan, cuts=cuts)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
     engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
@@ -728,7 +736,7 @@ def _plan_of(
             resolved.folder / TOKENIZER_FILE,
             allow_special_tokens=resolved.allow_special_tokens,
             texts=texts,
-            expected_sha256=ids_sha256([engine.encode(texts)]),
+            expected_sha256=ids_sha256([engine.encode_texts(texts)]),
         )
         if isinstance(fast, Engine) and not resolved.passes_gate(fast):
             fast = "its ids differ from those of tokenizers"

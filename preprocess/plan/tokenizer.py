@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,12 +32,20 @@ from tokenizers import Tokenizer, processors
 
 import preprocess
 from preprocess.make import engines
-from preprocess.plan.tokenizer_spec import spec_of_tokenizer, special_tokens_of
 from preprocess.read.inputs import what_fetches
-from shardprep.errors import BrokenShard, CannotWrite, NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    NotFound,
+    OtherTokenizer,
+    ReadWriteError,
+    ShardprepError,
+    UsageError,
+)
 from shardprep.files import (
     NOT_THERE,
     Digest,
+    FileStamp,
     PublishedFolder,
     is_folder,
     names_in,
@@ -44,10 +53,15 @@ from shardprep.files import (
     refuse_fifos,
     size_of_file,
 )
-from shardprep.format.checked_json import read_checked, with_content_hash
-from shardprep.format.dataset_spec import TokenizerSpec
-from shardprep.format.names import CHAT_TEMPLATES_DIR
-from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_CONFIG, TOKENIZER_FILE
+from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
+from shardprep.format.json_files import read_file, with_content_hash
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.format.tokenizer_files import (
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILE,
+    stamp_tokenizer,
+)
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 from shardprep.signals import start_child
 
@@ -70,7 +84,6 @@ class TokenizerFacts:
     spec: TokenizerSpec  # what shards will remember of it
     probe: list[str]
     probe_sha256: Digest  # of the reference's ids
-    can_be_cut: bool
     num_altered: int  # texts of the probe to which the model's own tokenizer.json gives other ids
     files: dict[str, Digest]
 
@@ -96,7 +109,9 @@ class ResolvedTokenizer(TokenizerFacts):
         if verdict and size_of_file(verdict) is not None:
             return True
         texts = engines.gate_texts(_read(self.folder / TOKENIZER_FILE))
-        if engines.ids_sha256([fast.encode(texts)]) != engines.ids_sha256([self.reference.encode(texts)]):
+        if engines.ids_sha256([fast.encode_texts(texts)]) != engines.ids_sha256(
+            [self.reference.encode_texts(texts)]
+        ):
             return False
         if verdict:
             with contextlib.suppress(OSError):
@@ -146,12 +161,11 @@ def _resolve(
     data = _json_object(saved, TOKENIZER_FILE)
     probe = engines.probe_texts(data)
     reference = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
-    ids = reference.encode(probe)
+    ids = reference.encode_texts(probe)
     return TokenizerFacts(
         spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
         probe=probe,
         probe_sha256=engines.ids_sha256([ids]),
-        can_be_cut=engines.can_be_cut(data),
         num_altered=_num_altered(files or saved, saved, probe, ids.documents(), allow),
         files=_digests(saved),
     )
@@ -164,7 +178,7 @@ def _num_altered(files: Files, saved: Files, probe: list[str], ids: list[engines
     try:
         given = _loaded(files, Path(TOKENIZER_FILE))
         engine = engines.engine_of_tokenizer(given, allow_special_tokens=allow, name=TOKENIZER_FILE)
-        own = engine.encode(probe).documents()
+        own = engine.encode_texts(probe).documents()
     except ShardprepError:  # it encodes nothing by itself; transformers made a tokenizer of it
         return len(probe)
     return sum(not np.array_equal(first, second) for first, second in zip(own, ids, strict=True))
@@ -194,8 +208,7 @@ def _digests(files: Files) -> dict[str, str]:
 def _find_kept(place: Path, folder: Path) -> TokenizerFacts | None:
     """Write the files that are kept there into ``folder``; None where no whole entry is."""
     with contextlib.suppress(*NOT_THERE, ShardprepError):
-        fields = read_checked(place / _FOUND, _FOUND_FORMAT, max_bytes=_MAX_FOUND_BYTES)
-        found = fields.all_of(TokenizerFacts)
+        found = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
         files = {name: read_regular(place / name, max_bytes=MAX_TOKENIZER_BYTES) for name in found.files}
         if _digests(files) == found.files:
             _write_files(files, folder)
@@ -470,7 +483,7 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     engine = engines.engine_of_tokenizer(
         saved, allow_special_tokens=not tokenizer.split_special_tokens, name=model_id
     )
-    ids = [document.tolist() for document in engine.encode(engines.PROBE).documents()]
+    ids = [document.tolist() for document in engine.encode_texts(engines.PROBE).documents()]
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
     except Exception as error:
@@ -499,3 +512,82 @@ def _auto_tokenizer(model_id: str) -> Any:
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer
+
+
+def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
+    """Return what shards remember of the tokenizer in ``folder``.
+
+    Raises NotFound, BrokenShard, ReadWriteError.
+    """
+    files = {TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}
+    with contextlib.suppress(NotFound):
+        files[TOKENIZER_CONFIG] = _read(folder / TOKENIZER_CONFIG)
+    data, config = _json_object(files, TOKENIZER_FILE), _json_object(files, TOKENIZER_CONFIG)
+    try:
+        return spec_of_tokenizer(_loaded(files, folder), data, config, model_id)
+    except ReadWriteError as error:
+        raise BrokenShard(f"the files in {folder} are no tokenizer's: {error}", path=folder) from None
+
+
+def spec_of_tokenizer(
+    tokenizer: Tokenizer, data: dict[str, Any], config: dict[str, Any], model_id: str
+) -> TokenizerSpec:
+    """Return what shards remember of a tokenizer that is loaded, given its two files parsed."""
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    names = special_tokens_of(config)
+
+    def token_id(name: str) -> int | None:
+        token = names[name]
+        return vocab.get(token) if isinstance(token, str) else None
+
+    return TokenizerSpec(
+        model_id=model_id,
+        fingerprint=fingerprint_of(data),
+        vocab_size=max(vocab.values()) + 1,
+        bos_token_id=token_id("bos_token"),
+        eos_token_id=token_id("eos_token"),
+        pad_token_id=token_id("pad_token"),
+    )
+
+
+def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
+    """Return BOS, EOS and pad as a tokenizer_config.json names them, None for each that it does not."""
+    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token")}
+    return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+
+
+def publish_tokenizer(
+    resolved: Path, output_dir: Path, spec: TokenizerSpec, frozen: dict[str, FileStamp] | None
+) -> dict[str, FileStamp]:
+    """Make ``output_dir/tokenizer`` hold the tokenizer of ``resolved``; returns its files' stamps.
+
+    ``frozen``: the files that a plan in the folder names. They are kept where they are whole, else put back.
+    Without a plan an equal tokenizer is kept, so that planners that race agree, and another is replaced.
+    Raises OtherTokenizer where the resolved files are not ``frozen``, CannotWrite or ReadWriteError.
+    """
+    target = output_dir / TOKENIZER_DIR
+
+    def is_there() -> bool:
+        try:
+            if frozen is not None:
+                return stamp_tokenizer(target) == frozen
+            return describe_tokenizer(target, spec.model_id) == spec
+        except (NotFound, BrokenShard):
+            return False
+
+    if is_there():
+        return stamp_tokenizer(target)
+    if frozen is not None and stamp_tokenizer(resolved) != frozen:
+        raise OtherTokenizer(
+            f"{target} is damaged, and the files of {spec.model_id} are not those of the plan, to the byte: "
+            "plan with the versions of transformers and tokenizers that planned, or into a new folder"
+        )
+    with PublishedFolder(target) as folder:
+        for name in names_in(resolved):
+            try:
+                shutil.copyfile(resolved / name, folder.temporary / name)
+            except OSError as error:
+                raise CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
+        if not folder.publish_first() and not is_there():  # another planner may have been faster
+            folder.publish()
+    return stamp_tokenizer(target)

@@ -12,7 +12,6 @@ each batch of documents. The price: where a mapped page cannot be read, the syst
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import mmap
 import struct
@@ -22,12 +21,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.ipc as ipc
 
-from preprocess.read.columns import InputStream, fields_in, refused_by_name, row_documents
-from preprocess.read.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
+from preprocess.read.columns import InputStream, fields_in, refused_by_name, row_records
+from preprocess.read.format import Inspected, Records, Start, no_records, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader, unreadable
-from preprocess.read.long_documents import LongDocument
-from preprocess.read.text_fields import TextFields
+from preprocess.read.text_fields import TextFields, text_fields_of
 from shardprep.errors import BadInput
+from shardprep.format.options import PlanOptions
 
 END, SCHEMA, DICTIONARY, BATCH = 0, 1, 2, 3
 _MAGIC = b"ARROW1"
@@ -216,25 +215,29 @@ def _slot(data: bytes, table: int, number: int) -> int:
 class Arrow:
     """``.arrow``."""
 
-    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput for another kind of file, or a missing column."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        _open(file, list(itertools.islice(messages_of(file), 1)), reading.fields, None)
+        _open(file, list(itertools.islice(messages_of(file), 1)), text_fields_of(options), None)
         return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
 
     def starts(
         self,
         file: OpenInput,
         stretches: Sequence[tuple[int, int]],
-        reading: Reading,  # noqa: ARG002
+        options: PlanOptions,  # noqa: ARG002
     ) -> list[Start | None]:
         messages = messages_of(file) if file.stamp.num_bytes else iter(())
         return starts_among((Start(each.start) for each in messages if each.kind == BATCH), file, stretches)
 
     def read(
-        self, reader: RangeReader, reading: Reading, line: int
-    ) -> Iterator[DocumentBatch | LongDocument]:
+        self,
+        reader: RangeReader,
+        options: PlanOptions,  # noqa: ARG002 - the fields say it all
+        fields: TextFields,
+        batch_bytes: int,
+    ) -> Iterator[Records]:
         file, part = reader.file, reader.part
         reader.hash_rest()
         if not file.stamp.num_bytes:
@@ -250,21 +253,19 @@ class Arrow:
         row = sum(each.num_rows for each in before)
         for own in _streams(messages, part.start):
             own_batches = [each for each in own if each.kind == BATCH]
-            arrow_reader, stream, fields = _open(file, own, reading.fields, memory)
+            arrow_reader, stream, fields_here = _open(file, own, fields, memory)
             is_file = hasattr(arrow_reader, "get_batch")  # which a stream has not
             numbers = range(len(before), len(before) + len(batches))
             arrays = map(arrow_reader.get_batch, numbers) if is_file else iter(arrow_reader)
-            place = reader.place(row, line)
             with refused_by_name(file, "Arrow", stream):
                 pairs = _with_bytes(arrays, own_batches, num_bytes)
-                for item in row_documents(pairs, place, dataclasses.replace(reading, fields=fields)):
-                    yield item
+                for records in row_records(pairs, row, fields_here, batch_bytes):
+                    yield records
                     if memory is not None:
                         memory.madvise(mmap.MADV_DONTNEED)
-            num_rows = sum(each.num_rows for each in own_batches)
-            row, line = row + num_rows, line + num_rows
+            row += sum(each.num_rows for each in own_batches)
         if not batches:
-            yield no_documents(reader.place(row, line))
+            yield no_records(part.end - part.start)
 
 
 def _streams(messages: list[Message], start: int) -> list[list[Message]]:

@@ -40,7 +40,7 @@ from typing import IO, Any, NamedTuple
 from preprocess.read.text_fields import UnusableText
 from shardprep.console import counted, guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
-from shardprep.format.checked_json import MAX_JSON_DEPTH
+from shardprep.format.json_files import MAX_JSON_DEPTH
 from shardprep.format.options import MaskRule
 from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait

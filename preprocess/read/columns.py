@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import io
 import itertools
 import mmap
@@ -15,9 +14,8 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.compute as compute
 
-from preprocess.read.format import DocumentBatch, Reading, RecordBlock, batches_of
-from preprocess.read.inputs import OpenInput, Place, unreadable
-from preprocess.read.long_documents import LongDocument
+from preprocess.read.format import Records, texts_of
+from preprocess.read.inputs import OpenInput, unreadable
 from preprocess.read.table_values import json_values, stored_type
 from preprocess.read.text_fields import FieldPath, MessageFields, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
@@ -187,21 +185,20 @@ def rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
     return max(1, min(_MOST_ROWS, batch_bytes * num_rows // max(1, num_bytes)))
 
 
-def row_documents(
-    batches: Iterator[tuple[Any, int]], place: Place, reading: Reading
-) -> Iterator[DocumentBatch | LongDocument]:
-    """The documents of record batches, each with the bytes of the file that it accounts for.
+def row_records(
+    batches: Iterator[tuple[Any, int]], first_row: int, fields: TextFields, batch_bytes: int
+) -> Iterator[Records]:
+    """The records of record batches, each with the bytes of the file that it accounts for.
 
-    ``place``: the first row's. Some rows at a time become documents, fewer where their texts are longer.
+    Some rows at a time, fewer where their texts are longer.
     """
-    fields, none = reading.fields, dataclasses.replace(place, num_bytes=0)
     for batch, num_bytes in batches:
         columns = {path: _column(batch, path) for path in fields.paths}
         num_in_use = sum(column.nbytes for column, _ in columns.values() if column is not None)
-        most, first = rows_at_once(batch.num_rows, num_in_use, 2 * reading.batch_bytes), 0
+        most, first = rows_at_once(batch.num_rows, num_in_use, 2 * batch_bytes), 0
         while first < max(1, batch.num_rows):
             num = min(most, batch.num_rows - first)
-            while num > 1 and _num_bytes(columns.values(), first, num) > 8 * reading.batch_bytes:
+            while num > 1 and _num_bytes(columns.values(), first, num) > 8 * batch_bytes:
                 num //= 2
             values: dict[FieldPath, list[Any]] = {
                 path: [None] * num if column is None else json_values(column.slice(first, num), kind)
@@ -211,16 +208,14 @@ def row_documents(
             texts: Sequence[str | UnusableText] = of_text[0]
             if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
                 texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
-            block = RecordBlock(
-                texts=texts,
-                starts=np.arange(num, dtype=np.int64) + none.start,
+            yield Records(
+                texts=texts_of(texts),
+                starts=np.arange(first_row, first_row + num, dtype=np.int64),
                 sizes=np.ones(num, np.int64),
                 num_bytes=num_bytes,
-                told=fields.told(values),
+                columns=fields.columns(values),
             )
-            yield from batches_of(block, none)
-            none = dataclasses.replace(none, start=none.start + num, line=none.line + num)
-            first, num_bytes = first + max(1, num), 0
+            first_row, first, num_bytes = first_row + num, first + max(1, num), 0
 
 
 def _column(batch: Any, path: FieldPath) -> tuple[Any, Any]:

@@ -9,96 +9,292 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from typing import cast
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
-from preprocess.read.compression import COMPRESSIONS, load_zstd
-from preprocess.read.format import (
-    DocumentBatch,
-    Format,
-    Reading,
-    Start,
-    no_documents,
-    one_left_out,
-    starts_among,
-)
-from preprocess.read.inputs import BadDocument, OpenInput, RangeReader
-from preprocess.read.long_documents import LONG_BYTES, MOST_HELD_BYTES, LongDocument
+from preprocess.read.compressed import COMPRESSIONS, load_zstd
+from preprocess.read.format import BATCH_BYTES, Format, Records, Start, starts_among
+from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_changes import change_text
-from preprocess.read.text_fields import UnusableText
+from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
+from shardprep.format.digests import canonical_conversation, digests_of
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
 
+Numbers = npt.NDArray[np.int64]
+T = TypeVar("T")
+# Of a conversation's messages as JSON; rendering takes more than proportionally longer.
+_MOST_MESSAGE_CHARS = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadDocument:
+    """A document that is left out. All fields but ``named`` are those of a line of the quarantine file."""
+
+    source: int  # position of the input file in the plan; the quarantine file names it
+    source_offset: int
+    num_bytes: int
+    line: int
+    reason: str
+    detail: str
+    named: str = ""  # the source that its record names; "": the file's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """A batch: consecutive documents of one input. Empty lines are left out but counted."""
+
+    input_number: int  # position of the file in the plan
+    texts: list[bytes]  # each document as UTF-8; never empty
+    lines: Numbers  # int64[n]: line, or row, of each document in the shard, from 0
+    offsets: Numbers  # int64[n]: where each begins in the file, see docs/format.md
+    # What stands beside each text, by name: "id" and "source" of its record; of conversations "spans", the
+    # characters by the assistant, and "messages", the JSON that the text is rendered from.
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    first_line: int  # in the shard
+    num_lines: int
+    num_bytes: int  # of the file
+    bad: list[BadDocument] = field(default_factory=list)
+    filtered: list[int] = field(default_factory=list)  # lines that the user's own limits leave out
+
+    def only(self, numbers: Numbers) -> Documents:
+        """Return some of the documents; the counts stay."""
+        picked = numbers.tolist()
+        return dataclasses.replace(
+            self,
+            texts=[self.texts[number] for number in picked],
+            lines=self.lines[numbers],
+            offsets=self.offsets[numbers],
+            columns={name: [column[n] for n in picked] for name, column in self.columns.items()},
+        )
+
+    def parts(self, most: int) -> Iterator[Documents]:
+        """Cut the batch into parts of at most ``most`` documents."""
+        begin, first_line = 0, self.first_line
+        while len(self.texts) - begin > most:
+            end_line = int(self.lines[begin + most])
+            yield self._between(begin, begin + most, first_line, end_line, num_bytes=0)
+            begin, first_line = begin + most, end_line
+        end_line = self.first_line + self.num_lines
+        yield self._between(begin, len(self.texts), first_line, end_line, self.num_bytes)
+
+    def beginning(self, num_documents: int, num_bytes: int) -> Documents:
+        """Return the lines up to some document; they account for ``num_bytes`` of the input."""
+        end_line = int(self.lines[num_documents - 1]) + 1
+        return self._between(0, num_documents, self.first_line, end_line, num_bytes)
+
+    def _between(self, begin: int, end: int, first_line: int, end_line: int, num_bytes: int) -> Documents:
+        if begin == 0 and end_line == self.first_line + self.num_lines:
+            return dataclasses.replace(self, num_bytes=num_bytes)
+        return dataclasses.replace(
+            self.only(np.arange(begin, end)),
+            first_line=first_line,
+            num_lines=end_line - first_line,
+            num_bytes=num_bytes,
+            bad=[one for one in self.bad if first_line <= one.line < end_line],
+            filtered=[line for line in self.filtered if first_line <= line < end_line],
+        )
+
+    def digests(self) -> npt.NDArray[np.void]:
+        """DIGEST[n]: what each document is known by, see shardprep/format/digests.py."""
+        if "messages" in self.columns:
+            return digests_of(canonical_conversation(each).encode() for each in self.columns["messages"])
+        return digests_of(self.texts)
+
+    def sorted_out(self, results: Iterable[T | UnusableText | None]) -> tuple[Documents, list[T]]:
+        """Return the documents with a result that is not empty, and these results.
+
+        An UnusableText says why one is left out; None leaves out one that the user's own limits do not let
+        through.
+        """
+        kept, found, bad, filtered = list[int](), list[T](), [*self.bad], [*self.filtered]
+        for number, result in enumerate(results):
+            if isinstance(result, UnusableText):
+                bad.append(
+                    BadDocument(
+                        source=self.input_number,
+                        source_offset=int(self.offsets[number]),
+                        num_bytes=len(self.texts[number]),
+                        line=int(self.lines[number]),
+                        reason=result.reason,
+                        detail=result.detail,
+                        named=self.columns["source"][number] if "source" in self.columns else "",
+                    )
+                )
+            elif result is None:
+                filtered.append(int(self.lines[number]))
+            elif result:
+                kept.append(number)
+                found.append(result)
+        bad.sort(key=lambda one: one.line)
+        return dataclasses.replace(self.only(np.array(kept, np.int64)), bad=bad, filtered=filtered), found
+
 
 def read_documents(
     ranges: list[ByteRange],
-    reading: Reading,
+    options: PlanOptions,
     *,
+    batch_bytes: int = BATCH_BYTES,
     digest: hashlib._Hash | None = None,
     most_documents: int | None = None,
-) -> Generator[DocumentBatch | LongDocument, None, None]:
-    """Yield the documents of byte ranges in order, in batches of about ``reading.batch_bytes``.
+) -> Generator[Documents, None, None]:
+    """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
-    A document of more than LONG_BYTES comes alone, as a LongDocument. ``digest`` is told all bytes of the
-    ranges, in their order. Reading ends behind ``most_documents`` of them.
+    ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents`` documents.
 
     Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
     ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
     written to while it was read and nobody hashes it.
     """
-    items = _items(ranges, reading, digest)
-    if reading.changes is not None:
-        changes = reading.changes
-        items = (_changed(item, changes) for item in items)
-    if reading.chat is not None:
-        template = reading.chat
+    found = read_records(ranges, options, text_fields_of(options), batch_bytes=batch_bytes, digest=digest)
+    if options.changes_text:
+        found = (_changed(documents, options) for documents in found)
+    if options.is_chat:
+        template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
         names = {part.input_number: part.path.name for part in ranges}
-        items = (_conversations(item, template, names) for item in items)
-    yield from items if most_documents is None else _first_ones(ranges, items, most_documents)
+        found = (_rendered(documents, template, names[documents.input_number]) for documents in found)
+    yield from found if most_documents is None else _first_ones(ranges, found, most_documents)
 
 
-def without(
-    items: Iterable[DocumentBatch | LongDocument], numbers: npt.NDArray[np.int64], *, can_be_cut: bool
-) -> Iterator[DocumentBatch | LongDocument]:
-    """The same without some documents, by their numbers, ascending; as if the input had not their lines.
+def read_records(
+    ranges: list[ByteRange],
+    options: PlanOptions,
+    fields: TextFields,
+    *,
+    batch_bytes: int = BATCH_BYTES,
+    digest: hashlib._Hash | None = None,
+) -> Iterator[Documents]:
+    """Yield the documents as ``fields`` take them out of records: nothing is changed or rendered."""
+    line = 0
+    for part in ranges:
+        reader = RangeReader(part, digest)
+        for records in format_of(part.path.name).read(reader, options, fields, batch_bytes):
+            yield _documents_of(records, part.input_number, line)
+            line += len(records.texts)
+        reader.hash_rest()
+        # Where all bytes were hashed as they were read, the hash tells, and a touch does no harm.
+        if digest is None or not input_kind(part.path.name).is_in_bytes:
+            reader.file.check_unchanged()
 
-    A long document is read once more, to know whether it counts.
-    """
+
+def _documents_of(records: Records, input_number: int, first_line: int) -> Documents:
+    """Take the documents among records, the first of which is a line of the shard."""
+    texts = records.texts
+    documents = Documents(
+        input_number=input_number,
+        texts=cast("list[bytes]", texts),
+        lines=np.arange(first_line, first_line + len(texts)),
+        offsets=records.starts,
+        columns={name: list(column) for name, column in records.columns.items()},
+        first_line=first_line,
+        num_lines=len(texts),
+        num_bytes=records.num_bytes,
+    )
+    if all(texts) and {bytes}.issuperset(map(type, texts)):
+        return documents
+    bad, kept = [], []
+    named = records.columns.get("source")
+    for number, text in enumerate(texts):
+        if isinstance(text, UnusableText):
+            bad.append(
+                BadDocument(
+                    source=input_number,
+                    source_offset=int(records.starts[number]),
+                    num_bytes=int(records.sizes[number]),
+                    line=first_line + number,
+                    reason=text.reason,
+                    detail=text.detail,
+                    named=named[number] if named else "",
+                )
+            )
+        elif text:
+            kept.append(number)
+    return dataclasses.replace(documents.only(np.array(kept, np.int64)), bad=bad)
+
+
+def _changed(documents: Documents, options: PlanOptions) -> Documents:
+    """Do the user's changes to the texts."""
+    texts = (change_text(text.decode(), options) for text in documents.texts)
+    kept, changed = documents.sorted_out(texts)
+    return dataclasses.replace(kept, texts=[text.encode() for text in changed])
+
+
+def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:
+    """Render conversations of the input ``name``, given as the JSON of their messages."""
+    too_long = UnusableText("too_long", f"its messages have more than {_MOST_MESSAGE_CHARS} characters")
+    messages = (text.decode() for text in documents.texts)
+    documents, asked = documents.sorted_out(
+        text if len(text) <= _MOST_MESSAGE_CHARS else too_long for text in messages
+    )
+    if not asked:
+        return documents
+    try:
+        found = render_conversations(template, asked)
+    except TooCostly as error:
+        place = place_text(name, int(documents.offsets[error.number]))
+        raise BadInput(
+            f"{error}, for the conversation of {place}; change that conversation, or plan anew with another "
+            "template as --chat_template_file"
+        ) from None
+    documents = dataclasses.replace(documents, columns={**documents.columns, "messages": asked})
+    kept, rendered = documents.sorted_out(found)
+    return dataclasses.replace(
+        kept,
+        texts=[one.text.encode() for one in rendered],
+        columns={**kept.columns, "spans": [one.spans for one in rendered]},
+    )
+
+
+def _first_ones(
+    ranges: list[ByteRange], found: Iterator[Documents], most_documents: int
+) -> Iterator[Documents]:
+    """Yield the batches up to the last document of a trial, which accounts for all bytes behind it, too."""
+    num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
+    for documents in found:
+        if num_left == 0:  # a trial of no document of this shard
+            nothing = documents.only(np.empty(0, np.int64))
+            yield dataclasses.replace(nothing, num_lines=0, num_bytes=bytes_left, bad=[], filtered=[])
+            return
+        if len(documents.texts) >= num_left:
+            yield documents.beginning(num_left, bytes_left)
+            return
+        num_left -= len(documents.texts)
+        bytes_left -= documents.num_bytes
+        yield documents
+
+
+def without(found: Iterable[Documents], numbers: Numbers) -> Iterator[Documents]:
+    """Leave out some documents, by their numbers, ascending; as if the input had not their lines."""
     num_documents = num_gone = 0
-    for item in items:
-        if isinstance(item, LongDocument):
-            found = item.text_bytes(can_be_cut=can_be_cut)
-            is_document = found != 0 and not isinstance(found, BadDocument)
-            is_gone = is_document and num_documents in numbers
-            place = dataclasses.replace(item.place, line=item.place.line - num_gone)
-            yield no_documents(place) if is_gone else dataclasses.replace(item, place=place)
-            num_documents, num_gone = num_documents + is_document, num_gone + is_gone
-            continue
-        gone = np.isin(num_documents + np.arange(len(item.texts)), numbers)
-        kept, gone_lines = item.only(np.flatnonzero(~gone)), item.lines[gone]
-        bad = [(one, one.line - int(np.searchsorted(gone_lines, one.line))) for one in item.bad]
+    for documents in found:
+        gone = np.isin(num_documents + np.arange(len(documents.texts)), numbers)
+        kept, gone_lines = documents.only(np.flatnonzero(~gone)), documents.lines[gone]
+        bad = [(one, one.line - int(np.searchsorted(gone_lines, one.line))) for one in documents.bad]
         yield dataclasses.replace(
             kept,
             lines=kept.lines - num_gone - np.searchsorted(gone_lines, kept.lines),
-            first_line=item.first_line - num_gone,
-            num_lines=item.num_lines - len(gone_lines),
+            first_line=documents.first_line - num_gone,
+            num_lines=documents.num_lines - len(gone_lines),
             bad=[dataclasses.replace(one, line=line - num_gone) for one, line in bad],
         )
         num_documents, num_gone = num_documents + len(gone), num_gone + len(gone_lines)
 
 
-def starts_in(file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading) -> list[Start | None]:
-    """See ``Format.starts``; a format that the registry knows as whole is not asked."""
+def starts_in(
+    file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
+) -> list[Start | None]:
+    """Answer ``Format.starts``; a format that the registry knows as whole is not asked."""
     if not input_kind(file.path.name).format.cut_at:
         return starts_among((), file, stretches)
-    return format_of(file.path.name).starts(file, stretches, reading)
+    return format_of(file.path.name).starts(file, stretches, options)
 
 
 def format_of(name: str) -> Format:
@@ -129,92 +325,3 @@ def load_libraries(names: Iterable[str]) -> None:
         format_of(name)
         if kind.compression == ".zst":
             load_zstd()
-
-
-def _conversations(
-    item: DocumentBatch | LongDocument, template: ChatTemplate, names: Mapping[int, str]
-) -> DocumentBatch:
-    if isinstance(item, LongDocument):
-        why = UnusableText("too_long", f"its messages have more than {LONG_BYTES} bytes")
-        return one_left_out(item.place, why)
-    if not item.texts:
-        return item
-    try:
-        found = render_conversations(template, item.texts)
-    except TooCostly as error:
-        place = place_text(names[item.input_number], int(item.input_offsets[error.number]))
-        raise BadInput(
-            f"{error}, for the conversation of {place}; change that conversation, or plan anew with another "
-            "template as --chat_template_file"
-        ) from None
-    batch, rendered = item.sorted_out(found)
-    return dataclasses.replace(
-        batch,
-        texts=[one.text for one in rendered],
-        spans=[one.spans for one in rendered],
-        conversations=batch.texts,
-    )
-
-
-def _items(
-    ranges: list[ByteRange], reading: Reading, digest: hashlib._Hash | None
-) -> Iterator[DocumentBatch | LongDocument]:
-    line = 0
-    for part in ranges:
-        reader = RangeReader(part, digest)
-        for item in format_of(part.path.name).read(reader, reading, line):
-            line += item.num_lines
-            yield item
-        reader.hash_rest()
-        # Where all bytes were hashed as they were read, the hash tells, and a touch does no harm.
-        if digest is None or not input_kind(part.path.name).is_in_bytes:
-            reader.file.check_unchanged()
-
-
-def _changed(item: DocumentBatch | LongDocument, changes: PlanOptions) -> DocumentBatch | LongDocument:
-    """The same with the user's changes done to its texts; a long document is held whole for them."""
-    if isinstance(item, DocumentBatch):
-        texts = (change_text(text, changes) for text in item.texts)
-        if item.keeps_space:
-            texts = (text.strip() if isinstance(text, str) else text for text in texts)
-        batch, changed = item.sorted_out(texts)
-        return dataclasses.replace(batch, texts=changed)
-    place = item.place
-    if item.held is None and place.end - place.start > MOST_HELD_BYTES:
-        why = UnusableText("too_long", f"it has more than {MOST_HELD_BYTES} bytes to be changed")
-        return one_left_out(place, why)
-    try:
-        text = change_text("".join(item.text()), changes)
-    except UnicodeDecodeError as error:
-        return dataclasses.replace(no_documents(place), num_lines=1, bad=[place.undecodable(error)])
-    return dataclasses.replace(item, held=text) if isinstance(text, str) else one_left_out(place, text)
-
-
-def _first_ones(
-    ranges: list[ByteRange], items: Iterator[DocumentBatch | LongDocument], most_documents: int
-) -> Iterator[DocumentBatch | LongDocument]:
-    """The items up to the last document of a trial, which accounts for all bytes behind it, too."""
-    num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
-    if not num_left and ranges:
-        place = RangeReader(ranges[0], None).place(0, line=0)
-        yield no_documents(dataclasses.replace(place, num_bytes=bytes_left))
-        return
-    for item in items:
-        num_documents = 1 if isinstance(item, LongDocument) else len(item.texts)
-        if num_documents < num_left:
-            num_left -= num_documents
-            bytes_left -= item.num_bytes
-            yield item
-        elif isinstance(item, LongDocument):
-            yield dataclasses.replace(item, place=dataclasses.replace(item.place, num_bytes=bytes_left))
-            return
-        else:
-            end = int(item.lines[num_left - 1]) + 1  # of the lines
-            yield dataclasses.replace(
-                item.only(np.arange(num_left)),
-                num_lines=end - item.first_line,
-                num_bytes=bytes_left,
-                bad=[one for one in item.bad if one.line < end],
-                filtered=[line for line in item.filtered if line < end],
-            )
-            return

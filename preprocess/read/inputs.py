@@ -1,4 +1,4 @@
-"""An input file: how it is opened and read, and where in it a document lies.
+"""An input file: how it is opened and read.
 
 Each file is opened once and read by position, and is looked at again at the end: one that was written to
 meanwhile is refused. Its stamp at planning is its size, its mtime and a hash of 3 x 64 KiB.
@@ -11,11 +11,9 @@ import functools
 import hashlib
 import mmap
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.read.text_fields import UnusableText
 from shardprep.errors import BadInput, BrokenShard, NotFound, ReadWriteError, Refused
 from shardprep.files import ReadFile, with_retries
 from shardprep.format.plan import ByteRange
@@ -160,53 +158,6 @@ def unreadable(file: OpenInput, why: str) -> BadInput:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one document, or several that follow each other, lie in an input file.
-
-    ``start`` and ``end`` (not included) are bytes of the file; bytes of its text where it is compressed; rows
-    where it has rows.
-    """
-
-    file: OpenInput
-    input_number: int  # position of the file in the plan
-    start: int
-    end: int
-    line: int  # of the first document, in the shard, from 0
-    codec: str = "utf-8"  # without a byte order mark
-    num_bytes: int  # of input that it accounts for, a byte order mark included
-    keeps_space: bool = False  # of lines, ASCII white space alone is stripped here
-
-    def left_out(self, why: UnusableText, named: str = "") -> BadDocument:
-        return BadDocument(
-            source=self.input_number,
-            source_offset=self.start,
-            num_bytes=self.end - self.start,
-            line=self.line,
-            reason=why.reason,
-            detail=why.detail,
-            named=named,
-        )
-
-    def undecodable(self, error: UnicodeDecodeError) -> BadDocument:
-        """The same for one that raised ``error``, whose ``start`` is a byte of the file."""
-        detail = f"byte {error.start} is not {self.codec}: {error.reason}"
-        return self.left_out(UnusableText("undecodable", detail))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadDocument:
-    """A document that is left out. All fields but ``named`` are those of a line of the quarantine file."""
-
-    source: int  # position of the input file in the plan; the quarantine file names it
-    source_offset: int
-    num_bytes: int
-    line: int
-    reason: str
-    detail: str
-    named: str = ""  # the source that its record names; "": the file's
-
-
 def open_part(part: ByteRange) -> OpenInput:
     """Open the file of a part; one that was planned must still be what it was.
 
@@ -262,18 +213,6 @@ class RangeReader:
         """Hash what was not read, if the range is hashed at all."""
         while self._digest is not None and self._num_hashed < self.part.end:
             self.read(self._num_hashed, min(self._num_hashed + HASH_BYTES, self.part.end))
-
-    def place(self, start: int, line: int) -> Place:
-        """Return where the range's documents begin; it accounts for the whole range."""
-        part = self.part
-        return Place(
-            file=self.file,
-            input_number=part.input_number,
-            start=start,
-            end=start,
-            line=line,
-            num_bytes=part.end - part.start,
-        )
 
 
 def sample_sha256(file: OpenInput) -> str:

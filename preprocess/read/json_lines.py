@@ -17,24 +17,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
-from preprocess.read.compression import LineFormat
-from preprocess.read.format import DocumentBatch, Inspected, Reading
-from preprocess.read.inputs import OpenInput, Place, RangeReader
-from preprocess.read.lines import Records, first_newline, line_blocks_of, line_documents, line_starts
-from preprocess.read.long_documents import LongDocument
-from preprocess.read.text_fields import (
-    FieldPath,
-    MessageFields,
-    TextFields,
-    UnusableText,
-    value_at,
-)
+from preprocess.read.compressed import LineFormat
+from preprocess.read.format import Inspected, Records, texts_of
+from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.lines import LineEnds, Numbers, Texts, line_blocks, line_records
+from preprocess.read.text_fields import FieldPath, MessageFields, TextFields, UnusableText, value_at
 from shardprep.console import quoted
 from shardprep.errors import BadInput
-from shardprep.format.checked_json import MAX_JSON_DEPTH, is_too_deep
+from shardprep.format.json_files import MAX_JSON_DEPTH, is_too_deep
+from shardprep.format.options import PlanOptions
 
 _HEAD_BYTES = 4 << 10
 _MARK = b"\xef\xbb\xbf"
@@ -44,25 +37,23 @@ _BLANK = b" \t\r\n"
 class JsonLines(LineFormat):
     """``.jsonl``."""
 
-    first_line_end = staticmethod(first_newline)
+    line_ends = LineEnds(with_cr=False)
 
     def read(
-        self, reader: RangeReader, reading: Reading, line: int
-    ) -> Iterator[DocumentBatch | LongDocument]:
-        start, pieces = self.text_of_part(reader, reading)
-        blocks = line_blocks_of(pieces, start, lambda data: data.rfind(b"\n") + 1)
-        starts_of = functools.partial(line_starts, codec=None)
-        read = functools.partial(_records, reading.fields)
-        yield from line_documents(blocks, reader.place(start, line), reading.batch_bytes, starts_of, read)
+        self, reader: RangeReader, options: PlanOptions, fields: TextFields, batch_bytes: int
+    ) -> Iterator[Records]:
+        start, pieces = self.text_of_part(reader, options, batch_bytes)
+        blocks = line_blocks(pieces, start, self.line_ends)
+        yield from line_records(blocks, self.line_ends, batch_bytes, functools.partial(_texts_of, fields))
 
 
 class JsonFile(JsonLines):
     """``.json``, which has often one list in it."""
 
-    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         if self.compression is None:
             self.check_beginning(file, file.read(0, min(file.stamp.num_bytes, _HEAD_BYTES)))
-        return super().inspect(file, reading)
+        return super().inspect(file, options)
 
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
         if text.removeprefix(_MARK).lstrip(_BLANK).startswith(b"["):
@@ -79,14 +70,15 @@ class JsonFile(JsonLines):
             )
 
 
-def _records(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Records:
-    """What whole lines that lie at ``place`` hold; "" for a blank line."""
+def _texts_of(
+    fields: TextFields, block: bytes, starts: Numbers, at: int
+) -> tuple[Texts, dict[str, list[str]]]:
+    """What whole lines hold, the first of which begins at byte ``at`` of the file; "" for a blank line."""
     lines = block.split(b"\n")
     del lines[len(starts) :]
-    if place.start == 0:
+    if at == 0:
         lines[0] = lines[0].removeprefix(_MARK)
     loads, name = orjson.loads, fields.plain_name
-    records: list[Any]
     has_long = int(np.diff(starts, append=len(block)).max(initial=0)) > 2 * MAX_JSON_DEPTH
     has_deep = has_long and any(map(is_too_deep, lines))
     if not has_deep and _names_each_once(block, len(lines), fields):
@@ -95,19 +87,16 @@ def _records(fields: TextFields, block: bytes, starts: npt.NDArray[np.int64], pl
                 # No object lives on: thousands of them at once would start the garbage collector.
                 found = [loads(line)[name] for line in lines]
                 if {str}.issuperset(map(type, found)):
-                    return Records(found)
+                    return texts_of(found), {}
             else:
                 records = list(map(loads, lines))
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
                 others = _others(records, fields)
                 if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
-                    return Records(texts, fields.told(others))
-    records, texts = [], []
-    for line in lines:
-        record, text = _record_of(line, fields)
-        records.append(record)
-        texts.append(text)
-    return Records(texts, fields.told(_others(records, fields)))
+                    return texts_of(texts), fields.columns(others)
+    pairs = [_record_of(line, fields) for line in lines]
+    others = _others([record for record, _ in pairs], fields)
+    return texts_of([text for _, text in pairs]), fields.columns(others)
 
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:

@@ -1,88 +1,79 @@
-r"""Line ends of every encoding, and streams of text cut into blocks of whole lines.
+r"""Line ends, and streams of text cut into blocks of whole lines.
 
-Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python reads them; those of JSON at ``\n``.
-Memory is bounded however long a line is.
+Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python's text mode reads them; those of JSON at
+``\n``. Every encoding that is read has these ends as single bytes. Memory is bounded however long a line is.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read import long_documents
-from preprocess.read.format import (
-    SHORT_LINE_BYTES,
-    DocumentBatch,
-    RecordBlock,
-    batches_of,
-    no_documents,
-    one_left_out,
-    too_long,
-)
-from preprocess.read.inputs import OpenInput, Place
-from preprocess.read.long_documents import LongDocument
-from preprocess.read.text_fields import TOLD_NOTHING, Told, UnusableText
+from preprocess.read.format import MOST_DOCUMENT_BYTES, SHORT_LINE_BYTES, Records, no_records, too_long
+from preprocess.read.inputs import OpenInput
+from preprocess.read.text_fields import UnusableText
+
+Numbers = npt.NDArray[np.int64]
+_FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 << 20
 
 
 class TextPiece(NamedTuple):
+    """Bytes of a file's text, at most MOST_DOCUMENT_BYTES, and the file's bytes that were read for them."""
+
     data: bytes
     num_bytes: int
 
 
-_FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 << 20
+class LineBlock(NamedTuple):
+    """Whole lines that follow each other, or one line that is too long to be held."""
 
-FirstLineEnd = Callable[[bytes, bool], "int | None"]
-"""(bytes, whether nothing follows) -> bytes up to and with the first line end; None where it is not sure."""
-
-
-def codec_of(head: bytes, encoding: str) -> tuple[str, int]:
-    """The codec of a file without any byte order mark, and the mark's bytes. ``head``: its first 4."""
-    if encoding == "utf-8-sig":
-        return "utf-8", 3 * head.startswith(b"\xef\xbb\xbf")
-    if encoding not in ("utf-16", "utf-32"):
-        return encoding, 0
-    unit = 2 if encoding == "utf-16" else 4
-    for codec in (f"{encoding}-le", f"{encoding}-be"):
-        if head[:unit] == "\ufeff".encode(codec):
-            return codec, unit
-    return f"{encoding}-le", 0
+    start: int  # byte of the text
+    size: int  # bytes of text
+    data: bytes | None  # None: it is one line that is too long
+    num_bytes: int  # of the file that were read for it
 
 
-def code_units(block: bytes, codec: str) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """A block as the code units of its codec; a last half of one is left out."""
-    num_bytes = 2 if codec.startswith("utf-16") else 4 if codec.startswith("utf-32") else 1
-    order = ">" if codec.endswith("-be") else "<"
-    return np.frombuffer(block, f"{order}u{num_bytes}", len(block) // num_bytes)
+class LineEnds:
+    r"""Where lines end: at ``\n`` alone, or also at ``\r`` and ``\r\n`` (``with_cr``)."""
+
+    def __init__(self, *, with_cr: bool) -> None:
+        self.with_cr = with_cr
+
+    def first(self, block: bytes, *, is_last: bool = False) -> int:
+        r"""Return the bytes up to and with the first line end; 0 where it is not sure.
+
+        A ``\r`` at the very end may be half of a line end, unless the block is the text's last.
+        """
+        newline = block.find(b"\n") + 1
+        if not self.with_cr:
+            return newline
+        cr = block.find(b"\r", 0, newline or len(block)) + 1
+        if not cr or cr + 1 == newline:
+            return newline
+        return cr if cr < len(block) or is_last else 0
+
+    def last(self, block: bytes) -> int:
+        r"""Return the bytes up to and with the last line end that is sure; 0 for none."""
+        newline = block.rfind(b"\n")
+        return (max(newline, block.rfind(b"\r", 0, -1)) if self.with_cr else newline) + 1
+
+    def starts(self, block: bytes) -> Numbers:
+        """Return where each line of a block of whole lines starts in it."""
+        letters = np.frombuffer(block, np.uint8)
+        is_end = letters == 10
+        if self.with_cr and b"\r" in block:
+            is_cr = letters == 13
+            is_cr[:-1] &= ~is_end[1:]
+            is_end |= is_cr
+        starts = np.concatenate(([0], np.flatnonzero(is_end) + 1))
+        return starts[:-1] if starts[-1] == len(block) else starts
 
 
-def last_line_end(block: bytes, codec: str) -> int:
-    """Bytes of a block up to and with its last line end; a ``\\r`` at its very end may be half of one."""
-    units = code_units(block, codec)
-    if units.itemsize == 1:
-        return max(block.rfind(b"\n"), block.rfind(b"\r", 0, -1)) + 1
-    ends = np.flatnonzero((units == 10) | (units == 13))
-    if len(ends) and ends[-1] == len(units) - 1 and units[-1] == 13:
-        ends = ends[:-1]
-    return (int(ends[-1]) + 1) * units.itemsize if len(ends) else 0
-
-
-def line_starts(block: bytes, codec: str | None) -> npt.NDArray[np.int64]:
-    """Byte of each line's start in a block of whole lines; without a codec they end at ``\\n`` alone."""
-    units = code_units(block, codec or "utf-8")
-    is_end = units == 10
-    if codec and (carriage_return := units == 13).any():
-        carriage_return[:-1] &= ~is_end[1:]
-        is_end |= carriage_return
-    starts = np.concatenate(([0], np.flatnonzero(is_end) + 1)) * units.itemsize
-    return starts[:-1] if starts[-1] == len(block) else starts
-
-
-def first_line_start(file: OpenInput, offset: int, end: int, line_end_of: FirstLineEnd) -> int | None:
+def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds) -> int | None:
     """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
 
     None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 16 KiB
@@ -101,8 +92,7 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_end_of: FirstL
         if not block:
             break
         is_last = position + len(block) >= size
-        line_end = line_end_of(block, is_last)
-        if line_end is not None:
+        if line_end := line_ends.first(block, is_last=is_last):
             return position + line_end
         # A last \r may be half of a line end: it is read again with what follows.
         position += len(block) - (block.endswith(b"\r") and not is_last)
@@ -110,157 +100,90 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_end_of: FirstL
     return None if position < size else size
 
 
-def first_line_end(block: bytes, is_last: bool) -> int | None:
-    """Bytes up to and with the first line end; None where there is none, or it may go on behind the block."""
-    newline = block.find(b"\n")
-    carriage_return = block.find(b"\r", 0, newline if newline >= 0 else len(block))
-    if carriage_return < 0 or carriage_return + 1 == newline:
-        return newline + 1 if newline >= 0 else None
-    if carriage_return + 1 < len(block) or is_last:
-        return carriage_return + 1
-    return None
+def line_blocks(pieces: Iterator[TextPiece], start: int, line_ends: LineEnds) -> Iterator[LineBlock]:
+    """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
+
+    A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
+    read behind the last one. How the stream is cut into pieces changes no line.
+    """
+    begun: list[bytes] = []  # pieces of a line that goes on; none where it is too long
+    num_begun = num_bytes = 0
+    for data, num_read in _whole_line_ends(pieces, line_ends):
+        num_bytes += num_read
+        cut = line_ends.last(data)
+        if data.endswith(b"\r") and line_ends.with_cr:
+            cut = len(data)  # nothing follows that would make it half of a line end
+        if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
+            # The line that goes on here may be too long, those behind it are not.
+            first = line_ends.first(data) or cut
+            size = num_begun + first
+            whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
+            yield LineBlock(start, size, whole, 0)
+            start, begun, num_begun = start + size, [], 0
+            data, cut = data[first:], cut - first
+        if cut:
+            yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)
+            start, begun, num_begun, num_bytes = start + num_begun + cut, [], 0, 0
+        begun.append(data[cut:])
+        num_begun += len(data) - cut
+        if num_begun > MOST_DOCUMENT_BYTES:
+            begun = []
+    if num_begun > MOST_DOCUMENT_BYTES:
+        yield LineBlock(start, num_begun, None, num_bytes)
+    elif num_begun or num_bytes:
+        yield LineBlock(start, num_begun, b"".join(begun), num_bytes)
 
 
-def first_newline(block: bytes, is_last: bool) -> int | None:  # noqa: ARG001
-    """Bytes up to and with the first ``\\n``; a FirstLineEnd."""
-    return block.find(b"\n") + 1 or None
+def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:
+    r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
+    kept = b""
+    for data, num_bytes in pieces:
+        joined = kept + data
+        kept = b"\r" if line_ends.with_cr and joined.endswith(b"\r") else b""
+        yield TextPiece(joined[: len(joined) - len(kept)], num_bytes)
+    if kept:
+        yield TextPiece(kept, 0)
 
 
-class LineBlock(NamedTuple):
-    """Whole lines that follow each other, or one line that is too long to be held."""
-
-    start: int  # byte of the text
-    size: int  # bytes of text
-    data: bytes | None  # None: it is one line that is too long to be held
-    num_bytes: int  # of the file that were read for it
+Texts = list[bytes | UnusableText]
 
 
-class Records(NamedTuple):
-    """Of each line the text, or why it has none, and what else they tell."""
-
-    texts: Sequence[str | UnusableText]
-    told: Told = TOLD_NOTHING
-
-
-def line_documents(
+def line_records(
     blocks: Iterator[LineBlock],
-    place: Place,
+    line_ends: LineEnds,
     batch_bytes: int,
-    starts_of: Callable[[bytes], npt.NDArray[np.int64]],
-    records_of: Callable[[bytes, npt.NDArray[np.int64], Place], Records],
-    *,
-    is_text: bool = False,
-    can_be_read_again: bool = False,
-) -> Iterator[DocumentBatch | LongDocument]:
-    """The documents of blocks of lines, the first of which has the number of ``place``.
+    texts_of: Callable[[bytes, Numbers, int], tuple[Texts, dict[str, list[str]]]],
+) -> Iterator[Records]:
+    """Yield the records of blocks of lines.
 
-    ``records_of`` reads whole lines, given the byte where each starts in them and their place. Each line may
-    become two headers and two blocks of a tar, 2 KiB however short it is: so as many are read at once as a
-    batch's share of memory allows for (see resources.py).
+    ``texts_of`` reads whole lines, given where each starts in them, and the byte of the text where the first
+    one starts: their texts, and what they tell beside them. Each line may become two headers and two blocks
+    of a tar, 2 KiB however short it is: so as many are read at once as a batch's share of memory allows for
+    (see resources.py).
     """
     most = max(1, batch_bytes // SHORT_LINE_BYTES)
     for block in blocks:
-        where = dataclasses.replace(
-            place, start=block.start, end=block.start + block.size, num_bytes=block.num_bytes
-        )
         if block.data is None:
-            yield (
-                LongDocument(place=where) if can_be_read_again else one_left_out(where, too_long("the line"))
+            yield Records(
+                texts=[too_long("the line")],
+                starts=np.array([block.start]),
+                sizes=np.array([block.size]),
+                num_bytes=block.num_bytes,
             )
-            place = dataclasses.replace(place, line=place.line + 1)
             continue
-        if not block.data:
-            yield no_documents(where)
-            continue
-        starts, num_bytes = starts_of(block.data), block.num_bytes
-        firsts = range(0, len(starts), most)
-        for first, (begin, end) in zip(
-            firsts, itertools.pairwise([*starts[::most], len(block.data)]), strict=True
-        ):
-            data, own = block.data[begin:end], starts[first : first + most] - begin
-            where = dataclasses.replace(place, start=block.start + int(begin), num_bytes=0)
-            found = records_of(data, own, where)
-            records = RecordBlock(
-                texts=found.texts,
-                starts=own + where.start,
+        num_bytes, starts = block.num_bytes, line_ends.starts(block.data)
+        if not len(starts):
+            yield no_records(num_bytes)
+        bounds = [*starts[::most].tolist(), len(block.data)]
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            own = starts[number * most : (number + 1) * most] - begin
+            data = block.data[begin:end]
+            texts, columns = texts_of(data, own, block.start + begin)
+            yield Records(
+                texts=texts,
+                starts=own + (block.start + begin),
                 sizes=np.diff(own, append=len(data)),
                 num_bytes=num_bytes,
-                told=found.told,
-                is_text=is_text,
+                columns=columns,
             )
-            yield from batches_of(records, where)
-            num_bytes, place = 0, dataclasses.replace(place, line=place.line + len(own))
-
-
-def line_blocks_of(
-    pieces: Iterator[TextPiece],
-    start: int,
-    last_line_end: Callable[[bytes], int],
-    carriage_return: bytes = b"",
-    most_bytes: int | None = None,
-) -> Iterator[LineBlock]:
-    """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
-
-    ``last_line_end`` gives the bytes up to the last line end that is sure: a ``\\r`` at the very end may be
-    half of one. ``carriage_return`` is the codec's, where it ends lines. A line of more than ``most_bytes``
-    (MOST_HELD_BYTES) is not held. At the end stands a block without lines, for what was read behind the last
-    one. How the stream is cut into pieces changes no line.
-    """
-    most = long_documents.MOST_HELD_BYTES if most_bytes is None else most_bytes
-    held: list[bytes] = []  # the beginning of a line
-    num_held, num_bytes, is_too_long = 0, 0, False
-    for data, num_read in _whole_line_ends(_small_pieces(pieces), carriage_return):
-        num_bytes += num_read
-        ends_here = carriage_return and data.endswith(carriage_return)
-        cut = len(data) if ends_here else last_line_end(data)
-        if cut and num_held and num_held + cut > most:
-            first = _first_cut(data, last_line_end) or cut
-            is_too_long = num_held + first > most
-        if cut and is_too_long:
-            yield LineBlock(start, num_held + first, None, 0)
-            start, held, num_held, is_too_long = start + num_held + first, [], 0, False
-            data, cut = data[first:], cut - first
-        if cut:
-            held.append(data[:cut])
-            yield LineBlock(start, num_held + cut, b"".join(held), num_bytes)
-            start, held, num_held, num_bytes = start + num_held + cut, [], 0, 0
-        num_held += len(data) - cut
-        held = [] if is_too_long else [*held, data[cut:]]
-        if num_held > most:
-            is_too_long, held = True, []
-    if num_held:
-        yield LineBlock(start, num_held, None if is_too_long else b"".join(held), num_bytes)
-    elif num_bytes:
-        yield LineBlock(start, 0, b"", num_bytes)
-
-
-def _small_pieces(pieces: Iterator[TextPiece]) -> Iterator[TextPiece]:
-    """The same stream in pieces below MOST_HELD_BYTES: 16 KiB of zstd may give half a gigabyte."""
-    # A \r and a part of a unit may be kept back and come with the next piece.
-    most = long_documents.MOST_HELD_BYTES - 8
-    for data, num_bytes in pieces:
-        for begin in range(0, max(1, len(data)), most):
-            yield TextPiece(data[begin : begin + most], 0 if begin else num_bytes)
-
-
-def _whole_line_ends(pieces: Iterator[TextPiece], carriage_return: bytes) -> Iterator[TextPiece]:
-    """The same stream in pieces of whole code units; a ``\\r`` at the end of one is a whole line end."""
-    unit, kept = max(1, len(carriage_return)), b""
-    for data, num_bytes in pieces:
-        joined = kept + data
-        cut = len(joined) // unit * unit
-        if carriage_return and joined.endswith(carriage_return, 0, cut):
-            cut -= unit
-        kept = joined[cut:]
-        yield TextPiece(joined[:cut], num_bytes)
-    for part in filter(None, (kept[:unit], kept[unit:])):  # behind a \r may stand a part of a unit
-        yield TextPiece(part, 0)
-
-
-def _first_cut(data: bytes, last_line_end: Callable[[bytes], int]) -> int:
-    """Bytes up to and with the first line end that is sure, of any kind, by halving; 0 for none."""
-    low, high = 0, len(data)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if last_line_end(data[:middle]) else (middle, high)
-    return last_line_end(data[:high])
+            num_bytes = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,14 +13,14 @@ from preprocess.read.columns import (
     column_names,
     fields_in,
     refused_by_name,
-    row_documents,
+    row_records,
     rows_at_once,
 )
-from preprocess.read.format import DocumentBatch, Inspected, Reading, Start, no_documents, starts_among
+from preprocess.read.format import Inspected, Records, Start, no_records, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader
-from preprocess.read.long_documents import LongDocument
-from preprocess.read.text_fields import TextFields
+from preprocess.read.text_fields import TextFields, text_fields_of
 from shardprep.errors import BadInput
+from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
 
 _BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is held whole
@@ -31,49 +30,50 @@ _SIGNATURE_BYTES = 28  # behind the footer of a file whose columns are encrypted
 class Parquet:
     """``.parquet``."""
 
-    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput where the footer is broken, or a column of the text is missing."""
         if not file.stamp.num_bytes:
             return Inspected(text_bytes=0, is_whole=True)
-        table, stream, fields = _open(file, reading.fields)
+        table, stream, fields = _open(file, text_fields_of(options))
         with refused_by_name(file, "Parquet", stream):
             groups = range(table.metadata.num_row_groups)
             text_bytes = sum(_text_bytes(table.metadata, group, fields) for group in groups)
         return Inspected(text_bytes=text_bytes, is_whole=False)
 
     def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
     ) -> list[Start | None]:
         places: list[int] = []
         if file.stamp.num_bytes:
-            table, stream, _ = _open(file, reading.fields)
+            table, stream, _ = _open(file, text_fields_of(options))
             with refused_by_name(file, "Parquet", stream):
                 places = [start for start, _ in _row_groups(table)[1:]]
         return starts_among(map(Start, places), file, stretches)
 
     def read(
-        self, reader: RangeReader, reading: Reading, line: int
-    ) -> Iterator[DocumentBatch | LongDocument]:
+        self,
+        reader: RangeReader,
+        options: PlanOptions,  # noqa: ARG002 - the fields say it all
+        fields: TextFields,
+        batch_bytes: int,
+    ) -> Iterator[Records]:
         file, part = reader.file, reader.part
-        place = reader.place(0, line)
-        num_left = place.num_bytes
+        num_left = part.end - part.start
         reader.hash_rest()
         if not file.stamp.num_bytes:
             return
-        table, stream, fields = _open(file, reading.fields)
-        reading = dataclasses.replace(reading, fields=fields)
+        table, stream, fields = _open(file, fields)
         with refused_by_name(file, "Parquet", stream):
             groups = [each for each in _row_groups(table) if each[0] < part.end]
             before = [number for start, numbers in groups if start < part.start for number in numbers]
             own = [(start, numbers) for start, numbers in groups if start >= part.start]
             first_row = sum(table.metadata.row_group(number).num_rows for number in before)
-            where = dataclasses.replace(place, start=first_row, end=first_row)
-            for item in row_documents(_batches(table, own, part, reading), where, reading):
-                line += item.num_lines
-                num_left -= item.num_bytes
-                yield item
+            batches = _batches(table, own, part, fields, batch_bytes)
+            for records in row_records(batches, first_row, fields, batch_bytes):
+                num_left -= records.num_bytes
+                yield records
         if num_left:  # of row groups without rows, or of no row group
-            yield no_documents(dataclasses.replace(place, line=line, num_bytes=num_left))
+            yield no_records(num_left)
 
 
 def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
@@ -138,18 +138,18 @@ def _text_bytes(metadata: Any, group: int, fields: TextFields) -> int:
 
 
 def _batches(
-    table: Any, groups: list[tuple[int, list[int]]], part: ByteRange, reading: Reading
+    table: Any, groups: list[tuple[int, list[int]]], part: ByteRange, fields: TextFields, batch_bytes: int
 ) -> Iterator[tuple[Any, int]]:
     """The record batches of row groups; each group's last one accounts for all bytes of it."""
     bounds = itertools.pairwise([part.start, *(start for start, _ in groups[1:]), part.end])
     for (_, numbers), (begin, end) in zip(groups, bounds, strict=False):
         expected = sum(table.metadata.row_group(number).num_rows for number in numbers)
-        num_bytes = sum(_text_bytes(table.metadata, number, reading.fields) for number in numbers)
+        num_bytes = sum(_text_bytes(table.metadata, number, fields) for number in numbers)
         num_rows, num_told = 0, 0
         for batch in table.iter_batches(
-            batch_size=rows_at_once(expected, num_bytes, reading.batch_bytes),
+            batch_size=rows_at_once(expected, num_bytes, batch_bytes),
             row_groups=numbers,
-            columns=column_names(reading.fields),
+            columns=column_names(fields),
             use_threads=False,
         ):
             num_rows += batch.num_rows

@@ -8,7 +8,7 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardprep.errors import UsageError
 from shardprep.format.options import PlanOptions
@@ -26,16 +26,6 @@ class UnusableText:
 
 
 _MISSING = object()
-
-
-class Told(NamedTuple):
-    """What records tell beside their texts: of each its id and its source."""
-
-    ids: list[str] | None = None
-    sources: list[str] | None = None
-
-
-TOLD_NOTHING = Told()
 
 
 class TextFields:
@@ -85,12 +75,13 @@ class TextFields:
         """All fields that have to be read, each once."""
         return list(dict.fromkeys((*self.text_paths, *self.other_paths)))
 
-    def told(self, values: Mapping[FieldPath, Sequence[Any]]) -> Told:
-        """What records tell beside their texts, given the values of each of ``other_paths``."""
-        ids, sources = (
-            list(map(name_of, values[path])) if path else None for path in (self.id_path, self.source_path)
-        )
-        return Told(ids, sources)
+    def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[str]]:
+        """What records tell beside their texts: "id" and "source" of each, where a field of it was named.
+
+        ``values``: those of each of ``other_paths``.
+        """
+        named = {"id": self.id_path, "source": self.source_path}
+        return {name: list(map(name_of, values[path])) for name, path in named.items() if path}
 
     def text(self, record: Any) -> str | UnusableText:
         if not isinstance(record, dict):

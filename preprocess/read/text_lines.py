@@ -1,128 +1,113 @@
 """Plain text: a document is a line, or a whole file. Compressed text, too.
 
-A part is read in blocks of whole lines, as bytes; a block is decoded whole and split into lines. Only where
-it cannot be decoded are its lines decoded one by one, to find the bad ones. A document of more than 4 MiB is
-not read here: it comes as a LongDocument, which says where it lies. Compressed text cannot be read twice, so
-there it is held.
+A part is read in blocks of whole lines, as bytes. Where a block is UTF-8, and it nearly always is, its lines
+are split at once. The lines of any other block are decoded one by one.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import functools
 import itertools
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-from preprocess.read import lines, long_documents
-from preprocess.read.compression import LineFormat
-from preprocess.read.format import DocumentBatch, Reading, RecordBlock, batches_of, one_left_out, too_long
-from preprocess.read.inputs import Place, RangeReader
-from preprocess.read.lines import Records, TextPiece, codec_of
-from preprocess.read.long_documents import LongDocument
-from preprocess.read.text_fields import UnusableText
+from preprocess.read.compressed import LineFormat
+from preprocess.read.format import MOST_DOCUMENT_BYTES, Records, too_long
+from preprocess.read.inputs import RangeReader
+from preprocess.read.lines import LineEnds, Numbers, TextPiece, Texts, line_blocks, line_records
+from preprocess.read.text_fields import TextFields, UnusableText
+from shardprep.format.options import PlanOptions
+
+_MARK = b"\xef\xbb\xbf"
+# Which white space of ``str.strip`` ``bytes.strip`` leaves: by code point, all below 0x10000.
+_IS_WIDE_SPACE = np.zeros(0x10000, np.bool_)
+_IS_WIDE_SPACE[0x80:0x3001] = [chr(point).isspace() for point in range(0x80, 0x3001)]
+_IS_WIDE_SPACE[0x1C:0x20] = True
 
 
 class TextLines(LineFormat):
     """``.txt``."""
 
-    def can_be_split(self, reading: Reading) -> bool:
-        """Not where a document is a whole file, and not in UTF-16/32."""
-        return reading.doc == "line" and not reading.encoding.startswith(("utf-16", "utf-32"))
+    line_ends = LineEnds(with_cr=True)
+
+    def can_be_split(self, options: PlanOptions) -> bool:
+        """Not where a document is a whole file."""
+        return options.doc == "line"
 
     def read(
-        self, reader: RangeReader, reading: Reading, line: int
-    ) -> Iterator[DocumentBatch | LongDocument]:
+        self,
+        reader: RangeReader,
+        options: PlanOptions,
+        fields: TextFields,  # noqa: ARG002 - lines have none
+        batch_bytes: int,
+    ) -> Iterator[Records]:
         """A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
-        part = reader.part
-        start, pieces = self.text_of_part(reader, reading)
-        codec, num_mark_bytes = codec_of(b"", reading.encoding)
-        if part.start == 0:
-            codec, num_mark_bytes, pieces = _without_mark(pieces, reading.encoding)
-        place = dataclasses.replace(
-            reader.place(start + num_mark_bytes, line), codec=codec, keeps_space=reading.keeps_space
-        )
-        is_plain = self.compression is None
-        if reading.doc == "line":
-            blocks = lines.line_blocks_of(
-                pieces,
-                place.start,
-                lambda data: lines.last_line_end(data, codec),
-                "\r".encode(codec),
-                long_documents.LONG_BYTES if is_plain else None,
-            )
-            yield from lines.line_documents(
-                blocks,
-                place,
-                reading.batch_bytes,
-                lambda data: lines.line_starts(data, codec),
-                _texts_of,
-                is_text=True,
-                can_be_read_again=is_plain,
-            )
-        elif is_plain and part.end - place.start > long_documents.LONG_BYTES:
-            reader.hash_rest()
-            yield LongDocument(place=dataclasses.replace(place, end=part.end))
-        else:
-            yield from _whole_text(pieces, place)
+        start, pieces = self.text_of_part(reader, options, batch_bytes)
+        codec = options.encoding
+        if codec == "utf-8-sig":
+            codec = "utf-8"
+            if reader.part.start == 0:
+                num_mark_bytes, pieces = _without_mark(pieces)
+                start += num_mark_bytes
+        if options.doc == "file":
+            yield _whole_text(pieces, start, codec)
+            return
+        read = functools.partial(_texts_of, codec)
+        yield from line_records(line_blocks(pieces, start, self.line_ends), self.line_ends, batch_bytes, read)
 
 
-def _without_mark(pieces: Iterator[TextPiece], encoding: str) -> tuple[str, int, Iterator[TextPiece]]:
-    """The codec of a text, the bytes of its byte order mark, and what stands behind it."""
+def _without_mark(pieces: Iterator[TextPiece]) -> tuple[int, Iterator[TextPiece]]:
+    """The bytes of a text's byte order mark, and what stands behind it."""
     head, num_bytes = b"", 0
     for piece in pieces:
         head, num_bytes = head + piece.data, num_bytes + piece.num_bytes
-        if len(head) >= 4:
+        if len(head) >= len(_MARK):
             break
-    codec, num_mark_bytes = codec_of(head[:4], encoding)
-    return codec, num_mark_bytes, itertools.chain([TextPiece(head[num_mark_bytes:], num_bytes)], pieces)
+    rest = head.removeprefix(_MARK)
+    return len(head) - len(rest), itertools.chain([TextPiece(rest, num_bytes)], pieces)
 
 
-def _whole_text(pieces: Iterator[TextPiece], place: Place) -> Iterator[DocumentBatch | LongDocument]:
+def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
+    """A file as one document."""
     held: list[bytes] = []
     size = num_bytes = 0
     for piece in pieces:
         size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
-        held = [*held, piece.data] if size <= long_documents.MOST_HELD_BYTES else []
-    if size > long_documents.MOST_HELD_BYTES:
-        where = dataclasses.replace(place, end=place.start + size, num_bytes=num_bytes)
-        yield one_left_out(where, too_long("its text"))
-        return
-    record = RecordBlock(
-        texts=[_text_of(b"".join(held), place)],
-        starts=np.array([place.start]),
-        sizes=np.array([size]),
-        num_bytes=num_bytes,
-        is_text=True,
-    )
-    yield from batches_of(record, place)
+        held = [*held, piece.data] if size <= MOST_DOCUMENT_BYTES else []
+    text = _text_of(b"".join(held), start, codec) if size <= MOST_DOCUMENT_BYTES else too_long("its text")
+    return Records(texts=[text], starts=np.array([start]), sizes=np.array([size]), num_bytes=num_bytes)
 
 
-def _texts_of(block: bytes, starts: npt.NDArray[np.int64], place: Place) -> Records:
+def _texts_of(codec: str, block: bytes, starts: Numbers, at: int) -> tuple[Texts, dict[str, list[str]]]:
+    if codec == "utf-8":
+        with contextlib.suppress(UnicodeDecodeError):
+            return _stripped(block, block.decode())[: len(starts)], {}
+    bounds = itertools.pairwise([*starts.tolist(), len(block)])
+    return [_text_of(block[begin:end], at + begin, codec) for begin, end in bounds], {}
+
+
+def _stripped(block: bytes, text: str) -> Texts:
+    """Strip the lines of a block that is UTF-8, given as ``text``, too; behind the last end stands one more.
+
+    bytes.strip does it, in half the time, where the block has no white space but that of ASCII.
+    """
+    if b"\r" in block:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    else:
+        code_units = np.frombuffer(text.encode("utf-16-le"), "<u2")
+        if not _IS_WIDE_SPACE.take(code_units, mode="clip").any():
+            return [line.strip() for line in block.split(b"\n")]
+    return [line.strip().encode() for line in text.split("\n")]
+
+
+def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
+    """The text of a document that begins at byte ``at``."""
     try:
-        text = block.decode(place.codec)
-    except UnicodeDecodeError:
-        bounds = itertools.pairwise([*starts.tolist(), len(block)])
-        return Records([_text_of(block[begin:end], place, begin) for begin, end in bounds])
-    texts = _with_one_end(text).split("\n")[: len(starts)]  # behind the last line end there is no line
-    blanks = _blanks(place)
-    return Records([text.strip(blanks) for text in texts])
-
-
-def _text_of(data: bytes, place: Place, begin: int = 0) -> str | UnusableText:
-    """The text of a document that begins so many bytes behind ``place``."""
-    try:
-        return _with_one_end(data.decode(place.codec)).strip(_blanks(place))
+        text = data.decode(codec)
     except UnicodeDecodeError as error:
-        error.start += place.start + begin
-        return UnusableText("undecodable", place.undecodable(error).detail)
-
-
-def _with_one_end(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
-
-
-def _blanks(place: Place) -> str | None:
-    """What is stripped from documents that lie here; None: all white space."""
-    return " \t\n\r\v\f" if place.keeps_space else None
+        return UnusableText("undecodable", f"byte {at + error.start} is not {codec}: {error.reason}")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.strip().encode()

@@ -25,7 +25,7 @@ from typing import Any
 
 from shardprep.errors import CannotWrite, ReadWriteError, ShardprepError
 from shardprep.files import append_bytes, make_subfolder, names_in, read_with_status
-from shardprep.format.checked_json import load_json
+from shardprep.format.json_files import load_json
 from shardprep.format.names import MAX_SHARDS, id_ranges, ids_of_ranges
 
 ATTEMPTS_FOLDER = "jobs/attempts"

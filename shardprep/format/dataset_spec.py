@@ -8,30 +8,28 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from shardprep.files import Digest, is_name_inside
-from shardprep.format.checked_json import Fields, is_text
-from shardprep.format.names import (
-    MAX_PLAN_BYTES,
-    MAX_SEQ_LEN,
-    MAX_SHARDS,
-    MOST_FRACTION,
-    PLAN_NAME,
-    Record,
-    TokenFormat,
-)
-from shardprep.format.parts import PartsFile
+from msgspec import Meta
+
+from shardprep.files import Digest
+from shardprep.format.json_files import Text
+from shardprep.format.names import BLOCK_BYTES, MAX_SEQ_LEN, MAX_SHARDS, MOST_FRACTION, Record, TokenFormat
 
 if TYPE_CHECKING:
     import numpy as np
+    import numpy.typing as npt
 
 # The decoder, truncation and padding change no id of an encoded document.
-_DERIVED = ("kind", "has_rows", "token_bytes")
 _DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
+# Bytes of a record of an idx, whose fields idx.py names; here, because that imports numpy, which takes 0.1 s.
+RECORD_BYTES = {"json": 28, "npy": 28, "packed": 40, "chat": 48}
+IDX_HEADER_BYTES = 64
+CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
+CRC_BYTES = 4
+_Number = TypeVar("_Number", int, "npt.NDArray[np.int64]")
 
 
 def token_bytes(vocab_size: int) -> int:
@@ -61,21 +59,17 @@ def fingerprint_of(data: dict[str, Any]) -> str:
 class TokenizerSpec:
     """What shards remember of the tokenizer that made them."""
 
-    model_id: str
+    model_id: Text
     fingerprint: Digest  # see tokenizer_fingerprint
-    vocab_size: Annotated[int, 1, 2**32 - 1]  # added tokens included
+    vocab_size: Annotated[int, Meta(ge=1, le=2**32 - 1)]  # added tokens included
     bos_token_id: int | None
     eos_token_id: int | None
     pad_token_id: int | None
 
-    @staticmethod
-    def from_json(fields: Fields) -> TokenizerSpec:
-        """Raises BrokenShard."""
-        spec = fields.all_of(TokenizerSpec)
+    def __post_init__(self) -> None:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if (getattr(spec, name) or 0) >= spec.vocab_size:
-                raise fields.wrong(name, getattr(spec, name), f"a whole number, 0 to {spec.vocab_size - 1}")
-        return spec
+            if not 0 <= (getattr(self, name) or 0) < self.vocab_size:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 to {self.vocab_size - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,65 +77,54 @@ class DatasetSpec:
     """Every manifest carries it whole."""
 
     plan_id: Digest
-    num_shards: Annotated[int, 1, MAX_SHARDS]
+    num_shards: Annotated[int, Meta(ge=1, le=MAX_SHARDS)]
     record: Record
     token_format: TokenFormat
-    seq_len: Annotated[int, 0, MAX_SEQ_LEN]  # tokens per packed row; 0 unless packed
+    seq_len: Annotated[int, Meta(ge=0, le=MAX_SEQ_LEN)]  # tokens per packed row; 0 unless packed
     append_eos: bool
     tokenizer: TokenizerSpec
-    validation_fraction: Annotated[float, MOST_FRACTION] = 0.0  # see digests.py; absent where it is 0
-    # These follow from the others, and are in no file.
-    kind: str = field(init=False)  # how a sample's ids are stored: one of IDX_KINDS
-    has_rows: bool = field(init=False)  # whether a sample is a row of seq_len tokens, and no document
-    token_bytes: int = field(init=False)  # of a binary id
+    validation_fraction: Annotated[float, Meta(ge=0, le=MOST_FRACTION)] = 0.0  # see digests.py
 
     def __post_init__(self) -> None:
-        has_rows = self.record != "documents"
-        object.__setattr__(self, "has_rows", has_rows)
-        object.__setattr__(self, "kind", self.record if has_rows else self.token_format)
-        object.__setattr__(self, "token_bytes", token_bytes(self.tokenizer.vocab_size))
+        if self.has_rows != (self.seq_len > 0):
+            expected = f"1 to {MAX_SEQ_LEN}" if self.has_rows else "0"
+            raise ValueError(f"seq_len is {self.seq_len}, expected {expected} for {self.record}")
+        if self.has_rows and self.token_format != "npy":
+            raise ValueError(f"token_format is {self.token_format}, expected npy for {self.record}")
+
+    @cached_property
+    def has_rows(self) -> bool:
+        """Whether a sample is a row of ``seq_len`` tokens, and no document."""
+        return self.record != "documents"
+
+    @cached_property
+    def kind(self) -> str:
+        """How a sample's ids are stored: a key of RECORD_BYTES."""
+        return self.record if self.has_rows else self.token_format
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes of a binary id."""
+        return token_bytes(self.tokenizer.vocab_size)
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
         """Of binary ids: uint16 or uint32, little-endian."""
-        import numpy as np  # a command that reads a plan needs no numpy, which takes 0.1 s
+        import numpy as np
 
         return np.dtype(f"<u{self.token_bytes}")
 
     def to_json(self) -> dict[str, Any]:
-        """What a manifest and the index say of it."""
-        found = dataclasses.asdict(self)
-        left_out = (*_DERIVED, *(() if self.validation_fraction else ("validation_fraction",)))
-        return {name: found[name] for name in found if name not in left_out}
-
-    @staticmethod
-    def from_json(fields: Fields) -> DatasetSpec:
-        """Raises BrokenShard."""
-        tokenizer = TokenizerSpec.from_json(fields.fields("tokenizer"))
-        spec = fields.all_of(DatasetSpec, tokenizer=tokenizer)
-        if spec.has_rows != (spec.seq_len > 0):
-            raise fields.wrong("seq_len", spec.seq_len, f"1 to {MAX_SEQ_LEN}" if spec.has_rows else "0")
-        if spec.has_rows and spec.token_format != "npy":
-            raise fields.wrong("token_format", spec.token_format, "npy")
-        return spec
+        """Return what a manifest and the index say of it."""
+        return dataclasses.asdict(self)
 
 
-def read_input_names(folder: Path) -> list[str]:
-    """The inputs of a data set's plan, relative to its input folder; an idx names them by their position.
+def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
+    """Return the bytes of an idx: header, records and their crc32s; of an array of numbers, an array."""
+    num_chunks = -(-num_samples // CHUNK_RECORDS)
+    return IDX_HEADER_BYTES + num_samples * RECORD_BYTES[kind] + num_chunks * CRC_BYTES
 
-    Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion, ReadWriteError.
-    """
 
-    def names_of(fields: Fields, name: str, _: int) -> list[str]:
-        return [
-            item.right("path", _is_input, "a path below the input folder") for item in fields.objects(name)
-        ]
-
-    def _is_input(value: object) -> bool:
-        return is_text(value) and is_name_inside(str(value))
-
-    file = PartsFile(folder / PLAN_NAME)
-    fields = file.read_head("shardprep-plan", max_bytes=MAX_PLAN_BYTES)
-    if fields.has("parts"):
-        return list(file.rows(fields.fields("parts"), "inputs", names_of))
-    return names_of(fields, "inputs", 0)
+def least_tar_bytes(spec: DatasetSpec, num_samples: _Number) -> _Number:
+    """Return the least bytes of a tar of so many samples: two blocks a document, the ids of a row."""
+    return num_samples * (spec.seq_len * spec.token_bytes if spec.has_rows else 2 * BLOCK_BYTES)

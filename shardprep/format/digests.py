@@ -18,9 +18,9 @@ DIGEST_BYTES = 16
 DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 
 
-def digests_of(texts: Iterable[str]) -> npt.NDArray[np.void]:
-    """The first 16 bytes of the sha256 of each text as UTF-8: DIGEST[texts]. 1 us and 1 ns per byte each."""
-    found = [hashlib.sha256(text.encode()).digest()[:DIGEST_BYTES] for text in texts]
+def digests_of(texts: Iterable[bytes]) -> npt.NDArray[np.void]:
+    """The first 16 bytes of the sha256 of each text of UTF-8: DIGEST[texts]. 1 us and 1 ns per byte each."""
+    found = [hashlib.sha256(text).digest()[:DIGEST_BYTES] for text in texts]
     return np.frombuffer(b"".join(found), DIGEST)
 
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import zlib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, ReadFile
-from shardprep.format.checked_json import unknown_version
-from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.dataset_spec import CHUNK_RECORDS, IDX_HEADER_BYTES, DatasetSpec, idx_num_bytes
+from shardprep.format.json_files import unknown_version
 from shardprep.format.names import (
-    BLOCK_BYTES,
     FORMAT_VERSION,
     PACKED_MEMBER_BYTES,
     idx_path,
@@ -26,8 +25,7 @@ from shardprep.format.names import (
     rerun_command,
 )
 
-HEADER_BYTES = 64  # of IDX_HEADER
-CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
+HEADER_BYTES = IDX_HEADER_BYTES
 CHUNK_CRC = np.dtype("<u4")
 IDX_MAGIC = b"shardidx"
 IDX_HEADER = np.dtype(
@@ -63,9 +61,7 @@ IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
 # The records of each kind of samples; a new kind comes last.
 _KINDS = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
 IDX_KINDS = tuple(_KINDS)
-MAX_SAMPLES = 2**40
 MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
-_Number = TypeVar("_Number", int, npt.NDArray[np.int64])
 
 
 class ChunkCrcs:
@@ -99,7 +95,7 @@ class RecordFile:
 
     def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
         """``header``: its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
-        self.dtype = idx_dtype(kind)
+        self.kind, self.dtype = kind, idx_dtype(kind)
         self.remedy = remedy
         self.file = ReadFile(path)
         try:
@@ -117,25 +113,15 @@ class RecordFile:
         header = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
         path, magic = self.file.path, expected[:8]
         if len(header) < HEADER_BYTES or not header.startswith(magic):
-            raise BrokenShard(
-                f"{path} is not an idx: it begins {header[:8]!r}, expected {magic!r}",
-                path=path,
-                found=header[:8],
-                expected=magic,
-                remedy=self.remedy,
-            )
+            found = f"no idx: it begins {header[:8]!r}"
+            raise BrokenShard(path=path, found=found, expected=f"{magic!r}", remedy=self.remedy)
         found, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (header, expected))
         if (version := int(found["version"])) != FORMAT_VERSION:
             raise unknown_version(path, version)
         for name in IDX_HEADER.names or ():
             if found[name] != wanted[name]:
-                raise OtherPlan(
-                    f"{path} was written for {name} {found[name]}, expected {wanted[name]}",
-                    path=path,
-                    found=found[name],
-                    expected=wanted[name],
-                    remedy=self.remedy,
-                )
+                what = f"an idx for {name} {found[name]}"
+                raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=self.remedy)
 
     def _count_records(self) -> int:
         """How many records make a file of that size; one number at most does."""
@@ -144,11 +130,10 @@ class RecordFile:
             num_bytes - HEADER_BYTES, CHUNK_RECORDS * record_bytes + CHUNK_CRC.itemsize
         )
         num_records = num_chunks * CHUNK_RECORDS + max(0, rest_bytes - CHUNK_CRC.itemsize) // record_bytes
-        if num_bytes != _num_bytes(record_bytes, num_records):
-            raise BrokenShard(
-                f"{self.file.path} is cut short: no number of records of {record_bytes} bytes, with their "
-                f"crc32s, takes {num_bytes - HEADER_BYTES} bytes"
-            )
+        if num_bytes != idx_num_bytes(self.kind, num_records):
+            found = f"cut short: {num_bytes - HEADER_BYTES} bytes behind the header"
+            expected = f"records of {record_bytes} bytes, with their crc32s"
+            raise BrokenShard(path=self.file.path, found=found, expected=expected, remedy=self.remedy)
         return num_records
 
     def place(self, rows: slice) -> tuple[int, int]:
@@ -182,20 +167,13 @@ class RecordFile:
     def _check(self, chunk: int, data: npt.NDArray[np.uint8]) -> None:
         """Compare the crc32 of a chunk; of an idx, that no offset is beyond all tars. Raises BrokenShard."""
         if zlib.crc32(data.data) != self.crcs[chunk]:
-            raise BrokenShard(
-                f"{self.file.path} is damaged: the crc32 of its records from {chunk * CHUNK_RECORDS} on is "
-                "not the one written",
-                path=self.file.path,
-                remedy=self.remedy,
-            )
+            found = f"damaged: another crc32 of the records from {chunk * CHUNK_RECORDS} on"
+            raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
         if "offset" in (self.dtype.names or ()):
             last = int(data.view(self.dtype)["offset"].max())
             if last > MAX_OFFSET:
-                raise BrokenShard(
-                    f"{self.file.path} places a sample at byte {last} of a tar",
-                    path=self.file.path,
-                    remedy=self.remedy,
-                )
+                found = f"a sample at byte {last} of a tar"
+                raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
         self.checked[chunk] = True
 
     def _is_checked(self, rows: slice) -> bool:
@@ -214,16 +192,6 @@ def idx_dtype(kind: str) -> np.dtype[Any]:
     return _KINDS[kind]
 
 
-def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
-    """Bytes of an idx: header, records and their crc32s; of an array of numbers, an array."""
-    return _num_bytes(idx_dtype(kind).itemsize, num_samples)
-
-
-def _num_bytes(record_bytes: int, num_records: _Number) -> _Number:
-    num_chunks = -(-num_records // CHUNK_RECORDS)
-    return HEADER_BYTES + num_records * record_bytes + num_chunks * CHUNK_CRC.itemsize
-
-
 def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
     """Open a shard's idx and check its header and size.
 
@@ -233,7 +201,7 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
     try:
         return RecordFile(path, spec.kind, idx_header(spec, shard_id), remedy)
     except NOT_THERE:
-        raise MissingShard(f"{path} is missing", path=path, remedy=rerun_command(shard_id, folder)) from None
+        raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder)) from None
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
@@ -247,11 +215,6 @@ def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.v
             return idx.read_all()
     except OSError as error:
         raise ReadWriteError(f"{idx_path(folder, shard_id)} cannot be read: {error.strerror}") from error
-
-
-def least_tar_bytes(spec: DatasetSpec, num_samples: _Number) -> _Number:
-    """Return the least bytes of a tar of so many samples: two blocks a document, the ids of a row."""
-    return num_samples * (spec.seq_len * spec.dtype.itemsize if spec.has_rows else 2 * BLOCK_BYTES)
 
 
 def misplaced_samples(

@@ -1,160 +1,247 @@
-"""The manifest of a shard, and index.json, which merges all manifests.
+"""shard-N.json, the manifest: what one shard holds, of which data set it is, and how it was made.
 
-shard-N.json says what one shard holds and of which data set it is; a shard with a right one is done. A reader
-of index.json opens one file, not 10^5.
+It is written last, so a shard with a right one is done. Nothing here needs numpy, which takes 0.1 s to load.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
+from msgspec import Meta
 
-from shardprep.console import quoted
-from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan
+from shardprep.errors import BrokenShard, MissingShard, OtherPlan
 from shardprep.files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
-from shardprep.format.checked_json import Fields, is_digest, read_checked, with_content_hash
-from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.dataset_spec import DatasetSpec, idx_num_bytes, least_tar_bytes
 from shardprep.format.digests import DIGEST_BYTES
-from shardprep.format.idx import MAX_SAMPLES, idx_num_bytes, least_tar_bytes
+from shardprep.format.json_files import (
+    Count,
+    Seconds,
+    Text,
+    as_type,
+    read_file,
+    with_content_hash,
+    wrong_value,
+)
 from shardprep.format.names import (
-    BLOCK_BYTES,
-    INDEX_NAME,
     MAX_MANIFEST_BYTES,
+    MAX_SAMPLES,
     MAX_SHARDS,
-    PLAN_NAME,
     VOUCHED_PATHS,
-    id_ranges,
     manifest_path,
     remake_command,
     rerun_command,
 )
-from shardprep.format.shard_making import SourceCounts, sources_of, sum_of_sources
 
-_MOST_LENGTH_STEPS = 64  # of a histogram: lengths are below 2**63
+_FORMAT = "shardprep-manifest"
 _MANIFEST_NAME = re.compile(r"shard-(\d{5})\.json", re.ASCII)
+_Length = Annotated[str, Meta(pattern=r"\A[0-9]{1,19}\Z")]
+LENGTH_BITS = 4  # that a length keeps in TextCounts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceCounts:
+    """What one source gave: the first subfolder of the input, or what --source_field names."""
+
+    num_documents: Count
+    num_tokens: Count  # padding excluded
+    num_bytes: Count  # of the input files; with --source_field, of the documents' text
+    num_quarantined: Count
+
+    def __add__(self, other: SourceCounts) -> SourceCounts:
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        return SourceCounts(**sums)
+
+
+def sum_of_sources(shards: Iterable[Mapping[str, SourceCounts]]) -> dict[str, SourceCounts]:
+    """Add up the counts of several shards, in the order of the sources' names."""
+    found: dict[str, SourceCounts] = {}
+    for sources in shards:
+        for name, counts in sources.items():
+            found[name] = found[name] + counts if name in found else counts
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCounts:
+    """The texts of one source, as they were encoded: stripped, changed, rendered; for reports alone."""
+
+    num_bytes: Count  # as UTF-8
+    num_chars: Count
+    # Documents and tokens by length in tokens, rounded down to four binary digits: "22" is 22 and 23.
+    lengths: dict[_Length, Annotated[list[Count], Meta(min_length=2, max_length=2)]]
+
+
+def longest_of(low: int) -> int:
+    """Return the largest number of tokens that is counted at ``low`` in the lengths of TextCounts."""
+    return low + (1 << max(low.bit_length() - LENGTH_BITS, 0)) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationCounts:
     """What of a shard is for validation by the plan's fraction: the last samples of its idx."""
 
-    num_samples: int
-    num_documents: int  # that have tokens
-    num_tokens: int
+    num_samples: Count
+    num_documents: Count  # that have tokens
+    num_tokens: Count
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardCounts:
     """What a shard holds. Equal for equal inputs and options, whatever made it."""
 
-    num_samples: Annotated[int, 0, MAX_SAMPLES]  # documents, or packed rows
-    num_documents: int
-    num_tokens: int  # padding excluded
-    num_lines: int  # lines or rows of the input, the empty ones included
-    num_empty_lines: int  # left out because nothing is left of them after str.strip
-    num_filtered: int  # documents left out by --min_chars and --max_chars
-    num_pad_tokens: int  # in the rows that are not full
-    num_documents_across_rows: int  # those that do not lie whole in one row
-    input_bytes: int
-    quarantined: dict[str, int]  # documents left out, by reason
-    length_histogram: list[int]  # [b]: documents of 2**(b-1) <= tokens < 2**b
+    num_samples: Annotated[int, Meta(ge=0, le=MAX_SAMPLES)]  # documents, or packed rows
+    num_documents: Count
+    num_tokens: Count  # padding excluded
+    num_lines: Count  # lines or rows of the input, the empty ones included
+    num_empty_lines: Count  # left out because nothing is left of them after str.strip
+    num_filtered: Count  # documents left out by --min_chars and --max_chars
+    num_pad_tokens: Count  # in the rows that are not full
+    num_documents_across_rows: Count  # those that do not lie whole in one row
+    input_bytes: Count
+    quarantined: dict[str, Count]  # documents left out, by reason
+    # [b]: documents of 2**(b-1) <= tokens < 2**b; lengths are below 2**63
+    length_histogram: Annotated[list[Count], Meta(max_length=64)]
     sources: dict[str, SourceCounts]  # in the order of their names
-    validation: ValidationCounts | None = None  # of all the above; absent without a plan's fraction
+    validation: ValidationCounts | None = None  # of all the above; None without a plan's fraction
 
 
-def counts_of(fields: Fields) -> ShardCounts:
-    """Return the counts of a manifest. Raises BrokenShard."""
-    counts = fields.all_of(ShardCounts)
-    if (num_steps := len(counts.length_histogram)) > _MOST_LENGTH_STEPS:
-        raise fields.wrong("length_histogram", f"a list of {num_steps}", f"at most {_MOST_LENGTH_STEPS}")
-    return counts
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """How a shard was made: where, when, and at what price. For reports, never for decisions."""
+
+    host: Text
+    slurm: dict[str, Text]
+    began: Seconds  # since 1970
+    wall_s: Seconds
+    cpu_s: Seconds
+    num_cpus: Annotated[int, Meta(ge=1, le=2**31)]
+    max_rss_bytes: Count
+    texts: dict[str, TextCounts] | None = None  # by source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """shard-N.json: written last, so that its presence says the shard is done."""
+    """shard-N.json."""
 
     spec: DatasetSpec
-    shard_id: Annotated[int, 0, MAX_SHARDS - 1]
+    shard_id: Annotated[int, Meta(ge=0, le=MAX_SHARDS - 1)]
     counts: ShardCounts
     tar: FileStamp
     idx: FileStamp
     quarantine: FileStamp | None
     ids: FileStamp | None  # of --id_field
-    run: dict[str, Any]  # what may vary between equal shards: engine, versions, host, times
-    digests: FileStamp | None = None  # of --digests; absent without
+    run: dict[str, Any]  # what may vary between equal shards: RunFacts, engine, versions
+    digests: FileStamp | None = None  # of --digests
 
     def to_json(self) -> bytes:
-        """The bytes on disk; the part before ``run`` is equal for equal shards, and each has its hash."""
-        content = dataclasses.asdict(self) | {"spec": self.spec.to_json()}
-        parts = ((content, "digests"), (content["counts"], "validation"))
-        for values, name in parts:
-            if values[name] is None:  # as before there were any
-                del values[name]
-        data = with_content_hash("shardprep-manifest", content, run=content.pop("run"))
+        """Return the bytes on disk. The part before ``run`` is equal for equal shards; each has its hash."""
+        content = dataclasses.asdict(self)
+        data = with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
+    def facts_of_run(self, path: Path) -> RunFacts:
+        """Return what reports need of ``run``. Raises BrokenShard."""
+        return as_type(path, self.run, RunFacts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardMaking:
+    """What reports need of a manifest: what a shard holds, and how it was made."""
+
+    shard_id: int
+    plan_id: str
+    num_tokens: int
+    input_bytes: int
+    sources: Mapping[str, SourceCounts]
+    tar_bytes: int
+    node: str
+    job_id: str  # Slurm's, of the array where it was one; empty where no job made it
+    began: float  # seconds since 1970
+    wall_s: float
+    cpu_s: float
+    num_cpus: int
+    max_rss_bytes: int
+
     @staticmethod
-    def from_json(fields: Fields) -> Manifest:
-        """Raises BrokenShard, also where counts and sizes do not agree."""
-        spec = DatasetSpec.from_json(fields.fields("spec"))
-        manifest = fields.all_of(
-            Manifest, spec=spec, counts=counts_of(fields.fields("counts")), run=fields.run()
+    def of(manifest: Manifest, path: Path) -> ShardMaking:
+        """Raises BrokenShard."""
+        run, counts = manifest.facts_of_run(path), manifest.counts
+        return ShardMaking(
+            shard_id=manifest.shard_id,
+            plan_id=manifest.spec.plan_id,
+            num_tokens=counts.num_tokens,
+            input_bytes=counts.input_bytes,
+            sources=counts.sources,
+            tar_bytes=manifest.tar.num_bytes,
+            node=run.host,
+            job_id=run.slurm.get("SLURM_ARRAY_JOB_ID") or run.slurm.get("SLURM_JOB_ID", ""),
+            began=run.began,
+            wall_s=run.wall_s,
+            cpu_s=run.cpu_s,
+            num_cpus=run.num_cpus,
+            max_rss_bytes=run.max_rss_bytes,
         )
-        expected = idx_num_bytes(manifest.spec.kind, manifest.counts.num_samples)
-        if manifest.idx.num_bytes != expected:
-            what = f"{expected} for {manifest.counts.num_samples} samples"
-            raise fields.wrong("idx.num_bytes", manifest.idx.num_bytes, what)
-        counts, fraction = manifest.counts, spec.validation_fraction
-        if manifest.tar.num_bytes < (least := least_tar_bytes(spec, counts.num_samples)):
-            what = f"{least} or more for {counts.num_samples} samples"
-            raise fields.wrong("tar.num_bytes", manifest.tar.num_bytes, what)
-        num_bytes = DIGEST_BYTES * counts.num_documents  # in rows, of those that have tokens
-        if manifest.digests is not None and (
-            manifest.digests.num_bytes > num_bytes
-            or manifest.digests.num_bytes % DIGEST_BYTES
-            or (not spec.has_rows and manifest.digests.num_bytes < num_bytes)
-        ):
-            raise fields.wrong("digests.num_bytes", manifest.digests.num_bytes, f"{num_bytes}")
-        if (counts.validation is None) == bool(fraction) or (fraction and manifest.digests is None):
-            raise fields.wrong(
-                "counts.validation", counts.validation, f"what a fraction of {fraction} gives, and digests"
-            )
-        if counts.validation is not None and any(
-            value > getattr(counts, name) for name, value in vars(counts.validation).items()
-        ):
-            raise fields.wrong("counts.validation", vars(counts.validation), "a part of the shard's counts")
-        return manifest
+
+    @property
+    def ended(self) -> float:
+        """Seconds since 1970."""
+        return self.began + self.wall_s
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of input per second of wall time."""
+        return self.input_bytes / max(self.wall_s, 1e-3)
 
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
     """Read shard-N.json. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
     path = manifest_path(folder, shard_id)
     try:
-        return Manifest.from_json(read_checked(path, "shardprep-manifest", max_bytes=MAX_MANIFEST_BYTES))
+        manifest = read_file(path, _FORMAT, Manifest, max_bytes=MAX_MANIFEST_BYTES)
+        _check_agreement(path, manifest)
     except NOT_THERE:
-        raise MissingShard(
-            f"shard {shard_id:05d} is not done: {path} is missing",
-            path=path,
-            remedy=rerun_command(shard_id, folder),
-        ) from None
+        raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder)) from None
     except BrokenShard as error:
         error.remedy = rerun_command(shard_id, folder)
         raise
+    return manifest
+
+
+def _check_agreement(path: Path, manifest: Manifest) -> None:
+    """Check that counts and sizes are possible beside one another. Raises BrokenShard."""
+    counts, spec = manifest.counts, manifest.spec
+    num_idx_bytes = idx_num_bytes(spec.kind, counts.num_samples)
+    if manifest.idx.num_bytes != num_idx_bytes:
+        expected = f"{num_idx_bytes} for {counts.num_samples} samples"
+        raise wrong_value(path, "idx.num_bytes", manifest.idx.num_bytes, expected)
+    least = least_tar_bytes(spec, counts.num_samples)
+    if manifest.tar.num_bytes < least:
+        expected = f"{least} or more for {counts.num_samples} samples"
+        raise wrong_value(path, "tar.num_bytes", manifest.tar.num_bytes, expected)
+    if manifest.digests is not None:
+        num_bytes = manifest.digests.num_bytes
+        most_bytes = DIGEST_BYTES * counts.num_documents  # in rows, only documents that have tokens have one
+        is_short = num_bytes < most_bytes and not spec.has_rows
+        if num_bytes > most_bytes or num_bytes % DIGEST_BYTES or is_short:
+            raise wrong_value(path, "digests.num_bytes", num_bytes, str(most_bytes))
+    fraction, validation = spec.validation_fraction, counts.validation
+    if bool(fraction) != (validation is not None) or (fraction and manifest.digests is None):
+        raise wrong_value(
+            path, "counts.validation", validation, f"what a fraction of {fraction} gives, and digests"
+        )
+    for name, value in vars(validation).items() if validation else ():
+        if value > getattr(counts, name):
+            raise wrong_value(path, f"counts.validation.{name}", value, f"{getattr(counts, name)} at most")
 
 
 def manifest_ids(folder: Path) -> list[int]:
-    """The shards that have a manifest in a folder, ascending. Raises ReadWriteError."""
+    """Return the shards that have a manifest in a folder, ascending. Raises ReadWriteError."""
     return [int(match[1]) for match in map(_MANIFEST_NAME.fullmatch, names_in(folder)) if match]
 
 
@@ -166,14 +253,14 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     """
     manifest = read_manifest(folder, shard_id)
     if manifest.spec.plan_id != plan_id or manifest.shard_id != shard_id:
-        is_shard = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
+        found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
         expected = f"shard {shard_id} of {plan_id[:12]}"
         path, remedy = manifest_path(folder, shard_id), remake_command(shard_id, folder)
         raise OtherPlan(
-            f"{path} is {is_shard}, expected {expected}; use a new folder for other inputs or options. If it "
+            f"{path} is {found}, expected {expected}; use a new folder for other inputs or options. If it "
             f"is this file that is out of place, run: {remedy}",
             path=path,
-            found=is_shard,
+            found=found,
             expected=expected,
             remedy=remedy,
         )
@@ -187,6 +274,7 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
     Raises MissingShard, BrokenShard, ReadWriteError.
     """
     shard_id = manifest.shard_id
+    remedy = rerun_command(shard_id, folder)
     for name in names:
         stamp: FileStamp | None = getattr(manifest, name)
         if stamp is None:
@@ -194,19 +282,13 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
         path = VOUCHED_PATHS[name](folder, shard_id)
         found = size_of_file(path)
         if found is None:
-            raise MissingShard(f"{path} is missing", path=path, remedy=rerun_command(shard_id, folder))
+            raise MissingShard(path=path, found="missing", remedy=remedy)
         if found != stamp.num_bytes:
-            raise BrokenShard(
-                f"{path} has {found} of {stamp.num_bytes} bytes",
-                path=path,
-                found=found,
-                expected=stamp.num_bytes,
-                remedy=rerun_command(shard_id, folder),
-            )
+            raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
 
 
 def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]]:
-    """The files a manifest vouches for, with what it says of each."""
+    """Return the files that a manifest vouches for, with what it says of each."""
     stamps = ((path_of(folder, manifest.shard_id), name) for name, path_of in VOUCHED_PATHS.items())
     return [(path, stamp) for path, name in stamps if (stamp := getattr(manifest, name)) is not None]
 
@@ -216,204 +298,14 @@ def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> N
 
     Raises BrokenShard, MissingShard or ReadWriteError.
     """
+    shard_id = manifest.shard_id
     for path, stamp in shard_files(folder, manifest):
         is_known = tar_sha256 and stamp is manifest.tar
         try:
             found = tar_sha256 if is_known else stamp_file(path).sha256
         except NOT_THERE:
-            raise MissingShard(
-                f"{path} is missing", path=path, remedy=rerun_command(manifest.shard_id, folder)
-            ) from None
+            remedy = rerun_command(shard_id, folder)
+            raise MissingShard(path=path, found="missing", remedy=remedy) from None
         if found != stamp.sha256:
-            raise BrokenShard(
-                f"{path} has sha256 {found[:12]}, its manifest says {stamp.sha256[:12]}",
-                path=path,
-                found=found[:12],
-                expected=stamp.sha256[:12],
-                remedy=remake_command(manifest.shard_id, folder),
-            )
-
-
-MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
-_HASH_DIGITS = 16
-_HEX = re.compile("[0-9a-f]*")
-COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes")
-VALIDATION_COLUMN = "num_validation_samples"  # behind COLUMNS, of a plan with a fraction for validation
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetIndex:
-    """The numbers of every shard of one data set; row N is shard N."""
-
-    spec: DatasetSpec
-    columns: npt.NDArray[np.int64]  # int64[num_shards, len(columns_of(spec))]
-    tar_sha256: tuple[str, ...]  # the first 16 hex digits
-    sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the whole data set, by name
-
-    def column(self, name: str) -> npt.NDArray[np.int64]:
-        """One of ``columns_of(spec)``: int64[num_shards]."""
-        return self.columns[:, columns_of(self.spec).index(name)]
-
-    def to_json(self) -> bytes:
-        """The bytes of index.json: about 70 per shard, and no ``run``, so equal data gives equal bytes."""
-        rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
-        content = {
-            "spec": self.spec.to_json(),
-            "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
-            "columns": [*columns_of(self.spec), "tar_sha256"],
-            "shards": rows,
-        }
-        head = with_content_hash("shardprep-index", content)
-        del head["shards"]
-        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-        text = json.dumps(head, ensure_ascii=False, indent=1)[:-2]
-        return f'{text},\n "shards": [\n{lines}\n]}}\n'.encode()
-
-    @staticmethod
-    def from_json(fields: Fields) -> DatasetIndex:
-        """Raises BrokenShard, also where the numbers of a shard do not agree."""
-        spec = DatasetSpec.from_json(fields.fields("spec"))
-        sources = sources_of(fields)
-        names, expected = fields.texts("columns"), columns_of(spec)
-        if names != [*expected, "tar_sha256"]:
-            raise fields.wrong("columns", names, f"{', '.join(expected)}, tar_sha256")
-        types: list[type] = [*[int] * len(expected), str]  # true and 1.0 are no numbers
-        rows = fields.list_of(
-            "shards",
-            lambda row: type(row) is list and [*map(type, row)] == types,
-            f"a list of {len(expected)} whole numbers and a hash",
-        )
-        fields.end()
-        if len(rows) != spec.num_shards:
-            raise fields.wrong("shards", f"{len(rows)} rows", f"{spec.num_shards}, one per shard")
-        hashes = tuple(row[-1] for row in rows)
-        if {len(each) for each in hashes} != {_HASH_DIGITS} or not _HEX.fullmatch("".join(hashes)):
-            number = next(n for n, each in enumerate(hashes) if not is_digest(each, _HASH_DIGITS))
-            raise fields.wrong(f"shards[{number}]", rows[number], f"{_HASH_DIGITS} hex digits at its end")
-        try:
-            columns = np.array([row[:-1] for row in rows], np.int64)
-        except OverflowError:
-            raise fields.wrong("shards", "a list with a number beyond int64", "smaller ones") from None
-        index = DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=sources)
-        index._check_agreement(fields)
-        return index
-
-    def _check_agreement(self, fields: Fields) -> None:
-        """That the numbers of each shard are possible beside one another. Raises BrokenShard."""
-        samples, documents, tokens, tar_bytes, idx_bytes = self.columns[:, : len(COLUMNS)].T
-        has_rows = self.spec.has_rows
-        wrong = {
-            "numbers, none below 0": (self.columns < 0).any(axis=1) | (samples > MAX_SAMPLES),
-            "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(self.spec.kind, samples),
-            "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
-            "tar_bytes, by num_samples": tar_bytes < least_tar_bytes(self.spec, samples.clip(0, MAX_SAMPLES)),
-            "num_documents, by num_samples": (documents != samples) & (not has_rows),
-            "num_tokens, by num_samples": (tokens > samples * self.spec.seq_len) & has_rows,
-            f"{VALIDATION_COLUMN}, by num_samples": (samples < self.columns[:, len(COLUMNS) :].T).any(axis=0),
-        }
-        for what, rows in wrong.items():
-            if rows.any():
-                number = int(rows.argmax())
-                raise fields.wrong(f"shards[{number}]", self.columns[number].tolist(), f"other {what}")
-
-
-def columns_of(spec: DatasetSpec) -> tuple[str, ...]:
-    """The numbers of a shard that an index has."""
-    return (*COLUMNS, VALIDATION_COLUMN) if spec.validation_fraction else COLUMNS
-
-
-def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex:
-    """Merge the manifests of all shards of a folder, given in the order of their shards.
-
-    Raises OtherPlan where they are not of one data set.
-    """
-    spec: DatasetSpec | None = None
-    rows: list[tuple[int, ...]] = []
-    hashes: list[str] = []
-    sources: list[Mapping[str, SourceCounts]] = []
-    for manifest in manifests:
-        spec = spec or manifest.spec
-        if manifest.spec != spec:
-            path = manifest_path(folder, manifest.shard_id)
-            raise OtherPlan(
-                f"{path} belongs to plan {manifest.spec.plan_id[:12]}, the shards before it to "
-                f"{spec.plan_id[:12]}; one folder holds one data set: move the shard to its own, or make it "
-                "again",
-                path=path,
-                found=manifest.spec.plan_id[:12],
-                expected=spec.plan_id[:12],
-                remedy=remake_command(manifest.shard_id, folder),
-            )
-        counts = manifest.counts
-        found = (counts.num_samples, counts.num_documents, counts.num_tokens)
-        validation = () if counts.validation is None else (counts.validation.num_samples,)
-        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, *validation))
-        hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
-        sources.append(counts.sources)
-    if spec is None:
-        raise MissingShard("no manifest was given")
-    return DatasetIndex(
-        spec=spec,
-        columns=np.array(rows, np.int64),
-        tar_sha256=tuple(hashes),
-        sources=sum_of_sources(sources),
-    )
-
-
-def read_index(folder: Path) -> DatasetIndex:
-    """The index of a data set: index.json, or without one its manifests, merged in memory.
-
-    Raises NotFound, MissingShard (naming what is missing), BrokenShard, UnknownVersion, OtherPlan,
-    ReadWriteError.
-    """
-    path = folder / INDEX_NAME
-    try:
-        with without_garbage_collection():
-            return DatasetIndex.from_json(read_checked(path, "shardprep-index", max_bytes=MAX_INDEX_BYTES))
-    except NOT_THERE:
-        return _merge_folder(folder)
-    except BrokenShard as error:
-        error.remedy = f"shardprep verify {quoted(folder)}"
-        raise
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Where many objects are made, each full collection goes through all there are, such as torch's."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _merge_folder(folder: Path) -> DatasetIndex:
-    present = manifest_ids(folder)
-    if not present:
-        if size_of_file(folder / PLAN_NAME) is not None:
-            raise NotFound(
-                f"{folder} has a plan, but no shard yet",
-                path=folder,
-                remedy=f"shardprep run {quoted(folder)}",
-            )
-        raise NotFound(f"{folder} holds no data set: neither {INDEX_NAME} nor a shard's manifest")
-    first = read_manifest(folder, present[0])
-    if present[-1] >= first.spec.num_shards:
-        path, last = manifest_path(folder, present[-1]), first.spec.num_shards - 1
-        raise OtherPlan(
-            f"{path} is of no shard of this data set, which has shards 0 to {last}; move it, with its tar "
-            "and idx, to the data set that it belongs to",
-            path=path,
-            expected=f"shards 0 to {last}",
-        )
-    missing = sorted(set(range(first.spec.num_shards)) - set(present))
-    if missing:
-        raise MissingShard(
-            f"{folder} has {len(present)} of {first.spec.num_shards} shards; missing: {id_ranges(missing)}",
-            path=folder,
-            found=f"{len(present)} of {first.spec.num_shards} shards",
-            remedy=f"shardprep run {quoted(folder)}",
-        )
-    return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))
+            expected, remedy = stamp.sha256[:12], remake_command(shard_id, folder)
+            raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)

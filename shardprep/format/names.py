@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardprep.console import quoted
+from shardprep.errors import quoted
 
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_SHARDS = 99_999  # shard names carry five digits
+MAX_SAMPLES = 2**40  # of a shard
 MAX_SEQ_LEN = 2**27
 LEAST_FRACTION, MOST_FRACTION = 1e-6, 0.5  # of the documents, for validation
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks

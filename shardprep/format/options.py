@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from shardprep.command_line import flag_words, option
 from shardprep.errors import UsageError
-from shardprep.format.checked_json import MOST, is_text
+from shardprep.format.json_files import MOST, is_text
 from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST_FRACTION, Record, TokenFormat
 
 Doc = Literal["line", "file"]
@@ -39,10 +39,10 @@ RESOURCES = "resources"
 GROUPS = (INPUT, FIELDS, TEXT, TOKENS, SAMPLES, OUTPUT, RESOURCES)
 
 _input = functools.partial(option, group=INPUT)
-_fields = functools.partial(option, group=FIELDS, kept="written")
-_text = functools.partial(option, group=TEXT, kept="written")
+_fields = functools.partial(option, group=FIELDS)
+_text = functools.partial(option, group=TEXT)
 _tokens = functools.partial(option, group=TOKENS)
-_samples = functools.partial(option, group=SAMPLES, kept="always")
+_samples = functools.partial(option, group=SAMPLES)
 _resources = functools.partial(option, group=RESOURCES)
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
@@ -58,50 +58,42 @@ class PlanOptions:
     """The options that decide the bytes of the shards; plan.json keeps them.
 
     Facts of an option, beside those of the command line:
-        kept: ``used`` (the default): in plan.json and in the plan's id where it is not the default, so that
-            older plans and older versions agree. ``written``: always in plan.json. ``always``: in the id,
-            too. ``found``: never in the id, because it only finds inputs, which the id names.
-        unused: the value in plan.json that counts as the default, where the declared default is None.
+        is_in_id: False where the plan's id leaves it out, because it only finds inputs, which the id names.
+            Of the others the id has those that are not the default, so a new option changes no older id.
         span: the least and the largest number; 0 stands for none.
         of: ``rows``, ``chat`` or ``texts`` (documents and packed), where it is for these records only.
         changes_text: ``change_text`` applies it.
     """
 
-    recursive: bool = _input(False, "also take the input files of subfolders", kept="always")
+    recursive: bool = _input(False, "also take the input files of subfolders")
     follow_links: bool = _input(
-        False, "with --recursive, also follow links to folders, each folder once", kept="found"
+        False, "with --recursive, also follow links to folders, each folder once", is_in_id=False
     )
-    also: str = _input("", "also take files of these names, as plain text: '*.md,README.txt'", kept="found")
+    also: str = _input("", "also take files of these names, as plain text: '*.md,README.txt'", is_in_id=False)
     split: str = _input(
         "",
         "take only the files of these splits, by their names: 'train,validation'",
-        kept="found",
+        is_in_id=False,
         shown="all",
     )
-    doc: Doc = _input("line", "what a document of .txt is: a line or a file", kept="always")
-    encoding: str = _input(
-        "utf-8", "encoding of .txt; utf-8-sig drops a leading byte order mark", kept="always"
-    )
+    doc: Doc = _input("line", "what a document of .txt is: a line or a file")
+    encoding: str = _input("utf-8", "encoding of .txt; utf-8-sig drops a leading byte order mark")
     zstd_long: int = _input(
         0,
         "read .zst files of `zstd --long=N`, N up to 31; a task then holds 2^N bytes",
-        kept="found",
+        is_in_id=False,
         span=(10, 31),
         shown="27",
     )
-    text_field: str = _fields(
-        None, "field of the text, a.b if nested", unused="text", shown="text", of="texts"
-    )
+    text_field: str = _fields(None, "field of the text, a.b if nested", shown="text", of="texts")
     text_template: str = _fields(
         "", r"text of several fields, instead of --text_field: '{input}\n\n{output}'", of="texts"
     )
     messages_field: str = _fields(
         None,
         "with --record chat, field of the list of messages",
-        unused="",
         shown="messages",
         of="chat",
-        kept="used",
     )
     id_field: str = _fields("", "field of a document's id, which is kept in DATA/ids")
     source_field: str = _fields(
@@ -118,23 +110,18 @@ class PlanOptions:
     limit: int = _text(
         0, "for a trial: take at most this many documents in total, spread evenly over shards", span=(1, MOST)
     )
-    digests: bool = _text(
-        False, "keep a hash of each document in DATA/digests; equal text has an equal hash", kept="used"
-    )
+    digests: bool = _text(False, "keep a hash of each document in DATA/digests; equal text has an equal hash")
     validation_fraction: float = _text(
         0.0,
         "hold out this part of the documents for validation, chosen by their hashes; adds --digests",
-        kept="used",
         span=(LEAST_FRACTION, MOST_FRACTION),
     )
-    append_eos: bool = _tokens(
-        None, "end documents with the EOS token", of="texts", kept="always", shown="on for packed"
-    )
+    append_eos: bool = _tokens(None, "end documents with the EOS token", of="texts", shown="on for packed")
     add_special_tokens: bool = _tokens(
-        True, "put around each document what the tokenizer does, such as BOS", of="texts", kept="used"
+        True, "put around each document what the tokenizer does, such as BOS", of="texts"
     )
     allow_special_tokens: bool = _tokens(
-        False, "let '<|end_of_text|>' and the like in a text become control tokens", kept="always"
+        False, "let '<|end_of_text|>' and the like in a text become control tokens"
     )
     record: Record = _samples(
         "documents",
@@ -148,7 +135,7 @@ class PlanOptions:
     token_format: TokenFormat = _samples("json", "how a document's token ids are stored; rows are npy")
     keep_text: bool = _samples(None, "also store the text of each document", shown="on for documents")
     # What planning finds out; no flags.
-    text_versions: str = option("", kept="written")  # of the libraries that change text
+    text_versions: str = option("")  # of the libraries that change text
     chat_template: str = option("")  # its Jinja text
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
     chat_versions: str = option("")  # of the libraries that render it
@@ -210,21 +197,16 @@ class PlanOptions:
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
     def to_json(self) -> dict[str, Any]:
-        """What plan.json has of them."""
-        return self._kept("always", "written")
+        """Return what plan.json has of them: all."""
+        return {item.name: getattr(self, item.name) for item in PLAN_FIELDS}
 
     def identity(self) -> dict[str, Any]:
-        """What of them the plan's id is a hash of."""
-        found = [item.name for item in PLAN_FIELDS if item.metadata.get("kept") == "found"]
-        return {name: value for name, value in self._kept("always").items() if name not in found}
-
-    def _kept(self, *always: str) -> dict[str, Any]:
-        values = {item.name: getattr(self, item.name) for item in PLAN_FIELDS}
+        """Return what of them the plan's id is a hash of."""
+        usual = {**vars(PlanOptions(record=self.record)), "record": "documents"}
         return {
-            item.name: values[item.name]
+            item.name: value
             for item in PLAN_FIELDS
-            if item.metadata.get("kept") in always
-            or values[item.name] != item.metadata.get("unused", item.default)
+            if item.metadata.get("is_in_id", True) and (value := getattr(self, item.name)) != usual[item.name]
         }
 
     def _check_values(self) -> None:
@@ -300,7 +282,7 @@ class PrepConfig(PlanOptions):
         None, "with --record chat, Jinja template to use", of="chat", shown="the tokenizer's own"
     )
     engine: EngineName = _tokens("auto", ENGINE_HELP)
-    max_bad_fraction: float = _text(0.01, BAD_HELP, kept="used")
+    max_bad_fraction: float = _text(0.01, BAD_HELP)
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 
     def __post_init__(self) -> None:
@@ -337,7 +319,7 @@ def option_differences(planned: PlanOptions, now: PlanOptions, names: set[str] |
         f"--{item.name} was {before}, now {after}"
         for item in PLAN_FIELDS
         if (before := getattr(planned, item.name)) != (after := getattr(now, item.name))
-        and (names is None or (item.name in names and item.metadata.get("kept") != "found"))
+        and (names is None or (item.name in names and item.metadata.get("is_in_id", True)))
     ]
 
 
@@ -351,11 +333,9 @@ def flags_of(options: PlanOptions) -> list[str]:
 def _python_encoding(name: str) -> str:
     """Python's own name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
     ascii_bytes = bytes(range(128))
-    disguised = ("iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
+    disguised = ("utf-16", "utf-32", "iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
     try:
         known = codecs.lookup(name).name
-        if known.startswith(("utf-16", "utf-32")):
-            return known
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
@@ -365,8 +345,8 @@ def _python_encoding(name: str) -> str:
             expected="utf-8 or cp949",
         ) from None
     raise UsageError(
-        f"--encoding {name} is neither a superset of ASCII nor UTF-16/32, so its line ends cannot be "
-        f"found; convert the files first: iconv -f {name} -t utf-8",
+        f"--encoding {name} is no superset of ASCII, so line ends cannot be found in its bytes; convert the "
+        f"files first: iconv -f {name} -t utf-8",
         found=f"--encoding {name}",
         expected="a superset of ASCII",
         remedy=f"iconv -f {name} -t utf-8",

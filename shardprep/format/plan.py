@@ -1,8 +1,11 @@
 """plan.json: which bytes of which input files are shard N, for which options and which tokenizer.
 
 A plan is written once and never edited. Its id is a hash of what decides the bytes of the shards: two plans
-with one id make equal data sets. The lists of a plan of more than 4,096 inputs and shards stand in parts: a
-task reads the head and the blocks of its shard, and each block is checked by a hash in the head.
+with one id make equal data sets.
+
+The file is JSON. Its first line, closed by a brace, is the head: all but three tables, which may be long. The
+head says where the blocks of each table lie, and their hashes, so a task of a plan of 10^6 inputs reads the
+head and the blocks of its own shard.
 """
 
 from __future__ import annotations
@@ -11,46 +14,65 @@ import dataclasses
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, overload
 
+import msgspec
 import orjson
+from msgspec import Meta
 
-from shardprep.console import quoted
-from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError
+from shardprep.errors import BrokenShard, NotFound, Refused, UnknownVersion, UsageError, quoted
 from shardprep.files import (
     Digest,
     FileStamp,
     PublishedFile,
+    ReadFile,
+    errors_named,
     is_folder,
     is_name_inside,
     names_in,
     sync_folder,
 )
-from shardprep.format.checked_json import MOST, Fields, is_text, with_content_hash
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.input_formats import known_input_kind
-from shardprep.format.names import FORMAT_VERSION, MAX_PLAN_BYTES, MAX_SHARDS, PLAN_NAME, source_of_path
-from shardprep.format.options import PLAN_FIELDS, PlanOptions, option_differences, option_types
-from shardprep.format.parts import VERSION as PARTS_VERSION
-from shardprep.format.parts import PartsFile, Rows, json_by_parts, sha256s_of
+from shardprep.format.json_files import Count, Text, as_type, checked_object, with_content_hash, wrong_value
+from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, PLAN_NAME, source_of_path
+from shardprep.format.options import PLAN_FIELDS, PlanOptions, option_differences
 
-Boundary = tuple[int, int]  # (input, byte): where a shard begins in the sorted inputs read as one
+T = TypeVar("T")
+
 _FORMAT = "shardprep-plan"
-_MOST_WHOLE = 4096  # inputs and shards; a plan of more is written in parts
+_ROWS_PER_BLOCK = 512
+_HEAD_BYTES = 64 << 10  # read at once
+_MAX_HEAD_BYTES = 64 << 20  # a plan of 10^6 inputs and 10^5 shards has 200 KB
+_MAX_BLOCK_BYTES = 16 << 20  # a path has at most 4 KiB
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputFile:
+class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
 
-    path: str  # relative to the input folder, with /
-    num_bytes: int
-    mtime_ns: int
-    sha256: str  # of the first, middle and last 64 KiB
+    path: Text  # relative to the input folder, with /
+    num_bytes: Count
+    mtime_ns: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    sha256: Digest  # of the first, middle and last 64 KiB
+
+    def __post_init__(self) -> None:
+        if not is_name_inside(self.path):  # what lies there may be a link, as planning takes links to files
+            raise ValueError(f"path is {self.path!a}, expected the path of a file below the input folder")
+
+
+class Cut(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a shard begins, in the sorted inputs read as one, or where the last one ends."""
+
+    input_number: Count
+    byte: Count  # of that input
+    text_start: Count = 0  # in a compressed input: its byte of the text
+    sha256: Annotated[str, Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = (
+        ""  # of the shard's input, if it was hashed
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,26 +106,23 @@ class PlannedShard:
 class Plan:
     """What plan.json holds. Frozen: a plan is never edited."""
 
-    plan_id: Digest
+    plan_id: str
     input_dir: Path
     options: PlanOptions
-    max_bad_fraction: Annotated[float, 1]
+    max_bad_fraction: float
     tokenizer: TokenizerSpec
     tokenizer_files: dict[str, FileStamp]  # name -> of each file in DATA/tokenizer
     probe: list[str]  # texts that tell engines apart, see engines.py
-    probe_sha256: Digest  # of their ids by the reference engine
+    probe_sha256: str  # of their ids by the reference engine
     fast_engine_is_equal: bool  # the fast engine gave the reference's ids on probe and sample
-    can_be_cut: bool  # a long document may be encoded in pieces, see long_documents.py
     # Of a plan in parts the lists are Rows, which read what they are asked for.
     inputs: Sequence[InputFile]
-    boundaries: Sequence[Boundary]  # num_shards + 1, ascending; in plan.json the key is cuts
-    shard_sha256: Sequence[str] | None = None  # of each shard's input bytes: see planning.py
-    text_starts: Sequence[int] | None = None  # of each boundary: its byte of the text of a compressed file
+    cuts: Sequence[Cut]  # num_shards + 1, ascending
     names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see planning.InputListing
 
     @property
     def num_shards(self) -> int:
-        return len(self.boundaries) - 1
+        return len(self.cuts) - 1
 
     @cached_property
     def spec(self) -> DatasetSpec:
@@ -133,23 +152,28 @@ class Plan:
         options = self.options
         return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
 
+    @property
+    def has_input_hashes(self) -> bool:
+        """Whether ``plan --hash_inputs`` hashed the whole input of each shard."""
+        return bool(self.cuts[0].sha256)
+
     def at(self, input_dir: Path | None) -> Plan:
-        """The same plan where its inputs lie in another folder by now; None: where they were."""
+        """Return the same plan where its inputs lie in another folder by now; None: where they were."""
         return self if input_dir is None else dataclasses.replace(self, input_dir=input_dir)
 
     def shard(self, shard_id: int) -> PlannedShard:
-        """What is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
+        """Return what is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
         ranges, (share, rest) = self.ranges(shard_id), divmod(self.options.limit, self.num_shards)
         return PlannedShard(
             shard_id=shard_id,
             ranges=ranges,
             num_bytes=sum(part.end - part.start for part in ranges),
             most_documents=share + (shard_id < rest) if self.options.limit else None,
-            sha256=None if self.shard_sha256 is None else self.shard_sha256[shard_id],
+            sha256=self.cuts[shard_id].sha256 or None,
         )
 
     def ranges(self, shard_id: int) -> list[ByteRange]:
-        """The byte ranges of a shard, in order. Raises NotFound for a shard past the plan's end."""
+        """Return the byte ranges of a shard, in order. Raises NotFound for a shard past the plan's end."""
         if not 0 <= shard_id < self.num_shards:
             raise NotFound(
                 f"there is no shard {shard_id}: the plan has {self.num_shards}, 0 to {self.num_shards - 1}; "
@@ -158,125 +182,226 @@ class Plan:
                 expected=f"0 to {self.num_shards - 1}",
                 remedy=f"--array=0-{self.num_shards - 1}",
             )
-        (first, start), (last, end) = self.boundaries[shard_id], self.boundaries[shard_id + 1]
-        if not (0, 0) <= (first, start) <= (last, end) <= (len(self.inputs), 0):
-            raise BrokenShard(
-                f"{PLAN_NAME}: shard {shard_id} is from {first, start} to {last, end}, expected ascending "
-                f"places in {len(self.inputs)} inputs; plan into a new folder"
-            )
+        begin, end = self.cuts[shard_id], self.cuts[shard_id + 1]
+        _check_cuts([begin, end], len(self.inputs))
         ranges = []
-        for number in range(first, last + (end > 0)):
+        for number in range(begin.input_number, end.input_number + (end.byte > 0)):
             item = self.inputs[number]
-            begin = start if number == first else 0
+            is_first, is_last = number == begin.input_number, number == end.input_number
+            start = begin.byte if is_first else 0
+            stop = end.byte if is_last else item.num_bytes
+            if not start <= stop <= item.num_bytes:
+                raise _wrong_cuts(f"bytes {start} to {stop} of input {number}", f"{item.num_bytes} at most")
             ranges.append(
                 ByteRange(
                     input_number=number,
                     path=self.input_dir / item.path,
-                    start=begin,
-                    end=end if number == last else item.num_bytes,
-                    text_start=self.text_starts[shard_id] if begin and self.text_starts is not None else 0,
+                    start=start,
+                    end=stop,
+                    text_start=begin.text_start if start else 0,
                     planned=item,
                 )
             )
         return ranges
 
     def source_of(self, input_number: int) -> str:
-        """The source of an input file: its first subfolder, or "." for one in the input folder itself."""
+        """Return the source of an input: its first subfolder, or "." for one in the input folder itself."""
         return source_of_path(self.inputs[input_number].path)
 
     def shard_bytes(self) -> list[int]:
-        """Input bytes of every shard."""
-        if isinstance(self.boundaries, Rows):  # others were checked when they were read
-            check_boundaries(self)
-        prefix = [0, *itertools.accumulate(item.num_bytes for item in self.inputs)]
-        places = [prefix[number] + byte for number, byte in self.boundaries]
+        """Return the input bytes of every shard. Reads all of the plan."""
+        return self._shard_bytes
+
+    @cached_property
+    def _shard_bytes(self) -> list[int]:
+        sizes = [item.num_bytes for item in self.inputs]
+        cuts = list(self.cuts)
+        _check_cuts(cuts, len(sizes))
+        is_beyond = any(cut.byte > (sizes[cut.input_number] if cut.byte else 0) for cut in cuts)
+        ends = [(cut.input_number, cut.byte) for cut in (cuts[0], cuts[-1])]
+        if is_beyond or ends != [(0, 0), (len(sizes), 0)]:
+            raise _wrong_cuts(f"{ends[0]} to {ends[1]}", f"all bytes of {len(sizes)} inputs")
+        prefix = [0, *itertools.accumulate(sizes)]
+        places = [prefix[cut.input_number] + cut.byte for cut in cuts]
         return [end - start for start, end in itertools.pairwise(places)]
 
 
-def file_boundaries(inputs: Sequence[InputFile]) -> list[Boundary]:
-    """One input file is one shard: what the baseline did."""
-    return [(number, 0) for number in range(len(inputs) + 1)]
+def _check_cuts(cuts: Sequence[Cut], num_inputs: int) -> None:
+    """Check that cuts ascend, and that none is behind the last input. Raises BrokenShard."""
+    places = [(cut.input_number, cut.byte) for cut in cuts]
+    if places != sorted(places) or places[-1] > (num_inputs, 0):
+        raise _wrong_cuts(f"{places[0]} to {places[-1]}", f"places in {num_inputs} inputs, ascending")
+
+
+def _wrong_cuts(found: str, expected: str) -> BrokenShard:
+    return wrong_value(Path(PLAN_NAME), "cuts", found, f"{expected}; plan into a new folder")
+
+
+def file_cuts(inputs: Sequence[InputFile]) -> list[Cut]:
+    """One input file is one shard."""
+    return [Cut(number, 0) for number in range(len(inputs) + 1)]
 
 
 def is_one_file_a_shard(plan: Plan) -> bool:
-    """Whether shard N is the N-th input file."""
-    return plan.num_shards == len(plan.inputs) and list(plan.boundaries) == file_boundaries(plan.inputs)
+    """Return whether shard N is the N-th input file."""
+    return plan.num_shards == len(plan.inputs) and all(
+        (cut.input_number, cut.byte) == (number, 0) for number, cut in enumerate(plan.cuts)
+    )
+
+
+# How plan.json is written and read.
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """Where the rows of a table lie in the file."""
+
+    num_rows: Count
+    offset: Count  # of the first row, from the end of the head on
+    # Bytes and sha256 of each block of 512 rows; a comma and a line end stand between two blocks.
+    blocks: list[tuple[Annotated[int, Meta(ge=0, le=_MAX_BLOCK_BYTES)], Digest]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The values of the first line."""
+
+    plan_id: Digest
+    input_dir: Text
+    options: PlanOptions
+    max_bad_fraction: Annotated[float, Meta(ge=0, le=1)]
+    tokenizer: TokenizerSpec
+    tokenizer_files: dict[str, FileStamp]
+    probe: list[str]
+    probe_sha256: Digest
+    fast_engine_is_equal: bool
+    inputs_sha256: Digest  # of what the plan's id has of them
+    cuts_sha256: Digest
+    tables: dict[str, _Table]
+
+
+# The type of the rows of each table.
+_TABLES: dict[str, Any] = {"inputs": list[InputFile], "cuts": list[Cut], "left_out": list[tuple[str, str]]}
+
+
+class Rows(Sequence[T]):
+    """A table of a plan, each block of which is read when one of its rows is asked for, and then held."""
+
+    def __init__(self, file: ReadFile, begin: int, table: _Table, kind: Any) -> None:
+        """``begin``: the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
+        self._file, self._table, self._kind = file, table, kind
+        sizes = [num_bytes for num_bytes, _ in table.blocks]
+        if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
+            raise wrong_value(file.path, "tables", f"{len(sizes)} blocks", f"those of {table.num_rows} rows")
+        if sum(sizes) > file.num_bytes:
+            raise wrong_value(file.path, "tables", f"{sum(sizes)} bytes", f"{file.num_bytes} at most")
+        steps = itertools.accumulate((size + len(b",\n") for size in sizes), initial=begin + table.offset)
+        self._offsets = list(steps)
+        self._held: dict[int, list[T]] = {}
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __iter__(self) -> Iterator[T]:
+        for number in range(len(self._table.blocks)):
+            yield from self._block(number)
+
+    @overload
+    def __getitem__(self, key: int) -> T: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[T]: ...
+    def __getitem__(self, key: int | slice) -> T | list[T]:
+        places = range(len(self))[key]
+        if isinstance(places, range):
+            return [self[place] for place in places]
+        number, place = divmod(places, _ROWS_PER_BLOCK)
+        return self._block(number)[place]
+
+    def _block(self, number: int) -> list[T]:
+        if number not in self._held:
+            self._held[number] = self._read_block(number)
+        return self._held[number]
+
+    def _read_block(self, number: int) -> list[T]:
+        """Raises BrokenShard, ReadWriteError."""
+        path, begin = self._file.path, self._offsets[number]
+        num_bytes, expected = self._table.blocks[number]
+        num_rows = min(_ROWS_PER_BLOCK, len(self) - number * _ROWS_PER_BLOCK)
+        where = f"bytes {begin} to {begin + num_bytes}"
+        with errors_named(path):
+            raw = self._file.read(begin, num_bytes)
+        found = hashlib.sha256(raw).hexdigest()
+        if found != expected:
+            raise BrokenShard(path=path, found=f"{where} of sha256 {found[:12]}", expected=expected[:12])
+        try:
+            rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise BrokenShard(path=path, found=f"{where}: {error}") from None
+        if len(rows) != num_rows:
+            raise BrokenShard(path=path, found=f"{where} are {len(rows)} rows", expected=num_rows)
+        return rows
 
 
 def plan_id(plan: Plan) -> str:
-    """sha256 of what decides the shards' bytes: not where the input lies, nor when it was touched."""
-    return _id_of(plan, is_in_parts=_is_large(plan))
+    """Return the sha256 of what decides the shards' bytes, such as no folder and no mtime of an input."""
+    return _id_of(plan.options, plan.tokenizer, plan.probe_sha256, *_hashes_of_tables(plan))
 
 
-def _is_large(plan: Plan) -> bool:
-    return len(plan.inputs) + plan.num_shards > _MOST_WHOLE
+def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
+    """The hashes of what the id has of inputs and cuts."""
+    inputs = _sha256_of_rows(plan.inputs, lambda item: (item.path, item.num_bytes, item.sha256))
+    return inputs, _sha256_of_rows(plan.cuts, lambda cut: (cut.input_number, cut.byte, cut.sha256))
 
 
-def _id_of(plan: Plan, *, is_in_parts: bool) -> str:
-    """The id; in parts by the hashes of the lists' blocks, which a plan that was read by parts has."""
-    inputs: Sequence[Any] = plan.inputs
-    if not is_in_parts:
-        inputs = [(item.path, item.num_bytes, item.sha256) for item in plan.inputs]
-    elif not isinstance(inputs, Rows):
-        inputs = _rows_of_inputs(plan.inputs)
-    lists = {"inputs": inputs, "cuts": plan.boundaries, "shard_sha256": plan.shard_sha256}
+def _sha256_of_rows(rows: Sequence[T], part_of: Callable[[T], tuple[Any, ...]]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(orjson.dumps(part_of(row)))
+    return digest.hexdigest()
+
+
+def _id_of(
+    options: PlanOptions, tokenizer: TokenizerSpec, probe_sha256: str, inputs_sha256: str, cuts_sha256: str
+) -> str:
     identity = {
-        "options": plan.options.identity(),
-        "tokenizer": {**dataclasses.asdict(plan.tokenizer), "model_id": None},
-        "probe": plan.probe_sha256,
-        "version": PARTS_VERSION if is_in_parts else FORMAT_VERSION,
+        "options": options.identity(),
+        "tokenizer": {**dataclasses.asdict(tokenizer), "model_id": None},
+        "probe": probe_sha256,
+        "version": FORMAT_VERSION,
+        "inputs": inputs_sha256,
+        "cuts": cuts_sha256,
     }
-    for name, rows in lists.items():
-        if rows is not None:
-            identity[name] = (len(rows), sha256s_of(rows)) if is_in_parts else list(rows)
     return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _rows_of_inputs(inputs: Sequence[InputFile]) -> list[dict[str, Any]]:
-    """What a plan in parts says of inputs; their mtimes, which the id leaves out, are a list of their own."""
-    return [
-        {"path": item.path, "num_bytes": item.num_bytes, "sampled_sha256": item.sha256} for item in inputs
-    ]
-
-
 def plan_json(plan: Plan) -> bytes:
-    """The bytes of plan.json. Raises UsageError where it would be too large to be read."""
-    lists: dict[str, Sequence[Any] | None] = {
-        "inputs": _rows_of_inputs(plan.inputs),
-        "cuts": plan.boundaries,
-        "shard_sha256": plan.shard_sha256,
-        "text_starts": plan.text_starts,
-    }
-    not_in_head = {"inputs", "boundaries", "shard_sha256", "text_starts", "names_left_out"}
-    content = {
-        field.name: getattr(plan, field.name)
-        for field in dataclasses.fields(plan)  # not asdict, which copies each of 99,999 cuts: 0.7 s
-        if field.name not in not_in_head
-    }
-    content |= {
+    """Return the bytes of plan.json."""
+    rows_of = {"inputs": plan.inputs, "cuts": plan.cuts, "left_out": plan.names_left_out}
+    tables: dict[str, Any] = {}
+    body = bytearray()
+    for name, rows in rows_of.items():
+        body += b',"%s":[\n' % name.encode()
+        offset = len(body)
+        blocks: list[tuple[int, str]] = []
+        for start in range(0, len(rows), _ROWS_PER_BLOCK):
+            block = msgspec.json.encode(rows[start : start + _ROWS_PER_BLOCK])[1:-1]
+            body += (b",\n" if blocks else b"") + block
+            blocks.append((len(block), hashlib.sha256(block).hexdigest()))
+        body += b"]\n"
+        tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
+    inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
+    values = {item.name: getattr(plan, item.name) for item in dataclasses.fields(plan)}
+    head = {name: value for name, value in values.items() if name not in ("inputs", "cuts", "names_left_out")}
+    head |= {
         "input_dir": str(plan.input_dir),
         "options": plan.options.to_json(),
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
+        "inputs_sha256": inputs_sha256,
+        "cuts_sha256": cuts_sha256,
+        "tables": tables,
     }
-    if _is_large(plan):
-        lists |= {"mtimes_ns": [item.mtime_ns for item in plan.inputs], "left_out": plan.names_left_out}
-        raw = json_by_parts(
-            _FORMAT, content, {name: rows for name, rows in lists.items() if rows is not None}
-        )
-    else:
-        for row, item in zip(lists["inputs"] or [], plan.inputs, strict=True):
-            row["mtime_ns"] = item.mtime_ns
-        if plan.names_left_out:
-            content["left_out"] = plan.left_out
-        raw = orjson.dumps(with_content_hash(_FORMAT, content | lists), option=orjson.OPT_APPEND_NEWLINE)
-    if len(raw) > MAX_PLAN_BYTES:
-        raise UsageError(
-            f"{PLAN_NAME} of {len(plan.inputs)} inputs and {len(plan.names_left_out)} names left out would "
-            f"have {len(raw)} bytes, the limit is {MAX_PLAN_BYTES}; join small files, move away what is no "
-            "input, or make several data sets for a loader of several folders"
-        )
-    return raw
+    return orjson.dumps(with_content_hash(_FORMAT, head))[:-1] + b"\n" + body + b"}\n"
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
@@ -306,156 +431,25 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 
 
 def read_plan(output_dir: Path) -> Plan | None:
-    """The plan of a data set, or None where there is none yet; takes 0.1 s of CPU for 10^4 inputs.
+    """Return the plan of a data set, or None where there is none yet.
 
-    Of a plan in parts only the head is read; its lists may raise BrokenShard where they are used. Raises
-    NotFound, BrokenShard, UnknownVersion, ReadWriteError.
+    Only the head is read; the tables may raise BrokenShard where they are used. Raises NotFound, BrokenShard,
+    UnknownVersion, ReadWriteError.
     """
     try:
-        file = PartsFile(output_dir / PLAN_NAME)
-        return _plan_of(file.read_head(_FORMAT, max_bytes=MAX_PLAN_BYTES), file)
+        return _open_plan(output_dir / PLAN_NAME)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
-        raise NotFound(
-            f"{output_dir} is no folder, expected the folder of a data set",
-            path=output_dir,
-            expected="the folder of a data set",
-        ) from None
+        raise NotFound(path=output_dir, found="no folder", expected="the folder of a data set") from None
     except BrokenShard as error:
-        raise BrokenShard(
-            f"{error}; a plan is frozen: bring the file back as it was, or plan into a new folder",
-            path=error.path,
-            found=error.found,
-            expected=error.expected,
-        ) from None
-
-
-def _plan_of(fields: Fields, file: PartsFile) -> Plan:
-    parts = fields.fields("parts") if fields.has("parts") else None
-    plan = fields.all_of(
-        Plan,
-        options=options_of_json(fields.fields("options")),
-        tokenizer=TokenizerSpec.from_json(fields.fields("tokenizer")),
-        **(_lists_of(fields) if parts is None else _lists_in_parts(parts, file)),
-    )
-    _check_lengths(plan, fields)
-    for name in plan.tokenizer_files:
-        if not is_name_inside(name) or "/" in name:
-            raise fields.wrong("tokenizer_files", name, "names of files in the tokenizer's folder")
-    if parts is None:
-        check_boundaries(plan, fields.path)
-    expected = _id_of(plan, is_in_parts=parts is not None)
-    if plan.plan_id != expected:
-        raise fields.wrong(
-            "plan_id", plan.plan_id[:12], f"{expected[:12]}, which options, tokenizer, inputs and cuts give"
-        )
-    return plan
-
-
-def _lists_of(fields: Fields) -> dict[str, Any]:
-    left_out = fields.each("left_out", Fields.texts) if fields.has("left_out") else {}
-    return {
-        "inputs": [_input_of(item, item.whole("mtime_ns", -MOST)) for item in fields.objects("inputs")],
-        "boundaries": _cuts_of(fields, "cuts"),
-        "shard_sha256": fields.or_none("shard_sha256", fields.digests),
-        "text_starts": fields.or_none("text_starts", fields.wholes),
-        "names_left_out": [(reason, name) for reason, names in left_out.items() for name in names],
-    }
-
-
-def _lists_in_parts(parts: Fields, file: PartsFile) -> dict[str, Any]:
-    """The lists of a plan in parts, none of which is read yet."""
-
-    def inputs_of(fields: Fields, name: str, first: int) -> list[InputFile]:
-        return [_input_of(item, mtimes[first + number]) for number, item in enumerate(fields.objects(name))]
-
-    readers: dict[str, Callable[[Fields, str, int], list[Any]]] = {
-        "mtimes_ns": lambda fields, name, _: fields.wholes(name, -MOST),
-        "inputs": inputs_of,
-        "cuts": lambda fields, name, _: _cuts_of(fields, name),
-        "left_out": lambda fields, name, _: _names_left_out(fields, name),
-        "shard_sha256": lambda fields, name, _: fields.digests(name),
-        "text_starts": lambda fields, name, _: fields.wholes(name),
-    }
-    optional = ("shard_sha256", "text_starts")
-    found = {
-        name: file.rows(parts, name, read)
-        for name, read in readers.items()
-        if parts.has(name) or name not in optional
-    }
-    mtimes, num_inputs = found.pop("mtimes_ns"), len(found["inputs"])
-    if len(mtimes) != num_inputs:
-        raise parts.wrong("mtimes_ns", f"{len(mtimes)} rows", f"one for each of {num_inputs} inputs")
-    parts.end()
-    return {"boundaries": found.pop("cuts"), "names_left_out": found.pop("left_out"), **found}
-
-
-def _names_left_out(fields: Fields, name: str) -> list[tuple[str, str]]:
-    def is_right(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 2 and all(map(is_text, value))
-
-    return [(reason, name) for reason, name in fields.list_of(name, is_right, "a reason and a name")]
-
-
-def _cuts_of(fields: Fields, name: str) -> list[Boundary]:
-    def is_right(value: Any) -> bool:
-        return type(value) is list and [*map(type, value)] == [int, int]
-
-    return [(number, byte) for number, byte in fields.list_of(name, is_right, "an input and a byte of it")]
-
-
-def options_of_json(fields: Fields) -> PlanOptions:
-    """The options, settled and checked as those of a command line are; an absent one has its default.
-
-    One that nobody knows here is left alone where it says no, and refused where it says anything else.
-    """
-    kinds = option_types(PlanOptions)
-    values = {
-        item.name: fields.value(item.name, kinds[item.name]) for item in PLAN_FIELDS if fields.has(item.name)
-    }
-    for name, value in fields.rest().items():
-        if value not in (False, "", None):  # 0 is False
-            raise UnknownVersion(
-                f"{fields.path}: options.{name!a} is {value!r:.60}, an option that this shardprep does not "
-                "know: a newer one planned this data set; install that one, or plan anew into a new folder"
-            )
-    try:
-        return PlanOptions(**values)
-    except UsageError as error:
-        raise BrokenShard(f"{fields.path}: its options cannot be: {error}") from None
-
-
-def _input_of(fields: Fields, mtime_ns: int) -> InputFile:
-    item = fields.all_of(InputFile, mtime_ns=mtime_ns, sha256=fields.digest("sampled_sha256"))
-    if not is_name_inside(item.path):  # what lies there may be a link, as planning takes links to files
-        raise fields.wrong("path", item.path, "the path of a file below the input folder")
-    return item
-
-
-def check_boundaries(plan: Plan, path: Path = Path(PLAN_NAME)) -> None:
-    """That the boundaries divide the inputs, in order and without a gap. Raises BrokenShard."""
-    cuts, ends = list(plan.boundaries), [*(item.num_bytes for item in plan.inputs), 0]
-    inside = all(0 <= source < len(ends) and 0 <= byte <= ends[source] for source, byte in cuts)
-    if not inside or cuts[0] != (0, 0) or cuts[-1] != (len(plan.inputs), 0) or cuts != sorted(cuts):
-        raise Fields(path, {}).wrong(
-            "cuts", f"{cuts[0]} to {cuts[-1]}", f"places in {len(plan.inputs)} inputs, ascending"
-        )
-
-
-def _check_lengths(plan: Plan, fields: Fields) -> None:
-    if not 1 <= plan.num_shards <= MAX_SHARDS:
-        raise fields.wrong("cuts", f"{plan.num_shards} shards", f"1 to {MAX_SHARDS}")
-    for name, rows, expected in (
-        ("text_starts", plan.text_starts, plan.num_shards + 1),
-        ("shard_sha256", plan.shard_sha256, plan.num_shards),
-    ):
-        if rows is not None and len(rows) != expected:
-            raise fields.wrong(name, f"{len(rows)} of them", f"{expected} for {plan.num_shards} shards")
+        hint = "a plan is frozen: bring the file back as it was, or plan into a new folder"
+        message, path, found, expected = f"{error}; {hint}", error.path, error.found, error.expected
+        raise BrokenShard(message, path=path, found=found, expected=expected) from None
 
 
 def need_plan(output_dir: Path) -> Plan:
-    """The plan of a data set. Raises NotFound, with the command that makes one."""
+    """Return the plan of a data set. Raises NotFound, with the command that makes one; as ``read_plan``."""
     plan = read_plan(output_dir)
     if plan is None:
         missing = "" if is_folder(output_dir) else "does not exist, so it "
@@ -472,7 +466,76 @@ def need_plan(output_dir: Path) -> Plan:
     return plan
 
 
+def read_input_names(folder: Path) -> list[str]:
+    """Return the inputs of a data set's plan, relative to its input folder; an idx names them by position.
+
+    Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion, ReadWriteError.
+    """
+    return [item.path for item in _open_plan(folder / PLAN_NAME).inputs]
+
+
+def _open_plan(path: Path) -> Plan:
+    with errors_named(path):
+        file = ReadFile(path)  # closed when nobody holds the plan or a table of it any more
+        file.expect_scattered_reads()
+        raw = file.read(0, min(file.num_bytes, _HEAD_BYTES))
+        while b"\n" not in raw and len(raw) < min(file.num_bytes, _MAX_HEAD_BYTES):
+            raw += file.read(len(raw), min(file.num_bytes - len(raw), len(raw)))
+    line = bytes(raw.partition(b"\n")[0])
+    begin = len(line) + 1
+    data = checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
+    options = data.get("options")
+    if isinstance(options, dict):
+        _refuse_unknown_options(path, options)
+    try:
+        head = as_type(path, data, _Head)
+    except UsageError as error:
+        raise BrokenShard(f"{path}: its options cannot be: {error}", path=path) from None
+    found = _id_of(head.options, head.tokenizer, head.probe_sha256, head.inputs_sha256, head.cuts_sha256)
+    if head.plan_id != found:
+        raise wrong_value(path, "plan_id", head.plan_id, f"{found}, which options and tables give")
+    if head.tables.keys() != _TABLES.keys():
+        raise wrong_value(path, "tables", [*head.tables], f"{', '.join(_TABLES)}")
+    if not 1 <= head.tables["cuts"].num_rows - 1 <= MAX_SHARDS:
+        raise wrong_value(path, "tables.cuts", head.tables["cuts"].num_rows - 1, f"1 to {MAX_SHARDS} shards")
+    for name in head.tokenizer_files:
+        if not is_name_inside(name) or "/" in name:
+            raise wrong_value(path, "tokenizer_files", name, "names of files in the tokenizer's folder")
+    rows_of: dict[str, Rows[Any]] = {
+        name: Rows(file, begin, head.tables[name], kind) for name, kind in _TABLES.items()
+    }
+    return Plan(
+        plan_id=head.plan_id,
+        input_dir=Path(head.input_dir),
+        options=head.options,
+        max_bad_fraction=head.max_bad_fraction,
+        tokenizer=head.tokenizer,
+        tokenizer_files=head.tokenizer_files,
+        probe=head.probe,
+        probe_sha256=head.probe_sha256,
+        fast_engine_is_equal=head.fast_engine_is_equal,
+        inputs=rows_of["inputs"],
+        cuts=rows_of["cuts"],
+        names_left_out=rows_of["left_out"],
+    )
+
+
+def _refuse_unknown_options(path: Path, options: dict[str, Any]) -> None:
+    """Leave out unknown options that say no. Raises UnknownVersion for one that is used."""
+    known = {item.name for item in PLAN_FIELDS}
+    for name in options.keys() - known:
+        value = options.pop(name)
+        if value not in (False, "", None):  # 0 is False
+            raise UnknownVersion(
+                f"{path}: options.{name!a} is {value!r:.60}, an option that this shardprep does not know: a "
+                "newer one planned this data set; install that one, or plan anew into a new folder",
+                path=path,
+                found=f"{name!a}",
+            )
+
+
 def plan_differences(frozen: Plan, other: Plan) -> list[str]:
+    """Return how two plans differ, in words."""
     found = option_differences(frozen.options, other.options)
     if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:
         found.append(
@@ -489,8 +552,8 @@ def plan_differences(frozen: Plan, other: Plan) -> list[str]:
             found.append(f"{len(paths)} input(s) {what}, such as {min(paths)}")
     if frozen.num_shards != other.num_shards:
         found.append(f"{frozen.num_shards} shards, now {other.num_shards}")
-    if (frozen.shard_sha256 is None) != (other.shard_sha256 is None):
-        found.append(f"--hash_inputs was {frozen.shard_sha256 is not None}")
-    elif list(frozen.shard_sha256 or ()) != list(other.shard_sha256 or ()):
+    if frozen.has_input_hashes != other.has_input_hashes:
+        found.append(f"--hash_inputs was {frozen.has_input_hashes}")
+    elif [cut.sha256 for cut in frozen.cuts] != [cut.sha256 for cut in other.cuts]:
         found.append("the whole inputs' hashes differ")
     return found or ["the cuts between shards, the tokenizer's special tokens or its library differ"]

@@ -40,14 +40,14 @@ class ShardSamples:
             with errors_named(self.path):
                 self._tar = ReadFile(self.path)
         except NOT_THERE:
-            raise MissingShard(f"{self.path} is missing; run: {rerun_command(shard_id, folder)}") from None
+            remedy = rerun_command(shard_id, folder)
+            raise MissingShard(path=self.path, found="missing", remedy=remedy) from None
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
-            raise BrokenShard(
-                f"the idx of {self.path} places sample {int(wrong.argmax())} where it cannot be in a tar of "
-                f"{self._tar.num_bytes} bytes; run: {self._remedy}"
-            )
+            found = f"a tar of {self._tar.num_bytes} bytes"
+            expected = f"sample {int(wrong.argmax())} where its idx places it"
+            raise BrokenShard(path=self.path, found=found, expected=expected, remedy=self._remedy)
 
     def __enter__(self) -> ShardSamples:
         return self
@@ -110,9 +110,8 @@ class ShardSamples:
             for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
                 yield from ids_of(self.spec, part, raw_ids(part, self._read))
         except (ValueError, OverflowError) as error:
-            raise BrokenShard(
-                f"{self.path} holds token ids that cannot be read ({error}); run: {self._remedy}"
-            ) from None
+            found = f"it holds token ids that cannot be read ({error})"
+            raise BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
 
 
 class RawIds(NamedTuple):

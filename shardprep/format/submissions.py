@@ -20,7 +20,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from shardprep.command_line import option
 from shardprep.errors import (
@@ -40,9 +42,9 @@ from shardprep.files import (
     read_with_status,
     sync_folder,
 )
-from shardprep.format.checked_json import Fields, checked_fields, load_json, with_content_hash
-from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, ids_of_ranges
-from shardprep.format.shard_making import ShardMaking
+from shardprep.format.json_files import Count, Text, as_type, checked_object, load_json, with_content_hash
+from shardprep.format.manifest import ShardMaking
+from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 
 JOBS_FOLDER = "jobs"
 HISTORY_NAME = "history.jsonl"  # in jobs/
@@ -96,8 +98,8 @@ class JobRequest:
     worker_args: str = option("", "more flags of the worker, such as '--max_bad_fraction 0.05'", group=_RUNS)
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(JobRequest).items():
-            _check_value(name, getattr(self, name), hint)
+        for name, value in vars(self).items():
+            _check_value(name, value)
         if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
             raise UsageError(
                 f"--cpus_per_task is {self.cpus_per_task!r}, expected a number, or: {WHOLE_NODE}"
@@ -152,11 +154,8 @@ class JobRequest:
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
 
 
-def _check_value(name: str, value: object, hint: Any) -> None:
-    """Raises UsageError for a value of another type (of a file, say), or a number that no job can have."""
-    kind = hint | int if hint == float | None else hint
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise UsageError(f"--{name} is {value!r:.60}, expected {getattr(hint, '__name__', hint)}")
+def _check_value(name: str, value: object) -> None:
+    """Raise UsageError for a number that no job can have, or a text that no job script can."""
     if isinstance(value, int | float) and not 0 < value <= _MOST:
         raise UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
     if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
@@ -175,29 +174,31 @@ class SubmittedMeanwhile(ReadWriteError):
     """Another submission of the same data set was recorded first."""
 
 
-class SentJob(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class SentJob:
     """What makes a job this one: a controller that lost its state gives old ids to other jobs.
 
     Name and time of submission are those that Slurm showed when it took the job, so that a site which renames
     jobs is followed.
     """
 
-    job_id: str
-    name: str
-    submit_time: str  # of the controller's clock, UTC, 2026-11-22T01:52:04
+    job_id: Annotated[str, Meta(pattern=r"\A[0-9]{1,10}\Z")]
+    name: Text
+    submit_time: Text  # of the controller's clock, UTC, 2026-11-22T01:52:04
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobArray:
+class JobArray(SentJob):
     """One job array of a submission: task i makes the shards ``tasks[i]``."""
 
-    job_id: str
-    name: str
-    submit_time: str
     request: JobRequest
-    tasks: list[str]
-    mem_mb: int | None  # what Slurm made of the request; None where it limits nothing
-    time_min: int | None
+    tasks: Annotated[list[str], Meta(min_length=1)]
+    mem_mb: Count | None  # what Slurm made of the request; None where it limits nothing
+    time_min: Count | None
+
+    def __post_init__(self) -> None:
+        if sum(map(len, self.shards_of_tasks())) > MAX_SHARDS:
+            raise ValueError(f"at most {MAX_SHARDS} shards")
 
     def shards_of_tasks(self) -> list[list[int]]:
         """Return the shard ids of every task."""
@@ -208,24 +209,21 @@ class JobArray:
 class Submission:
     """What one ``submit`` or ``retry`` sent to Slurm."""
 
-    number: int
-    plan_id: str
-    cluster: str
-    user: str
-    submitted: float  # seconds since 1970
-    arrays: list[JobArray]
-    verify_job_id: str
-    verify_name: str
-    verify_submit_time: str
-    identity: str  # of the folder, see ``folder_identity``
+    number: Count
+    plan_id: Text
+    cluster: Text
+    user: Text
+    submitted: Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
+    arrays: Annotated[list[JobArray], Meta(min_length=1)]
+    verify: SentJob
+    identity: Text  # of the folder, see ``folder_identity``
     # Whether this user wrote the record, and nobody else can write to it. It is not in the file.
     is_own: bool = field(default=True, compare=False)
 
     @property
     def jobs(self) -> list[SentJob]:
         """Return its jobs, verify last."""
-        jobs = [SentJob(each.job_id, each.name, each.submit_time) for each in self.arrays]
-        return [*jobs, SentJob(self.verify_job_id, self.verify_name, self.verify_submit_time)]
+        return [*self.arrays, self.verify]
 
     def made(self, shard: ShardMaking) -> bool:
         """Return whether one of its jobs made it, by the job's number: the nodes' clocks may be wrong."""
@@ -325,40 +323,14 @@ def publish_submission(folder: Path, submission: Submission) -> None:
 
 
 def _read_submission(path: Path) -> Submission:
-    remedy = "move it away: it only records job ids"
     try:
         raw, status = read_with_status(path, max_bytes=_MAX_BYTES)
-        fields = checked_fields(path, raw, _FORMAT)
-        submission = fields.all_of(
-            Submission,
-            arrays=[_array_of(each) for each in fields.objects("arrays")],
-            is_own=status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE,
-        )
-        if not submission.arrays:
-            raise fields.wrong("arrays", [], "one job array or more")
-        for job in submission.jobs:
-            if not re.fullmatch(r"[0-9]{1,10}", job.job_id):
-                key = "verify_job_id" if job.job_id == submission.verify_job_id else "arrays.job_id"
-                raise fields.wrong(key, job.job_id, "a job's number")
+        submission = as_type(path, checked_object(path, raw, _FORMAT), Submission)
     except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
         raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from None
-    except UnknownVersion:
-        expected = f"expected version {FORMAT_VERSION}"
-        raise BrokenShard(f"{path} is a submission of another version, {expected}; {remedy}") from None
-    except (UsageError, ValueError) as error:  # of a request, of a task's shards
-        raise BrokenShard(f"{path}: {error}; {remedy}") from None
-    except BrokenShard as error:
-        raise BrokenShard(f"{error}: it is not a whole submission; {remedy}") from None
-    return submission
-
-
-def _array_of(fields: Fields) -> JobArray:
-    given = fields.fields("request")
-    request = JobRequest(**{item.name: given.take(item.name) for item in dataclasses.fields(JobRequest)})
-    given.end()
-    array = fields.all_of(JobArray, request=request)
-    if not array.tasks:
-        raise fields.wrong("tasks", [], "one task or more")
-    if (num_shards := sum(map(len, array.shards_of_tasks()))) > MAX_SHARDS:
-        raise fields.wrong("tasks", num_shards, f"at most {MAX_SHARDS} shards")
-    return array
+    except (BrokenShard, UnknownVersion, UsageError) as error:  # UsageError: of a request
+        raise BrokenShard(
+            f"{path} is no whole submission of this version: {error}; move it away: it only records job ids"
+        ) from None
+    is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+    return dataclasses.replace(submission, is_own=is_own)

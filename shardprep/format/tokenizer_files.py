@@ -39,15 +39,12 @@ def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> No
         "options, and the versions of its libraries that planned"
     )
     if missing := sorted(planned.keys() - found.keys()):
-        raise NotFound(f"{folder / missing[0]} is missing; {again}", path=folder / missing[0])
+        raise NotFound(path=folder / missing[0], found="missing", expected=f"the planned file; {again}")
     if added := sorted(found.keys() - planned.keys()):
-        raise OtherTokenizer(f"{folder / added[0]} is no file of the plan's tokenizer; take it away")
+        expected = "no such file, as the plan's tokenizer has none; take it away"
+        raise OtherTokenizer(path=folder / added[0], found="a file", expected=expected)
     for name, stamp in planned.items():
         if found[name] != stamp:
-            raise OtherTokenizer(
-                f"{folder / name} has {found[name].num_bytes} bytes of sha256 {found[name].sha256[:12]}, "
-                f"the plan says {stamp.num_bytes} of {stamp.sha256[:12]}; {again}",
-                path=folder / name,
-                found=f"{found[name].num_bytes} bytes of sha256 {found[name].sha256[:12]}",
-                expected=f"{stamp.num_bytes} of {stamp.sha256[:12]}",
-            )
+            what = f"{found[name].num_bytes} bytes of sha256 {found[name].sha256[:12]}"
+            expected = f"{stamp.num_bytes} of {stamp.sha256[:12]}, as planned; {again}"
+            raise OtherTokenizer(path=folder / name, found=what, expected=expected)

@@ -23,8 +23,7 @@ from shardprep.console import quoted
 from shardprep.errors import BrokenShard, CannotWrite, OtherPlan, ShardprepError
 from shardprep.files import NOT_THERE, Digest, PublishedFile, make_subfolder, names_in, sync_folder
 from shardprep.format.checked_json import CONTENT_HASH, Fields, read_checked, with_content_hash
-from shardprep.format.idx import MAX_SAMPLES
-from shardprep.format.names import LEFT_OUT_DIR, MAX_SHARDS, WITHDRAWN_DIR
+from shardprep.format.names import LEFT_OUT_DIR, MAX_SAMPLES, MAX_SHARDS, WITHDRAWN_DIR
 
 Numbers = npt.NDArray[np.int64]
 _FORMAT = "shardprep-withdrawal"

@@ -1,4 +1,4 @@
-"""Fault campaigns: what the commands do where disks fail, files lie and processes die.
+"""Fault campaigns: what the commands do where disks fail, files lie, processes die and the power goes.
 
     python -m tests.faults [--quick] [--num_faults N] [--only NAME] [--form FORM] [--json FILE]
 
@@ -7,10 +7,11 @@ in words, or what it made is *equal* to what it makes undisturbed. Everything el
 (it ended well, with other bytes), *traceback*, *hang*, *memory*.
 
     small_data_sets the data sets -> commands run on copies of them -> forked_case one run in a process of
-    its own -> outcomes how it ended; os_calls.c fails or kills at the k-th call to the operating system
+    its own -> judging, outcomes how it ended; os_calls.c fails, kills or stops at the k-th call to the
+    operating system
 
-    bit_flips, bad_json, replaced_files, injected_errors, short_transfers, full_disks, kills, stop_signals,
-    races, clocks, altered_inputs, fuzzed_inputs: the campaigns, each a generator of outcomes
+    at_calls, races, power_loss, full_disks, clocks, disturbed_files, bad_json, altered_inputs: the campaigns,
+    each a generator of outcomes
 
 Thousands of runs take minutes, as each is a fork of one process that has imported everything already.
 """

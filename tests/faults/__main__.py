@@ -7,43 +7,53 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import (
     altered_inputs,
+    at_calls,
     bad_json,
-    bit_flips,
     clocks,
+    disturbed_files,
     full_disks,
-    fuzzed_inputs,
-    injected_errors,
-    kills,
+    power_loss,
     races,
-    replaced_files,
-    short_transfers,
-    stop_signals,
-)
+)  # fmt: skip
 from tests.faults.os_calls import is_preloaded, start_preloaded
-from tests.faults.outcomes import as_json, failures, findings, table
+from tests.faults.outcomes import Outcome, as_json, failures, findings, table
 from tests.faults.small_data_sets import FORMS, make_small_data_sets
 
+
+@dataclass(frozen=True)
+class Campaign:
+    """What is tried on which forms of data sets; ``num_quick``: faults of each file or command, in short."""
+
+    outcomes: Callable[..., Iterator[Outcome]]
+    forms: tuple[str, ...]
+    quick_forms: tuple[str, ...] = ("best_fit",)
+    num_quick: int = 2
+
+
+_TWO, _ALL = ("json", "best_fit"), ("json", "best_fit", "formats")
 CAMPAIGNS = {
-    "bit_flips": bit_flips,
-    "bad_json": bad_json,
-    "replaced_files": replaced_files,
-    "injected_errors": injected_errors,
-    "short_transfers": short_transfers,
-    "full_disks": full_disks,
-    "kills": kills,
-    "stop_signals": stop_signals,
-    "races": races,
-    "clocks": clocks,
-    "altered_inputs": altered_inputs,
-    "fuzzed_inputs": fuzzed_inputs,
+    "bit_flips": Campaign(disturbed_files.bit_flips, ("json", "npy", "concat", "best_fit"), num_quick=1),
+    "edited_files": Campaign(disturbed_files.edited_files, _TWO, num_quick=1),
+    "replaced_files": Campaign(disturbed_files.replaced_files, ("npy", "best_fit")),
+    "bad_json": Campaign(bad_json.outcomes, ("concat", "json"), num_quick=1),
+    "injected_errors": Campaign(at_calls.injected_errors, _ALL, num_quick=1),
+    "short_transfers": Campaign(at_calls.short_transfers, ("json", "npy", "best_fit")),
+    "full_disks": Campaign(full_disks.outcomes, _TWO),
+    "kills": Campaign(at_calls.kills, _ALL, ("best_fit", "formats")),
+    "stop_signals": Campaign(at_calls.stop_signals, _ALL, ("best_fit", "formats")),
+    "power_loss": Campaign(power_loss.outcomes, _TWO),
+    "races": Campaign(races.outcomes, _TWO),
+    "clocks": Campaign(clocks.outcomes, _TWO),
+    "altered_inputs": Campaign(altered_inputs.outcomes, ("formats",), ("formats",)),
 }
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.
 _FAULTS = 200
-_QUICK_FAULTS = dict.fromkeys(CAMPAIGNS, 2) | {"bit_flips": 1, "injected_errors": 1}
 _SPEAK_EVERY_S = 30
 
 
@@ -59,14 +69,16 @@ def main() -> int:
 
 def _run(args: argparse.Namespace, folder: Path) -> int:
     chosen = args.only or list(CAMPAIGNS)
-    usual = "QUICK_FORMS" if args.quick else "FORMS"
-    wanted = {name: args.form or getattr(CAMPAIGNS[name], usual) for name in chosen}
+    wanted = {}
+    for name in chosen:
+        campaign = CAMPAIGNS[name]
+        wanted[name] = args.form or (campaign.quick_forms if args.quick else campaign.forms)
     forms = sorted({form for forms in wanted.values() for form in forms})
     data_sets = make_small_data_sets(folder, forms)
     outcomes, spoke = [], time.monotonic()
     for name in chosen:
         of_campaign = [data_set for data_set in data_sets if data_set.form in wanted[name]]
-        num_faults = args.num_faults or (_QUICK_FAULTS[name] if args.quick else _FAULTS)
+        num_faults = args.num_faults or (CAMPAIGNS[name].num_quick if args.quick else _FAULTS)
         for outcome in CAMPAIGNS[name].outcomes(of_campaign, num_faults=num_faults):
             outcomes.append(outcome)
             if time.monotonic() - spoke > _SPEAK_EVERY_S:

@@ -13,13 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.faults.disturbed_files import spread
 from tests.faults.judging import not_ended, refusal
-from tests.faults.outcomes import Outcome
+from tests.faults.outcomes import Outcome, spread
 from tests.faults.small_data_sets import SmallDataSet
 
-FORMS = ("formats",)
-QUICK_FORMS = FORMS
 _COMMAND = "plan, shard"
 _XZ_HEADER = 12  # where a block's begins
 _QUICK_FAULTS = 8  # so few, and none of DECLARED
@@ -54,15 +51,7 @@ def _outcome(data_set: SmallDataSet, name: str, words: str, write: Callable[[Pat
     write(raw / name)
     ended = data_set.run(_COMMAND)
     kind, what = not_ended(ended) or (refusal(ended) if ended.code else ("equal", ""))
-    return Outcome(
-        campaign="altered_inputs",
-        form=data_set.form,
-        file=name,
-        command=_COMMAND,
-        fault=words,
-        kind=kind,
-        what=what,
-    )
+    return Outcome("altered_inputs", data_set.form, name, _COMMAND, words, kind, what)
 
 
 def _zstd_of_a_large_window(path: Path) -> None:

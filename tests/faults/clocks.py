@@ -8,13 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.injected_errors import Hit, judged
+from tests.faults.at_calls import Hit, judged
 from tests.faults.judging import Undisturbed, shape
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
 
-FORMS = ("json", "best_fit")
-QUICK_FORMS = ("best_fit",)
 HITS = (
     Hit("plan", "raw", "plan"),
     Hit("shard", "planned", "shard"),
@@ -50,15 +48,8 @@ def _outcome(data_set: SmallDataSet, hit: Hit, expected: Undisturbed, kind: str)
     found, what = judged(data_set, hit, expected, ended)
     if found == "refused":
         found, what = "wrong", f"refused for the time alone: {shape(what)}"
-    return Outcome(
-        campaign="clocks",
-        form=data_set.form,
-        file="the clock" if kind in CLOCKS else "all",
-        command=hit.name,
-        fault=kind,
-        kind=found,
-        what=what,
-    )
+    file = "the clock" if kind in CLOCKS else "all"
+    return Outcome("clocks", data_set.form, file, hit.name, kind, found, what)
 
 
 def _shifted(shifts: Iterator[float]) -> Callable[[], None]:

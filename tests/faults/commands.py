@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,97 +12,89 @@ _WARNED = 1  # the exit code of doctor where all is usable
 REFUSING = frozenset({65, 66, 73, 74, 75, 78})  # the exit codes that a fault may end a command with
 LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean removes
 REPORT_NAME = "report.json"
+STATE_NAME = "state.json"  # of a loader, as a training script keeps it
 EXPORTS = ("export megatron", "export nanogpt", "export hf")
-
-
-def plan(place: Path, options: list[str]) -> int:
-    """``plan``: the raw text into two shards."""
-    return _preprocess(
-        "plan",
-        *("--input_dir", place / "raw", "--output_dir", place / "data"),
-        *("--model_id", place / "model", "--num_shards", 2, *options),
-    )
+# DATA and the like are folders of the workplace; OPTIONS are those of the form.
+_WORDS: Mapping[str, str] = {
+    "plan": "plan --input_dir RAW --output_dir DATA --model_id MODEL --num_shards 2 OPTIONS",
+    "shard": "shard --shard_id 0 --output_dir DATA",
+    "shard 1": "shard --shard_id 1 --output_dir DATA",
+    "run": "run DATA --num_proc 1",
+    "verify": "verify DATA",
+    "verify --fast": "verify DATA --fast",
+    "stage": "stage DATA --to STAGED",
+    "status": "status DATA",
+    "peek": "peek DATA --num 3",
+    "doctor": "doctor --no-torch --input_dir RAW --output_dir DATA --model_id MODEL",
+    "train_tokenizer": "train_tokenizer --input_dir RAW --output_dir TRAINED --vocab_size 300",
+    "clean": "clean DATA",
+    "submit": "submit DATA --mem_gb 1",
+    "report": "report DATA --json --output REPORT",
+    "export megatron": "export DATA --to megatron --output_dir EXPORTED/megatron",
+    "export nanogpt": "export DATA --to nanogpt --output_dir EXPORTED/nanogpt",
+    "export hf": "export DATA --to hf --output_dir EXPORTED/hf",
+}
 
 
 def command(name: str, place: Path, options: list[str]) -> Callable[[], tuple[int, Any]]:
-    """A command as ``run_forked`` takes it; its value is what it delivers besides files."""
+    """Return a command as ``run_forked`` takes it; its value is what it delivers besides files."""
     data = place / "data"
-    if name == "load":
-        return lambda: (0, loaded(data))
-    if name == "load staged":
-        return lambda: (0, loaded(place / "staged"))
-    if name == "load tars":
-        return lambda: (
-            0,
-            loaded([str(path) for path in sorted(data.glob("*.tar"))], model_id=place / "model"),
-        )
-    if name.startswith("export "):
-        return lambda: (_export(place, name.removeprefix("export ")), None)
-    codes: dict[str, Callable[[], int]] = {
-        "plan": lambda: plan(place, options),
-        "plan, shard": lambda: plan(place, options) or _preprocess("--shard_id", 0, "--output_dir", data),
-        "shard": lambda: _preprocess("--shard_id", 0, "--output_dir", data),
-        "shard 1": lambda: _preprocess("--shard_id", 1, "--output_dir", data),
-        "run": lambda: _preprocess("run", data, "--num_proc", 1),
-        "verify": lambda: _preprocess("verify", data),
-        "verify --fast": lambda: _preprocess("verify", data, "--fast"),
-        "stage": lambda: _stage(data, place / "staged"),
-        "status": lambda: _slurm("status", data),
-        "peek": lambda: _preprocess("peek", data, "--num", 3),
-        "doctor": lambda: _doctor(place),
-        "train_tokenizer": lambda: _preprocess(
-            *("train_tokenizer", "--input_dir", place / "raw", "--output_dir", place / "trained"),
-            *("--vocab_size", 300),
-        ),
-        "clean": lambda: _preprocess("clean", data),
-        "submit": lambda: _slurm("submit", data, "--mem_gb", 1),
-        "report": lambda: _slurm("report", data, "--json", "--output", place / REPORT_NAME),
-    }
-    return lambda: (codes[name](), None)
+
+    def loads() -> tuple[int, Any]:
+        if name == "load resumed":
+            return 0, resumed(data, json.loads((place / STATE_NAME).read_bytes()))
+        if name == "load tars":
+            return 0, loaded([str(path) for path in sorted(data.glob("*.tar"))], model_id=place / "model")
+        return 0, loaded(place / "staged" if name == "load staged" else data)
+
+    def runs() -> tuple[int, None]:
+        code = 0
+        for each in name.split(", "):
+            code = code or run_command(_WORDS[each], place, options)
+        return 0 if (name, code) == ("doctor", _WARNED) else code, None
+
+    return loads if name.startswith("load") else runs
 
 
-def _preprocess(*args: object) -> int:
-    from preprocess.__main__ import main
+def run_command(words: str, place: Path, options: list[str]) -> int:
+    """Run ``shardprep WORDS`` here and return its exit code."""
+    from shardprep.__main__ import main
 
-    return main([str(item) for item in args])
-
-
-def _export(place: Path, layout: str) -> int:
-    return _preprocess("export", place / "data", "--to", layout, "--output_dir", place / "exported" / layout)
-
-
-def _doctor(place: Path) -> int:
-    folders = ("--input_dir", place / "raw", "--output_dir", place / "data", "--model_id", place / "model")
-    code = _preprocess("doctor", "--no-torch", *folders)
-    return 0 if code == _WARNED else code
-
-
-def _stage(data: Path, staged: Path) -> int:
-    from loader.__main__ import main
-
-    return main(["stage", str(data), "--to", str(staged)])
-
-
-def _slurm(*args: object) -> int:
-    from slurm.__main__ import main
-
-    return main([str(item) for item in args])
+    argv = []
+    for word in words.split():
+        head, _, rest = word.partition("/")
+        if word == "OPTIONS":
+            argv += options
+        elif word == "REPORT":
+            argv.append(str(place / REPORT_NAME))
+        elif head.isupper():
+            argv.append(str(place / head.lower() / rest))
+        else:
+            argv.append(word)
+    return main(argv)
 
 
 def open_loader(shards: object, **options: object) -> Any:
+    """Return a loader of the shards, without worker processes."""
     from loader import get_llama3_dataloader
 
     return get_llama3_dataloader(shards, 2, num_workers=0, seed=3, **options)  # type: ignore[arg-type]
 
 
 def loaded(shards: object, **options: object) -> str:
-    """A digest of all batches of an epoch, and of what the tokenizer makes of them."""
+    """Return a digest of all batches of an epoch, and of what the tokenizer makes of them."""
     with open_loader(shards, **options) as loader:
-        return delivered(loader)
+        return _delivered(loader)
 
 
-def delivered(loader: Any) -> str:
-    """A digest of what a loader still delivers of its epoch."""
+def resumed(shards: object, state: Any) -> str:
+    """Return a digest of what a loader still delivers from a state on."""
+    with open_loader(shards) as loader:
+        loader.load_state_dict(state)
+        return _delivered(loader)
+
+
+def _delivered(loader: Any) -> str:
     digest = hashlib.sha256()
     tokenizer = loader.tokenizer
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
@@ -116,12 +108,18 @@ def delivered(loader: Any) -> str:
 
 
 def published_below(place: Path) -> dict[str, str]:
-    """Name -> digest of what counts in a workplace: data set, copies, exports, the report but its time."""
-    found = {
-        f"{name}/{file}": digest
-        for name in ("data", "staged")
-        for file, digest in files_of(place / name).items()
-    }
+    """Return name -> digest of what counts in a workplace: data set, copies, exports, the report.
+
+    A manifest counts without ``run``, which may differ, and the report without its time. Temporaries, jobs
+    and the tokenizer are left out.
+    """
+    found = {}
+    for folder in ("data", "staged"):
+        for path in sorted((place / folder).rglob("*")):
+            if path.is_file() and path.name.startswith(("shard-", "index.json", "plan.json")):
+                is_manifest = path.suffix == ".json" and path.name.startswith("shard-")
+                data = _without(path, "run") if is_manifest else path.read_bytes()
+                found[path.relative_to(place).as_posix()] = hashlib.sha256(data).hexdigest()
     for path in (place / "data").rglob(LITTER.format("*", "?")):
         if path.is_file():  # a folder of which clean had removed a part is young again
             found[f"litter/{path.name}"] = ""
@@ -133,26 +131,8 @@ def published_below(place: Path) -> dict[str, str]:
     return found
 
 
-def files_of(folder: Path) -> dict[str, str]:
-    """Name -> digest of the published files of a data set, or of a folder of staged copies.
-
-    A manifest counts without ``run``, which may differ. Temporaries, jobs and the tokenizer are left out.
-    """
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and path.name.startswith(("shard-", "index.json", "plan.json")):
-            found[name] = hashlib.sha256(_without_run(path)).hexdigest()
-    return found
-
-
-def _without_run(path: Path) -> bytes:
-    is_manifest = path.suffix == ".json" and path.name.startswith("shard-")
-    return _without(path, "run") if is_manifest else path.read_bytes()
-
-
 def _without(path: Path, key: str) -> bytes:
-    """A JSON file without a value that may differ, or all of what is none."""
+    """Return a JSON file without a value that may differ, or all of what is none."""
     data = path.read_bytes()
     try:
         values = json.loads(data)

@@ -9,15 +9,12 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.disturbed_files import spread
+from tests.faults.at_calls import Hit, judged
 from tests.faults.forked_case import Ended
-from tests.faults.injected_errors import Hit, judged
 from tests.faults.judging import Undisturbed
-from tests.faults.outcomes import Outcome
+from tests.faults.outcomes import Outcome, spread
 from tests.faults.small_data_sets import SmallDataSet
 
-FORMS = ("json", "best_fit")
-QUICK_FORMS = ("best_fit",)
 HITS = (
     Hit("plan", "raw", "plan", 0.5),
     Hit("shard", "planned", "shard", 1),
@@ -52,15 +49,9 @@ def _of_command(
         data_set.reset(hit.stage)
         ended = _in_little_space(data_set, hit, limit, space)
         kind, what = judged(data_set, hit, expected, ended)
-        yield Outcome(
-            campaign="full_disks",
-            form=data_set.form,
-            file="the disk" if limit else "any file",
-            command=hit.name,
-            fault=f"{space} free pages" if limit else f"no file beyond {space} bytes",
-            kind=kind,
-            what=what,
-        )
+        file = "the disk" if limit else "any file"
+        words = f"{space} free pages" if limit else f"no file beyond {space} bytes"
+        yield Outcome("full_disks", data_set.form, file, hit.name, words, kind, what)
 
 
 def _in_little_space(

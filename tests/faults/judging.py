@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardprep.command_line import UNFORESEEN
 from tests.faults.commands import REFUSING
 from tests.faults.forked_case import Ended
 from tests.faults.outcomes import Kind
 from tests.faults.small_data_sets import SmallDataSet, Stage
 
 Verdict = tuple[Kind, str]
+# An error of the system that no stage has words for is told with the line of code at which it came.
+_UNFORESEEN = re.compile(r" at \w+\.py:\d+")
 # Commands that leave no files, or none a second time.
-READERS = frozenset({"load", "load tars", "load staged", "status", "peek", "doctor", "train_tokenizer"})
+READERS = frozenset(
+    {"load", "load tars", "load staged", "load resumed", "status", "peek", "doctor", "train_tokenizer"}
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ def not_ended(ended: Ended) -> Verdict | None:
 
 def refusal(ended: Ended) -> Verdict:
     """An error that no stage has words for counts as the traceback that it was."""
-    if UNFORESEEN in ended.text:
+    if _UNFORESEEN.search(ended.text):
         return "traceback", shape(ended.text)
     if ended.code in REFUSING:
         return "refused", ended.text

@@ -1,7 +1,8 @@
 /* Preloaded, it counts the calls to the operating system on paths below one folder, and at one of them it fails,
- * sends a signal to its own process group, or moves half of the bytes. It sees what Python, Rust and C++ call; other folders and a process that is not armed are let
- * through. The orders stand in a file that all processes of a run map (struct orders; os_calls.py has the
- * same in Python), so that the count goes on in processes that the command starts. */
+ * sends a signal to its own process group, or moves half of the bytes; or it stops before each change. It sees
+ * what Python, Rust and C++ call; other folders and a process that is not armed are let through. The orders
+ * stand in a file that all processes of a run map (struct orders; os_calls.py has the same in Python), so that
+ * the count goes on in processes that the command starts. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -23,7 +24,7 @@
 #define MAX_CALLS 8192
 #define MAX_PATH 256
 
-enum mode { COUNT, ONCE, LASTING, SIGNAL, SHORT, ALL_SHORT };
+enum mode { COUNT, ONCE, LASTING, SIGNAL, SHORT, ALL_SHORT, EACH_CHANGE };
 #define HALF (-1) /* a verdict: read or write half of what was asked for */
 
 struct call {
@@ -54,6 +55,14 @@ __attribute__((constructor)) static void map_orders(void) {
     syscall(SYS_close, fd);
 }
 
+/* Whether a call may change what a disk holds, or says that it must hold it now. */
+static int is_change(const char *op) {
+    static const char *const changes[] = {"create", "write", "fsync", "rename", "link", "unlink", "mkdir"};
+    for (size_t at = 0; at < sizeof changes / sizeof *changes; at++)
+        if (!strcmp(op, changes[at])) return 1;
+    return 0;
+}
+
 /* 0, the error that this call shall end with, or HALF. */
 static int verdict(const char *op, const char *path) {
     size_t size = strlen(orders->root);
@@ -63,6 +72,10 @@ static int verdict(const char *op, const char *path) {
         struct call *call = &orders->calls[number];
         snprintf(call->op, sizeof call->op, "%s", op);
         snprintf(call->path, sizeof call->path, "%s", path + size);
+    }
+    if (orders->mode == EACH_CHANGE) {
+        if (is_change(op)) syscall(SYS_kill, 0, SIGSTOP);
+        return 0;
     }
     if (orders->mode == COUNT || number < orders->at) return 0;
     if (orders->mode == SHORT || orders->mode == ALL_SHORT) {

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 _SOURCE = Path(__file__).with_name("os_calls.c")
 _MAX_CALLS = 8192
 _MAX_PATH = 256
 _VARIABLE = "FAULTS_ORDERS"
 
-Mode = Literal["count", "once", "lasting", "signal", "short", "all short"]
-_MODES: tuple[Mode, ...] = ("count", "once", "lasting", "signal", "short", "all short")
+Mode = Literal["count", "once", "lasting", "signal", "short", "all short", "each change"]
+_MODES: tuple[Mode, ...] = get_args(Mode)
 
 # What each operation really ends with on a local disk, on Lustre or NFS, over a quota or without rights.
 ERRORS: dict[str, tuple[int, ...]] = {

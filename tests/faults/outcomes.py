@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Kind = Literal["refused", "equal", "wrong", "traceback", "hang", "memory"]
-KINDS: tuple[Kind, ...] = ("refused", "equal", "wrong", "traceback", "hang", "memory")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _SHOWN_FILES = 4
-FAILURES: frozenset[Kind] = frozenset({"wrong", "traceback", "hang", "memory"})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
     """One disturbed run."""
 
@@ -25,18 +24,14 @@ class Outcome:
     kind: Kind
     what: str  # the message, the exception with its last line, or what is not equal
 
-    @property
-    def distinct(self) -> tuple[str, str, Kind, str]:
-        """Outcomes that agree in this have one cause, most likely."""
-        return (self.campaign, self.command, self.kind, self.what)
-
 
 def failures(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    return [outcome for outcome in outcomes if outcome.kind in FAILURES]
+    """Return those that are neither refused nor equal."""
+    return [outcome for outcome in outcomes if outcome.kind not in ("refused", "equal")]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Tried and ended how, a line for each campaign and command."""
+    """Count tried runs and how they ended, a line for each campaign and command."""
     rows: dict[tuple[str, str], Counter[str]] = {}
     for outcome in outcomes:
         for key in ((outcome.campaign, outcome.command), (outcome.campaign, "all")):
@@ -50,10 +45,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def findings(outcomes: Sequence[Outcome]) -> str:
-    """Each distinct failure with how often it came, its files and one fault that shows it."""
+    """Return each distinct failure with how often it came, its files and one fault that shows it."""
     groups: dict[tuple[str, ...], list[Outcome]] = {}
     for outcome in failures(outcomes):
-        groups.setdefault(outcome.distinct, []).append(outcome)
+        # Those that agree in this have one cause, most likely.
+        cause = (outcome.campaign, outcome.command, outcome.kind, outcome.what)
+        groups.setdefault(cause, []).append(outcome)
     lines = [f"{len(groups)} distinct failures"]
     for group in sorted(groups.values(), key=len, reverse=True):
         first = group[0]
@@ -66,4 +63,11 @@ def findings(outcomes: Sequence[Outcome]) -> str:
 
 
 def as_json(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """Return the outcomes as JSON keeps them."""
     return [asdict(outcome) for outcome in outcomes]
+
+
+def spread(size: int, number: int) -> list[int]:
+    """Return up to ``number`` of ``range(size)``, evenly."""
+    number = min(size, number)
+    return [place * size // number for place in range(number)]

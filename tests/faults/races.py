@@ -14,16 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.faults.disturbed_files import spread
+from tests.faults.at_calls import Hit, OsFault, counted, judged, outcome_at
 from tests.faults.forked_case import Ended
-from tests.faults.injected_errors import Hit, OsFault, counted, judged, outcome_at
 from tests.faults.judging import Undisturbed, Verdict, not_ended, shape
 from tests.faults.os_calls import OsCalls
-from tests.faults.outcomes import Outcome
+from tests.faults.outcomes import Outcome, spread
 from tests.faults.small_data_sets import SmallDataSet
 
-FORMS = ("json", "best_fit")
-QUICK_FORMS = ("best_fit",)
 WRITERS = (
     Hit("plan", "raw", "plan", 0.25),
     Hit("shard", "planned", "shard", 1),
@@ -134,15 +131,8 @@ def _crowds(data_set: SmallDataSet, number: int) -> Iterator[Outcome]:
             kind, what = next((bad for bad in map(_ended_well, endings) if bad[0] != "equal"), ("equal", ""))
             if kind == "equal":
                 kind, what = judged(data_set, hit, expected, endings[0])
-            yield Outcome(
-                campaign="races",
-                form=data_set.form,
-                file="all",
-                command=hit.name,
-                fault=f"{_NUM_WRITERS} at a time, stopped at random, seed {seed}",
-                kind=kind,
-                what=what,
-            )
+            words = f"{_NUM_WRITERS} at a time, stopped at random, seed {seed}"
+            yield Outcome("races", data_set.form, "all", hit.name, words, kind, what)
 
 
 def _crowd(data_set: SmallDataSet, hit: Hit, seed: int) -> list[Ended]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -15,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardprep.files import STALE_AFTER_S
-from tests.faults.commands import LITTER, REPORT_NAME, command, published_below
+from tests.faults.commands import LITTER, REPORT_NAME, STATE_NAME, command, open_loader, published_below
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
@@ -62,6 +62,8 @@ class SmallDataSet:
     place: Path  # where each run works: a copy of a template, always at the same path
     templates: Path
     batches: str  # the digest of all batches
+    state: str  # of a loader after two steps, as JSON
+    rest: str  # the digest of what it delivers from there on
 
     def reset(self, stage: Stage) -> None:
         """Make the workplace what it was at the end of ``stage``."""
@@ -110,14 +112,23 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     place = folder / "place"
     _write_raw(place / "raw")
     (place / "tmp").mkdir()
-    import zstandard  # noqa: F401 - imported once, before all forks, as are these
-
-    from preprocess.read.compression import load_zstd
-
-    load_zstd()
-
     modules: set[str] = set()
-    _must(run_forked(lambda: _train(place)))
+
+    def do(*names: str) -> None:
+        """Run commands in a fork, and note what they import."""
+
+        def work() -> tuple[int, list[str]]:
+            for name in names:
+                code, _ = command(name, place, options)()
+                if code:
+                    return code, []
+            return 0, sorted(sys.modules)
+
+        modules.update(_must(run_forked(work)))
+
+    options: list[str] = []
+    do("train_tokenizer")
+    (place / "trained").rename(place / "model")
     sets = []
     for form in sorted(forms, key=lambda form: form == "formats"):  # it comes last, for it adds to raw/
         if form == "formats":
@@ -126,19 +137,24 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
         templates = folder / form
         for name in ("data", "staged", "exported"):  # what the form before left
             shutil.rmtree(place / name, ignore_errors=True)
-        (place / REPORT_NAME).unlink(missing_ok=True)
+        for name in (REPORT_NAME, STATE_NAME):
+            (place / name).unlink(missing_ok=True)
         _keep(place, templates / "raw")
-        _must(run_forked(command("plan", place, options)))
+        do("plan")
         _keep(place, templates / "planned")
-        _must(run_forked(lambda: _make(place)))
+        do("submit", "shard", "shard 1")  # a submission of all in jobs/
         _keep(place, templates / "made")
-        _must(run_forked(command("verify", place, options)))
+        do("verify")
+        state = _must(run_forked(lambda: _state(place)))
+        (place / STATE_NAME).write_text(state, encoding="utf-8")
         _keep(place, templates / "verified")
         batches = _must(run_forked(command("load", place, options)))
+        rest = _must(run_forked(command("load resumed", place, options)))
         _litter(place / "data")
         _keep(place, templates / "littered")
-        modules |= set(_must(run_forked(lambda: (0, _used_modules(place)))))
-        sets.append(SmallDataSet(form, options, place, templates, batches))
+        do("verify", "load", "stage", "status", "report", "clean", "export hf")
+        sets.append(SmallDataSet(form, options, place, templates, batches, state, rest))
+    # A fork need not import what was imported before.
     for name in sorted(modules):
         if name.partition(".")[0] in _IMPORTED_AHEAD:
             importlib.import_module(name)
@@ -147,9 +163,14 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     return sets
 
 
+def _state(place: Path) -> tuple[int, str]:
+    with open_loader(place / "data") as loader:
+        return 0, json.dumps(loader.state_at(2))
+
+
 def _litter(data: Path) -> None:
     """What attempts left that died: of done shards, of no shard long ago, and of no shard just now."""
-    then = time.time() - 2 * STALE_AFTER_S
+    then = time.time() - 48 * 3600  # others go when they are a day old
     for name in (
         "shard-00000.tar",
         "shard-00001.idx",
@@ -178,35 +199,6 @@ def _must(ended: Ended) -> Any:
 
 def _keep(place: Path, template: Path) -> None:
     shutil.copytree(place, template, symlinks=True)
-
-
-def _train(place: Path) -> tuple[int, None]:
-    from preprocess.__main__ import main
-
-    args = ["train_tokenizer", "--input_dir", place / "raw", "--output_dir", place / "model"]
-    return main([*map(str, args), "--vocab_size", "300"]), None
-
-
-def _make(place: Path) -> tuple[int, None]:
-    """Both shards, and a submission of all in jobs/."""
-    from preprocess.__main__ import main
-    from slurm.__main__ import main as slurm_main
-
-    data = str(place / "data")
-    code = slurm_main(["submit", data, "--mem_gb", "1"])
-    return code or max(main(["--shard_id", str(number), "--output_dir", data]) for number in range(2)), None
-
-
-def _used_modules(place: Path) -> list[str]:
-    """What the commands import, so that a fork need not."""
-    for name in ("verify", "load", "stage", "status", "report", "clean", "export hf"):
-        command(name, place, [])()
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(str(place / "model"))
-    Tokenizer.from_file(str(place / "model" / "tokenizer.json"))
-    return sorted(sys.modules)
 
 
 def _write_raw(folder: Path) -> None:

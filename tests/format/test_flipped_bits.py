@@ -16,7 +16,8 @@ import pytest
 
 from shardprep.errors import ShardprepError
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index, read_manifest
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 from shardprep.format.plan import need_plan, plan_json
 from shardprep.format.tokenizer_files import check_tokenizer_files
 
@@ -86,7 +87,7 @@ def test_a_bit_of_plan_json(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path
     plan = need_plan(folders["packed"])
     (folder / "plan.json").write_bytes(plan_json(dataclasses.replace(plan, probe=plan.probe[2:4])))
-    refused_or_equal(folder / "plan.json", lambda: need_plan(folder))
+    refused_or_equal(folder / "plan.json", lambda: plan_json(need_plan(folder)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

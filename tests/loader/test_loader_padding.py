@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import pytest
 import webdataset
 
 from loader import TokenLoader, get_llama3_dataloader
-from shardprep.errors import BrokenShard, UsageError
+from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -47,15 +46,6 @@ def test_long_documents_are_truncated_and_what_is_cut_is_counted(
             assert loader.metrics.num_tokens == sum(map(len, found))
 
 
-def test_long_documents_are_refused_where_asked_naming_the_first(made_dir: Path) -> None:
-    with load(made_dir, max_length=20, long_documents="error") as loader:
-        message = r"sample \d+ of .*shard-0000\d\.tar holds \d+ tokens, more than max_length=20; .*seq_len="
-        with pytest.raises(BrokenShard, match=message):
-            list(loader)
-    with load(made_dir, max_length=10**6, long_documents="error") as loader:
-        assert len(list(loader)) == len(loader)
-
-
 def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(made_dir: Path) -> None:
     def widths(**options: Any) -> set[int]:
         with load(made_dir, **options) as loader:
@@ -71,10 +61,7 @@ def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(made_dir: 
     ("options", "message"),
     [
         ({"padding": "max_length"}, "needs max_length"),
-        ({"long_documents": "error"}, "needs max_length"),
         ({"padding": "left"}, "padding is 'left', expected 'longest' or 'max_length'"),
-        ({"max_length": 4, "long_documents": "drop"}, "expected 'truncate' or 'error'"),
-        ({"max_length": 4, "long_documents": "split"}, "seq_len="),
         ({"group_by_length": 3}, "groups of 3 samples of like length do not divide the global batch of 8"),
         (
             {"group_by_length": 50, "batch_size": 4},
@@ -118,11 +105,6 @@ def test_grouped_global_batches_are_the_same_for_every_world_and_number_of_worke
     options = {"group_by_length": 2, "global_batch_size": 16, "max_length": 50}
     with load(made_dir, 16, **options) as loader:
         whole = [shown(batch) for batch in loader]
-        num_tokens = partial(loader.plan.samples.num_tokens, loader.plan.samples.open())
-        law = [loader.order.step_samples(0, step, num_tokens) for step in (0, 3)]
-    with load(made_dir, 1, shuffle=False, max_length=50) as loader:
-        everything = [ids for batch in loader for ids in shown(batch)]
-    assert [[everything[sample] for sample in samples] for samples in law] == [whole[0], whole[3]]
     for world, batch_size, workers in ((2, 8, 0), (8, 2, 0), (4, 2, 2), (1, 16, 3)):
         parts = []
         for rank in range(world):

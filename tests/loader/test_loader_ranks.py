@@ -34,11 +34,9 @@ def rank_of_a_world(rank, world, name, workers, method, first, last, state, opti
     dist.init_process_group(
         "gloo", init_method=f"file://{OUT}/store-{name}", rank=rank, world_size=world, timeout=limit
     )
-    if method == "forkserver by default":
-        multiprocessing.set_start_method("forkserver", force=True)
-        method = None
+    multiprocessing.set_start_method(method or "fork", force=True)
     loader = get_llama3_dataloader(
-        DATA, 8 // world, DATA, num_workers=workers, multiprocessing_context=method, seed=5, **options
+        DATA, 8 // world, DATA, num_workers=workers, seed=5, **options
     )
     assert loader.process_rank.source == "torch.distributed", loader.process_rank
     if state:
@@ -127,7 +125,7 @@ def test_worlds_of_1_2_4_and_8_get_equal_batches_each_sample_once_and_the_same_g
     """A run that stops in its second epoch on world 4 goes on alike on 2 and 8, workers or not."""
     runs = [
         run_of("one", 1),
-        run_of("two, as Python 3.14 starts workers", 2, 1, "forkserver by default"),
+        run_of("two, as Python 3.14 starts workers", 2, 1, "forkserver"),
         run_of("four with workers", 4, 2, "fork"),
         run_of("eight", 8),
         run_of("stopped on four", 4, 1, "fork", last=STOP),

@@ -345,7 +345,7 @@ def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
     with load(tmp_path, 4, model) as loader:
         names = ("plan", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         shown = {name: vars(loader)[name] for name in names}
-        assert type(loader)(**shown).order == loader.order
+        assert type(loader)(**shown).run == loader.run
         with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):
             type(loader)(**shown, sampler=None)
 
@@ -425,11 +425,11 @@ def test_a_script_that_ends_while_its_workers_live_leaves_no_file(
     script = tmp_path / "train.py"
     script.write_text(
         f"""
+import multiprocessing
 from loader import get_llama3_dataloader
 if __name__ == "__main__":
-    loader = get_llama3_dataloader(
-        {str(tmp_path / "a.tar")!r}, 8, model_id={model!r}, num_workers=2, multiprocessing_context={method!r}
-    )
+    multiprocessing.set_start_method({method!r})
+    loader = get_llama3_dataloader({str(tmp_path / "a.tar")!r}, 8, model_id={model!r}, num_workers=2)
     batches = iter(loader)
     next(batches)
     raise SystemExit(3)

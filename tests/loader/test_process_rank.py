@@ -99,8 +99,3 @@ def test_a_rank_that_was_found_and_is_another_one_by_now_is_refused() -> None:
             check_process_rank(alone, environ)
         check_process_rank(told, environ)  # who passes a rank knows what it is for
     check_process_rank(find_process_rank(environ=SRUN), {})  # nothing says otherwise
-
-
-def test_only_one_way_to_say_the_rank_may_be_passed() -> None:
-    with pytest.raises(UsageError, match="rank and world_size and device_mesh were passed; pass one"):
-        find_process_rank(0, 1, {}, device_mesh=object())

@@ -224,7 +224,9 @@ def by_hand(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], list[t
     return updates, [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "framework", ["transformers", "accelerate", pytest.param("lightning", marks=pytest.mark.frameworks)]
+)
 def test_a_run_that_is_saved_and_killed_inside_of_a_step_trains_every_batch_once(
     data: Path, tmp_path: Path, framework: str
 ) -> None:

@@ -24,7 +24,7 @@ def said(
         caplog.at_level(logging.INFO, logger="loader.dataloader"),
         get_llama3_dataloader(made_dir, **{"batch_size": 4, "num_workers": 0, **options}) as loader,
     ):
-        assert loader.order.num_samples > 0
+        assert len(loader) > 0
     return [
         record.message
         for record in caplog.records
@@ -39,14 +39,14 @@ def test_settings_and_steps_of_an_epoch_stand_in_one_record(
     with get_llama3_dataloader(
         made_dir, 4, global_batch_size=16, rank=0, world_size=2, num_workers=0
     ) as loader:
-        steps, samples = loader.order.steps_per_epoch, loader.order.num_samples
+        steps, samples = loader.run.steps_in(0), loader.run.sources[0].order.num_samples
     lines = block.splitlines()
     assert lines[0].startswith(f"loader of 3 shards, {samples:,} samples, about ")
     pad = f"with {loader.tokenizer.pad_token} (id {loader.tokenizer.pad_token_id})"
     batch = "4 per batch x 2 batches per step x 2 ranks; padding to the longest of a batch"
     left_out = f"{samples % 16:,} samples left out, others each epoch"
     assert lines[1:5] == [
-        "  sample: a document of up to 64 tokens, longer ones: truncate",
+        "  sample: a document, cut at 64 tokens",
         f"  global batch: 16 samples = {batch}, {pad}",
         f"  epoch: {steps:,} steps, {2 * steps:,} batches per rank; {left_out}",
         "  order: shuffled anew each epoch, seed 7",
@@ -115,7 +115,7 @@ def test_a_block_tells_rows_their_boundaries_and_groups(
     assert "a row of 128 tokens; boundaries transformers" in apart
     assert "order: as the shards stand, not shuffled" in apart
     (grouped,) = said(caplog, made_dir, group_by_length=True, padding="max_length", max_length=32)
-    assert "samples of like length in groups of 4" in grouped
+    assert "samples of similar length in groups of 4" in grouped
     assert "padding to 32 tokens, with " in grouped
 
 

@@ -45,10 +45,11 @@ def error_without(what, loader):
 
 if __name__ == "__main__":
     data, method = sys.argv[1:]
+    multiprocessing.set_start_method(method)
     limits = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}
     said = {}
     for what in ("room", "files of the loop", "files of the worker"):
-        loader = get_llama3_dataloader(data, 8, data, num_workers=1, multiprocessing_context=method)
+        loader = get_llama3_dataloader(data, 8, data, num_workers=1)
         with loader:
             said[what] = error_without(what, loader)
     print(json.dumps(said))

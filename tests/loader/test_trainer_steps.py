@@ -128,7 +128,7 @@ def test_a_batch_size_that_changes_inside_of_the_training_is_refused_before_the_
     data: Path, tmp_path: Path
 ) -> None:
     def loader() -> Any:
-        return load(data, batch_size_schedule=[(0, 8), (4, 16)])
+        return load(data, global_batch_size=[(0, 8), (4, 16)])
 
     trainer, seen = trainer_of(loader(), tmp_path, max_steps=5)
     with pytest.raises(UsageError, match="step 4"):

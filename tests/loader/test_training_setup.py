@@ -128,7 +128,7 @@ def test_the_example_trains_with_it(
     prep.plan(sample_dir, tmp_path / "data", num_shards=1, record="packed", seq_len=32)
     prep.make(tmp_path / "data")
     assert prep.command("verify", tmp_path / "data").code == 0
-    words = ["--num_steps", "2", "--num_workers", "0", "--num_threads", "1", *flags]
+    words = ["--seq_len", "32", "--num_steps", "2", "--num_workers", "0", "--num_threads", "1", *flags]
     words = [str(tmp_path / "data"), str(tmp_path / "saved"), *words]
     monkeypatch.setattr("sys.argv", ["train_llama.py", *words])
     monkeypatch.setattr("signal.signal", lambda *_: None)

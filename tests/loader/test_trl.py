@@ -14,11 +14,11 @@ from tests.documented import examples_of
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
-pytest.importorskip("trl")
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
 
 
 def test_the_example_trains_on_the_loaders_batches(prep: Prep, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
     model = chat_model(prep.model_dir, tmp_path / "model", TAGGED)
     raw, data = write_chats(tmp_path / "raw", conversations(80)), tmp_path / "data"
     prep.plan(raw, data, num_shards=2, record="chat", seq_len=64, model_id=str(model))

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from loader import TokenLoader, get_llama3_dataloader
-from loader.find_shards import copy_url, find_shards
+from loader.find_shards import find_shards
+from loader.url_copies import copy_url
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from loader import OtherRun, TokenLoader, get_llama3_dataloader
 from loader.order import Order
 from shardprep.errors import UsageError
 from tests.external_tars import write_numbered_tars
+from tests.ticks import samples_of_tick
 from tests.word_tokenizers import save_word_tokenizer
 
 if TYPE_CHECKING:
@@ -170,12 +171,12 @@ def test_fillers_are_spread_over_batches_and_samples_keep_their_order(
     num_batches = world * accumulated
     size = num_batches * batch_size
     order = Order(
-        num_samples=num_samples, global_batch_size=size, block_samples=1, window_samples=1, seed=0,
+        num_samples=num_samples, tick_samples=size, block_samples=1, window_samples=1, seed=0,
         shuffle=False, keeps_tail=True,
     )  # fmt: skip
-    last = order.steps_per_epoch - 1
+    last = order.ticks_per_epoch - 1
     is_filler = order.is_filler(last, range(size))
-    samples = order.step_samples(0, last)
+    samples = np.array(samples_of_tick(order, 0, last))
     is_real = np.ones(size, bool) if is_filler is None else ~is_filler
     assert samples[is_real].tolist() == list(range(last * size, num_samples))
     counts = is_real.reshape(num_batches, batch_size).sum(axis=1)

@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "packed at load": ("documents", {"seq_len": 64}),
     "packed": ("packed", {}),
     "planned side": ("sides", {"split": "train"}),
-    "batches grow": ("documents", {"global_batch_size": None, "batch_size_schedule": [(0, 16), (2, 32)]}),
+    "batches grow": ("documents", {"global_batch_size": [(0, 16), (2, 32)]}),
 }
 
 

@@ -27,7 +27,7 @@ NUM_SAMPLES = 192
 SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 
 CHILD = """
-import json, os, pathlib, signal, sys, time
+import multiprocessing, json, os, pathlib, signal, sys, time
 from loader import get_llama3_dataloader
 
 from loader.samples import WholeSamples
@@ -72,9 +72,8 @@ def end(loader, how):
 
 if __name__ == "__main__":
     data, method, how = sys.argv[1:]
-    loader = get_llama3_dataloader(
-        data, 8, data, num_workers=2, multiprocessing_context=method, shuffle=False,
-    )
+    multiprocessing.set_start_method(method)
+    loader = get_llama3_dataloader(data, 8, data, num_workers=2, shuffle=False)
     outlive(loader) if how == "outlive" else end(loader, how)
 """
 

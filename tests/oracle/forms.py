@@ -37,13 +37,13 @@ class Form:
     """What a loader reads and how it makes batches of it."""
 
     data: str | tuple[str, ...]  # data sets; several are mixed
-    global_batch_size: int | None = GLOBAL_BATCH
+    global_batch_size: int | list[tuple[int, int]] = GLOBAL_BATCH
     accumulates: bool = False  # a rank has two or three batches in a step
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def batch_size(self, world_size: int) -> int | None:
         """Return the samples of a batch on one rank; None: all of its step."""
-        if not self.accumulates or self.global_batch_size is None:
+        if not self.accumulates or isinstance(self.global_batch_size, list):
             return None
         of_rank = self.global_batch_size // world_size
         return of_rank // 3 if of_rank % 3 == 0 else of_rank // 2
@@ -59,16 +59,14 @@ FORMS = {
     "mixture": Form(
         ("korean", "english", "documents"),
         arguments={
-            "weights_schedule": [
+            "weights": [
                 (0, {"korean": 0.5, "english": 0.3, "documents": 0.2}),
                 (20, {"korean": 0.1, "english": 0.2, "documents": 0.7}),
                 (37, {"korean": 0.6, "english": 0.4, "documents": 0.0}),
             ]
         },
     ),
-    "batch_size_schedule": Form(
-        "concat", None, arguments={"batch_size_schedule": [(0, 24), (10, 48), (30, 72)]}
-    ),
+    "batch_size_schedule": Form("concat", [(0, 24), (10, 48), (30, 72)]),
     "training_side": Form("split", arguments={"split": "train"}),
     "validation_side": Form("split", arguments={"split": "validation"}),
     "external_tars": Form("external", arguments={"model_id": tokenizer_dir, "shuffle": False}),
@@ -107,9 +105,8 @@ class DataSets:
 
 def arguments_of(form: Form) -> dict[str, Any]:
     """The arguments of a form, with the folder of the tokenizer where it asks for one."""
-    return {name: value() if value is tokenizer_dir else value for name, value in form.arguments.items()} | (
-        {} if form.global_batch_size is None else {"global_batch_size": form.global_batch_size}
-    )
+    arguments = {name: value() if value is tokenizer_dir else value for name, value in form.arguments.items()}
+    return {**arguments, "global_batch_size": form.global_batch_size}
 
 
 def hostile_world(folder: Path) -> World:

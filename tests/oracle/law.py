@@ -7,20 +7,23 @@ checks. The words:
 * A **tick** takes L samples, one for each of its L **places**. A training step is one tick or several.
 * A **slot** is g neighbouring places, which hold samples of similar length (g is 1 without grouping). Each
   slot owns a stretch of an epoch's shuffled sequence, and walks through it window by window.
-* A **round** is 64 ticks in which every slot takes equally many samples of each source of a mixture.
-* An amendment begins at a **border**: at a multiple of 64 steps since the last change of the weights.
+* A **round** is 64 ticks in which every slot takes equally many samples of each source of a mixture. Rounds
+  are counted from where weights begin to hold, and the last one before other weights ends where they end.
+* An **amendment** is made before a step of a run, and holds from a **border** on: the first step at which all
+  rounds are over that had begun. It replaces whatever the run had before it from the border on.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate, chain, count, pairwise
+from typing import Any, NamedTuple
 
 ROUND, CYCLE = 64, 1 << 16  # ticks
 ROTATE, BLOCKS, WINDOWS, SLICES, OFFSET, PATTERN, SEED = range(1, 8)  # what a hash is for
@@ -162,11 +165,23 @@ def spread(counts: Sequence[int], num_ticks: int) -> list[int]:
     return found
 
 
+Stages = Sequence[tuple[int, Any]]  # from which step on, and what holds then
+
+
+def held_at(stages: Stages, step: int) -> Any:
+    return [held for first, held in stages if first <= step][-1]
+
+
+def _from_on(stages: Stages, step: int) -> list[tuple[int, Any]]:
+    """Return what holds from a step on."""
+    return [(step, held_at(stages, step)), *(stage for stage in stages if stage[0] > step)]
+
+
 class Run:
     """A run: its sources, and the stages of its weights and of its sizes, by training step.
 
-    Without ``weights`` it has one source, whose order ends where an epoch does. The steps of a mixture go on
-    through all epochs, of which each has as many ticks as one epoch of all first sources together.
+    A run without ``weights`` has one source. An epoch has as many ticks as one epoch of all sources together
+    that the run began with.
     """
 
     def __init__(
@@ -180,57 +195,92 @@ class Run:
         shuffle: bool = True,
     ) -> None:
         self.size = math.gcd(*(size for _, size in sizes))  # of a tick
-        self.sizes = [*sizes]
-        self.weights = [*weights]
+        self.is_mixture = bool(weights)
+        self.sizes: list[tuple[int, int]] = [*sizes]
+        self.weights: list[tuple[int, Weights]] = [*weights] or [(0, dict.fromkeys(sources, 1))]
+        self.amended_at = 0  # the border of the last amendment
         self.seed, self.group, self.shuffle = seed, group, shuffle
         self.orders: dict[str, Order] = {}
-        self._add(sources)
+        self.added_at: dict[str, int] = {}
+        self._add(sources, 0)
         self.ticks_per_epoch = sum(order.ticks_per_epoch for order in self.orders.values())
+        self._forget()
+
+    def _add(self, sources: Mapping[str, Source], step: int) -> None:
+        for name in [name for name in sources if name not in self.orders]:
+            seed = hashed(self.seed, SEED, len(self.orders)) if self.is_mixture else self.seed
+            self.orders[name] = Order(sources[name], self.size, self.group, seed, shuffle=self.shuffle)
+            self.added_at[name] = step
+
+    def _forget(self) -> None:
         self._begins = [(0, 0)]  # epoch and tick of each step
         self._rounds: dict[tuple[int, int], list[list[Sample]]] = {}
 
-    def _add(self, sources: Mapping[str, Source]) -> None:
-        for name in [name for name in sources if name not in self.orders]:
-            seed = hashed(self.seed, SEED, len(self.orders)) if self.weights else self.seed
-            self.orders[name] = Order(sources[name], self.size, self.group, seed, shuffle=self.shuffle)
+    def amended(
+        self, step: int, sources: Mapping[str, Source], sizes: Stages, weights: Stages
+    ) -> tuple[Run, int]:
+        """Return the run that goes on from a step by other stages, which count from step 0, and the border
+        from which on it does."""
+        weights = weights or self.weights
+        if step == 0:  # nothing was delivered
+            mixed = weights if self.is_mixture else ()
+            run = Run(
+                sources, sizes=sizes, weights=mixed, seed=self.seed, group=self.group, shuffle=self.shuffle
+            )
+            return run, 0
+        first, end = self._round_at(self.tick_of(step))
+        is_begun = first < self.tick_of(step)
+        free = end if is_begun else first  # from this tick on no round has begun
+        border = next(later for later in count(step) if self.tick_of(later) >= free)
+        while True:
+            run = self._from(border, sources, sizes, weights)
+            # Smaller steps may fit into the end of an epoch, and so begin before the border of larger ones.
+            if run.position(step) == self.position(step) and run.tick_of(border) >= free:
+                return run, border
+            border += 1
 
-    def amend(
-        self,
-        step: int,
-        sources: Mapping[str, Source],
-        *,
-        sizes: Sequence[tuple[int, int]] = (),
-        weights: Sequence[tuple[int, Weights]] = (),
-    ) -> None:
-        """From a border on let other sizes or weights hold; each source goes on where it stands."""
-        assert self.is_border(step)
-        epoch, tick = self.position(step)
-        if weights:
-            self.weights = [*(stage for stage in self.weights if stage[0] < step), *weights]
-            self._add(sources)
-        if sizes:
-            self.sizes = [*(stage for stage in self.sizes if stage[0] < step), *sizes]
-            del self._begins[step:]
-            self._begins.append(self._fitting(epoch, tick, step))
-        self._rounds.clear()
+    def _from(self, border: int, sources: Mapping[str, Source], sizes: Stages, weights: Stages) -> Run:
+        run = copy.copy(self)
+        names = [name for name in self.orders if self.added_at[name] < border]
+        run.orders = {name: self.orders[name] for name in names}
+        run.added_at = {name: self.added_at[name] for name in names}
+        run._add(sources, border)
+        run.sizes = [stage for stage in self.sizes if stage[0] < border]
+        run.sizes += [(max(first, border), held) for first, held in _from_on(sizes, border)]
+        run.weights = [stage for stage in self.weights if stage[0] < border]
+        names = [*run.orders]
+        for first, held in _from_on(weights, border):
+            # A round that was laid out to end at a border stays so, and others begin there.
+            begins = first == border and any(stage[0] == border for stage in self.weights)
+            if begins or cycle_counts(held, names) != cycle_counts(run.weights[-1][1], names):
+                run.weights.append((first, held))
+        has_other_size = held_at(run.sizes, border) != held_at(self.sizes, border - 1)
+        is_other = has_other_size or any(first == border for first, _ in run.weights)
+        # Amendments behind the border are replaced; one before it stays.
+        before = [self.amended_at] if self.amended_at < border else [0]
+        run.amended_at = border if is_other else max(before)
+        run._forget()
+        return run
 
-    def is_border(self, step: int) -> bool:
-        """Return whether a step begins a round, counted in steps and in ticks, since the last change."""
-        of_weights = [first for first, _ in self.weights if first <= step]
-        of_any = of_weights + [first for first, _ in self.sizes if first <= step]
-        for changed in (max(of_weights, default=0), max(of_any)):
-            if (step - changed) % ROUND or (self.tick_of(step) - self.tick_of(changed)) % ROUND:
-                return False
-        return True
+    def holds(self, step: int, sizes: Stages, weights: Stages) -> bool:
+        """Return whether these stages hold from a step on, or from the last amendment if that is later."""
+        since = max(step, self.amended_at)
+        names = [*dict.fromkeys(chain(self.orders, *(held for _, held in weights)))]
 
-    def weights_change_after(self, step: int) -> bool:
-        return any(first > step for first, _ in self.weights)
+        def held(sizes: Stages, weights: Stages) -> list[tuple[int, Any]]:
+            found: list[tuple[int, Any]] = []
+            for first in sorted({since, *(first for first, _ in chain(sizes, weights) if first > since)}):
+                both = held_at(sizes, first), cycle_counts(held_at(weights, first), names)
+                if not found or found[-1][1] != both:
+                    found.append((first, both))
+            return found
 
-    def has_other_weights(self, step: int, weights: Weights) -> bool:
-        """Return whether the weights differ from those that hold at a step."""
-        held = [held for first, held in self.weights if first <= step][-1]
-        names = [*dict.fromkeys([*held, *weights])]
-        return cycle_counts(held, names) != cycle_counts(weights, names)
+        return held(self.sizes, self.weights) == held(sizes, weights or self.weights)
+
+    def names_from(self, step: int) -> list[str]:
+        """Return the sources that have samples in the steps from one on."""
+        held = [held_at(self.weights, step), *(held for first, held in self.weights if first > step)]
+        return [name for name in self.orders if any(weights.get(name) for weights in held)]
 
     def position(self, step: int) -> tuple[int, int]:
         """Return the epoch, and the tick in it, at which a step begins."""
@@ -247,7 +297,7 @@ class Run:
         return epoch, tick
 
     def _num_ticks(self, step: int) -> int:
-        return [size for first, size in self.sizes if first <= step][-1] // self.size
+        return int(held_at(self.sizes, step)) // self.size
 
     def tick_of(self, step: int) -> int:
         """Return the tick at which a step begins, counted through all epochs, unused ticks included."""
@@ -260,10 +310,6 @@ class Run:
         return [self.tick(tick) for tick in range(first, first + self._num_ticks(step))]
 
     def tick(self, tick: int) -> list[Sample]:
-        if not self.weights:
-            ((name, order),) = self.orders.items()
-            epoch, tick = divmod(tick, order.ticks_per_epoch)
-            return [Sample(name, epoch, number) for number in order.samples(epoch, tick)]
         first, end = self._round_at(tick)
         if (first, end) not in self._rounds:
             self._rounds[first, end] = self._round(first, end)

@@ -2,7 +2,8 @@
 
 Every document says its number by its first id, so a batch alone tells which samples it has. A machine of
 hypothesis drives the loader and the law side by side: it goes on, resumes on other ranks, jumps to earlier
-and later steps, and amends the run at borders. ``LAW=all`` runs many more of its histories.
+and later steps, and amends the run wherever it stands: before its first step, several times at one step, and
+before an amendment of before has begun. ``LAW=all`` runs many more of its histories.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from typing import Any
 
 import pytest
 import webdataset
-from hypothesis import assume, reject, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    precondition,
     rule,
     run_state_machine_as_test,
 )
@@ -35,13 +35,13 @@ from tests.oracle.law import Run, Sample, Source, Weights
 from tests.world import Ranks, World
 
 IS_CAMPAIGN = os.environ.get("LAW") == "all"
-NUM_HISTORIES = {"plain": 150, "mixed": 300} if IS_CAMPAIGN else {"plain": 2, "mixed": 2}
+NUM_HISTORIES = {"plain": 40, "mixed": 95} if IS_CAMPAIGN else {"plain": 2, "mixed": 2}
 NUM_RULES = 12 if IS_CAMPAIGN else 6  # of a history
 EOS, FILLER, NUM_WORDS = 7999, 7900, 8000
 ROW = 4  # tokens
 FIRST_ID = {"web": 1, "code": 1001, "books": 1201, "wiki": 1401, "rows": 2001, "large": 3001, "many": 4001}
 SIZES = {"web": 700, "code": 130, "books": 90, "wiki": 60, "rows": 500, "large": 200, "many": 9600}
-LARGE_BYTES = 120_000  # of a sample of ``large``: blocks are as small as their bytes ask for
+LARGE_BYTES = 400_000  # of a sample of ``large``: blocks and windows are as small as their bytes ask for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,7 @@ FORMS = {
     "joined": Form(sources=["web"], options={"seq_len": ROW}),
     "sizes by step": Form(sources=["web"], sizes=[(0, 24), (9, 12), (70, 36)]),
     "large": Form(sources=["large"], size=2),
+    "large, grouped": Form(sources=["large"], size=2, options={"group_by_length": 2}),
     "one": Form(sources=["wiki"], size=1),
     "many": Form(sources=["many"], size=512, later_ticks=(1, 2)),
     "fewer": Form(sources=["many"], size=128, later_ticks=(1, 2)),
@@ -172,32 +173,28 @@ class Pair:
     def __init__(self, data: Data, form: Form, seed: int) -> None:
         self.data, self.form, self.seed = data, form, seed
         self.law = data.run(form, seed)
-        self.sizes, self.weights = form.sizes, form.weights
-        self.sources = [*form.sources]
-        self.ever = [*form.sources]  # that the run has had
-        self.step, self.amended_at = 0, 0
-        self.ranks = self.load(None)
+        self.sizes, self.weights = (
+            form.sizes or [(0, form.size)],
+            form.weights,
+        )  # as the loaders are given them
+        self.step = 0
+        self.ranks = self.load(None, form.sources)
 
     def load(
         self,
         state: Mapping[str, Any] | None,
+        sources: Sequence[str],
         *,
         world_size: int = 1,
         batch_size: int | None = None,
         **options: Any,
     ) -> Ranks:
-        arguments: dict[str, Any] = {"order_batch_size": self.law.size, "seed": self.seed, "state": state}
-        if len(self.sizes) > 1:
-            arguments["batch_size_schedule"] = self.sizes
-        else:
-            arguments["global_batch_size"] = self.sizes[0][1] if self.sizes else self.form.size
-        folders: Any = {name: self.data.root / name / "data" for name in self.sources}
+        arguments: dict[str, Any] = {"seed": self.seed, "state": state}
+        arguments["global_batch_size"] = self.sizes if len(self.sizes) > 1 else self.sizes[0][1]
+        folders: Any = {name: self.data.root / name / "data" for name in sources}
         if self.weights:
             arguments["weights_in"] = "tokens" if self.form.in_tokens else "samples"
-            if len(self.weights) > 1:
-                arguments["weights_schedule"] = self.weights
-            else:
-                arguments["weights"] = self.weights[0][1]
+            arguments["weights"] = self.weights if len(self.weights) > 1 else self.weights[0][1]
         else:
             (folders,) = folders.values()
         arguments |= {**self.form.options, **options}
@@ -206,8 +203,14 @@ class Pair:
             model_id=self.data.root / "words",
             world_size=world_size,
             batch_size=batch_size or self.law.size // world_size,
+            order_batch_size=self.law.size,
             **arguments,
         )
+
+    def sources_from(self, step: int) -> list[str]:
+        """Return the sources that a loader needs that goes on from a step."""
+        named = chain(*(held for _, held in self.weights))
+        return [*dict.fromkeys([*self.law.names_from(step), *named])]
 
     def check(self, num_steps: int) -> None:
         """Take steps, and compare each with the law."""
@@ -232,48 +235,32 @@ class Pair:
         """Go on from the state after ``step`` steps, with new loaders."""
         state = self.ranks.loaders[0].state_at(step)
         self.ranks.close()
-        if step < self.step:
-            self.sources = [*self.ever]  # an earlier step may need a source that was dropped
-        self.ranks, self.step = self.load(state, **options), step
+        self.ranks, self.step = self.load(state, self.sources_from(step), **options), step
 
     def first_of_epoch(self, epoch: int) -> int:
         return next(step for step in range(10**6) if self.law.position(step)[0] == epoch)
-
-    def next_border(self, number: int) -> int:
-        """Return the step of one of the next borders behind the last amendment; not for a history that has
-        none."""
-        first = max(self.step, self.amended_at + 1)
-        borders = [step for step in range(first, first + 500) if self.law.is_border(step)]
-        if number >= len(borders):
-            reject()
-        return borders[number]
 
     def amend(
         self,
         *,
         sizes: Sequence[tuple[int, int]] = (),
         weights: Sequence[tuple[int, Weights]] = (),
-    ) -> None:
-        """Amend the run where it stands. ``sizes`` and ``weights`` are schedules, from step 0 on."""
-        if sizes:
-            self.sizes = sizes
-        if weights:
-            self.weights = weights
-            named = dict.fromkeys(chain(*(held for _, held in weights)))
-            self.sources = [*named]
-            self.ever += [name for name in named if name not in self.ever]
-        self.law.amend(
-            self.step,
-            {name: self.data.source(name, self.form) for name in self.sources},
-            sizes=[(max(first, self.step), size) for first, size in sizes],
-            weights=[
-                (max(first, self.step), self.data.in_samples(self.form, held)) for first, held in weights
-            ],
-        )
-        self.amended_at = self.step
+    ) -> int:
+        """Amend the run where it stands, and return the border. Both are schedules, from step 0 on."""
+        before, run = (self.sizes, self.weights), self.law
+        self.sizes, self.weights = sizes or self.sizes, weights or self.weights
+        sources = self.sources_from(self.step)
+        of_law = [(step, self.data.in_samples(self.form, held)) for step, held in self.weights]
         state = self.ranks.loaders[0].state_at(self.step)
+        border = self.step
+        if not run.holds(self.step, self.sizes, of_law):
+            of_sources = {name: self.data.source(name, self.form) for name in sources}
+            self.law, border = run.amended(self.step, of_sources, self.sizes, of_law)
         self.ranks.close()
-        self.ranks = self.load(state, amend=True)
+        self.ranks = self.load(state, sources, amend=True)
+        if (self.law.sizes, self.law.weights) == (run.sizes, run.weights):
+            self.sizes, self.weights = before  # what was asked for is over before it would begin
+        return border
 
 
 def mixtures() -> st.SearchStrategy[Weights]:
@@ -289,7 +276,6 @@ def schedules(values: st.SearchStrategy[Any], step: int) -> st.SearchStrategy[An
 def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedStateMachine]:
     """Return a machine that drives runs of one form."""
     group = form.options.get("group_by_length", 1)
-    numbers_of_ticks = st.sampled_from(form.later_ticks)
 
     class Histories(RuleBasedStateMachine):
         @initialize(seed=st.integers(0, 2**63))
@@ -313,40 +299,26 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
                 )
             self.pair.check(num_steps)
 
-        @rule(drawn=st.data(), border=st.integers(0, 1))
-        def amend_sizes(self, drawn: st.DataObject, border: int) -> None:
-            step = self.pair.next_border(border)
-            # Sizes stay while a change of weights lies ahead: its tick would move, and whether its round
-            # begins anew then is not promised.
-            assume(not self.pair.law.weights_change_after(step))
-            sizes = drawn.draw(schedules(numbers_of_ticks, step))
-            self.amend(step, sizes, (), looks_back=drawn.draw(st.booleans()))
-
-        @precondition(lambda self: bool(form.weights))
-        @rule(drawn=st.data(), border=st.integers(0, 1), also_sizes=st.booleans())
-        def amend_weights(self, drawn: st.DataObject, border: int, also_sizes: bool) -> None:
-            step = self.pair.next_border(border)
-            weights = drawn.draw(schedules(mixtures(), step))
-            assume(self.pair.law.has_other_weights(step, weights[0][1]))
-            sizes = drawn.draw(schedules(numbers_of_ticks, step)) if also_sizes else ()
-            self.amend(step, sizes, weights, looks_back=drawn.draw(st.booleans()))
-
-        def amend(
-            self,
-            step: int,
-            sizes: Sequence[tuple[int, int]],
-            weights: Sequence[tuple[int, Weights]],
-            *,
-            looks_back: bool,
-        ) -> None:
-            self.pair.resume(step)
-            self.pair.amend(
-                sizes=[(first, num_ticks * self.pair.law.size) for first, num_ticks in sizes], weights=weights
-            )
-            self.pair.check(2)
-            if looks_back:  # the past is as it was, up to the amendment and across it
-                self.pair.resume(step - 1)
-                self.pair.check(2)
+        @rule(
+            drawn=st.data(), what=st.sampled_from(["sizes", "weights", "both"]), num_steps=st.integers(0, 2)
+        )
+        def amend(self, drawn: st.DataObject, what: str, num_steps: int) -> None:
+            """Wherever the run stands; the next rule may amend it again at the same step."""
+            pair, sizes, weights = self.pair, (), ()
+            largest = max(form.later_ticks) * form.size
+            if what != "weights" or not form.weights:
+                ticks = [n for n in form.later_ticks if n * pair.law.size <= largest]
+                drawn_sizes = drawn.draw(schedules(st.sampled_from(ticks), pair.step))
+                sizes = [(first, num_ticks * pair.law.size) for first, num_ticks in drawn_sizes]
+            if what != "sizes" and form.weights:
+                weights = drawn.draw(schedules(mixtures(), pair.step))
+            before = pair.step
+            border = pair.amend(sizes=sizes, weights=weights)
+            assert before <= border <= before + 66 or border == 0
+            pair.check(num_steps)
+            if num_steps == 2:  # across the border, and before it, where the past is as it was
+                pair.resume(max(border - 1, 0))
+                pair.check(2)
 
         def teardown(self) -> None:
             if hasattr(self, "pair"):
@@ -389,10 +361,11 @@ def test_the_law_and_the_loader_give_each_sample_of_an_epoch_once(data: Data, fo
     for sample, count in expected.items():
         told[tuple(pair.ids(sample))] += count
     assert delivered == told
-    if pair.law.tick_of(num_steps) == sum(len(pair.law.step(step)) for step in range(num_steps)):
-        # Today ticks that an epoch leaves unused are counted, too.
-        counts = Counter(sample.source for sample in expected)
-        assert pair.ranks.loaders[0].source_samples == (counts if FORMS[form].weights else {})
+    counts = Counter("all" if not FORMS[form].weights else sample.source for sample in expected)
+    assert pair.ranks.loaders[0].source_samples == {
+        **dict.fromkeys(pair.ranks.loaders[0].source_names, 0),
+        **counts,
+    }
     pair.ranks.close()
 
 
@@ -408,20 +381,22 @@ def test_a_run_that_gains_and_loses_sources_is_the_laws_from_every_state(data: D
     """One source is added, then another, then the first is dropped; each time it goes on from a state behind
     the amendment, on other ranks, and from one before it."""
     pair = Pair(data, FORMS[form], seed=3)
-    first, second = pair.sources
-    later = [name for name in MIXED if name not in pair.sources]
+    first, second = pair.form.sources
+    later = [name for name in MIXED if name not in pair.form.sources]
     for weights in (
         {first: 2, second: 1, later[0]: 1},
         {first: 1, second: 1, later[0]: 2, later[1]: 0.7},
         {first: 1, later[0]: 1, later[1]: 3},
     ):
-        step = pair.next_border(0)
-        pair.resume(step)
-        pair.amend(weights=[(0, weights)])
+        pair.resume(pair.step + 30)
+        step = pair.step
+        border = pair.amend(weights=[(0, weights)])
+        assert step < border <= step + 64
         pair.check(2)
-        for place in (step + 70, step - 1, step + 1):
+        for place in (border + 70, border - 1, border, step):
             pair.resume(place, world_size=3)
             pair.check(2)
+        pair.resume(border + 1)
     pair.ranks.close()
 
 

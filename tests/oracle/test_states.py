@@ -16,7 +16,7 @@ from tests.world import Ranks, World, hostile_text
 MIXED = {"weights": {"ko": 2, "en": 1}, "weights_in": "samples", "global_batch_size": 6}
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {"global_batch_size": 6},
-    "schedule": {"batch_size_schedule": [(0, 6), (5, 12)]},
+    "schedule": {"global_batch_size": [(0, 6), (5, 12)]},
     "mixture": MIXED,
     "amended": MIXED,
 }
@@ -106,7 +106,7 @@ def test_the_state_of_another_run_is_refused(data: Path) -> None:
         {"seed": 1}, {"shuffle": False}, {"group_by_length": 2}, {"max_length": 5}, {"seq_len": 16},
         {"global_batch_size": 12}, {"folder": data / "en" / "data"}, {"folder": data / "packed" / "data"},
         {"folder": [data / "ko" / "data", data / "en" / "data"]}, dict(MIXED),
-        {"global_batch_size": None, "batch_size_schedule": [(0, 12), (70, 6)]},
+        {"global_batch_size": [(0, 12), (70, 6)]},
     ]  # fmt: skip
     for options in others:
         with open_ranks(data, "plain", **options) as ranks:
@@ -131,14 +131,13 @@ def test_a_position_that_no_run_has_is_refused(data: Path, form: str, position: 
 @pytest.mark.parametrize("steps", [(5,), (0, 9, 9), (0, 9, 5), (0, -1), (0, 2.5)])
 def test_a_schedule_begins_at_step_0_and_ascends(data: Path, steps: tuple[Any, ...]) -> None:
     with pytest.raises(UsageError):
-        open_ranks(data, "plain", weights_schedule=[(step, MIXED["weights"]) for step in steps], weights=None)
+        open_ranks(data, "plain", weights=[(step, MIXED["weights"]) for step in steps])
     with pytest.raises(UsageError):
         open_ranks(
             data,
             "plain",
-            global_batch_size=None,
             batch_size=6,
-            batch_size_schedule=[(step, 6 + 6 * number) for number, step in enumerate(steps)],
+            global_batch_size=[(step, 6 + 6 * number) for number, step in enumerate(steps)],
         )
 
 

@@ -12,9 +12,6 @@ import pytest
 
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Work, Worker, load_worker
-from preprocess.read import inputs as open_input
-from preprocess.read import long_documents
-from preprocess.read.long_documents import LongDocument
 from shardprep.errors import NotFound, Refused
 from shardprep.format.plan import Plan, need_plan
 
@@ -80,31 +77,13 @@ def test_any_change_of_the_input_is_refused_where_the_plan_hashed_it_whole(
     make_all(folder)
 
 
-@pytest.mark.parametrize("doc", ["line", "file"])
-def test_long_documents_are_hashed_whole_too(
-    prep: Prep, raw_dir: Path, tmp_path: Path, doc: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = (raw_dir / "a.txt").read_text().replace("\n", " ")
-    (raw_dir / "a.txt").write_text("short\n" + text + "\nshort\n")
-    prep.plan(raw_dir, tmp_path / "data", hash_inputs=True, doc=doc)
-    monkeypatch.setattr(long_documents, "LONG_BYTES", 50_000)
-    monkeypatch.setattr(WorkerSettings, "batch_bytes", 10_000)
-    make_all(tmp_path / "data")
-    shutil.rmtree(tmp_path / "data")
-    prep.plan(raw_dir, tmp_path / "data", hash_inputs=True, doc=doc)
-    change_unseen(raw_dir / "a.txt")
-    with pytest.raises(Refused, match="changed since it was planned: sha256"):
-        make_all(tmp_path / "data")
-    assert nothing_is_made(tmp_path / "data")
-
-
 def test_the_hashes_are_part_of_the_plan_id_and_change_no_shard(
     prep: Prep, raw_dir: Path, tmp_path: Path
 ) -> None:
     plain = prep.plan(raw_dir, tmp_path / "plain", num_shards=2)
     hashed = prep.plan(raw_dir, tmp_path / "hashed", num_shards=2, hash_inputs=True)
     assert hashed.plan_id != plain.plan_id
-    assert len(hashed.shard_sha256 or []) == 2
+    assert (hashed.has_input_hashes, plain.has_input_hashes) == (True, False)
     with pytest.raises(Refused, match="--hash_inputs was True"):
         prep.plan(raw_dir, tmp_path / "hashed", num_shards=2)
     for folder in (tmp_path / "plain", tmp_path / "hashed"):
@@ -174,43 +153,6 @@ def test_a_file_put_in_the_place_of_the_one_being_read_is_never_mixed_with_it(
     worker.run_shard(worker.plan.shard(0), progress)
     assert not (raw_dir / "new").exists()
     assert prep.contents(tmp_path / "data") == prep.contents(tmp_path / "other")
-
-
-@pytest.fixture
-def long_folder(prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A plan of one line, longer than what is held."""
-    raw = tmp_path / "long"
-    raw.mkdir()
-    (raw / "a.txt").write_text("word and " * 60_000 + "\n")
-    monkeypatch.setattr(long_documents, "LONG_BYTES", 50_000)
-    monkeypatch.setattr(WorkerSettings, "batch_bytes", 60_000)
-    prep.plan(raw, tmp_path / "data")
-    return tmp_path / "data"
-
-
-@pytest.mark.parametrize("stamps_help", [True, False])
-@pytest.mark.parametrize("at_pass", [2, 3])
-def test_a_long_line_that_changes_between_its_passes_is_refused_and_no_tar_is_published(
-    long_folder: Path, monkeypatch: pytest.MonkeyPatch, stamps_help: bool, at_pass: int
-) -> None:
-    """Once to count it, once to write it, once to encode it; other bytes are seen without any stamp, too."""
-    path = need_plan(long_folder).input_dir / "a.txt"
-    original, passes = LongDocument.text, []
-
-    def text(document: LongDocument) -> Any:
-        passes.append(document.place.line)
-        if len(passes) == at_pass:
-            path.write_text(("sword and" * 60_000) + "\n")
-        return original(document)
-
-    monkeypatch.setattr(LongDocument, "text", text)
-    if not stamps_help:
-        monkeypatch.setattr(open_input.OpenInput, "check_unchanged", lambda _: None)
-    worker = worker_of(long_folder)
-    with pytest.raises(Refused, match=r"a\.txt changed while it was read"):
-        worker.run_shard(worker.plan.shard(0), lambda _: None)
-    assert len(passes) >= at_pass
-    assert nothing_is_made(long_folder)
 
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -15,7 +15,7 @@ import pytest
 from preprocess.make import worker
 from preprocess.make.engines import Engine, TokenBatch, tokenizers_engine
 from preprocess.read import documents
-from preprocess.read.format import DocumentBatch
+from preprocess.read.documents import Documents
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 
 if TYPE_CHECKING:
@@ -68,24 +68,24 @@ def test_so_many_shards_are_made_again_as_are_asked_for_and_the_same_ones_each_t
     assert prep.command("verify", folders["npy"], "--deep", "0").code == 2
 
 
-def lose(batch: DocumentBatch) -> DocumentBatch:
+def lose(batch: Documents) -> Documents:
     return batch.only(np.delete(np.arange(len(batch.texts)), [3, 5]))
 
 
-def alter(batch: DocumentBatch) -> DocumentBatch:
+def alter(batch: Documents) -> Documents:
     return dataclasses.replace(batch, texts=[*batch.texts[:4], batch.texts[4][::-1], *batch.texts[5:]])
 
 
-def misname(batch: DocumentBatch) -> DocumentBatch:
-    assert batch.ids is not None
-    return dataclasses.replace(batch, ids=[*batch.ids[:4], "another", *batch.ids[5:]])
+def misname(batch: Documents) -> Documents:
+    ids = batch.columns["id"]
+    return dataclasses.replace(batch, columns={"id": [*ids[:4], "another", *ids[5:]]})
 
 
-def miscount(batch: DocumentBatch) -> DocumentBatch:
+def miscount(batch: Documents) -> Documents:
     return dataclasses.replace(batch, num_lines=batch.num_lines + 1)
 
 
-ERRORS: dict[str, tuple[Callable[[DocumentBatch], DocumentBatch], str]] = {
+ERRORS: dict[str, tuple[Callable[[Documents], Documents], str]] = {
     "lost": (lose, "num_documents is 28, expected 30"),
     "altered": (alter, "shard-00000.tar has another sha256"),
     "misnamed": (misname, "its input: ids/shard-00000.jsonl has another sha256; run:"),
@@ -106,7 +106,6 @@ def test_what_was_read_wrongly_when_a_shard_was_made_is_found_though_all_hashes_
 
     def erring(*args: Any, **settings: Any) -> Iterator[Any]:
         for item in original(*args, **settings):
-            assert isinstance(item, DocumentBatch)
             yield change(item)
 
     with monkeypatch.context() as patch:
@@ -129,8 +128,8 @@ def test_ids_that_are_not_the_references_are_found(
     (data / "shard-00001.json").unlink()
     original = Engine.encode_documents
 
-    def erring(self: Engine, texts: list[str], **settings: Any) -> TokenBatch:
-        tokens = original(self, texts, **settings)
+    def erring(self: Engine, batch: Documents, **settings: Any) -> TokenBatch:
+        tokens = original(self, batch, **settings)
         ids = tokens.ids.copy()
         ids[1000] += 1
         return TokenBatch(ids=ids, offsets=tokens.offsets)
@@ -168,7 +167,7 @@ def test_an_engine_of_another_version_that_gives_other_ids_is_refused(
     def other(*args: Any, **options: Any) -> Any:
         engine = original(*args, **options)
 
-        def shifted(texts: Sequence[str]) -> TokenBatch:
+        def shifted(texts: Sequence[bytes]) -> TokenBatch:
             tokens = engine.encode(texts)
             return TokenBatch(ids=tokens.ids + 1, offsets=tokens.offsets)
 

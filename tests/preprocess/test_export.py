@@ -191,6 +191,7 @@ def test_eos_is_put_where_it_is_asked_for(prep: Prep, folders: dict[str, Path], 
     assert rows == [[*row, eos] for row in rows_of(folders["json"])]
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("name", ["json", "packed"])
 def test_datasets_reads_the_stored_samples(
     prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str
@@ -213,6 +214,7 @@ def test_arrow_files_hold_the_stored_samples(
     assert len(tables[0].to_batches()) > 1
 
 
+@pytest.mark.frameworks
 @pytest.mark.parametrize("name", FORMS)
 def test_megatron_core_reads_the_documents(
     prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str

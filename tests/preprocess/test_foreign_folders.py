@@ -337,14 +337,18 @@ def by_deltalake(raw: Path) -> None:
     deltalake.DeltaTable(str(raw)).create_checkpoint()
 
 
-WRITERS = [
-    by_pyarrow, by_pandas, by_datasets, by_datasets_to_parquet, by_the_cache_of_datasets, by_polars,
-    by_duckdb, by_deltalake,
+OWN_WRITERS = [by_pyarrow, by_pandas]
+OTHER_WRITERS = [
+    by_datasets, by_datasets_to_parquet, by_the_cache_of_datasets, by_polars, by_duckdb, by_deltalake,
 ]  # fmt: skip
 
 
 @pytest.mark.processes  # datasets may start one
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize(
+    "write",
+    [*OWN_WRITERS, *(pytest.param(write, marks=pytest.mark.frameworks) for write in OTHER_WRITERS)],
+    ids=lambda write: write.__name__,
+)
 def test_the_folder_of_each_writer_gives_its_rows_once(
     prep: Prep, raw: Path, write: Callable[[Path], None]
 ) -> None:

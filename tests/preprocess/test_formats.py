@@ -23,15 +23,15 @@ import zstandard
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, load_worker
 from preprocess.plan.planning import list_inputs
-from preprocess.read import arrow, long_documents
+from preprocess.read import arrow
 from preprocess.read.documents import read_documents
-from preprocess.read.format import DocumentBatch, reading_of
 from preprocess.read.inputs import OpenInput
 from preprocess.read.text_changes import undo_mojibake
 from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index, read_manifest
-from shardprep.format.options import PrepConfig
+from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
+from shardprep.format.options import PlanOptions, PrepConfig
 from shardprep.format.plan import ByteRange, need_plan
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -196,7 +196,7 @@ def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_
     for number, share in enumerate([40, 5, 30, 10, 20, 15]):
         (raw / f"c{number}.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS[:share]), 1))
     plan = prep.plan(raw, tmp_path / "data", num_shards=8)
-    inside = {plan.inputs[number].path for number, byte in plan.boundaries if byte}
+    inside = {plan.inputs[cut.input_number].path for cut in plan.cuts if cut.byte}
     assert inside == {"a.jsonl.zst", "b.jsonl.gz"}
     whole = [
         sorted(part.path.name for part in plan.ranges(shard_id))
@@ -218,48 +218,6 @@ def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tm
     results = [compare(form, seed, tmp_path) for seed in range(40)]
     assert {result for result in results if result.startswith("WRONG")} == set()
     assert results.count("equal") >= 20
-
-
-BAD_LINES: dict[str, tuple[bytes, str, str]] = {
-    "cut in the middle": (b'{"text": "abc', "bad_json", "is not JSON from byte 9 on"),
-    "ends": (b'{"text":', "bad_json", "ends in the middle"),
-    "half of a pair": (rb'{"text": "a\ud800b"}', "surrogate", r"\ud800"),
-    "NaN": (b'{"text": "a", "score": NaN}', "bad_json", "NaN is no number of JSON"),
-    "NUL": (b'{"text": "a\0b"}', "bad_json", "is not JSON from byte 11 on"),
-    "not UTF-8": (b'{"text": "a\xffb"}', "undecodable", "byte 11 of the line is not utf-8"),
-    "twice": (b'{"text": "a", "text": "b"}', "bad_json", "the key text stands twice"),
-    "missing": (b'{"body": "a"}', "no_field", "there is no field text"),
-    "null": (b'{"text": null}', "null_field", "the field text is null"),
-    "number": (b'{"text": 7}', "wrong_type", "the field text is a number, expected a string"),
-    "list": (b'["text"]', "bad_json", "it is a list, expected an object"),
-    "deep": (b"[" * 100_000, "bad_json", "nested too deep"),
-}
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
-def test_a_bad_line_is_quarantined_with_reason_file_and_byte_and_the_others_stay(
-    prep: Prep, tmp_path: Path, raw: Path, packed: bool
-) -> None:
-    lines, places = [], []
-    for bad, _, _ in BAD_LINES.values():
-        lines += [b'{"text": "good"}\r\n', b"\n", bad + b"\n"]
-        places.append(sum(map(len, lines)) - len(lines[-1]))
-    data = b"".join(lines)
-    name = "a.jsonl.gz" if packed else "a.jsonl"
-    (raw / name).write_bytes(gzip.compress(data) if packed else data)
-    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.6)
-    prep.make(tmp_path / "data")
-    entries = [
-        json.loads(line) for line in (tmp_path / "data/quarantine/shard-00000.jsonl").read_text().splitlines()
-    ]
-    assert [entry["source_offset"] for entry in entries] == places
-    for entry, (bad, reason, detail) in zip(entries, BAD_LINES.values(), strict=True):
-        assert (entry["source"], entry["reason"]) == (name, reason)
-        assert detail in entry["detail"]
-        assert entry["num_bytes"] == len(bad) + 1
-    counts = read_manifest(tmp_path / "data", 0).counts
-    assert (counts.num_documents, counts.num_lines, counts.num_empty_lines) == (12, 36, 12)
-    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == ["good"] * 12
 
 
 def table_bytes(name: str, columns: dict[str, Any]) -> bytes:
@@ -352,9 +310,9 @@ def test_a_large_record_batch_is_read_some_rows_at_a_time_and_gives_what_the_who
         rows: list[Any] = []
         bad: list[Any] = []
         num_bytes = 0
-        for item in read_documents([part], reading_of(options.plan_options(), 2_000)):
-            assert isinstance(item, DocumentBatch)
-            rows += zip(item.texts, item.ids or [], item.sources or [], item.input_offsets, strict=True)
+        for item in read_documents([part], options.plan_options(), batch_bytes=2_000):
+            columns = item.columns
+            rows += zip(item.texts, columns["id"], columns["source"], item.offsets, strict=True)
             bad += item.bad
             num_bytes += item.num_bytes
         assert num_bytes == part.end
@@ -379,7 +337,7 @@ def test_nulls_that_no_bit_says_are_refused(
     path.write_bytes(data.replace(no_null, some_null))
     part = ByteRange(input_number=0, path=path, start=0, end=len(data))
     with pytest.raises(BadInput, match=re.escape(str(path))):
-        list(read_documents([part], reading_of(PrepConfig().plan_options(), 2_000)))
+        list(read_documents([part], PlanOptions(), batch_bytes=2_000))
 
 
 def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp_path: Path) -> None:
@@ -393,7 +351,7 @@ def test_a_record_batch_that_says_it_is_a_schema_is_refused_and_not_left_out(tmp
     path.write_bytes(data[:kind] + bytes([arrow.SCHEMA]) + data[kind + 1 :])
     part = ByteRange(input_number=0, path=path, start=0, end=len(data))
     with pytest.raises(BadInput, match="a schema stands within a stream"):
-        list(read_documents([part], reading_of(PrepConfig().plan_options(), 2_000)))
+        list(read_documents([part], PlanOptions(), batch_bytes=2_000))
 
 
 def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Path, raw: Path) -> None:
@@ -405,51 +363,6 @@ def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Pat
     prep.plan(raw, tmp_path / "data", num_shards=2)
     prep.make(tmp_path / "data")
     assert [(name, text) for name, text, _ in documents(prep, tmp_path / "data")] == [("j.txt", "one")]
-
-
-def test_a_column_that_is_all_null_is_quarantined_row_by_row(prep: Prep, tmp_path: Path, raw: Path) -> None:
-    write_table(raw / "a.parquet", {"text": ["one", None, "three"], "id": [1, 2, 3]})
-    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)
-    prep.make(tmp_path / "data")
-    [entry] = (tmp_path / "data/quarantine/shard-00000.jsonl").read_text().splitlines()
-    assert json.loads(entry)["reason"] == "null_field"
-    assert json.loads(entry)["source_offset"] == 1, "a row"
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt.gz", "a.parquet", "a.stream.arrow"])
-def test_a_huge_text_comes_whole_between_its_neighbours_and_one_above_the_limit_is_left_out(
-    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(long_documents, "LONG_BYTES", 20_000)
-    monkeypatch.setattr(long_documents, "MOST_HELD_BYTES", 100_000)
-    monkeypatch.setattr(WorkerSettings, "batch_bytes", 5_000)
-    texts = ["before", "word and " * 4_000 + "end", "between", "x y " * 40_000, "after"]
-    data = "\n".join(texts).encode() if ".txt" in name else json_lines(texts)
-    if name.endswith((".parquet", ".arrow")):
-        write_table(raw / name, {"text": texts, "id": range(5)})
-    else:
-        (raw / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    prep.plan(raw, tmp_path / "data", max_bad_fraction=0.5)
-    prep.make(tmp_path / "data")
-    found = [text for _, text, _ in documents(prep, tmp_path / "data")]
-    assert found == [text for number, text in enumerate(texts) if number != 3]
-    counts = read_manifest(tmp_path / "data", 0).counts
-    assert counts.quarantined == {"too_long": 1}
-    assert counts.num_lines == 5
-
-
-def test_a_template_and_nested_fields_give_the_text(prep: Prep, tmp_path: Path, raw: Path) -> None:
-    rows = [{"input": f"q{n}", "meta": {"output": f"a{n}", "n": n}} for n in range(4)]
-    (raw / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_table(raw / "b.parquet", {"input": ["q4"], "meta": [{"output": "a4", "n": 4}]})
-    prep.plan(raw, tmp_path / "data", text_template=r"{input}\n\n{{{meta.output}}}")
-    prep.make(tmp_path / "data")
-    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == [
-        f"q{n}\n\n{{a{n}}}" for n in range(5)
-    ]
-    prep.plan(raw, tmp_path / "nested", text_field="meta.output")
-    prep.make(tmp_path / "nested")
-    assert [text for _, text, _ in documents(prep, tmp_path / "nested")] == [f"a{n}" for n in range(5)]
 
 
 @pytest.mark.parametrize(
@@ -570,25 +483,6 @@ def test_normalization_is_done_and_its_version_lies_in_the_plan(
         ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data")
     assert ended.code == 78
     assert "the plan changes text with Unicode" in ended.text
-
-
-def test_text_read_in_a_wrong_encoding_comes_back_wholly_or_is_left_out(
-    prep: Prep, tmp_path: Path, raw: Path
-) -> None:
-    """UTF-8 read as cp1252, where the five bytes that it does not know became question marks."""
-    right = [f"{number}. 가 café {chr(0xAC00 + 97 * number)}" for number in range(80)]
-    wrong = [line.encode().decode("cp1252", "replace") for line in right]
-    wrong = [line.replace("\ufffd", "?") for line in wrong]
-    is_whole = [all(byte not in line.encode() for byte in b"\x81\x8d\x8f\x90\x9d") for line in right]
-    plain = ["plain text, “quoted”, naïve", "정상적인 한국어 문장"]
-    (raw / "a.txt").write_text("\n".join([*wrong, *plain]) + "\n")
-    prep.plan(raw, tmp_path / "data", fix_text=True, max_bad_fraction=1.0)
-    prep.make(tmp_path / "data")
-    found = [text for _, text, _ in documents(prep, tmp_path / "data")]
-    assert found == [line for line, whole in zip(right, is_whole, strict=True) if whole] + plain
-    counts = read_manifest(tmp_path / "data", 0).counts
-    assert 0 < is_whole.count(True) < 80
-    assert counts.quarantined == {"mojibake": is_whole.count(False)}
 
 
 MENTIONS = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import random
 import shutil
@@ -94,7 +93,7 @@ def test_plan_names_and_counts_what_it_leaves_out_and_plan_json_has_all_of_it(
         "left out (unknown suffix: .md 2, .csv 1): 3, such as more.md, notes.md, x.csv; --also '*.md' takes"
     )
     assert f"{unknown} such files, as plain text\n" in ended.text
-    assert json.loads((tmp_path / "data" / "plan.json").read_bytes())["left_out"] == {
+    assert need_plan(tmp_path / "data").left_out == {
         "AppleDouble": ["._p.jsonl"],
         "FIFO, socket or device": ["f.txt", "z.txt"],
         "file of a repository": ["README.txt"],
@@ -164,7 +163,6 @@ def test_what_is_left_out_changes_no_plan_id(prep: Prep, raw: Path, tmp_path: Pa
     without = prep.plan(tmp_path / "clean", tmp_path / "without")
     assert with_it.left_out
     assert not without.left_out
-    assert "left_out" not in json.loads((tmp_path / "without" / "plan.json").read_bytes())
     assert with_it.plan_id == without.plan_id
 
 
@@ -176,8 +174,8 @@ def test_flags_that_took_nothing_are_not_in_the_plan(prep: Prep, tmp_path: Path)
     refused = plan_of(prep, tmp_path / "raw", tmp_path / "data", *flags[1:])
     assert refused.code == 2
     assert "--follow_links is for subfolders; add --recursive" in refused.text
-    options = json.loads((tmp_path / "data" / "plan.json").read_bytes())["options"]
-    assert not {"also", "follow_links"} & options.keys()
+    options = need_plan(tmp_path / "data").options
+    assert (options.also, options.follow_links) == ("", False)
 
 
 def test_a_data_set_among_its_own_inputs_is_refused(prep: Prep, raw: Path) -> None:

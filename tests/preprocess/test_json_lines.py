@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.make.resources import WorkerSettings
-from preprocess.read.documents import read_documents
-from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.documents import read_records
 from preprocess.read.text_fields import MessageFields, TextFields
 from shardprep.format.manifest import read_manifest
+from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
 from tests.chat_sets import TAGGED, chat_model
 
@@ -30,11 +29,11 @@ def rows_of(path: Path, fields: TextFields, batch_bytes: int) -> tuple[Rows, dic
     part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
     rows: Rows = []
     bad: dict[int, str] = {}
-    reading = Reading(doc="line", encoding="utf-8", batch_bytes=batch_bytes, fields=fields)
-    for item in read_documents([part], reading):
-        assert isinstance(item, DocumentBatch)
-        rows += zip(item.lines.tolist(), item.texts, item.ids or [""] * len(item.texts), strict=True)
-        bad |= {one.line: one.detail for one in item.bad}
+    for documents in read_records([part], PlanOptions(), fields, batch_bytes=batch_bytes):
+        texts = [text.decode() for text in documents.texts]
+        ids = documents.columns.get("id", [""] * len(texts))
+        rows += zip(documents.lines.tolist(), texts, ids, strict=True)
+        bad |= {one.line: one.detail for one in documents.bad}
     return rows, bad
 
 
@@ -145,40 +144,6 @@ def test_what_is_taken_of_a_line_depends_neither_on_others_nor_on_the_batch(
         assert [row if fields.id_path else (*row[:2], "") for row in expected] == rows
 
     check()
-
-
-TWICE: dict[str, tuple[dict[str, Any], str]] = {
-    "as it is": ({}, '{"text": "a", "text": "b"}'),
-    "with an escape": ({}, '{"text": "a", "te\\u0078t": "b"}'),
-    "with a tab before the colon": ({}, '{"text": "a", "text"\t: "b"}'),
-    "of an outer object": (
-        {"text_field": "a.text"},
-        '{"a": {"text": "a"}, "\\u0061": {"text": "b"}}',
-    ),
-    "of a template": ({"text_template": "{text} {text}"}, '{"text": "a", "text" : "b"}'),
-}
-
-
-@pytest.mark.parametrize("form", TWICE)
-def test_a_key_that_stands_twice_is_left_out_whatever_the_memory_and_the_lines_beside_it(
-    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch, form: str
-) -> None:
-    options, twice = TWICE[form]
-    right = '{"a": {"text": "right"}, "text": "right"}'
-    (raw / "a.jsonl").write_text(
-        "\n".join([right, '{"other": 1}', twice, '{"n": 2}', right, twice, '{"n": 2}'])
-    )
-    made = []
-    for batch_bytes in (1 << 19, 10, 70):
-        monkeypatch.setattr(WorkerSettings, "batch_bytes", batch_bytes)
-        data = tmp_path / f"data-{batch_bytes}"
-        prep.plan(raw, data, max_bad_fraction=1.0, **options)
-        prep.make(data)
-        made.append(prep.contents(data))
-    assert made[0] == made[1] == made[2]
-    lines = [json.loads(line) for line in (data / "quarantine/shard-00000.jsonl").read_text().splitlines()]
-    assert {line["line"] for line in lines if "stands twice in one object" in line["detail"]} == {2, 5}
-    assert read_manifest(data, 0).counts.num_documents == 2
 
 
 LONG = [18446744073709551616, -9223372036854775809, 10**30, 2**64 - 1, 7, 1.5, [2**70], {"a": 2**64}]

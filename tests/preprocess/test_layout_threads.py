@@ -64,7 +64,7 @@ def test_batches_that_are_laid_out_early_wait_for_those_before_them(
     prep.plan(need_plan(data_dir).input_dir, expected, num_shards=5)
     worker = worker_of(expected, num_cpus=1)
     worker.run_shard(worker.plan.shard(0), lambda _: None)
-    lay_out, three_later = DocumentMembers._lay_out, threading.Barrier(4)
+    lay_out, three_later = DocumentMembers.lay_out, threading.Barrier(4)
     calls: list[int] = []
 
     def slow_first(self: DocumentMembers, *args: Any) -> Any:
@@ -73,7 +73,7 @@ def test_batches_that_are_laid_out_early_wait_for_those_before_them(
             three_later.wait(60)
         return lay_out(self, *args)
 
-    monkeypatch.setattr(DocumentMembers, "_lay_out", slow_first)
+    monkeypatch.setattr(DocumentMembers, "lay_out", slow_first)
     worker = worker_of(data_dir)
     worker.run_shard(worker.plan.shard(0), lambda _: None)
     assert len(calls) > 8
@@ -91,7 +91,7 @@ def test_on_two_cores_two_batches_are_encoded_side_by_side(prep: Prep, data_dir:
     worker = worker_of(data_dir, num_cpus=2)
     encode, two, calls = worker.engine.encode, threading.Barrier(2), itertools.count()
 
-    def together(texts: Sequence[str]) -> TokenBatch:
+    def together(texts: Sequence[bytes]) -> TokenBatch:
         if next(calls) < 4:
             two.wait(60)
         return encode(texts)
@@ -109,7 +109,7 @@ def test_an_error_of_any_thread_ends_the_shard_and_leaves_nothing(
 ) -> None:
     worker, calls = worker_of(data_dir, num_cpus=num_cpus), itertools.count()
 
-    def failing(texts: Sequence[str]) -> TokenBatch:
+    def failing(texts: Sequence[bytes]) -> TokenBatch:
         if next(calls) == 3:
             raise ReadWriteError("the engine is gone")
         return worker.engine.encode(texts)

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from preprocess.__main__ import PROGRAM
 from shardprep.command_line import given_of
-from shardprep.errors import BrokenShard, UnknownVersion, UsageError
-from shardprep.format.checked_json import Fields
+from shardprep.errors import BrokenShard, UsageError
+from shardprep.format.json_files import as_type
 from shardprep.format.options import PLAN_FIELDS, PlanOptions, PrepConfig, flags_of, option_differences
-from shardprep.format.plan import options_of_json
 
 FLAGS = [item.name for item in PLAN_FIELDS if item.metadata["help"]]
 KINDS = get_type_hints(PlanOptions)
@@ -53,7 +52,7 @@ def plan_options(draw: Any) -> PlanOptions:
 
 
 def read(data: dict[str, Any]) -> PlanOptions:
-    return options_of_json(Fields(Path("plan.json"), data, "options."))
+    return as_type(Path("plan.json"), data, PlanOptions)
 
 
 @given(plan_options())
@@ -65,19 +64,12 @@ def test_options_are_the_same_in_plan_json_and_on_a_command_line(options: PlanOp
     assert PlanOptions(**vars(options)) == options, "what is settled stays so"
 
 
-@given(plan_options(), st.sampled_from([False, "", 0, None]))
-def test_a_version_with_one_option_more_or_less_reads_what_does_not_use_it(
-    options: PlanOptions, unused: Any
-) -> None:
-    newer = {**options.to_json(), "lowercase": unused}
-    assert read(newer) == options
-    older = {
-        name: value
-        for name, value in options.to_json().items()
-        if name in options.identity() or value != getattr(PlanOptions(record=options.record), name)
-    }
-    assert read(older) == options
-    assert read(older).identity() == options.identity()
+@given(plan_options())
+def test_an_option_that_is_not_used_is_no_part_of_an_identity(options: PlanOptions) -> None:
+    usual = PlanOptions(record=options.record)
+    used = {name for name in vars(usual) if getattr(options, name) != getattr(usual, name)}
+    assert options.identity().keys() <= used | {"record"}
+    assert read(options.identity()).identity() == options.identity()
 
 
 @given(plan_options(), plan_options())
@@ -93,14 +85,9 @@ def test_options_of_one_identity_differ_only_in_how_inputs_are_found(
 def test_a_value_of_another_type_is_refused_by_its_name(options: PlanOptions, data: Any) -> None:
     name = data.draw(st.sampled_from(sorted({*options.to_json()} - {"validation_fraction"})))
     wrong = data.draw(st.sampled_from([None, [], 1.5, -1, "\0", {}]))
-    with pytest.raises(BrokenShard, match=rf"plan\.json: options\.{name} is "):
+    with pytest.raises((BrokenShard, UsageError)) as caught:
         read({**options.to_json(), name: wrong})
-
-
-@pytest.mark.parametrize("value", [True, "all", 3, [], {}])
-def test_an_unknown_option_that_is_used_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(UnknownVersion, match=r"'lowercase' is .* does not know"):
-        read({**PlanOptions().to_json(), "lowercase": value})
+    assert name in str(caught.value)
 
 
 def test_what_depends_on_the_record_has_its_default() -> None:

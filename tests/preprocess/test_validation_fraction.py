@@ -170,7 +170,7 @@ def test_batches_change_no_byte_and_without_the_options_nothing_is_kept(
     monkeypatch.setattr("preprocess.make.packing.PACKED_MEMBER_BYTES", 512)  # several members on each side
     whole = make(prep, raws, tmp_path / "whole", record)
     with monkeypatch.context() as patch:
-        patch.setattr("shardprep.format.options.WorkerSettings.batch_bytes", 700)
+        patch.setattr("preprocess.make.resources.WorkerSettings.batch_bytes", 700)
         small = make(prep, raws, tmp_path / "small", record)
     assert prep.contents(small) == prep.contents(whole)
     if record != "documents":
@@ -188,10 +188,7 @@ def test_batches_change_no_byte_and_without_the_options_nothing_is_kept(
     assert len(found) == 16 * len(DIGESTS[False])
 
 
-def test_a_long_document_has_the_digest_of_its_whole_text(
-    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("preprocess.read.long_documents.LONG_BYTES", 1000)
+def test_a_long_document_has_the_digest_of_its_whole_text(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     long = "é, the kettle sings. " * 200
     (tmp_path / "raw" / "a.txt").write_text(f"short\n{long}\nlast\n", encoding="utf-8")
@@ -248,8 +245,8 @@ def test_a_worker_that_hashes_another_text_is_found_where_its_shard_is_made_agai
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
-            "preprocess.read.format.digests_of",
-            lambda texts: np.frombuffer(b"".join(digest_of(text.upper()) for text in texts), "V16"),
+            "preprocess.read.documents.digests_of",
+            lambda texts: np.frombuffer(b"".join(digest_of(text.decode().upper()) for text in texts), "V16"),
         )
         out = make(prep, raws, tmp_path / "data", "documents")
     ended = prep.command("verify", out, "--deep", 1)

@@ -16,7 +16,7 @@ import pytest
 from shardprep import files
 from shardprep.format import shards
 from shardprep.format.idx import read_idx
-from shardprep.format.manifest import read_index
+from shardprep.format.index import read_index
 from shardprep.format.plan import need_plan
 from tests.children import run_child
 from tests.conftest import forge_shard, seal

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess import options as options_of_workers
+from preprocess.make import resources
 from preprocess.make.worker import finished_manifest
 from preprocess.plan.tokenizer import save_tokenizer
 from shardprep.errors import Stopped
@@ -86,7 +86,7 @@ def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
     ):
         folder = planned_copy(reference(record), tmp_path / str(number))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(options_of_workers, "BATCH_BYTES", block_bytes)
+            patch.setattr(resources, "BATCH_BYTES", block_bytes)
             prep.make(folder, engine=engine)
         assert prep.contents(folder) == expected
         run = json.loads((folder / "shard-00000.json").read_bytes())["run"]

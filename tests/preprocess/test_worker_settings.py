@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from preprocess.make.resources import BATCH_BYTES, WorkerSettings, environment_number, memory_limit_gb
+from preprocess.make.resources import WorkerSettings, environment_number, memory_limit_gb
+from preprocess.read.format import BATCH_BYTES
 from shardprep.errors import UsageError
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -36,6 +37,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
+@functools.cache
 def modules(package: str) -> dict[str, set[str]]:
     """File of a package -> the modules of this project that it imports."""
     paths = (ROOT / package).rglob("*.py")
@@ -70,10 +72,7 @@ def test_shardprep_imports_nothing_of_ours_but_its_own() -> None:
 
 
 def test_of_shardprep_the_format_stands_on_the_rest_and_not_the_other_way() -> None:
-    """Nor do strings that are imported by name: the command's table alone has the packages' names.
-
-    "slurm" is also a key of the manifests' ``run``.
-    """
+    """Nor do strings that are imported by name: the command's table alone has the packages' names."""
     for path, names in modules("shardprep").items():
         assert path.startswith("shardprep/format/") or not any("format" in name for name in names), path
     named = {
@@ -81,7 +80,7 @@ def test_of_shardprep_the_format_stands_on_the_rest_and_not_the_other_way() -> N
         for path in (ROOT / "shardprep").rglob("*.py")
         if re.search(r'"(preprocess|loader|slurm|lustre)[".:]', path.read_text(encoding="utf-8"))
     }
-    assert named == {"__main__.py", "shard_making.py"}  # the last one: a key "slurm"
+    assert named == {"__main__.py"}
 
 
 def test_the_loader_imports_shardprep_alone() -> None:
@@ -91,15 +90,17 @@ def test_the_loader_imports_shardprep_alone() -> None:
 
 @pytest.mark.slow
 def test_inside_of_the_loader_imports_go_one_way() -> None:
-    way = ["order", "external_tars", "find_shards", "withdrawn", "chunks", "reading"]
-    way += ["tokenizer", "ranks", "mixture", "state", "samples", "workers", "boundaries", "context_parallel"]
-    way += ["batches", "origins", "amend", "token_loader", "dataloader"]
+    way = ["order", "external_tars", "shards", "url_copies", "find_shards", "withdrawn", "chunks", "reading"]
+    way += ["decode", "tokenizer", "ranks", "samples", "run", "sources", "state", "rounds", "workers"]
+    way += ["boundaries", "context_parallel", "batches", "origins", "describe", "token_loader", "dataloader"]
     files = modules("loader")
     for number, stage in enumerate(way):
         found = {name for name in files[f"loader/{stage}.py"] if name.startswith("loader.")}
         before = [f"loader.{name}" for name in way[:number]]
         if stage == "token_loader":
             before.append("loader.collator")  # in a function: transformers' collator, if it is looked at
+        if stage == "describe":
+            before.append("loader.token_loader")  # for its type alone
         assert all(name.startswith(tuple(before)) for name in found), (stage, found)
 
 
@@ -140,9 +141,8 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
         "read.text_fields",
         "read.text_changes",
         "read.inputs",
-        "read.long_documents",
     ]
-    way += [f"read.{name}" for name in ("chat", "format", "lines", "compression", "text_lines", "json_lines")]
+    way += [f"read.{name}" for name in ("chat", "format", "lines", "compressed", "text_lines", "json_lines")]
     way += [f"read.{name}" for name in ("table_values", "columns", "parquet", "arrow", "documents")]
     way += [f"make.{name}" for name in ("engines", "packing", "members")]
     files = modules("preprocess")
@@ -161,8 +161,8 @@ def test_inside_of_preprocess_imports_follow_the_way_of_the_text() -> None:
     )
 
 
-def test_the_format_needs_nothing_but_the_standard_library_numpy_and_orjson() -> None:
-    allowed = {*sys.stdlib_module_names, "numpy", "orjson", "shardprep", "typing_extensions"}
+def test_the_format_needs_nothing_but_the_standard_library_numpy_orjson_and_msgspec() -> None:
+    allowed = {*sys.stdlib_module_names, "numpy", "orjson", "msgspec", "shardprep", "typing_extensions"}
     paths = list((ROOT / "shardprep" / "format").glob("*.py"))
     assert paths
     for path in paths:

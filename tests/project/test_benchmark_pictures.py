@@ -4,86 +4,14 @@ from __future__ import annotations
 
 import importlib
 import xml.etree.ElementTree as ET
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkout import ROOT
+
 _SVG = "{http://www.w3.org/2000/svg}"
-_ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(_ROOT / "benchmarks"))
-    return importlib.import_module
-
-
-def rectangles(svg: ET.Element, kind: str) -> list[dict[str, float]]:
-    found = [each.attrib for each in svg.iter(f"{_SVG}rect") if each.get("class") == kind]
-    return [{name: float(each[name]) for name in ("x", "y", "width", "height")} for each in found]
-
-
-def test_bars_of_a_column_are_as_long_as_their_ratios_and_say_them_and_nothing_leaves_the_picture(
-    benchmarks: Any,
-) -> None:
-    of = benchmarks("ratio_picture")
-    rows = [
-        of.Bars(label="first <script> & co", values=[1.0, 2.0]),
-        of.Bars(label="a peer", values=[4.0, None]),
-        of.Bars(label="ours", values=[8.04, 92.4], is_ours=True),
-    ]
-    svg = ET.fromstring(of.picture("Times", ["Korean", "English"], rows, foot="one core"))
-    theirs, ours = rectangles(svg, "bar"), rectangles(svg, "bar ours")
-    assert len(theirs) == 3  # the peer has no second figure
-    assert len(ours) == 2
-    first, second, peer = theirs[0], theirs[2], theirs[1]
-    assert ours[0]["width"] / first["width"] == pytest.approx(8.04, rel=0.01)
-    assert ours[0]["width"] / peer["width"] == pytest.approx(2.01, rel=0.01)
-    assert ours[1]["width"] / second["width"] == pytest.approx(46.2, rel=0.05)
-    assert ours[0]["x"] == first["x"] == peer["x"] < ours[1]["x"] == second["x"]
-    width, height = float(svg.attrib["width"]), float(svg.attrib["height"])
-    texts = list(svg.iter(f"{_SVG}text"))
-    assert {"first <script> & co", "1.0x", "2.0x", "4.0x", "-", "8.0x", "92x", "one core"} <= {
-        text.text for text in texts
-    }
-    for each in [*theirs, *ours]:
-        assert 0 < each["x"] < each["x"] + each["width"] < width - 50  # the number has its room
-        assert 0 < each["y"] < each["y"] + each["height"] < height
-    assert all(0 < float(text.attrib["y"]) < height for text in texts)
-
-
-def test_a_picture_has_a_background_and_text_of_its_own_in_light_and_in_dark(benchmarks: Any) -> None:
-    of = benchmarks("ratio_picture")
-    svg = ET.fromstring(of.picture("Times", ["all"], [of.Bars(label="ours", values=[1.0])], foot=""))
-    style = next(svg.iter(f"{_SVG}style")).text or ""
-    light, dark = style.split("@media (prefers-color-scheme: dark)")
-    for part in (".back", "text", ".bar", ".ours"):
-        colors = [half.split(f"{part} {{ fill: ")[1][:7] for half in (light, dark)]
-        assert colors[0] != colors[1]
-    assert not list(svg.iter(f"{_SVG}script"))
-
-
-def test_a_long_name_has_its_room_and_one_that_is_too_long_is_cut(benchmarks: Any) -> None:
-    of = benchmarks("ratio_picture")
-    rows = [of.Bars(label="m" * length, values=[1.0], is_ours=True) for length in (5, 48, 90)]
-    svg = ET.fromstring(of.picture("Times", ["all"], rows, foot=""))
-    labels = [text for text in svg.iter(f"{_SVG}text") if text.get("text-anchor") == "end"]
-    assert [len(label.text or "") for label in labels] == [5, 48, 48]
-    assert all(float(label.attrib["x"]) >= 7 * len(label.text or "") for label in labels)
-    assert (labels[2].text or "").endswith("…")
-    assert rectangles(svg, "bar ours")[0]["width"] > 300
-
-
-def test_a_row_of_another_number_of_values_is_refused(benchmarks: Any) -> None:
-    of = benchmarks("ratio_picture")
-    with pytest.raises(ValueError, match="2 columns"):
-        of.picture("Times", ["a", "b"], [of.Bars(label="ours", values=[1.0])], foot="")
-
-
-def test_a_printed_table_gives_its_ratios_and_nothing_else(benchmarks: Any) -> None:
-    of = benchmarks("ratio_picture")
-    printed = """
+PRINTED = """
 | CPU s per MB, one core | Korean | English | start, s |
 |---|---|---|---|
 | baseline | 1.90 (1.64-1.99) 1.0x | 0.53 (0.40-0.61) 1.0x | 3.5 |
@@ -93,26 +21,72 @@ def test_a_printed_table_gives_its_ratios_and_nothing_else(benchmarks: Any) -> N
 |---|---|---|
 | **ours** | 155 (153-193) | 165 |
 """
-    columns, rows = of.ratios_of_table(printed, "CPU s per MB")
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def rectangles(svg: ET.Element, kind: str) -> list[dict[str, float]]:
+    found = [each.attrib for each in svg.iter(f"{_SVG}rect") if each.get("class") == kind]
+    return [{name: float(each[name]) for name in ("x", "y", "width", "height")} for each in found]
+
+
+def test_bars_are_as_long_as_their_ratios_and_nothing_leaves_the_picture(benchmarks: Any) -> None:
+    of = benchmarks("ratio_picture")
+    rows = [
+        of.Bars(label="first <script> & co", values=[1.0, 2.0]),
+        of.Bars(label="a peer " + "m" * 90, values=[4.0, None]),  # without a second figure
+        of.Bars(label="ours", values=[8.04, 92.4], is_ours=True),
+    ]
+    svg = ET.fromstring(of.picture("Times", ["Korean", "English"], rows, foot="one core"))
+    (first, peer, second), ours = rectangles(svg, "bar"), rectangles(svg, "bar ours")
+    assert ours[0]["width"] / first["width"] == pytest.approx(8.04, rel=0.01)
+    assert ours[0]["width"] / peer["width"] == pytest.approx(2.01, rel=0.01)
+    assert ours[1]["width"] / second["width"] == pytest.approx(46.2, rel=0.05)
+    texts = {text.text for text in svg.iter(f"{_SVG}text")}
+    assert {"first <script> & co", "1.0x", "2.0x", "4.0x", "-", "8.0x", "92x", "one core"} <= texts
+    assert max(len(text or "") for text in texts) <= 48, "a long name is cut"
+    width, height = float(svg.attrib["width"]), float(svg.attrib["height"])
+    for each in [first, second, peer, *ours]:
+        assert 0 < each["x"] < each["x"] + each["width"] < width - 50  # the number has its room
+        assert 0 < each["y"] < each["y"] + each["height"] < height
+    assert not list(svg.iter(f"{_SVG}script"))
+    # In light and in dark a picture has a background and text of its own.
+    light, dark = (next(svg.iter(f"{_SVG}style")).text or "").split("@media (prefers-color-scheme: dark)")
+    for part in (".back", "text", ".bar", ".ours"):
+        colors = [half.split(f"{part} {{ fill: ")[1][:7] for half in (light, dark)]
+        assert colors[0] != colors[1]
+
+
+def test_a_printed_table_gives_its_ratios_and_nothing_else(benchmarks: Any) -> None:
+    of = benchmarks("ratio_picture")
+    columns, rows = of.ratios_of_table(PRINTED, "CPU s per MB")
     assert columns == ["Korean", "English"]
     assert [(row.label, row.values, row.is_ours) for row in rows] == [
         ("baseline", [1.0, 1.0], False),
         ("ours documents", [23.0, 33.1], True),
     ]
-    assert of.ratios_of_table(printed, "Mtok")[1][0].values == [165.0]
-    assert set(of.pictures(printed)) == {"preprocess_speed", "loader_speed"}
-    with pytest.raises(ValueError, match="no table"):
-        of.ratios_of_table(printed, "another")
+    assert of.ratios_of_table(PRINTED, "Mtok")[1][0].values == [165.0]
+    assert set(of.pictures(PRINTED)) == {"preprocess_speed", "loader_speed"}
+    for refused in (
+        lambda: of.ratios_of_table(PRINTED, "another"),
+        lambda: of.picture("Times", ["a", "b"], [of.Bars(label="ours", values=[1.0])], foot=""),
+    ):
+        with pytest.raises(ValueError):  # noqa: PT011
+            refused()
 
 
 @pytest.mark.parametrize("name", ["preprocess_speed", "loader_speed"])
 def test_the_pictures_of_the_readme_are_those_of_the_tables_in_the_docs(benchmarks: Any, name: str) -> None:
-    tables = (_ROOT / "docs/speed.md").read_text(encoding="utf-8")
-    drawn = (_ROOT / f"docs/pictures/{name}.svg").read_text(encoding="utf-8")
+    pages = [path for path in (ROOT / "docs/speed.md", ROOT / "benchmarks/results.md") if path.exists()]
+    tables = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    drawn = (ROOT / f"docs/pictures/{name}.svg").read_text(encoding="utf-8")
     expected = benchmarks("ratio_picture").pictures(tables)[name]
     assert drawn == expected, "draw them anew: python benchmarks/ratio_picture.py docs/speed.md docs/pictures"
-    assert rectangles(ET.fromstring(drawn), "bar ours")
-    for path in (_ROOT / "README.md", _ROOT / "README.ko.md"):
+    for path in (ROOT / "README.md", ROOT / "README.ko.md"):
         assert f"docs/pictures/{name}.svg" in path.read_text(encoding="utf-8")
 
 

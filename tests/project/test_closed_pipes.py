@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
+import io
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from shardprep.__main__ import main
 from tests.children import run_child
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
-
-pytestmark = pytest.mark.processes
+from tests.conftest import Prep
+from tests.world import World, tokenizer_dir
 
 COMMANDS = {
-    "verify": ["preprocess", "verify"],
-    "plan": ["preprocess", "plan", "--dry_run", "--num_shards", "5", "--output_dir"],
-    "help": ["preprocess", "plan", "--help"],
-    "status": ["slurm", "status"],
-    "lustre": ["lustre", "show"],
-    "loader": ["loader"],
+    "verify": "verify DATA",
+    "plan": "plan --dry_run --num_shards 5 --output_dir NEW --input_dir RAW --model_id MODEL",
+    "help": "plan --help",
+    "status": "status DATA",
+    "lustre": "lustre show DATA",
+    "peek": "peek DATA",
 }
-OF_AN_ARRAY = {
-    f"SLURM_ARRAY_TASK_{name}": number
-    for name, number in (("MIN", "0"), ("MAX", "0"), ("STEP", "1"), ("COUNT", "1"))
-}
-WATCH = """
-import sys
-from slurm import __main__ as slurm, status
-from slurm.state import DatasetState
-DatasetState.live_job_ids = lambda state: ["7"]
-status.POLL_S = 0.1
-sys.exit(slurm.main(["status", sys.argv[1], "--watch"]))
-"""
 
 
-@pytest.fixture(scope="module")
-def made_dir(prep: Prep, planned_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = Path(shutil.copytree(planned_dir, tmp_path_factory.mktemp("made") / "data"))
-    prep.make(folder)
-    return folder
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path).raw({"a.txt": "one line\nanother line\n" * 40})
+    return world.plan(num_shards=2).run()
 
 
 @pytest.fixture
@@ -56,35 +40,55 @@ def closed_pipe() -> Iterator[int]:
     os.close(writer)
 
 
-def run_into(stdout: int, words: list[object], prep: Prep, unbuffered: str, *, code: int = 0) -> str:
-    """``python -m`` some words, with this standard output; returns what came by standard error."""
-    environ = {**prep.environ(), "PYTHONUNBUFFERED": unbuffered}
-    return run_child([sys.executable, "-m", *map(str, words)], env=environ, stdout=stdout, code=code).stderr
+def run_into(number: int, words: str, world: World, *, is_buffered: bool) -> tuple[int, str]:
+    """Run a command here whose standard output is this descriptor: its exit code and standard error."""
+    places = {"DATA": world.data_dir, "NEW": world.data_dir.with_name("new"), "RAW": world.raw_dir}
+    places["MODEL"] = tokenizer_dir()
+    err = io.StringIO()
+    out = io.TextIOWrapper(io.FileIO(os.dup(number), "w"), write_through=not is_buffered)
+    if is_buffered:
+        out = io.TextIOWrapper(io.BufferedWriter(io.FileIO(os.dup(number), "w")))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stdout", "__stdout__"):  # as it is when Python starts
+            patch.setattr(sys, name, out)
+        patch.setattr(sys, "stderr", err)
+        try:
+            code = main([str(places.get(word, word)) for word in words.split()])
+        except SystemExit as ending:
+            code = int(ending.code or 0)
+    return code, err.getvalue()
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("is_buffered", [True, False])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_whose_reader_has_gone_ends_as_if_it_were_read(
-    prep: Prep, made_dir: Path, sample_dir: Path, closed_pipe: int, name: str, unbuffered: str
+    world: World, closed_pipe: int, name: str, is_buffered: bool
 ) -> None:
     """Both at the first line and, where Python gathers them, at its end."""
-    if name == "plan":
-        words = [*COMMANDS[name], made_dir, "--input_dir", sample_dir, "--model_id", prep.model_dir]
-    else:
-        words = [*COMMANDS[name], made_dir]
-    said = run_into(closed_pipe, words, prep, unbuffered)
-    assert "rror" not in said, "neither a traceback nor 'Exception ignored'"
-    assert (made_dir / "index.json").exists() or name != "verify", "its work is done"
+    code, said = run_into(closed_pipe, COMMANDS[name], world, is_buffered=is_buffered)
+    assert (code, "rror" in said) == (0, False), said
+    assert (world.data_dir / "index.json").exists() or name != "verify", "its work is done"
 
 
-def test_a_status_that_is_watched_ends_with_its_reader(prep: Prep, data_dir: Path, closed_pipe: int) -> None:
-    command = [sys.executable, "-c", WATCH, str(data_dir)]
-    assert run_child(command, env=prep.environ(), stdout=closed_pipe).stderr == ""
+@pytest.mark.parametrize("name", ["verify", "status", "lustre"])
+def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(world: World, name: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        code, said = run_into(full.fileno(), COMMANDS[name], world, is_buffered=True)
+    assert code == 74
+    assert "No space left on device" in said.splitlines()[-1]
 
 
+@pytest.mark.processes
+def test_a_process_whose_reader_has_gone_ends_well_when_python_ends(world: World, closed_pipe: int) -> None:
+    """Python itself flushes its streams once more, and would say "Exception ignored"."""
+    command = [sys.executable, "-m", "shardprep", "status", str(world.data_dir)]
+    assert run_child(command, env=Prep.environ(), stdout=closed_pipe).stderr == ""
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("log", ["closed pipe", "full disk", "closed terminal"])
 def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
-    prep: Prep, data_dir: Path, closed_pipe: int, log: str
+    world: World, closed_pipe: int, log: str
 ) -> None:
     """It speaks before the work (a note on its array) and behind it; on a terminal it draws a bar."""
     if log == "closed terminal":
@@ -92,20 +96,10 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
         os.close(master)
     else:
         stderr = closed_pipe if log == "closed pipe" else os.open("/dev/full", os.O_WRONLY)
-    command = [sys.executable, "-m", "preprocess", "--shard_id", "0", "--output_dir", str(data_dir)]
-    run_child(command, env={**prep.environ(), **OF_AN_ARRAY}, stderr=stderr)
-    assert (data_dir / "shard-00000.json").exists()
-    assert not prep.temporaries(data_dir)
-
-
-@pytest.mark.parametrize(
-    ("name", "unbuffered"),
-    [("verify", ""), ("verify", "1"), ("status", ""), ("lustre", ""), ("loader", "")],
-)
-def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(
-    prep: Prep, made_dir: Path, name: str, unbuffered: str
-) -> None:
-    with Path("/dev/full").open("w") as full:
-        said = run_into(full.fileno(), [*COMMANDS[name], made_dir], prep, unbuffered, code=74)
-    assert said.splitlines()[-1] == "error: standard output cannot be written: No space left on device"
-    assert "Traceback" not in said
+    (world.data_dir / "shard-00000.json").unlink()
+    array = {"MIN": "0", "MAX": "0", "STEP": "1", "COUNT": "1"}
+    environ = {f"SLURM_ARRAY_TASK_{name}": number for name, number in array.items()}
+    words = ["shard", "--shard_id", "0", "--output_dir", str(world.data_dir)]
+    run_child([sys.executable, "-m", "shardprep", *words], env={**Prep.environ(), **environ}, stderr=stderr)
+    assert (world.data_dir / "shard-00000.json").exists()
+    assert not list(world.data_dir.glob(".*"))

@@ -1,221 +1,218 @@
-"""A shard that verify found wrong is done for nobody, and an error of reading says nothing of a shard."""
+"""A shard that verify found wrong is done for nobody, and an error of reading says nothing of a shard.
+
+tests/oracle/test_done.py says what verify finds; here every reader is asked what it makes of a finding.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from loader import get_llama3_dataloader
-from shardprep import files
-from shardprep.errors import BrokenShard, OtherPlan, ReadWriteError, ShardprepError
-from shardprep.format.names import manifest_path, tar_path
-from tests.conftest import forge_shard, seal
-from tests.slurm.fake_slurm import slurm, status
+from loader import BrokenShard, ShardprepError, get_llama3_dataloader
+from tests.forged import rewrite_json
+from tests.world import World
 
-if TYPE_CHECKING:
-    from tests.conftest import Prep
-
-WRONG = 1  # the shard that is found wrong
+WRONG = 1  # the shard that is found wrong, of three
 
 
-def flip_id(folder: Path) -> None:
+@functools.cache
+def made(root: Path) -> World:
+    return World(root).raw({"a.txt": "a line of text\n" * 90}).make(num_shards=3)
+
+
+@pytest.fixture
+def whole(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A copy of a verified data set."""
+    original = made(tmp_path_factory.getbasetemp() / "done everywhere")
+    shutil.copytree(original.data_dir, tmp_path / "data")
+    return World(tmp_path, raw_dir=original.raw_dir)
+
+
+def flip_id(world: World) -> None:
     """Flip a bit of a token id: of the same size, and it still is a list of ids."""
-    tar = bytearray(tar_path(folder, WRONG).read_bytes())
+    path = world.data_dir / f"shard-{WRONG:05d}.tar"
+    tar = bytearray(path.read_bytes())
     tar[tar.index(b"[", 512) + 1] ^= 1
-    tar_path(folder, WRONG).write_bytes(tar)
+    path.write_bytes(tar)
 
 
 @pytest.fixture
-def whole_dir(made_dir: Path, tmp_path: Path, prep: Prep) -> Path:
-    """A verified data set of 3 shards."""
-    folder = Path(shutil.copytree(made_dir, tmp_path / "whole"))
-    assert prep.command("verify", folder).code == 0
-    return folder
-
-
-@pytest.fixture
-def wrong_dir(whole_dir: Path, prep: Prep) -> Path:
+def wrong(whole: World) -> World:
     """The same, with a flipped id that verify has found."""
-    flip_id(whole_dir)
-    assert prep.command("verify", whole_dir).code == 65
-    return whole_dir
+    flip_id(whole)
+    assert whole.main("verify", whole.data_dir).code == 65
+    return whole
 
 
-def load(folder: Path, shards: str = "") -> int:
-    """Batches of an epoch."""
-    with get_llama3_dataloader(str(folder / shards), batch_size=4, num_workers=0) as loader:
-        return sum(1 for _ in loader)
+def load(world: World, shards: str = "") -> int:
+    """Batches of an epoch, or the exit code of the error that refuses the data set."""
+    try:
+        with get_llama3_dataloader(str(world.data_dir / shards), batch_size=4, num_workers=0) as loader:
+            return -sum(1 for _ in loader)
+    except ShardprepError as error:
+        return error.exit_code
 
 
-def export(prep: Prep, to: str) -> Callable[[Path, Path], int]:
-    return lambda data, out: prep.command("export", data, "--to", to, "--output_dir", out).code
+def export(to: str, world: World) -> int:
+    out = world.data_dir.with_name(f"exported_{to}")
+    code = world.main("export", world.data_dir, to=to, output_dir=out).code
+    assert code == 0 or not [*out.glob("*.bin"), *out.glob("*.arrow")]
+    return code
 
 
-@pytest.mark.parametrize("shards", ["", "shard-*.tar"])
-def test_the_loader_refuses_a_shard_that_verify_found_wrong(wrong_dir: Path, shards: str) -> None:
-    with pytest.raises(BrokenShard, match="00001"):
-        load(wrong_dir, shards)
+def stage(world: World) -> int:
+    to = world.data_dir.with_name("staged")
+    code = world.main("stage", world.data_dir, to=to).code
+    assert code == 0 or not list(to.rglob(f"shard-{WRONG:05d}.tar"))
+    return code
 
 
-def test_the_loader_takes_the_other_shards_where_these_alone_are_named(wrong_dir: Path) -> None:
-    assert load(wrong_dir, "shard-0000{0,2}.tar")
+def status(world: World) -> dict[str, Any]:
+    ended = world.main("status", world.data_dir, json=True)
+    assert ended.code == 0, ended.text
+    told: dict[str, Any] = json.loads(ended.out)
+    return told
 
 
-def test_an_index_beside_a_finding_changes_nothing(wrong_dir: Path, made_dir: Path, prep: Prep) -> None:
-    """As where a verify was killed, or the index came back with a backup."""
-    other = Path(shutil.copytree(made_dir, wrong_dir.parent / "other"))
-    assert prep.command("verify", other).code == 0
-    shutil.copy(other / "index.json", wrong_dir / "index.json")
-    with pytest.raises(BrokenShard, match="00001"):
-        load(wrong_dir)
-    assert prep.command("export", wrong_dir, "--to", "nanogpt", "--output_dir", other / "out").code == 65
+READERS: dict[str, Callable[[World], int]] = {
+    "load": load,
+    "load by a pattern": functools.partial(load, shards="shard-*.tar"),
+    "nanogpt": functools.partial(export, "nanogpt"),
+    "megatron": functools.partial(export, "megatron"),
+    "hf": functools.partial(export, "hf"),
+    "stage": stage,
+    "verify --fast": lambda world: world.main("verify", world.data_dir, fast=True).code,
+}
 
 
-@pytest.mark.parametrize("to", ["nanogpt", "megatron", "hf"])
-def test_export_refuses_a_shard_that_verify_found_wrong(
-    wrong_dir: Path, tmp_path: Path, prep: Prep, to: str
+@pytest.mark.parametrize("has_index", [False, True])
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_refuses_a_shard_that_verify_found_wrong(
+    whole: World, reader: str, has_index: bool
 ) -> None:
-    done = prep.command("export", wrong_dir, "--to", to, "--output_dir", tmp_path / "out")
-    assert done.code == 65
-    assert "00001" in done.text
-    assert not list((tmp_path / "out").glob("*.bin")) + list((tmp_path / "out").glob("*.arrow"))
+    """Beside an index, too: verify was killed, or the index came back with a backup."""
+    index = (whole.data_dir / "index.json").read_bytes()
+    flip_id(whole)
+    assert whole.main("verify", whole.data_dir).code == 65
+    assert not (whole.data_dir / "index.json").exists()
+    if has_index:
+        (whole.data_dir / "index.json").write_bytes(index)
+    assert READERS[reader](whole) == 65
+    told = status(whole)
+    assert (told["done"], told["wrong"]) == ("0,2", "1")
 
 
-def test_stage_refuses_a_shard_that_verify_found_wrong(wrong_dir: Path, tmp_path: Path) -> None:
-    from shardprep.__main__ import main
-
-    assert main(["stage", str(wrong_dir), "--to", str(tmp_path / "staged")]) == 65
-    assert not list(tmp_path.glob("staged/**/shard-00001.tar"))
+def test_the_loader_takes_the_other_shards_where_these_alone_are_named(wrong: World) -> None:
+    assert load(wrong, "shard-0000{0,2}.tar") < 0
 
 
-def test_once_it_is_made_anew_everybody_takes_it(wrong_dir: Path, tmp_path: Path, prep: Prep) -> None:
-    assert prep.command("--shard_id", WRONG, "--output_dir", wrong_dir).code == 0
-    assert load(wrong_dir)
-    assert export(prep, "nanogpt")(wrong_dir, tmp_path / "out") == 0
-    assert prep.command("verify", wrong_dir).code == 0
+def test_once_it_is_made_anew_everybody_takes_it(wrong: World) -> None:
+    wrong.run(WRONG)
+    assert READERS["nanogpt"](wrong) == READERS["stage"](wrong) == 0
+    assert load(wrong) < 0
+    wrong.verify()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_no_flipped_bit_of_the_findings_makes_a_wrong_shard_count_as_done(
-    wrong_dir: Path, tmp_path: Path, prep: Prep, seed: int
-) -> None:
-    path = wrong_dir / "findings.json"
-    before = path.read_bytes()
-    chance = random.Random(seed)
-    for _ in range(8):
+def test_no_flipped_bit_of_the_findings_makes_a_wrong_shard_count_as_done(wrong: World) -> None:
+    path = wrong.data_dir / "findings.json"
+    manifest = (wrong.data_dir / f"shard-{WRONG:05d}.json").read_bytes()
+    before, chance = path.read_bytes(), random.Random(1)
+    for _ in range(24):
         place, bit = chance.randrange(len(before)), chance.randrange(8)
         path.write_bytes(before[:place] + bytes([before[place] ^ 1 << bit]) + before[place + 1 :])
-        said = slurm_json(wrong_dir)
-        assert said is None or said["done"] == "0,2", (place, bit)
-        with pytest.raises(ShardprepError):
-            load(wrong_dir)
-        assert export(prep, "nanogpt")(wrong_dir, tmp_path / "out")
-        manifest = manifest_path(wrong_dir, WRONG).read_bytes()
-        code = prep.command("--shard_id", WRONG, "--output_dir", wrong_dir).code
-        is_anew = manifest_path(wrong_dir, WRONG).read_bytes() != manifest
-        assert (code == 0) == is_anew, (place, bit)
-        assert not is_anew, "what cannot be read is no reason to make a shard again, either"
+        ended = wrong.main("status", wrong.data_dir, json=True)
+        assert ended.code == 65 or json.loads(ended.out)["done"] == "0,2", (place, bit)
+        assert load(wrong) > 0, (place, bit)
+        # What cannot be read is no reason to make a shard again, either.
+        assert wrong.main("shard", shard_id=WRONG, output_dir=wrong.data_dir).code == 65, (place, bit)
+        assert (wrong.data_dir / f"shard-{WRONG:05d}.json").read_bytes() == manifest
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"findings": 3}', "\0" * 99])
 def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(
-    wrong_dir: Path, prep: Prep, content: str
+    wrong: World, content: str
 ) -> None:
-    (wrong_dir / "findings.json").write_text(content)
-    assert slurm_json(wrong_dir) is None
-    with pytest.raises(BrokenShard, match=r"findings\.json"):
-        load(wrong_dir)
-    fast = prep.command("verify", wrong_dir, "--fast")
-    assert (fast.code, "findings.json" in fast.text) == (65, True), "it cannot know what is wrong"
-    assert prep.command("verify", wrong_dir).code == 65
-    assert status(wrong_dir)["wrong"] == "1"
+    (wrong.data_dir / "findings.json").write_text(content)
+    with pytest.raises(BrokenShard) as found:
+        get_llama3_dataloader(wrong.data_dir, batch_size=4, num_workers=0)
+    assert "findings.json" in str(found.value)
+    assert wrong.main("status", wrong.data_dir).code == 65
+    assert READERS["verify --fast"](wrong) == 65, "it cannot know what is wrong"
+    assert wrong.main("verify", wrong.data_dir).code == 65
+    assert status(wrong)["wrong"] == "1"
 
 
-def test_a_faster_verify_does_not_forget_what_a_thorough_one_found(wrong_dir: Path, prep: Prep) -> None:
-    fast = prep.command("verify", wrong_dir, "--fast")
-    assert (fast.code, "00001" in fast.text) == (65, True)
-    assert not (wrong_dir / "index.json").exists()
-    assert status(wrong_dir)["wrong"] == "1"
-
-
-def test_what_deep_verify_found_stands_until_it_looks_again_or_the_shard_is_made_anew(
-    whole_dir: Path, prep: Prep
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shard", "1"), ("shard", -1), ("shard", 2**70), ("shard", None), ("shard", True), ("shard", 1.0),
+        ("exit_code", "65"), ("exit_code", None), ("message", 3), ("message", ["x"]), ("message", None),
+        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"), ("more", 1),
+    ],
+)  # fmt: skip
+def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(
+    wrong: World, key: str, value: object
 ) -> None:
-    """Of another id, with right hashes: only the input tells that it is wrong."""
-    good = tar_path(whole_dir, WRONG).read_bytes(), manifest_path(whole_dir, WRONG).read_bytes()
-    flip_id(whole_dir)
-    forge_shard(whole_dir, WRONG, tar=tar_path(whole_dir, WRONG).read_bytes())
-    assert prep.command("verify", whole_dir).code == 0
-    assert prep.command("verify", whole_dir, "--deep", 3).code == 65
-    for words in ([], ["--fast"], ["--deep", 1]):
-        assert prep.command("verify", whole_dir, *words).code == 65
-        assert status(whole_dir)["wrong"] == "1"
-    for path, content in zip((tar_path, manifest_path), good, strict=True):
-        path(whole_dir, WRONG).write_bytes(content)
-    assert prep.command("verify", whole_dir).code == 0, "it has another manifest"
+    rewrite_json(wrong.data_dir / "findings.json", **{f"findings.0.{key}": value})
+    asking = [("status", wrong.data_dir), ("report", wrong.data_dir), ("retry", wrong.data_dir)]
+    asking += [("shard", "--shard_id", 1, "--output_dir", wrong.data_dir)]  # type: ignore[list-item]
+    for words in asking:
+        ended = wrong.main(*words)
+        assert (ended.code, "findings.json" in ended.err) == (65, True), (words, ended.text)
+    assert READERS["nanogpt"](wrong) == load(wrong) == 65
 
 
-def test_an_input_that_is_away_says_nothing_of_the_shard(
-    prep: Prep, sample_dir: Path, tmp_path: Path
-) -> None:
-    raw = Path(shutil.copytree(sample_dir, tmp_path / "raw"))
-    folder = tmp_path / "data"
-    prep.plan(raw, folder, num_shards=2)
-    prep.make(folder)
-    raw.rename(tmp_path / "moved")
-    assert prep.command("verify", folder, "--deep", 2).code
-    assert not (folder / "findings.json").exists()
-    assert status(folder)["done"] == "0-1"
+def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_made_anew(whole: World) -> None:
+    """Another id, with right hashes: only the input tells that it is wrong."""
+    tar, manifest = (whole.data_dir / f"shard-{WRONG:05d}.{suffix}" for suffix in ("tar", "json"))
+    good = tar.read_bytes(), manifest.read_bytes()
+    flip_id(whole)
+    rewrite_json(manifest, **{"tar.sha256": hashlib.sha256(tar.read_bytes()).hexdigest()})
+    whole.verify()
+    assert whole.main("verify", whole.data_dir, deep=3).code == 65
+    for words in ({}, {"fast": True}, {"deep": 1}):
+        assert whole.main("verify", whole.data_dir, **words).code == 65
+        assert status(whole)["wrong"] == "1"
+    for path, content in zip((tar, manifest), good, strict=True):
+        path.write_bytes(content)
+    whole.verify()  # it has another manifest
 
 
-def test_a_bit_of_a_manifest_is_no_done_shard_for_anybody(
-    whole_dir: Path, tmp_path: Path, prep: Prep
-) -> None:
-    """Of what is left where its hash is wrong: its sizes and its plan are right."""
-    path = manifest_path(whole_dir, WRONG)
-    text = path.read_text()
-    path.write_text(text.replace('"num_tokens": ', '"num_tokens": 1', 1))
-    assert status(whole_dir)["done"] == "0,2"
-    assert export(prep, "nanogpt")(whole_dir, tmp_path / "out") == 65
-    (whole_dir / "index.json").unlink()
-    with pytest.raises(BrokenShard, match="altered"):
-        load(whole_dir)
+def test_an_input_that_is_away_says_nothing_of_the_shard(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).plan(num_shards=2).run()
+    world.raw_dir.rename(tmp_path / "moved")
+    assert world.main("verify", world.data_dir, deep=2).code
+    assert not (world.data_dir / "findings.json").exists()
+    assert status(world)["done"] == "0-1"
 
 
-def test_shards_of_another_plan_are_refused_by_the_loader_as_by_the_others(
-    made_dir: Path, whole_dir: Path, tmp_path: Path, prep: Prep, sample_dir: Path
-) -> None:
-    prep.plan(sample_dir, tmp_path / "other", num_shards=3, append_eos=True)
-    shutil.copy(tmp_path / "other" / "plan.json", whole_dir / "plan.json")
-    assert status(whole_dir)["done"] == ""
-    with pytest.raises(OtherPlan):
-        load(whole_dir)
-
-
-def slurm_json(folder: Path) -> dict[str, Any] | None:
-    """What ``status --json`` says, None where it refuses the findings."""
-    try:
-        return status(folder)
-    except AssertionError:
-        slurm("status", folder, code=65)
-        return None
+def test_shards_of_another_plan_are_no_ones_done_shards(whole: World, tmp_path: Path) -> None:
+    other = World(tmp_path, raw_dir=whole.raw_dir, data_dir=tmp_path / "other").plan(
+        num_shards=3, append_eos=True
+    )
+    shutil.copy(other.data_dir / "plan.json", whole.data_dir / "plan.json")
+    assert status(whole)["done"] == ""
+    assert load(whole) == 78
 
 
 # Errors of reading. ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """``failing("shard-00001.tar", EIO, times=1)``: opening files of that name fails, so often."""
-    monkeypatch.setattr(files, "RETRY_DELAYS_S", (0, 0))
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``fail("shard-00001.tar", errno.EIO, times=1)``: opening files of that name fails, so often."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
 
     def apply(name: str, code: int, *, times: int = 10**9) -> None:
         real, left = os.open, [times]
@@ -228,95 +225,60 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
         monkeypatch.setattr(os, "open", opened)
 
-    yield apply
-    monkeypatch.undo()
+    return apply
 
 
 ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ETIMEDOUT", "ENODEV")
 
 
-@pytest.mark.parametrize("name", ["shard-00001.tar", "shard-00001.idx", "shard-00001.json"])
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(
+    ("error", "suffix"),
+    [
+        *((error, "tar") for error in ERRORS),
+        *((error, end) for error in ERRORS[:2] for end in ("idx", "json")),
+    ],
+)
 def test_an_error_of_reading_says_nothing_of_the_shard(
-    whole_dir: Path, prep: Prep, failing: Callable[..., None], error: str, name: str
+    whole: World, fail: Callable[..., None], error: str, suffix: str
 ) -> None:
-    before = (whole_dir / "index.json").read_bytes()
-    failing(name, getattr(errno, error))
-    verified = prep.command("verify", whole_dir)
-    assert (verified.code, name in verified.text) == (74, True)
-    assert not (whole_dir / "findings.json").exists()
-    assert (whole_dir / "index.json").read_bytes() == before
+    before = (whole.data_dir / "index.json").read_bytes()
+    fail(f"shard-00001.{suffix}", getattr(errno, error))
+    ended = whole.main("verify", whole.data_dir)
+    assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
+    assert not (whole.data_dir / "findings.json").exists()
+    assert (whole.data_dir / "index.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("error", ["EIO", "ESTALE", "EMFILE", "ENFILE", "ETIMEDOUT"])
-def test_an_error_that_goes_away_is_tried_again(
-    whole_dir: Path, prep: Prep, failing: Callable[..., None], error: str
-) -> None:
-    failing("shard-00001.tar", getattr(errno, error), times=1)
-    assert prep.command("verify", whole_dir).code == 0
+def test_an_error_that_goes_away_is_tried_again(whole: World, fail: Callable[..., None]) -> None:
+    fail("shard-00001.tar", errno.ESTALE, times=1)
+    whole.verify()
 
 
 def test_what_is_wrong_is_written_though_another_shard_cannot_be_read(
-    whole_dir: Path, prep: Prep, failing: Callable[..., None]
+    whole: World, fail: Callable[..., None]
 ) -> None:
-    flip_id(whole_dir)
-    failing("shard-00002.tar", errno.EIO)
-    assert prep.command("verify", whole_dir).code == 65
-    assert sorted(
-        each["shard"] for each in json.loads((whole_dir / "findings.json").read_text())["findings"]
-    ) == [WRONG]
+    flip_id(whole)
+    fail("shard-00002.tar", errno.EIO)
+    assert whole.main("verify", whole.data_dir).code == 65
+    found = json.loads((whole.data_dir / "findings.json").read_bytes())["findings"]
+    assert [each["shard"] for each in found] == [WRONG]
 
 
 def test_a_finding_of_a_shard_that_cannot_be_read_now_stands(
-    wrong_dir: Path, prep: Prep, failing: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    wrong: World, fail: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing("shard-00001.tar", errno.EIO)
-    assert prep.command("verify", wrong_dir).code == 74
+    fail("shard-00001.tar", errno.EIO)
+    assert wrong.main("verify", wrong.data_dir).code == 74
     monkeypatch.undo()
-    assert status(wrong_dir)["wrong"] == "1"
+    assert status(wrong)["wrong"] == "1"
 
 
-@pytest.mark.parametrize("error", ["EIO", "EACCES", "EMFILE"])
-def test_a_manifest_that_cannot_be_read_is_no_missing_shard(
-    whole_dir: Path, prep: Prep, failing: Callable[..., None], error: str
-) -> None:
-    failing("shard-00001.json", getattr(errno, error))
-    assert "shard-00001.json" in slurm("status", whole_dir, code=74)
-    before = tar_path(whole_dir, WRONG).stat().st_mtime_ns
-    assert prep.command("run", whole_dir).code == 74
-    assert tar_path(whole_dir, WRONG).stat().st_mtime_ns == before, "it is not made again"
-
-
-def test_a_wrong_shard_whose_manifest_cannot_be_read_does_not_count_as_done(
-    wrong_dir: Path, failing: Callable[..., None]
-) -> None:
-    failing("shard-00001.json", errno.EIO)
-    slurm("status", wrong_dir, code=74)
-    with pytest.raises(ReadWriteError):
-        load(wrong_dir)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("shard", "1"), ("shard", -1), ("shard", 2**70), ("shard", None), ("shard", True), ("shard", 1.0),
-        ("exit_code", "65"), ("exit_code", None), ("message", 3), ("message", ["x"]), ("message", None),
-        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"), ("more", 1),
-    ],
-)  # fmt: skip
-def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(
-    wrong_dir: Path, prep: Prep, tmp_path: Path, key: str, value: object
-) -> None:
-    path = wrong_dir / "findings.json"
-    data = json.loads(path.read_text())
-    data["findings"][0][key] = value
-    path.write_text(json.dumps(data))
-    seal(path)
-    for words in (["run", wrong_dir], ["--shard_id", 1, "--output_dir", wrong_dir]):
-        done = prep.command(*words)
-        assert (done.code, "findings.json" in done.text) == (65, True)
-    for name in ("status", "report", "retry"):
-        assert "findings.json" in slurm(name, wrong_dir, code=65)
-    assert export(prep, "nanogpt")(wrong_dir, tmp_path / "out") == 65
-    with pytest.raises(BrokenShard, match=r"findings\.json"):
-        load(wrong_dir)
+def test_a_manifest_that_cannot_be_read_is_no_missing_shard(whole: World, fail: Callable[..., None]) -> None:
+    (whole.data_dir / "index.json").unlink()
+    tar = whole.data_dir / f"shard-{WRONG:05d}.tar"
+    before = tar.stat().st_mtime_ns
+    fail("shard-00001.json", errno.EACCES)
+    ended = whole.main("status", whole.data_dir)
+    assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
+    assert whole.main("run", whole.data_dir).code == load(whole) == 74
+    assert tar.stat().st_mtime_ns == before, "it is not made again"

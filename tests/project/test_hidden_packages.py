@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.children import run_child
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
+from tests.conftest import Prep
+from tests.world import World
 
 pytestmark = pytest.mark.processes
 
+THEIRS = "raise SystemExit('the old script was run')\n"
+# The console command, as pip writes it.
+COMMAND = f"""#!{sys.executable}
+import sys
+from shardprep.__main__ import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
 MAKE = "from slurm.submitit_executor import MakeShards; import os, sys; os.chdir(sys.argv[2]); "
 MAKE += "MakeShards()(sys.argv[1], '0')"
-
-
-@pytest.fixture(scope="module")
-def shardprep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The console command, as pip writes it."""
-    script = tmp_path_factory.mktemp("bin") / "shardprep"
-    script.write_text(
-        f"#!{sys.executable}\nimport sys\nfrom shardprep.__main__ import main\n"
-        "if __name__ == '__main__':\n    sys.exit(main())\n"
-    )
-    script.chmod(0o755)
-    return script
 
 
 @pytest.fixture
@@ -38,69 +32,60 @@ def desk(tmp_path: Path) -> Path:
     folder = tmp_path / "desk"
     folder.mkdir()
     for name in ("preprocess", "loader"):
-        (folder / f"{name}.py").write_text("raise SystemExit('the old script was run')\n")
+        (folder / f"{name}.py").write_text(THEIRS)
     return folder
 
 
-def run(prep: Prep, folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    done = run_child([str(word) for word in command], cwd=folder, env=prep.environ(), code=None)
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path).raw({"a.txt": "a line\n" * 40}).plan(num_shards=2)
+
+
+def run(folder: Path, *command: object, code: int = 0) -> tuple[str, str]:
+    """Run a command there: its standard output and the last line of its standard error."""
+    done = run_child([str(word) for word in command], cwd=folder, env=Prep.environ(), code=code)
     assert "the old script was run" not in done.stdout + done.stderr
-    return done
+    return done.stdout, (done.stderr.splitlines() or [""])[-1]
 
 
-def test_the_command_shardprep_works_in_a_folder_with_a_preprocess_py(
-    prep: Prep, sample_dir: Path, desk: Path, tmp_path: Path, shardprep: Path
+def test_the_command_shardprep_and_its_workers_work_in_a_folder_with_a_preprocess_py(
+    world: World, desk: Path, tmp_path: Path
 ) -> None:
-    data = tmp_path / "data"
-    plan = ("--input_dir", sample_dir, "--output_dir", data, "--model_id", prep.model_dir, "--num_shards", 2)
-    for words in (("plan", *plan), ("run", data, "--num_proc", 2), ("verify", data)):
-        done = run(prep, desk, shardprep, *words)
-        assert done.returncode == 0, done.stderr
-    assert (data / "index.json").exists()
+    script = tmp_path / "shardprep"
+    script.write_text(COMMAND)
+    script.chmod(0o755)
+    run(desk, script, "run", world.data_dir, "--num_proc", 2)
+    assert len(list(world.data_dir.glob("shard-*.json"))) == 2
 
 
-def test_submitits_tasks_make_their_shards_in_such_a_folder(prep: Prep, data_dir: Path, desk: Path) -> None:
-    done = run(prep, data_dir, sys.executable, "-c", MAKE, data_dir, desk)
-    assert done.returncode == 0, done.stderr
-    assert (data_dir / "shard-00000.json").exists()
+def test_submitits_tasks_make_their_shards_in_such_a_folder(world: World, desk: Path) -> None:
+    run(ROOT, sys.executable, "-c", MAKE, world.data_dir, desk)
+    assert (world.data_dir / "shard-00000.json").exists()
 
 
-def test_a_command_in_such_a_folder_names_the_file_and_what_to_do(
-    prep: Prep, data_dir: Path, desk: Path
-) -> None:
-    done = run(prep, desk, sys.executable, "-m", "slurm", "status", data_dir)
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {desk / 'preprocess.py'} hides shardprep's package of the same")
-    assert "rename it" in done.stderr
-    assert done.stderr.count("\n") == 1
+@pytest.mark.parametrize("module", ["slurm", "shardprep"])
+def test_a_command_in_such_a_folder_names_the_file(world: World, desk: Path, module: str) -> None:
+    _, said = run(desk, sys.executable, "-m", module, "status", world.data_dir, code=2)
+    assert said.startswith(f"error: {desk / 'preprocess.py'} ")
 
 
 @pytest.mark.parametrize("hiding", ["file", "package", "imported before"])
-def test_a_script_beside_a_preprocess_py_is_told_which_file_to_rename(
-    prep: Prep, tmp_path: Path, hiding: str
-) -> None:
+def test_a_script_beside_a_preprocess_py_is_told_which_file_to_rename(tmp_path: Path, hiding: str) -> None:
     script, theirs = tmp_path / "train.py", tmp_path / "preprocess.py"
     if hiding == "package":
         theirs = tmp_path / "preprocess" / "__init__.py"
         theirs.parent.mkdir()
-    theirs.write_text("" if hiding == "imported before" else "raise SystemExit('the old script was run')")
+    theirs.write_text("" if hiding == "imported before" else THEIRS)
     script.write_text(("import preprocess\n" if hiding == "imported before" else "") + "import slurm\n")
-    done = run(prep, tmp_path, sys.executable, script)
-    assert done.returncode == 1
-    assert f"ImportError: {theirs} hides shardprep's package of the same name" in done.stderr.splitlines()[-1]
+    _, said = run(tmp_path, sys.executable, script, code=1)
+    assert said.startswith(f"ImportError: {theirs} ")
 
 
-def test_a_preprocess_py_beside_the_training_script_is_no_matter_to_the_loader(
-    prep: Prep, tmp_path: Path
+def test_a_preprocess_py_beside_the_training_script_is_no_matter_to_the_loader_and_a_loader_py_is_named(
+    tmp_path: Path,
 ) -> None:
-    (tmp_path / "preprocess.py").write_text("raise SystemExit('the old script was run')\n")
+    (tmp_path / "preprocess.py").write_text(THEIRS)
     (tmp_path / "train.py").write_text("from loader import get_llama3_dataloader\nprint('imported')\n")
-    done = run(prep, tmp_path, sys.executable, "train.py")
-    assert done.stdout == "imported\n", done.stderr
-
-
-def test_a_loader_py_beside_the_training_script_is_named_by_python_itself(prep: Prep, tmp_path: Path) -> None:
+    assert run(tmp_path, sys.executable, "train.py")[0] == "imported\n"
     (tmp_path / "loader.py").write_text("")
-    (tmp_path / "train.py").write_text("from loader import get_llama3_dataloader\n")
-    done = run(prep, tmp_path, sys.executable, "train.py")
-    assert str(tmp_path / "loader.py") in done.stderr.splitlines()[-1]
+    assert str(tmp_path / "loader.py") in run(tmp_path, sys.executable, "train.py", code=1)[1]

@@ -16,8 +16,8 @@ pytest.importorskip("material", reason="mkdocs-material is not installed: make i
 
 @pytest.mark.processes
 def test_the_site_has_every_page_no_broken_link_and_nothing_from_elsewhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", ROOT / ".site/mkdocs.yml"]
-    built = subprocess.run([*command, "-d", tmp_path], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(ROOT / ".site/mkdocs.yml")]
+    built = subprocess.run([*command, "-d", str(tmp_path)], capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"results", "CHANGELOG", "README.ko"}
     assert pages <= {path.stem for path in tmp_path.rglob("*.html")}

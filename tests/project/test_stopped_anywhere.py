@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -11,82 +12,75 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from preprocess.make.local_run import _Process
-from preprocess.make.resources import WorkerSettings
-from preprocess.make.shard_writer import ShardWriter
-from preprocess.make.worker import members_of
-from shardprep.errors import Stopped
-from shardprep.files import publish_bytes
-from shardprep.format.plan import need_plan
-from shardprep.signals import STOP_SIGNALS, stop_signals_wait
-from tests.checkout import ROOT
-from tests.children import child, is_living, run_child
-from tests.waiting import HANG_S, wait_until
+from shardprep.__main__ import main
+from tests.children import child, end_of, is_living, run_child
+from tests.conftest import Prep
+from tests.held_children import Hold
+from tests.waiting import wait_until
+from tests.world import World, call_main
 
-if TYPE_CHECKING:
-    from tests.conftest import Prep
-
+STOPPED = 75
 OURS = re.compile("/(preprocess|shardprep)/")
-WATCHED = {"__init__", "_open_new", "__enter__", "__exit__", "publish_bytes", "make", "discard"}
 
 
-def stop_at(number: int, call: Any) -> bool:
-    """Call with Stopped raised before the ``number``-th bytecode of WATCHED; whether it came so far."""
-    left = [number]
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path).raw({"a.txt": "a line of text\n" * 300}).plan(num_shards=2)
 
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not OURS.search(frame.f_code.co_filename) and frame.f_code.co_name != "make":
+
+class SignalAtLine:
+    """Sends SIGTERM to this process before the n-th line of our code that runs while a temporary is there."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.folder, self.number, self.num_lines = folder, number, 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not OURS.search(frame.f_code.co_filename):
             return None
-        if frame.f_code.co_name not in WATCHED or (frame.f_back and frame.f_back.f_code.co_name == "__del__"):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            left[0] -= 1
-            if left[0] == 0:
-                sys.settrace(None)
-                raise Stopped("here")
-        return trace
+        if event == "line" and threading.current_thread() is threading.main_thread():
+            if self.num_lines or any(self.folder.glob(".shard-*")):
+                self.num_lines += 1
+            if self.num_lines == self.number:
+                signal.raise_signal(signal.SIGTERM)
+        return self
 
+
+def lines_run(world: World, number: int) -> tuple[int, int]:
+    """Make shard 0 with a signal at this line: the exit code, and how many lines there were."""
+    for path in world.data_dir.glob("*shard-00000*"):
+        path.unlink()
+    tracer = SignalAtLine(world.data_dir, number)
     before = sys.gettrace()
-    sys.settrace(trace)
+    sys.settrace(tracer)
     try:
-        with contextlib.suppress(Stopped):
-            call()
+        ended = call_main("shard", "--shard_id", 0, "--output_dir", world.data_dir)
     finally:
         sys.settrace(before)
-    return left[0] <= 0
+    return ended.code, tracer.num_lines
 
 
-def test_a_signal_just_behind_the_making_of_a_shards_files_leaves_no_temporary(
-    prep: Prep, data_dir: Path
-) -> None:
-    plan = need_plan(data_dir)
-
-    def make() -> None:
-        members = members_of(plan.spec, 0, plan.options)
-        with ShardWriter(data_dir, plan.spec, 0, members, input_paths={}):
-            pass
-
-    number = 1
-    while stop_at(number, make):
-        assert prep.temporaries(data_dir) == [], number
-        number += 1
-    assert number > 200, "all places were tried"
-
-
-def test_a_signal_anywhere_in_publishing_a_small_file_leaves_no_temporary(prep: Prep, tmp_path: Path) -> None:
-    def make() -> None:
-        publish_bytes(tmp_path / "small", b"content")
-
-    number = 1
-    while stop_at(number, make):
-        assert prep.temporaries(tmp_path) == [], number
-        number += 1
-    assert number > 50
+@pytest.mark.slow
+def test_a_signal_at_any_line_of_making_a_shard_leaves_no_temporary(world: World) -> None:
+    """tests/faults stops the commands at each call of the system; here it is between them."""
+    code, num_lines = lines_run(world, 10**9)
+    assert (code, num_lines > 200) == (0, True)
+    chance = random.Random(0)
+    # The first lines are those in which files have just been made, the last ones publish them.
+    lines = [*range(1, 12), *chance.sample(range(12, num_lines), 24), *range(num_lines - 12, num_lines)]
+    codes = set()
+    for line in lines:
+        code, _ = lines_run(world, line)
+        codes.add(code)
+        # The mark that an attempt has begun may stay: it is empty, and has the next attempt look for litter.
+        left = {path.name for path in world.data_dir.rglob(".*")} - {".shard-00000.begun.tmp"}
+        assert not left, line
+        assert code == STOPPED or (world.data_dir / "shard-00000.json").exists(), line
+    assert codes <= {0, STOPPED}
+    assert STOPPED in codes
 
 
 FINALIZER = """
@@ -123,8 +117,7 @@ except Stopped as error:
 @pytest.mark.parametrize("place", ["finalizer", "weak reference"])
 def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same(place: str) -> None:
     done = run_child([sys.executable, "-c", FINALIZER, place])
-    assert done.stdout.startswith("caught stopped by SIGTERM")
-    assert done.stderr == ""
+    assert (done.stdout[:6], done.stderr) == ("caught", "")
 
 
 @pytest.mark.processes
@@ -133,58 +126,21 @@ def test_another_error_in_a_finalizer_is_printed_as_python_does() -> None:
     assert "ValueError: of a finalizer" in done.stderr
 
 
-PARENT = """
-import sys, time
-from pathlib import Path
-from preprocess.make.local_run import _Process
-from preprocess.make.resources import WorkerSettings
-
-if __name__ == "__main__":
-    import os
-    process = _Process(Path(sys.argv[1]), WorkerSettings(), sorted(os.sched_getaffinity(0)))
-    held = os.dup(process.pipe.fileno())
-    os.set_inheritable(held, True)
-    import subprocess
-    subprocess.Popen(["sleep", "300"], close_fds=False)  # its pipe does not end with its parent
-    process.pipe.send(99999)
-    process.pipe.recv()  # it stands ready
-    print(process._process.pid, flush=True)
-    time.sleep(300)
-"""
-
-
 @pytest.mark.processes
-def test_a_worker_process_does_not_outlive_its_killed_parent(data_dir: Path, tmp_path: Path) -> None:
-    """Even where the end of its pipe does not tell it: somebody else holds that, or it is in a long read."""
-    (tmp_path / "parent.py").write_text(PARENT)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with child([sys.executable, tmp_path / "parent.py", data_dir], env=environ) as parent:
-        assert parent.stdout
-        pid = int(parent.stdout.readline())
-        assert is_living(pid)
-        parent.kill()
-        wait_until(lambda: not is_living(pid), every_s=0.01)
-
-
-@pytest.mark.processes
-def test_a_worker_process_begins_with_the_stop_signals_waiting(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    masks = []
-    process_class = type(_Process(data_dir, WorkerSettings(), [0])._process)
-    original = process_class.start
-
-    def start(process: Any) -> None:
-        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-        original(process)
-
-    monkeypatch.setattr(process_class, "start", start)
-    process = _Process(data_dir, WorkerSettings(), sorted(os.sched_getaffinity(0)))
-    os.kill(process._process.pid or 0, signal.SIGINT)  # long before its imports have ended
-    process._process.join(HANG_S)
-    assert masks[0] >= set(STOP_SIGNALS)
-    assert process._process.exitcode == Stopped.exit_code
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_the_workers_of_run_do_not_outlive_it(world: World, tmp_path: Path, how: signal.Signals) -> None:
+    """Killed it cannot tell them; they stand in the middle of a shard."""
+    hold = Hold(tmp_path, "fsync", r"\.shard-\d+\.tar")
+    words = [sys.executable, "-m", "shardprep", "run", str(world.data_dir), "--num_proc", "2"]
+    with child(words, env={**Prep.environ(), **hold.environ()}, stderr=-2) as run:
+        workers = hold.wait(2, run)
+        assert run.pid not in workers
+        run.send_signal(how)
+        hold.release()
+        end_of(run, code=-9 if how == signal.SIGKILL else STOPPED)
+        wait_until(lambda: not any(is_living(pid) for pid in workers), every_s=0.01)
+    if how != signal.SIGKILL:
+        assert not list(world.data_dir.glob(".shard-*"))
 
 
 SPAWNED = """
@@ -209,50 +165,39 @@ def test_the_first_child_begins_with_the_stop_signals_waiting_too() -> None:
     assert run_child([sys.executable, "-c", SPAWNED]).stdout.split() == ["2", "True"]
 
 
-def test_signals_wait_and_come_afterwards() -> None:
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_writer_whose_temporaries_another_one_removed_is_done_if_the_shard_is(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_made: bool
+) -> None:
+    """Whoever is done first removes the other's temporaries; the other is at its first rename then."""
+    other = World(tmp_path, data_dir=Path(shutil.copytree(world.data_dir, tmp_path / "other"))).run(0)
+    rename, is_first = os.rename, [True]
+
+    def renamed(old: Any, new: Any, **kwargs: Any) -> None:
+        if str(new).endswith(("shard-00000.tar", "shard-00000.idx")) and is_first.pop():
+            is_first.append(False)
+            for path in world.data_dir.glob(".shard-00000.*"):
+                path.unlink()
+            for path in sorted(other.data_dir.glob("shard-00000.*"), key=lambda path: path.suffix == ".json"):
+                if is_made:
+                    shutil.copy(path, world.data_dir)
+        rename(old, new, **kwargs)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    code = main(["shard", "--shard_id", "0", "--output_dir", str(world.data_dir)])
+    assert is_first == [False]
+    assert code == (0 if is_made else 74)
+    assert (world.data_dir / "shard-00000.json").exists() == is_made
+    assert not list(world.data_dir.glob(".*"))
+
+
+def test_signals_handled_by_a_program_that_calls_main_are_its_own_again(world: World) -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
     try:
-        with stop_signals_wait():
-            signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
-            assert not came
+        with contextlib.suppress(SystemExit):
+            call_main("shard", "--shard_id", 0, "--output_dir", world.data_dir)
+        signal.raise_signal(signal.SIGUSR1)
         assert came == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_the_loser_of_two_writers_ends_well_where_the_other_made_the_shard(
-    prep: Prep, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever is done first removes the other's temporaries."""
-    other = Path(shutil.copytree(data_dir, tmp_path / "other"))
-    prep.make(other, 0)
-    original = ShardWriter.commit
-
-    def commit(writer: ShardWriter, run: dict[str, Any]) -> Any:
-        for path in data_dir.glob(".shard-00000.*"):
-            path.unlink()
-        for path in sorted(other.glob("shard-00000.*"), key=lambda path: path.suffix == ".json"):
-            shutil.copy(path, data_dir)
-        return original(writer, run)
-
-    monkeypatch.setattr(ShardWriter, "commit", commit)
-    ended = prep.command("--shard_id", 0, "--output_dir", data_dir)
-    assert ended.code == 0, ended.text
-    assert "shard 00000 is done" in ended.text
-    assert prep.contents(data_dir) == prep.contents(other)
-    assert prep.temporaries(data_dir) == []
-
-
-def test_a_writer_whose_temporaries_vanish_is_74_where_nobody_made_the_shard(
-    prep: Prep, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = ShardWriter.commit
-
-    def commit(writer: ShardWriter, run: dict[str, Any]) -> Any:
-        for path in data_dir.glob(".shard-00000.*"):
-            path.unlink()
-        return original(writer, run)
-
-    monkeypatch.setattr(ShardWriter, "commit", commit)
-    assert prep.command("--shard_id", 0, "--output_dir", data_dir).code == 74

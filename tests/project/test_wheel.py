@@ -21,6 +21,7 @@ from tests.slurm.fake_slurm import install_fake_slurm
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
+    from tests.warm_python import WarmPython
 
 pytestmark = pytest.mark.processes
 HINT = re.compile(r"\b(?:next|or|run|then|one|retry|again|type): ((?:shardprep|sbatch|python|rm) [^\n;()]*)")
@@ -62,7 +63,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(site: Path, prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+def desk(site: Path, warm: WarmPython, prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
     fake = install_fake_slurm(tmp_path, monkeypatch).place
     commands, folder = tmp_path / "commands", tmp_path / "a desk"
     commands.mkdir()
@@ -74,6 +75,7 @@ def desk(site: Path, prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     shutil.copytree(prep.model_dir, tmp_path / "MODEL")
+    warm.install(commands)
     path = f"{commands}:{site / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environ = {**prep.environ(), "PATH": path, "PYTHONPATH": str(site)}
     return Desk(folder, environ)
@@ -91,6 +93,9 @@ def quick_start() -> str:
 
 
 def test_the_quick_start_of_the_readme_runs_as_it_stands_in_an_empty_folder(desk: Desk, site: Path) -> None:
+    """By the commands that the wheel installs."""
+    for name in ("python", "shardprep"):
+        (desk.folder.parent / "commands" / name).unlink()
     ended = desk.run(quick_start())
     assert "verified 2 shards: 3 samples" in ended.stdout
     assert "두 번째 문서입니다." in ended.stdout, "peek shows it"
@@ -134,10 +139,10 @@ def test_a_package_that_another_distribution_overwrote_is_named(
     desk.environ["PYTHONPATH"] = str(mixed)
     whole = f"pyslurm has installed {mixed}/slurm/__init__.py and 1 more files into it"
     for command in ("shardprep status data", "shardprep doctor --no-torch"):
-        ended = desk.run(f"python -m {command}", code=2)
+        ended = desk.run(f"{sys.executable} -m {command}", code=2)
         assert whole in ended.stdout + ended.stderr
         assert "Traceback" not in ended.stderr
-    ended = desk.run("python -c 'from shardprep import get_llama3_dataloader'", code=1)
+    ended = desk.run(f"{sys.executable} -c 'from shardprep import get_llama3_dataloader'", code=1)
     assert f"{mixed}/loader/__init__.py is not shardprep's own" in ended.stderr.splitlines()[-1]
 
 
@@ -213,7 +218,7 @@ PAGES = (
         tokenizer="meta-llama/Meta-Llama-3-8B",
         between={
             "shardprep status DATA --watch": "shardprep run DATA; shardprep verify DATA",
-            "python": "rm DATA/shard-00001.json",
+            "cat >../example.py": "rm DATA/shard-00001.json",
         },
         changed={
             "--num_shards 1000": "--num_shards 2",
@@ -238,7 +243,7 @@ def commands_of(page: Page) -> list[str]:
     found = list[str]()
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         if language == "python":
-            found.append(f"python <(cat <<'END'\n{block}END\n)")
+            found.append(f"cat >../example.py <<'END'\n{block}END\npython ../example.py")
         elif not language:
             found += block.replace("\\\n", " ").splitlines()
     return [command for command in found if command and not command.startswith("#")]
@@ -266,5 +271,9 @@ def test_the_commands_of_a_page_run_as_they_stand_in_an_empty_folder(desk: Desk,
             codes = [code for begin, code in page.codes.items() if command.startswith(begin)]
             script.append(f"{command} \\\n || (( $? == {codes[0]} ))" if codes else command)
     assert len(script) > 3
-    environ = {"HOME": str(desk.folder), "USER": "user", "PYTHONPATH": f"{desk.environ['PYTHONPATH']}:site"}
+    environ = {"HOME": str(desk.folder), "USER": "user"}
+    if page.name == "lustre.md":  # whose site/sitecustomize.py a new Python reads
+        environ["PYTHONPATH"] = f"{desk.environ['PYTHONPATH']}:site"
+        for name in ("python", "shardprep"):
+            (desk.folder.parent / "commands" / name).unlink()
     run_child(["bash", "-euxc", "\n".join(script)], cwd=desk.folder, env=desk.environ | environ)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,15 +18,14 @@ from tests.children import run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
+    from tests.warm_python import WarmPython
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def environ(site: Path, prep: Prep) -> dict[str, str]:
-    """The wheel's packages come first; this checkout is there for the tests' own modules."""
-    path = f"{site / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**prep.environ(), "PATH": path, "PYTHONPATH": f"{site}:{ROOT}", "TOKENIZERS_PARALLELISM": "false"}
+def environ(prep: Prep) -> dict[str, str]:
+    return {**prep.environ(), "TOKENIZERS_PARALLELISM": "false"}
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +53,10 @@ def desk(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def test_each_example_of_training_runs_as_shown(desk: Path, environ: dict[str, str]) -> None:
-    ended = run_child([sys.executable, "-m", "tests.training_pages"], cwd=desk, env=environ)
+def test_each_example_of_training_runs_as_shown(
+    desk: Path, warm: WarmPython, environ: dict[str, str]
+) -> None:
+    ended = run_child([warm.python, "-m", "tests.training_pages"], cwd=desk, env=environ)
     found = re.search(r"(\d+) examples ran, (\d+) calls of ours were compared", ended.stdout)
     assert found, ended.stdout
     assert int(found[1]) >= 16
@@ -64,18 +64,21 @@ def test_each_example_of_training_runs_as_shown(desk: Path, environ: dict[str, s
 
 
 def test_the_command_that_plans_conversations_runs_as_shown(
-    desk: Path, environ: dict[str, str], prep: Prep, tmp_path: Path
+    warm: WarmPython, environ: dict[str, str], prep: Prep, tmp_path: Path
 ) -> None:
     chat_model(prep.model_dir, tmp_path / "MODEL", TAGGED)
     write_chats(tmp_path / "RAW", conversations(80))
     page = (ROOT / "docs" / "training_data.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^shardprep plan .*$", page, re.MULTILINE)
-    run_child(shlex.split(command), cwd=tmp_path, env=environ)
-    ended = run_child(["shardprep", "run", "DATA"], cwd=tmp_path, env=environ)
-    assert "80 documents" in ended.stderr
+    run_child([warm.python, "-m", *shlex.split(command)], cwd=tmp_path, env=environ)
+    run_child([warm.python, "-m", "shardprep", "run", "DATA"], cwd=tmp_path, env=environ)
+    manifests = [json.loads(path.read_bytes()) for path in (tmp_path / "DATA").glob("shard-*.json")]
+    assert sum(manifest["counts"]["num_documents"] for manifest in manifests) == 80
 
 
-def test_the_example_of_ddp_trains_as_shown(desk: Path, environ: dict[str, str], tmp_path: Path) -> None:
+def test_the_example_of_ddp_trains_as_shown(
+    desk: Path, warm: WarmPython, environ: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "examples").mkdir()
     script = shutil.copy(ROOT / "examples" / "train_llama.py", tmp_path / "examples")
     shown = re.search(
@@ -84,6 +87,6 @@ def test_the_example_of_ddp_trains_as_shown(desk: Path, environ: dict[str, str],
     assert shown
     here = {"DATA": str(desk / "sources" / "web"), "1000": "3"}
     words = [here.get(word, word) for word in shown[1].split()]
-    ended = run_child([sys.executable, *words, "--log_every", "1"], cwd=tmp_path, env=environ)
+    ended = run_child([warm.python, *words, "--log_every", "1"], cwd=tmp_path, env=environ)
     assert "step 3: loss " in ended.stdout
     assert [path.name for path in (tmp_path / "CHECKPOINTS").glob("*.pt")] == ["step-00000003.pt"]

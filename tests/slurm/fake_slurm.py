@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from shardprep.format.attempts import folder_identity
-from shardprep.format.checked_json import with_content_hash
+from shardprep.format.json_files import with_content_hash
 from shardprep.format.names import shard_name
-from shardprep.format.submissions import JobArray, JobRequest, Submission
+from shardprep.format.submissions import JobArray, JobRequest, SentJob, Submission
 from shardprep.format.submissions import publish_submission as publish
 from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
@@ -159,7 +159,7 @@ def write_log(data: Path, name: str, text: str) -> Path:
     return path
 
 
-def submission(**changes: Any) -> Submission:
+def submission(verify_job_id: str = "2", **changes: Any) -> Submission:
     """Job 1, an array of five tasks, and its verify job 2."""
     array: dict[str, Any] = {
         "job_id": "1",
@@ -169,8 +169,8 @@ def submission(**changes: Any) -> Submission:
     }
     array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
     fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
-    fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
-    fields |= {"verify_submit_time": WHEN, "identity": "1.2"}
+    verify = SentJob(job_id=verify_job_id, name=f"{NAME}-verify", submit_time=WHEN)
+    fields |= {"submitted": 1.5, "verify": verify, "identity": "1.2"}
     return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
 
 

@@ -23,7 +23,7 @@ import pytest
 
 from shardprep.errors import BrokenShard, ShardprepError
 from shardprep.format.attempts import RunRecord, read_attempts
-from shardprep.format.checked_json import content_sha256
+from shardprep.format.json_files import content_sha256
 from shardprep.format.names import tar_path
 from shardprep.format.plan import need_plan
 from shardprep.format.submissions import SubmittedMeanwhile, publish_submission, read_submissions
@@ -289,7 +289,7 @@ def test_a_colleague_sees_what_is_done_of_a_set_submitted_with_umask_077(
 
 CHANGES: dict[str, Any] = {
     "version": 99, "number": "0", "plan_id": None, "user": ["root"], "submitted": 1e300, "arrays": {},
-    "verify_job_id": "7; rm", "verify_name": 1,
+    "verify.job_id": "7; rm", "verify.name": 1,
     "arrays.job_id": 1, "arrays.name": None, "arrays.mem_mb": 2**70, "arrays.time_min": -1,
     "arrays.request": [], "arrays.tasks": [1],
     "request.partition": "a\ntouch X", "request.cpus_per_task": "8", "request.mem_gb": True,
@@ -312,9 +312,11 @@ def test_a_submission_with_a_wrong_or_missing_field_is_named(data_dir: Path, nam
     name, _, tasks = name.partition(" ")
     outer, _, inner = name.rpartition(".")
     array = data["arrays"][0]
-    place = {"": data, "arrays": array, "request": array["request"]}[outer]
+    place = {"": data, "arrays": array, "request": array["request"], "verify": data["verify"]}[outer]
     place[inner] = [tasks.split(" ")[0]] * (50 if "often" in tasks else 1) if tasks else CHANGES[name]
     if change == "missing":
+        if outer == "request":
+            return  # its default
         del place[inner]
     path.write_text(json.dumps({**data, "content_sha256": content_sha256(data)}))  # a hash that is right
     assert inner in refused(data_dir) or tasks

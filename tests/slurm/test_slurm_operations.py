@@ -433,9 +433,9 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
     assert "killed by signal 9" in nobody("logs", data, 5)
     assert json.loads(nobody("report", data, "--json"))["shards"]["num_done"] == 4
     assert site.status(data)["running"] == "0", "nothing was cancelled"
-    (array, verify) = (site.submission(data, 0)[name] for name in ("arrays", "verify_job_id"))
+    (array, verify) = (site.submission(data, 0)[name] for name in ("arrays", "verify"))
     site.slurm("cancel", data)
-    wait_until(lambda: not site.run("squeue", "-h", f"--jobs={array[0]['job_id']},{verify}"))
+    wait_until(lambda: not site.run("squeue", "-h", f"--jobs={array[0]['job_id']},{verify['job_id']}"))
     assert f"next: its owner goes on, as you may not write into '{data}'" in nobody("status", data)
     (data / "jobs").chmod(0o700)  # as umask 077 makes it
     hidden = nobody("status", data)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slurm
 
 SCRIPT = ROOT / "slurm" / "train_ddp.sh"
 PROGRAM = ROOT / "examples" / "train_llama.py"
-FLAGS = ("--global_batch_size", "8", "--batch_size", "2", "--max_length", "64", "--num_workers", "0")
+FLAGS = ("--global_batch_size", "8", "--batch_size", "2", "--seq_len", "64", "--num_workers", "0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from shardprep.console import source_lines
 from shardprep.errors import BrokenShard
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.done import publish_findings
 from shardprep.format.manifest import read_manifest
 from shardprep.format.names import idx_path, manifest_path, shard_name, tar_path
 from shardprep.format.plan import Plan, need_plan
-from shardprep.format.shard_making import source_lines
 from shardprep.format.submissions import JobRequest
 from slurm.causes import last_lines
 from slurm.retry import failing_nodes

@@ -16,15 +16,16 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from preprocess.read.format import Inspected, Reading, Start, starts_among
+from preprocess.read.format import Inspected, Start, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader, unreadable
-from preprocess.read.lines import FirstLineEnd, TextPiece, first_line_end, first_line_start
+from preprocess.read.lines import LineEnds, TextPiece, first_line_start
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
+from shardprep.format.options import PlanOptions
 
 _READ_BYTES = 128 << 10
 _XZ_BYTES = 1 << 30  # of memory that a stream may ask for; more is refused
@@ -148,39 +149,27 @@ def decompressed(
     piece_bytes: int,
     zstd_long: int,
 ) -> Iterator[TextPiece]:
-    """The text of the file's bytes [span), whole members or frames, in pieces of ``piece_bytes`` or more.
+    """The text of the file's bytes [span), whole members or frames, in pieces of about ``piece_bytes``.
 
-    Raises BadInput, naming file and byte, for what is no such member, is damaged or cut short.
+    None has more than twice as many, however much a few bytes say. Raises BadInput, naming file and byte, for
+    what is no such member, is damaged or cut short.
     """
-    told, held, num_held = span[0], list[bytes](), 0
-    for text, position in _texts(file, compression, read, span, piece_bytes, zstd_long):
-        held.append(text)
-        num_held += len(text)
-        if num_held >= piece_bytes:
-            yield TextPiece(b"".join(held), position - told)
-            told, held, num_held = position, [], 0
-    yield TextPiece(b"".join(held), span[1] - told)
-
-
-def _texts(
-    file: OpenInput,
-    compression: Compression,
-    read: Callable[[int, int], bytes],
-    span: tuple[int, int],
-    most_bytes: int,
-    zstd_long: int,
-) -> Iterator[tuple[bytes, int]]:
-    """What each call of a decompressor gives, member after member, and up to which byte was read for it."""
     starts = range(*span, _READ_BYTES)
     blocks = (read(start, min(start + _READ_BYTES, span[1])) for start in starts)
-    errors, position, data, leading = _errors(), span[0], b"", b""
+    errors = _errors()
+    position = told = span[
+        0
+    ]  # up to which byte of the file was read, and which of these a piece accounts for
+    data = leading = b""
+    held: list[bytes] = []
+    num_held = 0
     while True:
         data = data.lstrip(leading)
         while len(data) < _HEADER_BYTES and (block := next(blocks, b"")):
             position += len(block)
             data = (data + block).lstrip(leading)
         if not data:
-            return
+            break
         _check_magic(file, compression, data, position - len(data))
         _check_window(file, data, position - len(data), zstd_long)
         stream = compression.open()
@@ -193,13 +182,18 @@ def _texts(
                 why = f"is cut short: its {compression.name} data does not end with it, at byte {position}"
                 raise unreadable(file, why)
             try:
-                text = stream.decompress(data, most_bytes)
+                text = stream.decompress(data, piece_bytes)
             except errors as error:
                 why = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
                 raise unreadable(file, why) from None
             data = b""
-            yield text, position
+            held.append(text)
+            num_held += len(text)
+            if num_held >= piece_bytes:
+                yield TextPiece(b"".join(held), position - told)
+                told, held, num_held = position, [], 0
         data = stream.unused_data
+    yield TextPiece(b"".join(held), span[1] - told)
 
 
 def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int) -> None:
@@ -248,92 +242,94 @@ def _zstd_window(header: bytes) -> int:
 class LineFormat:
     """What formats of lines have in common; ``Format`` but for ``read``."""
 
+    line_ends: ClassVar[LineEnds]
     compression: Compression | None  # of the file
-    first_line_end = staticmethod(first_line_end)  # that of plain text
 
-    def can_be_split(self, reading: Reading) -> bool:  # noqa: ARG002 - plain text's to say
+    def can_be_split(self, options: PlanOptions) -> bool:  # noqa: ARG002 - plain text's to say
         """Whether a part may begin at a line."""
         return True
 
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
         """Raise BadInput where the beginning of a compressed file's text shows that it cannot be read."""
 
-    def inspect(self, file: OpenInput, reading: Reading) -> Inspected:
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
         """Raises BadInput where it is of another kind, or its first frame asks for too much memory."""
-        can_be_split = self.can_be_split(reading)
+        can_be_split = self.can_be_split(options)
         if self.compression is None:
             return Inspected(text_bytes=file.stamp.num_bytes, is_whole=not can_be_split)
-        num_bytes, head = _text_bytes_about(file, self.compression, reading)
+        num_bytes, head = _text_bytes_about(file, self.compression, options.zstd_long)
         self.check_beginning(file, head)
         has_frames = next(iter(_frames(file, self.compression)), None) is not None
         return Inspected(num_bytes, is_whole=not (can_be_split and has_frames))
 
     def starts(
-        self, file: OpenInput, stretches: Sequence[tuple[int, int]], reading: Reading
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
     ) -> list[Start | None]:
-        if not self.can_be_split(reading):
+        if not self.can_be_split(options):
             return starts_among((), file, stretches)
         if self.compression is None:
             file.expect_scattered_reads()
-            found = (first_line_start(file, byte, end, self.first_line_end) for byte, end in stretches)
+            found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
         return starts_among(_frames(file, self.compression), file, stretches)
 
-    def text_of_part(self, reader: RangeReader, reading: Reading) -> tuple[int, Iterator[TextPiece]]:
+    def text_of_part(
+        self, reader: RangeReader, options: PlanOptions, piece_bytes: int
+    ) -> tuple[int, Iterator[TextPiece]]:
         """The byte of the text where the part's first line begins, and its pieces from there on.
 
         A part without a line has nothing but the bytes that it accounts for.
         """
-        file, part, compression, size = reader.file, reader.part, self.compression, reading.batch_bytes
+        file, part, compression = reader.file, reader.part, self.compression
         if compression is None:
-            spans = ((start, min(start + size, part.end)) for start in range(part.start, part.end, size))
+            starts = range(part.start, part.end, piece_bytes)
+            spans = ((start, min(start + piece_bytes, part.end)) for start in starts)
             return part.start, (TextPiece(reader.read(*span), span[1] - span[0]) for span in spans)
 
         def tail() -> Iterator[bytes]:
             """The text behind the part. It is hashed with the part that it lies in."""
             span = (part.end, file.stamp.num_bytes)
-            texts = decompressed(file, compression, file.read_all, span, _TAIL_BYTES, reading.zstd_long)
+            texts = decompressed(file, compression, file.read_all, span, _TAIL_BYTES, options.zstd_long)
             return (piece.data for piece in texts)
 
         span = (part.start, part.end)
-        pieces = decompressed(file, compression, reader.read, span, size, reading.zstd_long)
+        pieces = decompressed(file, compression, reader.read, span, piece_bytes, options.zstd_long)
         at, has_line = part.text_start, True
         if part.start:
-            at, pieces, has_line = _skip_line(pieces, tail(), self.first_line_end, at)
+            at, pieces, has_line = _skip_line(pieces, tail(), self.line_ends, at)
         if has_line and part.end < file.stamp.num_bytes:
-            pieces = _with_tail(pieces, tail(), self.first_line_end)
+            pieces = _with_tail(pieces, tail(), self.line_ends)
         return at, pieces
 
 
 def _skip_line(
-    pieces: Iterator[TextPiece], tail: Iterator[bytes], first_line_end: FirstLineEnd, at: int
+    pieces: Iterator[TextPiece], tail: Iterator[bytes], line_ends: LineEnds, at: int
 ) -> tuple[int, Iterator[TextPiece], bool]:
     """(where the first line behind a line end begins, the pieces from there on, whether there is one).
 
-    None where no line begins in the part, or just behind it: then all of it is of the line before.
+    Where no line begins in the part, or just behind it, all of it is of the line before.
     """
     held, num_bytes = b"", 0
     for piece in pieces:
         held, num_bytes = held + piece.data, num_bytes + piece.num_bytes
-        cut = first_line_end(held, False)
-        if cut is not None:
+        if cut := line_ends.first(held):
             return at + cut, itertools.chain([TextPiece(held[cut:], num_bytes)], pieces), True
         at, held = at + max(0, len(held) - 1), held[-1:]  # a last \r may be half of a line end
     rest = held + next((data for data in tail if data), b"")
-    cut = first_line_end(rest, len(rest) == len(held))
-    has_line = cut is not None and cut <= len(held)
-    return at + (cut or 0), iter([TextPiece(b"", num_bytes)]), has_line
+    cut = line_ends.first(rest, is_last=len(rest) == len(held))
+    has_line = 0 < cut <= len(held)
+    return at + cut, iter([TextPiece(b"", num_bytes)]), has_line
 
 
 def _with_tail(
-    pieces: Iterator[TextPiece], tail: Iterator[bytes], first_line_end: FirstLineEnd
+    pieces: Iterator[TextPiece], tail: Iterator[bytes], line_ends: LineEnds
 ) -> Iterator[TextPiece]:
+    """Yield the pieces, and what follows them up to the first line end."""
     yield from pieces
     held = b""
     for data in tail:
         held += data
-        cut = first_line_end(held, False)
-        if cut is not None:
+        if cut := line_ends.first(held):
             yield TextPiece(held[:cut], 0)
             return
         if held:
@@ -342,7 +338,8 @@ def _with_tail(
     yield TextPiece(held, 0)
 
 
-def _text_bytes_about(file: OpenInput, compression: Compression, reading: Reading) -> tuple[int, bytes]:
+def _text_bytes_about(file: OpenInput, compression: Compression, zstd_long: int) -> tuple[int, bytes]:
+    """About how much text a file has, and the beginning of it."""
     size = file.stamp.num_bytes
     data = file.read(0, min(size, _HEAD_BYTES))
     if not data:
@@ -352,7 +349,7 @@ def _text_bytes_about(file: OpenInput, compression: Compression, reading: Readin
     while header.startswith(_SKIPPABLE) and len(header) >= 8:
         at += 8 + int.from_bytes(header[4:8], "little")
         header = file.read(at, at + _HEADER_BYTES)
-    _check_window(file, header, at, reading.zstd_long)
+    _check_window(file, header, at, zstd_long)
     if at:
         return 4 * size, b""
     stream = compression.open()

@@ -1,0 +1,223 @@
+"""The shards of a run, their samples numbered as one sequence."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from loader.external_tars import ScannedTar
+from loader.order import Int64s
+from shardprep.errors import UsageError
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, idx_num_bytes
+from shardprep.format.names import rerun_command, tar_path
+from shardprep.format.withdrawals import Withdrawals
+
+SplitName = Literal["train", "validation"]
+
+
+def check_choice(name: str, value: object, choices: Any) -> None:
+    """Raise UsageError for a value of an argument that is none of a Literal's."""
+    if value not in get_args(choices):
+        raise UsageError.of_value(name, value, " or ".join(map(repr, get_args(choices))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetShards:
+    """All or some shards of one data set, or one tar that others wrote; the arrays have a row per shard."""
+
+    folder: Path
+    spec: DatasetSpec
+    shard_ids: Int64s
+    num_samples: Int64s
+    num_tokens: Int64s
+    tar_bytes: Int64s
+    tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
+    num_validation: Int64s | None = None  # samples, where the plan has a fraction for it
+    withdrawn: Withdrawals = Withdrawals(lists=())  # noqa: RUF009  frozen
+    scanned: ScannedTar | None = None  # the one tar, where others wrote it: in place of an idx
+
+    @staticmethod
+    def of_scanned(tar: ScannedTar) -> DatasetShards:
+        """Return a tar that others wrote as a data set of one shard.
+
+        Its spec has what the loader asks for. Nobody knows its tokenizer, which has no name and no hash.
+        """
+        records = tar.records
+        counted = records["num_tokens"]
+        # Tokens that were not counted are guessed, 4 bytes each.
+        num_tokens = int(counted.sum()) if (counted >= 0).all() else tar.num_bytes // 4
+        record: Literal["documents", "packed", "chat"] = "documents"
+        if tar.row_tokens:
+            record = "chat" if tar.has_mask else "packed"
+        spec = DatasetSpec(
+            plan_id=tar.fingerprint,
+            num_shards=1,
+            record=record,
+            token_format="npy" if tar.row_tokens else "json",
+            seq_len=tar.row_tokens,
+            append_eos=False,
+            tokenizer=TokenizerSpec(
+                model_id="",
+                fingerprint="",
+                vocab_size=2**31,
+                bos_token_id=None,
+                eos_token_id=None,
+                pad_token_id=None,
+            ),
+        )
+        return DatasetShards(
+            folder=tar.path.parent,
+            spec=spec,
+            shard_ids=np.zeros(1, np.int64),
+            num_samples=np.array([len(records)]),
+            num_tokens=np.array([num_tokens]),
+            tar_bytes=np.array([tar.num_bytes]),
+            tar_sha256=np.array([tar.fingerprint[:16]]),
+            scanned=tar,
+        )
+
+    def path_of(self, row: int) -> Path:
+        """Return the tar of a shard."""
+        return self.scanned.path if self.scanned else tar_path(self.folder, int(self.shard_ids[row]))
+
+    def remedy_of(self, row: int) -> str | None:
+        """Return the command that makes a shard again; None of a tar that others wrote."""
+        return None if self.scanned else rerun_command(int(self.shard_ids[row]), self.folder)
+
+    @property
+    def idx_bytes(self) -> Int64s:
+        """Return the bytes of each idx: int64[shards]."""
+        return idx_num_bytes(self.spec.kind, self.num_samples)
+
+    @property
+    def row_tokens(self) -> int:
+        """Return the tokens of every sample where they are packed rows, else 0."""
+        return self.spec.seq_len
+
+    @property
+    def has_mask(self) -> bool:
+        """Return whether rows say which of their tokens have a label."""
+        return self.spec.record == "chat"
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash plan, shards and content; the folder is outside it, so that a data set may move."""
+        parts = [self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist()).encode()]
+        return hashlib.sha256(b"|".join([self.spec.plan_id.encode(), *parts])).hexdigest()
+
+
+class ShardSet:
+    """Shards in the order they were named; sample g is counted through all of them.
+
+    A *record* is a sample as its shard counts it. Of a split, training has the first records of each shard
+    and validation the last ones, so for training nothing moves.
+    """
+
+    def __init__(self, sources: Iterable[DatasetShards], split: SplitName | None = None) -> None:
+        self.sources = tuple(sources)
+        self.datasets = [source for source in self.sources if source.scanned is None]
+        self.has_external = len(self.datasets) < len(self.sources)
+        # Shard s is row s - source_first[i] of source i.
+        self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
+        none = np.zeros(0, np.int64)
+        self.num_records = np.concatenate([none, *(source.num_samples for source in self.sources)])
+        self.first_record = np.cumsum(self.num_records) - self.num_records
+        # Whether some plan holds documents out; of the others all samples are on either side.
+        self.has_planned = any(source.num_validation is not None for source in self.sources)
+        if split == "train":
+            self._check_all_planned()
+        self.split = split if self.has_planned else None  # None: the samples of both sides
+        counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
+        if self.split is not None:
+            num_validation = np.concatenate([_num_for_validation(source) for source in self.sources])
+            counts = num_validation if split == "validation" else self.num_records - num_validation
+            if split == "validation":
+                self._first_of_side = self.num_records - num_validation
+        self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.num_shards = len(counts)
+        self.num_samples = int(self.first_sample[-1])
+        lengths = {source.row_tokens for source in self.sources}
+        self.has_rows = any(lengths)  # whether some samples are packed rows
+        # Tokens of every sample where all are packed rows of one length, else 0.
+        self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
+        self.has_masks = any(source.has_mask for source in self.sources)
+        num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
+        self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
+
+    def _check_all_planned(self) -> None:
+        """Raise UsageError where nothing says which samples of a shard are for training."""
+        if all(source.num_validation is not None for source in self.sources):
+            return
+        path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
+        raise UsageError(
+            'split="train" needs data sets that were planned with --validation_fraction'
+            f"{f', which {path} was not' if path else ''}; plan one with it, or leave split out",
+            path=path,
+            found='split="train"',
+            remedy="--validation_fraction",
+        )
+
+    def records_of(self, samples: Int64s, shard: Int64s | int) -> Int64s:
+        """Return where samples stand in their shards: int64[n] -> int64[n]."""
+        return samples - self.first_sample[shard] + self._first_of_side[shard]
+
+    @property
+    def split_words(self) -> str:
+        """Say which side this is and by which rule; "" where no document is held out."""
+        if self.split is not None:
+            fractions = dict.fromkeys(data.spec.validation_fraction for data in self.datasets)
+            rules = [f"{fraction:g} of the documents by their content" for fraction in fractions if fraction]
+            return f"split: {self.split}, by plan, {', '.join(rules)}"
+        if self.has_planned:
+            return "split: none, with the documents that the plan holds out for validation"
+        return ""
+
+    def stored(self, samples: Int64s) -> Int64s:
+        """Return the places of samples among the records of all shards: int64[n] -> int64[n]."""
+        if self.split is None:
+            return samples
+        shard = self.shard_of(samples)
+        return self.first_record[shard] + self.records_of(samples, shard)
+
+    @property
+    def tar_bytes(self) -> int:
+        """Return the bytes of all tars; of a split its part, as by the number of samples."""
+        num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
+        if self.split is None:
+            return num_bytes
+        return num_bytes * self.num_samples // int(self.num_records.sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash all sources in their order: sha256."""
+        return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
+
+    def locate(self, shard: int) -> tuple[DatasetShards, int]:
+        """Return the source of a shard, counted through all sources, and its row there."""
+        number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
+        return self.sources[number], shard - int(self.source_first[number])
+
+    def shard_of(self, samples: Int64s) -> Int64s:
+        """Return the shard of each sample, counted through all sources; same shape."""
+        return np.searchsorted(self.first_sample, samples, side="right") - 1
+
+    def describe(self, sample: int) -> str:
+        """Name a sample for messages: ``sample 17 of DATA/shard-00003.tar``."""
+        shard = self.shard_of(np.array([sample]))
+        return f"sample {self.records_of(np.array([sample]), shard)[0]} of {self.path_of(sample)}"
+
+    def path_of(self, sample: int) -> Path:
+        """Return the tar that holds a sample."""
+        source, row = self.locate(int(self.shard_of(np.array(sample))))
+        return source.path_of(row)
+
+
+def _num_for_validation(source: DatasetShards) -> Int64s:
+    """Return the samples for validation of each shard; all of them where the plan has no fraction."""
+    return source.num_samples if source.num_validation is None else source.num_validation

@@ -1,0 +1,274 @@
+"""What the arguments say of a run: the order of each source, weights, and the sizes of global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import gcd
+from operator import index
+from typing import Any, Literal, SupportsIndex, TypeAlias
+
+import numpy as np
+
+from loader.order import Order, choose_windows
+from loader.run import CYCLE, Run, Source, Stage, source_seed
+from loader.samples import Samples
+from loader.shards import check_choice
+from shardprep.errors import UsageError
+
+Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]"
+Sizes: TypeAlias = "int | Sequence[tuple[int, int]]"
+WeightsIn = Literal["tokens", "samples"]
+_MOST_COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
+_MOST_SUGGESTED = 1 << 14  # sizes that an error tries, to name those that fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a loader delivers: the run, the samples of each of its sources, and what a state compares."""
+
+    run: Run
+    samples: tuple[Samples | None, ...]  # by the number of the source; None: dropped, and not needed
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def present(self) -> list[Samples]:
+        """Samples of the sources that this loader reads."""
+        return [samples for samples in self.samples if samples is not None]
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of every sample where all are rows of one length, else 0."""
+        return self.present[0].row_tokens
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """Return the value as an int. Raises UsageError for what is none, or less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError.of_value(name, value, f"a whole number of at least {least}")
+    if (number := index(value)) < least:
+        raise UsageError.of_value(name, number, f"at least {least}")
+    return number
+
+
+def check_schedule(name: str, stages: Sequence[Any]) -> None:
+    """Raise UsageError unless these are pairs whose steps ascend from 0."""
+    try:
+        steps = [step for step, _ in stages]
+    except (TypeError, ValueError):
+        raise UsageError.of_value(name, stages, "pairs of a step and what holds from it on") from None
+    are_steps = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    if not are_steps or steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
+        raise UsageError(
+            f"{name} has stages from the steps {steps}, expected whole numbers that ascend from 0",
+            found=f"{name} {steps}",
+            expected="whole numbers that ascend from 0",
+        )
+
+
+def choose_sizes(
+    global_batch_size: Sizes | None, batch_size: int, world_size: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """Return L, which all sizes are multiples of, and the global batch size by step. Raises UsageError."""
+    stages: Sequence[Any] = [(0, batch_size * world_size if global_batch_size is None else global_batch_size)]
+    if isinstance(global_batch_size, Sequence):
+        check_schedule("global_batch_size", global_batch_size)
+        stages = global_batch_size
+    sizes = [(step, whole_number("global_batch_size", size, least=1)) for step, size in stages]
+    tick_samples = gcd(*(size for _, size in sizes))
+    check_batch(batch_size, tick_samples, world_size)
+    return tick_samples, sizes
+
+
+def check_batch(batch_size: int, global_batch_size: int, world_size: int) -> None:
+    """Raise UsageError unless a global batch is equally many batches of each rank."""
+    step = batch_size * world_size
+    if global_batch_size % step:
+        # The size may come out of a damaged state: a list of all its divisors could take for ever.
+        candidates = range(1, min(global_batch_size, _MOST_SUGGESTED) + 1)
+        fitting = [n for n in candidates if global_batch_size % (n * world_size) == 0]
+        worlds = [n for n in candidates if global_batch_size % (n * batch_size) == 0]
+        sizes = f"batch_size can be {fitting}" if fitting else "no batch_size fits"
+        ranks = f"the number of ranks can be {worlds}" if worlds else "no number of ranks fits"
+        raise UsageError(
+            f"global_batch_size {global_batch_size} is no multiple of batch_size {batch_size} x "
+            f"{world_size} ranks; with these ranks {sizes}, with this batch_size {ranks}",
+            found=f"global_batch_size={global_batch_size}",
+            expected=f"multiple of batch_size {batch_size} x {world_size} ranks",
+        )
+
+
+def check_slots(tick_samples: int, group: int, world_size: int) -> None:
+    """Raise UsageError where the ranks cannot share the slots evenly. Order refuses other groups."""
+    num_slots = tick_samples // group
+    if tick_samples % group == 0 and num_slots % world_size:
+        fitting = [n for n in range(1, num_slots + 1) if num_slots % n == 0]
+        raise UsageError(
+            f"a global batch of {tick_samples} in groups of {group} makes {num_slots} slots, which "
+            f"{world_size} ranks cannot share; the ranks can be {fitting}, or group_by_length less",
+            found=f"{world_size} ranks",
+            expected=fitting,
+        )
+
+
+def group_size(group_by_length: bool | int, batch_size: int) -> int:
+    """Return the samples of a group: ``True`` stands for batch_size, ``False`` for groups of one."""
+    if isinstance(group_by_length, bool):
+        return batch_size if group_by_length else 1
+    return whole_number("group_by_length", group_by_length, least=0) or 1
+
+
+def make_order(
+    samples: Samples, tick_samples: int, group: int, *, seed: int, shuffle: bool, keeps_tail: bool = False
+) -> Order:
+    """Return the sampling order of a source. Raises UsageError where it has too few samples."""
+    block_samples, window_samples = choose_windows(
+        num_samples=samples.num_samples,
+        num_bytes=samples.shards.tar_bytes,
+        tick_samples=tick_samples,
+        group=group,
+    )
+    return Order(
+        num_samples=samples.num_samples,
+        tick_samples=tick_samples,
+        block_samples=block_samples,
+        window_samples=window_samples,
+        group=group,
+        seed=seed,
+        shuffle=shuffle,
+        keeps_tail=keeps_tail,
+    )
+
+
+def make_run(
+    samples: Mapping[str, Samples],
+    sizes: Sequence[tuple[int, int]],
+    shares: Sequence[tuple[int, tuple[int, ...]]],
+    *,
+    tick_samples: int,
+    batches_per_tick: int,
+    group: int,
+    seed: int,
+    shuffle: bool,
+    keeps_tail: bool,
+    is_mixture: bool,
+) -> Run:
+    """Return the run that the arguments say. Raises UsageError where it cannot be."""
+    sources = []
+    for number, (name, of_source) in enumerate(samples.items()):
+        of_seed = source_seed(seed, number) if is_mixture else seed
+        order = make_order(
+            of_source, tick_samples, group, seed=of_seed, shuffle=shuffle, keeps_tail=keeps_tail
+        )
+        sources.append(Source(name=name, data=of_source.shards.fingerprint[:16], order=order))
+    size_at, shares_at = dict(sizes), dict(shares)
+    stages, size = [], 0
+    for step in sorted({*size_at, *shares_at}):
+        size = size_at.get(step, size)
+        stages.append(Stage(step=step, ticks_per_step=size // tick_samples, shares=shares_at.get(step)))
+    return Run(
+        sources=tuple(sources),
+        stages=tuple(stages),
+        batches_per_tick=batches_per_tick,
+        seed=seed,
+        is_mixture=is_mixture,
+    )
+
+
+def check_mixing(
+    input_shards: object, weights: Weights | None, weights_in: WeightsIn, *, is_validation: bool
+) -> bool:
+    """Return whether sources are mixed. Raises UsageError where the arguments do not fit each other."""
+    if not isinstance(input_shards, Mapping):
+        if weights is not None:
+            raise UsageError(
+                'weights are for named sources; pass input_shards={"web": ..., "code": ...}',
+                found="weights",
+                remedy='input_shards={"web": ..., "code": ...}',
+            )
+        return False
+    check_choice("weights_in", weights_in, WeightsIn)
+    if is_validation:
+        raise UsageError(
+            'split="validation" reads one set in a fixed order; make one loader for each source',
+            found='split="validation"',
+            expected="one loader for each source",
+        )
+    if weights is None:
+        raise UsageError(
+            "input_shards names sources; pass weights=, for each a weight",
+            found="input_shards",
+            expected="weights=",
+        )
+    return True
+
+
+def shares_of(
+    samples: Mapping[str, Samples], weights: Weights | None, weights_in: WeightsIn
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the ticks of each source in a cycle, by step. Raises UsageError."""
+    if weights is None:
+        return [(0, (CYCLE,))]
+    lengths = {name: of_source.row_tokens for name, of_source in samples.items()}
+    if len(set(lengths.values())) > 1:
+        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise UsageError(
+            f"sources have rows of different lengths ({found}; 0: documents), expected one length",
+            found=found,
+            expected="one length",
+        )
+    means = dict.fromkeys(samples, 1.0)
+    if weights_in == "tokens":
+        means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
+    stages: Sequence[Any] = [(0, weights)]
+    if isinstance(weights, Sequence):
+        check_schedule("weights", weights)
+        stages = weights
+    return [(step, _shares(of_stage, means)) for step, of_stage in stages]
+
+
+def _shares(weights: object, means: Mapping[str, float]) -> tuple[int, ...]:
+    """Return the ticks of each source in a cycle; ``means`` of its samples are what its weight counts in. A
+    source without a weight has 0."""
+    given = dict(weights) if isinstance(weights, Mapping) else {}
+    values = [given.get(name, 0.0) for name in means]
+    are_numbers = all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
+    if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
+        names = ", ".join(means)
+        raise UsageError(
+            f"weights must be a dict of non-negative numbers for {names}, not all zero (got {weights!r})",
+            found=f"weights={weights!r}",
+            expected=f"a dict of non-negative numbers for {names}, not all zero",
+        )
+    # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
+    exact = [Fraction(str(value)) if isinstance(value, float) else Fraction(value) for value in values]
+    of_samples = [value / Fraction(mean) for value, mean in zip(exact, means.values(), strict=True)]
+    shares = [float(value / sum(of_samples)) for value in of_samples]
+    for name, share in zip(means, shares, strict=True):
+        if 0 < share < 1 / CYCLE:
+            raise UsageError(
+                f"{name} would be less than one of {CYCLE} samples; give it more, or 0",
+                found=name,
+                expected=f"one of {CYCLE} samples",
+            )
+    # The sums are rounded, so that the shares make a whole cycle.
+    ends = np.rint(np.array([0.0, *accumulate(shares)]) * CYCLE).astype(np.int64)
+    return tuple(np.diff(ends).tolist())
+
+
+def _mean_tokens(samples: Samples) -> float:
+    """Return the tokens of a sample, by the manifests; else of at most a million samples, evenly chosen."""
+    shards = samples.shards
+    if samples.row_tokens:
+        return float(samples.row_tokens)
+    is_whole = samples.num_samples == shards.num_samples and samples.mean_tokens == shards.mean_tokens
+    if is_whole and not shards.has_external and shards.split is None:
+        return shards.mean_tokens
+    num_chosen = min(samples.num_samples, _MOST_COUNTED)
+    chosen = np.linspace(0, samples.num_samples - 1, num_chosen).astype(np.int64)
+    reader = samples.open()
+    mean = float(samples.num_tokens(reader, chosen).mean())
+    reader.close()
+    return max(mean, 1.0)

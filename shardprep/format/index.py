@@ -1,0 +1,184 @@
+"""index.json: all manifests of a data set merged, so that a reader opens one file and not 10^5."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, quoted
+from shardprep.files import NOT_THERE, size_of_file
+from shardprep.format.dataset_spec import DatasetSpec, idx_num_bytes, least_tar_bytes
+from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
+from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
+from shardprep.format.names import (
+    BLOCK_BYTES,
+    INDEX_NAME,
+    MAX_SAMPLES,
+    PLAN_NAME,
+    id_ranges,
+    manifest_path,
+    remake_command,
+)
+
+MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
+COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes", "num_validation_samples")
+_FORMAT = "shardprep-index"
+_HASH_DIGITS = 16
+_ShortHash = Annotated[str, Meta(pattern=rf"\A[0-9a-f]{{{_HASH_DIGITS}}}\Z")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _IndexFile:
+    """The values of index.json."""
+
+    spec: DatasetSpec
+    sources: dict[str, SourceCounts]
+    columns: list[str]
+    shards: list[tuple[Count, Count, Count, Count, Count, Count, _ShortHash]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetIndex:
+    """The numbers of every shard of one data set; row N is shard N."""
+
+    spec: DatasetSpec
+    columns: npt.NDArray[np.int64]  # int64[num_shards, len(COLUMNS)]
+    tar_sha256: tuple[str, ...]  # the first 16 hex digits
+    sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the whole data set, by name
+
+    def column(self, name: str) -> npt.NDArray[np.int64]:
+        """Return one of COLUMNS: int64[num_shards]."""
+        return self.columns[:, COLUMNS.index(name)]
+
+    def to_json(self) -> bytes:
+        """Return the bytes of index.json: about 70 per shard, no ``run``, so equal data gives equal bytes."""
+        rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
+        content: dict[str, Any] = {
+            "spec": self.spec.to_json(),
+            "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
+            "columns": [*COLUMNS, "tar_sha256"],
+            "shards": rows,
+        }
+        head = with_content_hash(_FORMAT, content)
+        del head["shards"]
+        lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+        text = json.dumps(head, ensure_ascii=False, indent=1)[:-2]
+        return f'{text},\n "shards": [\n{lines}\n]}}\n'.encode()
+
+
+def _read_index_file(path: Path) -> DatasetIndex:
+    """Raises BrokenShard, also where the numbers of a shard do not agree; FileNotFoundError."""
+    with without_garbage_collection():
+        file = read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
+        columns = np.array([row[:-1] for row in file.shards], np.int64).reshape(-1, len(COLUMNS))
+    if file.columns != [*COLUMNS, "tar_sha256"]:
+        raise wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
+    spec = file.spec
+    if len(columns) != spec.num_shards:
+        raise wrong_value(path, "shards", f"{len(columns)} rows", f"{spec.num_shards}, one per shard")
+    samples, documents, tokens, tar_bytes, idx_bytes, validation = columns.T
+    wrong = {
+        "num_samples": samples > MAX_SAMPLES,
+        "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(spec.kind, samples),
+        "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
+        "tar_bytes, by num_samples": tar_bytes < least_tar_bytes(spec, samples.clip(0, MAX_SAMPLES)),
+        "num_documents, by num_samples": (documents != samples) & (not spec.has_rows),
+        "num_tokens, by num_samples": (tokens > samples * spec.seq_len) & spec.has_rows,
+        "num_validation_samples": validation > (samples if spec.validation_fraction else 0),
+    }
+    for what, rows in wrong.items():
+        if rows.any():
+            number = int(rows.argmax())
+            raise wrong_value(path, f"shards[{number}]", columns[number].tolist(), f"other {what}")
+    hashes = tuple(row[-1] for row in file.shards)
+    return DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=file.sources)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Where many objects are made, each full collection goes through all there are, such as torch's."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex:
+    """Merge the manifests of all shards of a folder, given in the order of their shards.
+
+    Raises OtherPlan where they are not of one data set.
+    """
+    spec: DatasetSpec | None = None
+    rows: list[tuple[int, ...]] = []
+    hashes: list[str] = []
+    sources: list[Mapping[str, SourceCounts]] = []
+    for manifest in manifests:
+        spec = spec or manifest.spec
+        if manifest.spec != spec:
+            raise OtherPlan(
+                path=manifest_path(folder, manifest.shard_id),
+                found=f"a shard of plan {manifest.spec.plan_id[:12]}",
+                expected=f"{spec.plan_id[:12]}, as the others: move it away, or make it again",
+                remedy=remake_command(manifest.shard_id, folder),
+            )
+        counts = manifest.counts
+        num_validation = counts.validation.num_samples if counts.validation else 0
+        found = (counts.num_samples, counts.num_documents, counts.num_tokens)
+        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, num_validation))
+        hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
+        sources.append(counts.sources)
+    if spec is None:
+        raise MissingShard("no manifest was given")
+    return DatasetIndex(
+        spec=spec,
+        columns=np.array(rows, np.int64),
+        tar_sha256=tuple(hashes),
+        sources=sum_of_sources(sources),
+    )
+
+
+def read_index(folder: Path) -> DatasetIndex:
+    """Return the index of a data set: index.json, or without one its manifests, merged in memory.
+
+    Raises NotFound, MissingShard (naming what is missing), BrokenShard, UnknownVersion, OtherPlan,
+    ReadWriteError.
+    """
+    try:
+        return _read_index_file(folder / INDEX_NAME)
+    except NOT_THERE:
+        return _merge_folder(folder)
+    except BrokenShard as error:
+        error.remedy = f"shardprep verify {quoted(folder)}"
+        raise
+
+
+def _merge_folder(folder: Path) -> DatasetIndex:
+    present = manifest_ids(folder)
+    if not present:
+        if size_of_file(folder / PLAN_NAME) is not None:
+            remedy = f"shardprep run {quoted(folder)}"
+            raise NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
+        raise NotFound(path=folder, found=f"no data set: neither {INDEX_NAME} nor a shard's manifest")
+    first = read_manifest(folder, present[0])
+    if present[-1] >= first.spec.num_shards:
+        path, last = manifest_path(folder, present[-1]), first.spec.num_shards - 1
+        expected = f"shards 0 to {last}; move it, with its tar and idx, to the data set that it belongs to"
+        raise OtherPlan(path=path, found="a shard of another data set", expected=expected)
+    missing = sorted(set(range(first.spec.num_shards)) - set(present))
+    if missing:
+        found = f"{len(present)} of {first.spec.num_shards} shards, without {id_ranges(missing)}"
+        raise MissingShard(path=folder, found=found, remedy=f"shardprep run {quoted(folder)}")
+    return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))

@@ -1,0 +1,60 @@
+"""Every example of training keeps documents apart, and ends each with EOS, as README says."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.checkout import ROOT
+from tests.documented import examples_of
+
+PAGES = ["README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.md"))]
+SCRIPTS = {path.name: path.read_text("utf-8") for path in (ROOT / "examples").glob("*.py")}
+# `make demo` prints the beginning of a training script at its end.
+SCRIPTS["demo.sh"] = "\n".join(
+    re.findall(r"^dataloader = .*$", (ROOT / "examples/demo.sh").read_text("utf-8"), re.MULTILINE)
+)
+
+
+def arguments_of_loaders(code: str) -> list[set[str]]:
+    """Return the names of the arguments of each loader that a script makes, of dictionaries, too."""
+    tree = ast.parse(code)
+    dictionaries = {
+        str(target): {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for target in (each.id for each in node.targets if isinstance(each, ast.Name))
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "get_llama3_dataloader":
+            names: set[str] = set()
+            for keyword in node.keywords:
+                if keyword.arg:
+                    names.add(keyword.arg)
+                elif isinstance(keyword.value, ast.Name):
+                    names |= {str(name) for name in dictionaries.get(keyword.value.id, ())}
+            found.append(names)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_loader_of_a_page_packs_documents_and_keeps_them_apart(page: str) -> None:
+    # A page is read from top to bottom: an example may use a dictionary of one above it.
+    # Conversations are packed by plan.
+    examples = [code for code in examples_of(page) if "SFTTrainer" not in code]
+    for names in arguments_of_loaders("\n".join(examples)):
+        assert {"seq_len", "boundaries"} <= names, names
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_loader_of_an_example_packs_documents_and_keeps_them_apart(script: str) -> None:
+    for names in arguments_of_loaders(SCRIPTS[script]):
+        assert {"seq_len", "boundaries"} <= names, names
+
+
+def test_the_examples_make_loaders() -> None:
+    every = [*SCRIPTS.values(), *("\n".join(examples_of(page)) for page in PAGES)]
+    assert sum(len(arguments_of_loaders(code)) for code in every) > 15

@@ -1,0 +1,89 @@
+"""Tests see the product as its users do: by commands, by ``loader`` and by errors, not by inner names.
+
+The numbers are what there still is, per folder of tests, and only go down: who takes some away lowers them.
+Tests on inner names had to be changed with every module that moved; those on public faces had not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.checkout import ROOT
+
+PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+# Modules whose names are public, and of others the names that are.
+PUBLIC_MODULES = {"loader", "lustre", "shardprep", "shardprep.errors", "shardprep.removed"}
+PUBLIC_NAMES = {"main", "COMMANDS"}
+# Folder of tests -> names imported from inside of the product; sentences of messages matched by match=.
+INNER_NAMES = {
+    ".": 33,
+    "format": 40,
+    "loader": 88,
+    "lustre": 8,
+    "preprocess": 241,
+    "project": 1,
+    "slurm": 103,
+}
+SENTENCES = {"format": 17, "loader": 175, "preprocess": 69, "project": 2, "slurm": 15}
+FOLDERS = [".", "faults", "format", "loader", "lustre", "oracle", "preprocess", "project", "slurm"]
+
+
+def trees(folder: str) -> list[ast.Module]:
+    paths = sorted((ROOT / "tests" / folder).glob("*.py"))
+    assert paths
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def inner_names(folder: str) -> Counter[str]:
+    """``module.name`` of each import of the product that is no public face -> in how many places."""
+    found: Counter[str] = Counter()
+    for tree in trees(folder):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PACKAGES:
+                for name in node.names:
+                    is_module = (ROOT / str(node.module).replace(".", "/") / f"{name.name}.py").exists()
+                    whole = f"{node.module}.{name.name}"
+                    is_public = whole in PUBLIC_MODULES or (node.module in PUBLIC_MODULES and not is_module)
+                    if not is_public and name.name not in PUBLIC_NAMES:
+                        found[f"{node.module}.{name.name}"] += 1
+            elif isinstance(node, ast.Import):
+                for name in node.names:
+                    is_ours = name.name.partition(".")[0] in PACKAGES
+                    if is_ours and name.name not in PUBLIC_MODULES and not name.name.endswith(".__main__"):
+                        found[name.name] += 1
+    return found
+
+
+def matched_sentences(folder: str) -> int:
+    """How often a test matches the text of an error."""
+    calls = [node for tree in trees(folder) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return sum(keyword.arg == "match" for call in calls for keyword in call.keywords)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_tests_import_public_faces_and_no_more_inner_names_than_before(folder: str) -> None:
+    found = inner_names(folder)
+    most = INNER_NAMES.get(folder, 0)
+    assert found.total() <= most, f"{found.total()} inner names, at most {most}: {dict(found)}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_tests_match_no_more_sentences_than_before(folder: str) -> None:
+    assert matched_sentences(folder) <= SENTENCES.get(folder, 0)
+
+
+def test_an_inner_name_and_a_sentence_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.project.test_public_faces.ROOT", tmp_path)
+    (tmp_path / "tests" / "some").mkdir(parents=True)
+    (tmp_path / "tests" / "some" / "test_it.py").write_text(
+        "from loader import get_llama3_dataloader\n"
+        "from loader.order import lane, block\n"
+        "import shardprep.files, preprocess.__main__\n"
+        "with pytest.raises(ValueError, match='no'): pass\n"
+    )
+    assert set(inner_names("some")) == {"loader.order.lane", "loader.order.block", "shardprep.files"}
+    assert matched_sentences("some") == 1

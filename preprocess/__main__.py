@@ -49,7 +49,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
-    from preprocess.attempts import Failure, append_failure
+    from shardprep.format.attempts import Failure, append_failure
 
     try:
         resources.check_address_space()  # before anything large is loaded
@@ -127,10 +127,10 @@ def make_plan(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """``run DATA``: the missing shards on this machine."""
-    from preprocess.attempts import RunRecord
     from preprocess.make.local_run import run_shards
     from preprocess.make.task import means_line, total_line
     from preprocess.make.worker import missing_shards
+    from shardprep.format.attempts import RunRecord
     from shardprep.format.plan import need_plan
 
     resources.check_address_space()
@@ -191,9 +191,9 @@ def blank(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """``verify DATA``: prove the shards whole and write index.json."""
-    from preprocess.attempts import read_attempts, remove_finished
     from preprocess.check.verify import verify_dataset
     from shardprep.console import source_lines
+    from shardprep.format.attempts import read_attempts, remove_finished
     from shardprep.format.done import remove_findings, standing_findings
     from shardprep.format.plan import need_plan
 

@@ -15,20 +15,20 @@ import json
 import os
 import shlex
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from preprocess.attempts import folder_identity
+from shardprep.format.attempts import folder_identity
 from shardprep.format.json_files import with_content_hash
 from shardprep.format.names import shard_name
+from shardprep.format.submissions import JobArray, JobRequest, SentJob, Submission
+from shardprep.format.submissions import publish_submission as publish
 from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
-from slurm.request import JobRequest
-from slurm.submissions import JobArray, Submission
-from slurm.submissions import publish_submission as publish
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 WHEN = "2026-11-22T01:52:04"
@@ -143,11 +143,13 @@ def status(data: Path) -> dict[str, Any]:
 
 
 def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
-    fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME} | changes
+    """A line of squeue: of tasks of job 1 unless ``changes`` say otherwise."""
+    fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME, "user": "root"}
+    fields |= {"exit": "0:0", "node": "n1", "command": ""} | changes
     return (
-        f"{fields['job']}|{index}|{state}|{reason}|0:0|n1|0:02|{fields['job']}|root|{fields['submit']}|"
-        f"{fields['start']}|N/A|{fields['restarts']}|{fields['name']}|\n"
-    )
+        "{job}|{index}|{state}|{reason}|{exit}|{node}|0:02|{job}|{user}|{submit}|{start}|N/A|{restarts}|{name}|"
+        "{command}\n"
+    ).format(index=index, state=state, reason=reason, **fields)
 
 
 def write_log(data: Path, name: str, text: str) -> Path:
@@ -157,7 +159,7 @@ def write_log(data: Path, name: str, text: str) -> Path:
     return path
 
 
-def submission(**changes: Any) -> Submission:
+def submission(verify_job_id: str = "2", **changes: Any) -> Submission:
     """Job 1, an array of five tasks, and its verify job 2."""
     array: dict[str, Any] = {
         "job_id": "1",
@@ -167,8 +169,8 @@ def submission(**changes: Any) -> Submission:
     }
     array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
     fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
-    fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
-    fields |= {"verify_submit_time": WHEN, "identity": "1.2"}
+    verify = SentJob(job_id=verify_job_id, name=f"{NAME}-verify", submit_time=WHEN)
+    fields |= {"submitted": 1.5, "verify": verify, "identity": "1.2"}
     return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
 
 
@@ -199,19 +201,30 @@ def write_index(data: Path, num_shards: int) -> None:
     (data / "index.json").write_text(json.dumps({"spec": {"plan_id": plan_id}, "shards": rows}))
 
 
-def write_record(data: Path, task: str, *lines: dict[str, Any], **begin: Any) -> Path:
+def section(name: str, facts: Mapping[str, Any]) -> str:
+    """The lines of a part of a record."""
+    return "".join(f"{line}\n" for line in [name, *(f"{key}={value}" for key, value in facts.items())])
+
+
+def write_record(data: Path, task: str, *rest: str, **begin: Any) -> Path:
     """The record of an attempt of task ``JOB_INDEX`` that made shard INDEX, as prep_array.sh writes it."""
     plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
     job_id, _, index = task.partition("_")
-    first = {"event": "begin", "version": 1, "by": "submit", "plan_id": plan_id, "shards": index}
-    first |= {"identity": folder_identity(data), "job_id": job_id, "index": int(index)}
-    first |= {"num_restarts": 0, "user": "root", "node": "n1", "time": 1000, "num_cpus": 1, **begin}
-    path = data / "jobs" / "attempts" / f"{task}.r{first['num_restarts']}"
+    first = {"by": "submit", "plan_id": plan_id, "shards": index, "identity": folder_identity(data)}
+    first |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": index, "SLURM_RESTART_COUNT": 0}
+    first |= {"SLURM_JOB_USER": "root", "SLURMD_NODENAME": "n1", "time": 1000, "SLURM_CPUS_PER_TASK": 1}
+    first |= begin
+    path = data / "jobs" / "attempts" / f"{task}.r{first['SLURM_RESTART_COUNT']}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+    path.write_text("".join([section("begin", first), *rest]))
     return path
 
 
-def ended(exit_code: int, **facts: Any) -> dict[str, Any]:
-    """The last line of a record."""
-    return {"event": "end", "time": 1010, "exit_code": exit_code, "stage": "work", **facts}
+def failure(shard_id: int, exit_code: int, reason: str) -> str:
+    """The line of a record that tells why a shard was not made."""
+    return json.dumps({"shard": shard_id, "exit_code": exit_code, "reason": reason}) + "\n"
+
+
+def ended(exit_code: int, **facts: Any) -> str:
+    """The last lines of a record."""
+    return section("end", {"time": 1010, "exit_code": exit_code, "stage": "work", **facts})

@@ -17,6 +17,11 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "--pool": _STRIPE,
     "--pfl": _STRIPE,
     "--dom": _STRIPE,
+    "--no-torch": "doctor asks torch where there is a GPU",
+    "doctor --torch": "doctor asks torch where there is a GPU",
+    "doctor --input_dir": "shardprep plan --dry_run looks at the input and tells the cost",
+    "doctor --num_shards": "shardprep plan --dry_run looks at the input and tells the cost",
+    "--existing_files_keep_theirs": "new files alone: lfs setstripe ... DATA, see docs/lustre.md",
     "--num_readers": "docs/lustre.md says which layout to choose; --stripe sets it",
     "--crcs": "verify and stage compare hashes; Lustre has checksums of its own on the wire",
     "--keep_fields": "--id_field keeps an id of each document, by which its record is found in the input",
@@ -40,6 +45,8 @@ FLAGS = {  # by their names, or by command and name where another command has a 
 }
 
 COMMANDS = {
+    "withdraw": "blank DATA --ids FILE --output NEW makes a data set without these documents",
+    "rewrite": "blank DATA --ids FILE --output NEW, or plan anew with --exclude FILE",
     "restore": "bring files back with lfs hsm_restore, see docs/lustre.md",
 }
 

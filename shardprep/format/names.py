@@ -21,6 +21,7 @@ MAX_SAMPLES = 2**40  # of a shard
 MAX_SEQ_LEN = 2**27
 LEAST_FRACTION, MOST_FRACTION = 1e-6, 0.5  # of the documents, for validation
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks
+DIGEST_BYTES = 16  # of a document's hash in DATA/digests
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
 MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 MAX_MANIFEST_BYTES = 4 << 20  # one has about 3 KB, and as much for each source beyond the first

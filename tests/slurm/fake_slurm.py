@@ -10,6 +10,7 @@ print them like the older one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -22,9 +23,12 @@ from typing import Any
 
 import pytest
 
+from shardprep.files import FileStamp
 from shardprep.format.attempts import folder_identity
-from shardprep.format.json_files import with_content_hash
-from shardprep.format.names import shard_name
+from shardprep.format.dataset_spec import idx_num_bytes
+from shardprep.format.manifest import Manifest, ShardCounts
+from shardprep.format.names import idx_path, manifest_path, tar_path
+from shardprep.format.plan import need_plan
 from shardprep.format.submissions import JobArray, JobRequest, SentJob, Submission
 from shardprep.format.submissions import publish_submission as publish
 from shardprep.signals import STOP_SIGNALS
@@ -180,18 +184,26 @@ def submitted(data: Path, **changes: Any) -> None:
 
 
 def make_done(data: Path, *shard_ids: int, job_id: str = "", **run: Any) -> None:
-    """Files of shards as far as ``status`` looks at them: manifest, and an empty tar and idx."""
-    plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
-    stamp = {"num_bytes": 0, "sha256": "0" * 64}
+    """Files of shards as far as ``status`` looks at them: a manifest, an empty tar, an idx of its size."""
+    spec = need_plan(data).spec
+    idx = FileStamp(num_bytes=idx_num_bytes(spec.kind, 0), sha256="0" * 64)
+    counts: dict[str, Any] = dict.fromkeys((item.name for item in dataclasses.fields(ShardCounts)), 0)
+    counts |= {"num_tokens": 6000, "input_bytes": 600, "quarantined": {}, "length_histogram": []}
+    facts = {"host": "n1", "began": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
     for shard_id in shard_ids:
-        facts = {"host": "n1", "began": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
-        facts |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
-        counts = {"num_tokens": 6000, "input_bytes": 600, "sources": {}}
-        content = {"spec": {"plan_id": plan_id}, "shard_id": shard_id, "counts": counts}
-        content = with_content_hash("shardprep-manifest", content | {"tar": stamp, "idx": stamp}, run=facts)
-        (data / f"{shard_name(shard_id)}.json").write_text(json.dumps(content))
-        for suffix in ("tar", "idx"):
-            (data / f"{shard_name(shard_id)}.{suffix}").touch()
+        manifest = Manifest(
+            spec=spec,
+            shard_id=shard_id,
+            counts=ShardCounts(**{**counts, "sources": {}, "validation": None}),
+            tar=FileStamp(num_bytes=0, sha256="0" * 64),
+            idx=idx,
+            quarantine=None,
+            ids=None,
+            run={**facts, "slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run},
+        )
+        manifest_path(data, shard_id).write_bytes(manifest.to_json())
+        tar_path(data, shard_id).touch()
+        idx_path(data, shard_id).write_bytes(bytes(idx.num_bytes))
 
 
 def write_index(data: Path, num_shards: int) -> None:

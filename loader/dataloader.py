@@ -31,7 +31,7 @@ from loader.describe import settings_block
 from loader.find_shards import InputShards, find_sources
 from loader.order import ORDER_VERSION
 from loader.ranks import find_process_rank
-from loader.reading import ReaderContext, ReaderIndex
+from loader.reading import ReaderIndex
 from loader.run import Run
 from loader.samples import SampleRules, make_samples
 from loader.shards import ShardSet, SplitName, check_choice
@@ -252,7 +252,7 @@ def get_llama3_dataloader(
             starts=bool(fields),
             keeps_tail=is_validation,
             origins=origins,
-            context=ReaderContext(reader_index=ReaderIndex(number=who.rank, count=who.world_size)),
+            reader_index=ReaderIndex(number=who.rank, count=who.world_size),
         )
         for name, of_source in shards_of.items()
     }

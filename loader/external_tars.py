@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import re
 import tarfile
 from collections.abc import Iterator
@@ -30,63 +31,10 @@ from shardprep.errors import BrokenShard, UnknownMember
 from shardprep.files import ReadFile
 from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
 
-_LEAST_BYTES, _MOST_BYTES = 4 << 10, 1 << 20
+_BUFFER_BYTES = 64 << 10  # read at once: headers of small members lie near each other
 _MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has 4,096 at most
-
-
-class TarBytes:
-    """Read-only; use it in ``with``. ``tar[first:end]`` is ``bytes``, shorter at the file's end.
-
-    It keeps the last block that it read, which grows to 1 MiB while slices follow each other closely and
-    is 4 KiB where they are far apart: 0.3 us a slice. Raises as ``ReadFile`` does.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = ReadFile(path)
-        self._block = b""
-        self._first = self._end = 0  # of the block
-        self._ahead_bytes = _LEAST_BYTES
-        self._position = 0  # of tarfile
-
-    def __len__(self) -> int:
-        return self._file.num_bytes
-
-    def __getitem__(self, part: slice) -> bytes:
-        first, end = part.start, min(part.stop, len(self))
-        if first < self._first or end > self._end:
-            is_near = self._first <= first < self._end + self._ahead_bytes
-            self._ahead_bytes = min(4 * self._ahead_bytes, _MOST_BYTES) if is_near else _LEAST_BYTES
-            num_bytes = max(min(max(end - first, self._ahead_bytes), len(self) - first), 0)
-            self._block = bytes(self._file.read(first, num_bytes))
-            self._first, self._end = first, first + num_bytes
-        return self._block[first - self._first : end - self._first]
-
-    def seek(self, position: int) -> None:
-        self._position = position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, num_bytes: int) -> bytes:
-        """As tarfile asks: a header, or what one says of the next member."""
-        if num_bytes > _MOST_EXTENDED_BYTES:
-            raise BrokenShard(
-                f"{self._file.path} is damaged: the long name at byte {self._position - BLOCK_BYTES} has "
-                f"{num_bytes:,} bytes, expected at most {_MOST_EXTENDED_BYTES:,}; write or copy it again"
-            )
-        data = self[self._position : self._position + num_bytes]
-        self._position += len(data)
-        return data
-
-    def __enter__(self) -> TarBytes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
-_ZERO_BLOCK = bytes(BLOCK_BYTES)
 _PIECE_BYTES = 1 << 20
+_ZERO_BLOCK = bytes(BLOCK_BYTES)
 _KINDS = b"\x0001234567xgLK"  # files, links, folders, devices; and headers that say more of the next one
 _SIZE = re.compile(r"\d{1,18}")
 _TIME = re.compile(rb"(\d\d) [acm]time=[\d.]+\n")
@@ -94,56 +42,105 @@ _TIME = re.compile(rb"(\d\d) [acm]time=[\d.]+\n")
 _LAYOUT_KEYS = {"path", "size", "hdrcharset"}
 
 
-def tar_members(path: Path, tar: TarBytes) -> Iterator[tuple[str, int, int]]:
-    """(name, offset and size of the data) of every regular file of a tar.
+class _RawBytes(io.RawIOBase):
+    """A ReadFile as a stream: its errors name the path, and a file that became shorter is one."""
 
-    The same as Python's tarfile finds, or BrokenShard.
+    def __init__(self, file: ReadFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position}[whence]
+        return self._position
+
+    def readinto(self, target: Any, /) -> int:
+        view = memoryview(target)[: max(self._file.num_bytes - self._position, 0)]
+        num_bytes = self._file.read_some(view, self._position) if view else 0
+        self._position += num_bytes
+        return num_bytes
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class TarBytes(io.BufferedReader):
+    """The bytes of a tar, as tarfile asks for them, and at any place. Use it in ``with``."""
+
+    def __init__(self, path: Path) -> None:
+        file = ReadFile(path)
+        super().__init__(_RawBytes(file), _BUFFER_BYTES)
+        self.path, self.num_bytes = path, file.num_bytes
+
+    def at(self, first: int, end: int) -> bytes:
+        """Return the bytes from one up to another, or to the end that the file had when it was opened."""
+        self.seek(first)
+        return super().read(max(min(end, self.num_bytes) - first, 0))
+
+    def read(self, num_bytes: int | None = -1, /) -> bytes:
+        """Read a header, or what one says of the next member, as tarfile asks."""
+        if num_bytes is None or not 0 <= num_bytes <= _MOST_EXTENDED_BYTES:
+            raise self.broken(
+                f"is damaged: the long name at byte {self.tell() - BLOCK_BYTES} has {num_bytes or 0:,} "
+                f"bytes, expected at most {_MOST_EXTENDED_BYTES:,}"
+            )
+        return super().read(num_bytes)
+
+    def broken(self, what: str, remedy: str = "write or copy it again") -> BrokenShard:
+        """Return the error to raise for a tar that cannot be read."""
+        return BrokenShard(f"{self.path} {what}; {remedy}", path=self.path, found=what, remedy=remedy)
+
+
+def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, offset and size of the data) of every regular file of a tar.
+
+    They are the same as Python's tarfile finds. Raises BrokenShard for any other tar.
     """
-    position, size = 0, len(tar)
     archive = tarfile.TarFile(
         fileobj=io.BytesIO(bytes(2 * BLOCK_BYTES)), encoding="utf-8", errors="surrogateescape"
     )
-    archive.fileobj = tar  # type: ignore[assignment]
+    archive.fileobj = tar
+    position = 0
     while True:
-        block = tar[position : position + BLOCK_BYTES]
+        block = tar.at(position, position + BLOCK_BYTES)
         if block == _ZERO_BLOCK:
-            _check_end(path, tar, position)
+            _check_end(tar, position)
             return
         if len(block) < BLOCK_BYTES:
-            raise BrokenShard(
-                f"{path} is cut short: it ends at byte {size} without the two zero blocks that close a "
-                "tar; write or copy it again",
-                path=path,
-                found=f"byte {size}",
-                expected="two zero blocks",
+            raise tar.broken(
+                f"is cut short: it ends at byte {tar.num_bytes} without the two zero blocks that close a tar"
             )
-        start = position
-        if block[156] == ord("x") and _says_a_time_alone(block, tar[position : position + 2 * BLOCK_BYTES]):
-            start += 2 * BLOCK_BYTES
-        found = _plain_header(tar[start : start + BLOCK_BYTES], "0")
-        if found is None:
-            name, data, num_bytes, is_file = _unusual_member(path, archive, block, position)
+        begin = position
+        if block[156] == ord("x") and _says_a_time_alone(block, tar.at(position + 512, position + 1024)):
+            begin += 2 * BLOCK_BYTES
+        header = _plain_header(tar.at(begin, begin + BLOCK_BYTES), "0")
+        if header is None:
+            name, data, num_bytes, is_file = _unusual_member(tar, archive, block, position)
         else:
-            (name, num_bytes), data, is_file = found, start + BLOCK_BYTES, True
-        if data + num_bytes > size:
-            raise BrokenShard(
-                f"{path} is cut short: the member at byte {position} needs {data + num_bytes} bytes, the "
-                f"file has {size}; write or copy it again"
+            name, data, num_bytes, is_file = header[0], begin + BLOCK_BYTES, header[1], True
+        if data + num_bytes > tar.num_bytes:
+            raise tar.broken(
+                f"is cut short: the member at byte {position} needs {data + num_bytes} bytes, the file has "
+                f"{tar.num_bytes}"
             )
         position = data + (num_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
         if is_file:
             yield name, data, num_bytes
 
 
-def _says_a_time_alone(block: bytes, both: bytes) -> bool:
-    """Whether a PAX header has one record, a time, as webdataset writes before each member."""
-    header = _plain_header(block, "x")
-    record = None if header is None else _TIME.fullmatch(both[BLOCK_BYTES:].rstrip(b"\0"))
+def _says_a_time_alone(block: bytes, records: bytes) -> bool:
+    """Return whether a PAX header has one record, a time, as webdataset writes before each member."""
+    header, record = _plain_header(block, "x"), _TIME.fullmatch(records.rstrip(b"\0"))
     return header is not None and record is not None and header[1] == int(record[1]) == len(record[0])
 
 
 def _plain_header(block: bytes, kind: str) -> tuple[str, int] | None:
-    """Name and size of a header of this kind; None where tarfile has to look: bytes[512]. 5 us."""
+    """Return name and size of a header of this kind; None where tarfile has to look: bytes[512]. 5 us."""
     if len(block) < BLOCK_BYTES or block[156] != ord(kind) or block[345]:
         return None
     said, size = block[148:154], block[124:135]
@@ -161,7 +158,7 @@ def _plain_header(block: bytes, kind: str) -> tuple[str, int] | None:
 
 @lru_cache(maxsize=256)  # most members of a tar have the same
 def _are_numbers(fields: bytes) -> bool:
-    """Mode, owner, group; time; device. Nothing is made of them, but tarfile ends where one is no number."""
+    """Return whether mode, owner, group, time and device are numbers: tarfile ends where one is none."""
     try:
         for start, end in pairwise((0, 8, 16, 24, 36, 44, 52)):
             tarfile.nti(fields[start:end])  # type: ignore[attr-defined]
@@ -171,65 +168,59 @@ def _are_numbers(fields: bytes) -> bool:
 
 
 def _unusual_member(
-    path: Path, archive: tarfile.TarFile, block: bytes, position: int
+    tar: TarBytes, archive: tarfile.TarFile, block: bytes, position: int
 ) -> tuple[str, int, int, bool]:
-    """Name, first byte and size of the data, and whether it is a regular file, as tarfile reads the header
-    and those before it that say more of the member. Raises BrokenShard."""
+    """Return name, first byte and size of the data, and whether it is a regular file.
+
+    tarfile reads the header, and those before it that say more of the member. Raises BrokenShard.
+    """
     try:
-        _check_kind(path, tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").type, position)
-        archive.fileobj.seek(position)
+        _check_kind(tar, tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").type, position)
+        tar.seek(position)
         member = tarfile.TarInfo.fromtarfile(archive)
+    except tarfile.SubsequentHeaderError:  # type: ignore[attr-defined]
+        raise tar.broken(f"is damaged: behind the header at byte {position} no whole one stands") from None
     except tarfile.HeaderError as error:
         if position == 0 and (block[:2] == b"\x1f\x8b" or block[:4] == b"\x28\xb5\x2f\xfd"):
-            why = "is compressed; the loader reads at random, so decompress it first"
-        elif isinstance(error, tarfile.SubsequentHeaderError):  # type: ignore[attr-defined]
-            why = (
-                f"is cut short, or damaged: behind the header at byte {position} no whole one stands; write "
-                "or copy it again"
-            )
-        else:
-            why = (
-                f"is no tar, or is damaged: at byte {position} stands no member's header of a right checksum "
-                f"and numbers ({error}); copy it again, or write it again"
-            )
-        raise BrokenShard(f"{path} {why}", path=path) from None
-    _check_kind(path, member.type, member.offset)
+            raise tar.broken("is compressed", "decompress it, as the loader reads at random") from None
+        raise tar.broken(
+            f"is no tar, or is damaged: at byte {position} stands no member's header of a right checksum and "
+            f"numbers ({error})"
+        ) from None
+    _check_kind(tar, member.type, member.offset)
     records, shared = member.pax_headers, archive.pax_headers
     has_size = _SIZE.fullmatch(records.get("size", "0"))
     if member.size < 0 or not has_size or not _LAYOUT_KEYS.isdisjoint(shared) or "hdrcharset" in records:
         what = f"PAX records {records} {shared}" if records or shared else f"a size of {member.size} bytes"
-        raise BrokenShard(
-            f"{path} is damaged: the header at byte {position} has {what}, expected a whole number of bytes, "
-            "and none for all members; write or copy it again"
+        raise tar.broken(
+            f"is damaged: the header at byte {position} has {what}, expected a whole number of bytes, and "
+            "none for all members"
         )
     if member.sparse is not None or any(key.startswith("GNU.sparse.") for key in records):
-        raise _unknown(path, "sparse", position)
+        _check_kind(tar, tarfile.GNUTYPE_SPARSE, position)
     is_file = member.isreg()
     return member.name, member.offset_data, member.size if is_file else 0, is_file
 
 
-def _check_kind(path: Path, kind: bytes, position: int) -> None:
+def _check_kind(tar: TarBytes, kind: bytes, position: int) -> None:
     if kind not in _KINDS:
-        raise _unknown(path, repr(kind), position)
-
-
-def _unknown(path: Path, kind: str, position: int) -> BrokenShard:
-    return BrokenShard(
-        f"{path} has a member of kind {kind} at byte {position}, expected files, folders and links; "
-        "sparse files and parts of volumes cannot be read: unpack and pack them again"
-    )
-
-
-def _check_end(path: Path, tar: TarBytes, position: int) -> None:
-    end = tar[position : position + 2 * BLOCK_BYTES]
-    if len(end) < 2 * BLOCK_BYTES:
-        raise BrokenShard(f"{path} is cut short: only one of the two zero blocks that close a tar is there")
-    behind = range(position, len(tar), _PIECE_BYTES)
-    if any(tar[first : first + _PIECE_BYTES].strip(b"\0") for first in behind):
-        raise BrokenShard(
-            f"{path} goes on behind its end at byte {position}, so samples would be lost; were tars joined "
-            "with cat? Unpack and pack them again"
+        raise tar.broken(
+            f"has a member of kind {kind.decode('latin1')!r} at byte {position}, expected files, folders and "
+            "links",
+            "sparse files and parts of volumes cannot be read: unpack and pack them again",
         )
+
+
+def _check_end(tar: TarBytes, position: int) -> None:
+    """Raise BrokenShard unless two zero blocks end a tar, and nothing but zeros stands behind them."""
+    if position + 2 * BLOCK_BYTES > tar.num_bytes:
+        raise tar.broken("is cut short: only one of the two zero blocks that close a tar is there")
+    for first in range(position, tar.num_bytes, _PIECE_BYTES):
+        if tar.at(first, first + _PIECE_BYTES).strip(b"\0"):
+            raise tar.broken(
+                f"goes on behind its end at byte {position}, so samples would be lost",
+                "were tars joined with cat? Unpack and pack them again",
+            )
 
 
 _FIELDS = re.compile(
@@ -316,7 +307,7 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
     Raises BrokenShard; UnknownMember for a member that would change the training; OSError.
     """
     with TarBytes(path) as tar:
-        samples = _samples(path, tar)
+        samples = _samples(tar)
         row_tokens = 0
         if samples and samples[0].is_packed:
             records, row_tokens = _packed_records(samples)
@@ -326,29 +317,27 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
                 records[number] = _document_record(sample, count_tokens=count_tokens)
         return ScannedTar(
             path=path,
-            num_bytes=len(tar),
+            num_bytes=tar.num_bytes,
             records=records,
             fingerprint=_fingerprint(tar, records),
             row_tokens=row_tokens,
         )
 
 
-def _samples(path: Path, tar: TarBytes) -> list[_Sample]:
+def _samples(tar: TarBytes) -> list[_Sample]:
     """Return the samples of a tar; members of one stand together. Raises BrokenShard."""
     found: list[_Sample] = []
-    for name, offset, num_bytes in tar_members(path, tar):
+    for name, offset, num_bytes in tar_members(tar):
         match = _KEY_AND_FIELD.match(name)
         if match is None or _META.match(name):
             continue
         key, field = match[1], match[2].lower()
         if not found or key != found[-1].key:
-            found.append(_Sample(path, tar, key, {}))
+            found.append(_Sample(tar, key, {}))
         if field in found[-1].fields:
-            raise BrokenShard(
-                f"{path} has two members {field!r} for sample {key!r}; what stands before a name's first "
-                "dot is the sample's key, so keys may hold no dot and must differ",
-                path=path,
-                found=field,
+            raise tar.broken(
+                f"has two members {field!r} for sample {key!r}",
+                "what stands before a name's first dot is the sample's key, and keys must differ",
             )
         found[-1].fields[field] = (offset, num_bytes)
     return found
@@ -357,7 +346,6 @@ def _samples(path: Path, tar: TarBytes) -> list[_Sample]:
 class _Sample(NamedTuple):
     """One sample of a tar: a document, or some packed rows."""
 
-    path: Path
     tar: TarBytes
     key: str
     fields: dict[str, tuple[int, int]]  # offset and size of each member
@@ -385,13 +373,13 @@ class _Sample(NamedTuple):
     def numbers(self, field: str) -> tuple[npt.NDArray[np.uint32], int]:
         """Return the numbers of a small member, uint32[n], and the byte of the tar where they begin."""
         begin = self.fields[field][0] + self.array(field, ("<u4",), 1).data_start
-        return np.frombuffer(self.tar[begin : sum(self.fields[field])], "<u4"), begin
+        return np.frombuffer(self.tar.at(begin, sum(self.fields[field])), "<u4"), begin
 
     def broken(self, field: str, found: object, expected: str) -> BrokenShard:
         """Return the error to raise for a member."""
         return BrokenShard(
-            f"{self.path}: {field} of sample {self.key!r} has {found}, expected {expected}",
-            path=self.path,
+            f"{self.tar.path}: {field} of sample {self.key!r} has {found}, expected {expected}",
+            path=self.tar.path,
             found=str(found),
             expected=expected,
         )
@@ -400,16 +388,16 @@ class _Sample(NamedTuple):
         """Return the error to raise for members that cannot be left out."""
         found = ", ".join(sorted(self.fields))
         return UnknownMember(
-            f"{self.path}: sample {self.key!r} has the fields {found}, expected {expected}; leaving one out "
-            "could change the training",
-            path=self.path,
+            f"{self.tar.path}: sample {self.key!r} has the fields {found}, expected {expected}; leaving one "
+            "out could change the training",
+            path=self.tar.path,
             found=found,
             expected=expected,
         )
 
     def _header(self, field: str) -> NpyHeader | None:
         offset, num_bytes = self.fields[field]
-        return parse_npy_header(self.tar[offset : offset + min(num_bytes, _HEADER_BYTES)])
+        return parse_npy_header(self.tar.at(offset, offset + min(num_bytes, _HEADER_BYTES)))
 
 
 def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
@@ -420,21 +408,18 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
         offset, num_bytes = sample.fields[JSON_FIELD]
         num_tokens = last_id = -1
         if count_tokens:
-            num_tokens, last_id = _count_json(sample.tar[offset : offset + num_bytes])
+            num_tokens, last_id = _count_json(sample.tar.at(offset, offset + num_bytes))
         return offset, num_bytes, num_tokens, 0, 0, 0, JSON, last_id
     if IDS_FIELD not in sample.fields:
-        found, expected = ", ".join(sorted(sample.fields)), f"{JSON_FIELD} or {IDS_FIELD}"
-        raise BrokenShard(
-            f"{sample.path}: sample {sample.key!r} has the fields {found}, expected {expected}; what stands "
-            "before a name's first dot is the sample's key",
-            path=sample.path,
-            found=found,
-            expected=expected,
+        raise sample.tar.broken(
+            f"has the fields {', '.join(sorted(sample.fields))} for sample {sample.key!r}, expected "
+            f"{JSON_FIELD} or {IDS_FIELD}",
+            "what stands before a name's first dot is the sample's key",
         )
     header, last_id = sample.array(IDS_FIELD, _WIDTHS, 1), -1
     end = sum(sample.fields[IDS_FIELD])
     if count_tokens and header.shape[0]:
-        last = int(np.frombuffer(sample.tar[end - header.dtype.itemsize : end], header.dtype)[0])
+        last = int(np.frombuffer(sample.tar.at(end - header.dtype.itemsize, end), header.dtype)[0])
         last_id = last if 0 <= last < 2**31 else -1
     begin = sample.fields[IDS_FIELD][0] + header.data_start
     return begin, end - begin, header.shape[0], 0, 0, 0, TOKEN_DTYPES.index(header.dtype), last_id
@@ -503,5 +488,5 @@ def _fingerprint(tar: TarBytes, records: npt.NDArray[np.void]) -> str:
     offset, num_bytes = records["offset"], records["num_bytes"]
     digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
     for row in range(0, len(records), max(len(records) // _FINGERPRINTED, 1)):
-        digest.update(tar[int(offset[row]) : int(offset[row] + num_bytes[row])])
+        digest.update(tar.at(int(offset[row]), int(offset[row] + num_bytes[row])))
     return digest.hexdigest()

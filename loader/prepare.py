@@ -1,8 +1,9 @@
 """``ensure_prepared``: a training job that makes its own data set first, on its rank 0.
 
-Rank 0 plans, makes the shards and verifies them, in processes of its own; the other ranks wait. They need
-nothing but the file system: rank 0 writes how it ended into ``.NAME.prepared.json`` beside the data set's
-folder. Two jobs at once would only cost time: shards are equal bytes, and done ones are skipped.
+Rank 0 plans, makes the shards and verifies them, in processes of its own. The other ranks wait for index.json
+and compare plan and inputs with their own arguments. They need nothing but the file system: where rank 0
+fails, it says so in ``.NAME.failed.json`` beside the data set's folder. Two jobs at once would only cost
+time: shards are equal bytes, and done ones are skipped.
 """
 
 from __future__ import annotations
@@ -30,15 +31,11 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.files import check_names_are_utf8, publish_bytes, read_regular, size_of_file
-from shardprep.format.json_files import load_json
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
 from shardprep.own_packages import HOME
 
-_MAX_NOTE_BYTES = 1 << 20
 _SAY_EVERY_S = 60.0  # that this rank waits
 _LOOK_EVERY_S = 0.5
-# A failure that was there when this rank began may be of an earlier start: rank 0 removes it when it begins.
-_OLD_FAILURE_S = 30.0
 _LAUNCH = (  # the same in all processes of one start of a job, others in the next one
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
@@ -79,30 +76,29 @@ def ensure_prepared(
     the limit is over.
     """
     if not limit_s > 0:
-        raise UsageError(f"limit_s is {limit_s}, expected more than 0")
+        raise UsageError.of_value("limit_s", limit_s, "more than 0")
     folder = Path(output_dir).absolute()
     check_names_are_utf8(str(folder), str(Path(input_dir).absolute()), model_id)
     who = find_process_rank(rank, world_size)
     given = {"input_dir": Path(input_dir).absolute(), "output_dir": folder, "model_id": model_id, **options}
     launch = " ".join(f"{name}={os.environ[name]}" for name in _LAUNCH if os.environ.get(name))
-    asked = json.dumps([os.fspath(input_dir), model_id, options], sort_keys=True, default=str)
-    if who.rank == 0:
-        end: dict[str, Any] = {"launch": launch, "asked": asked, "exit_code": 0, "error": ""}
-        note = _note_path(folder) if who.world_size > 1 else None
-        _publish(note, None)
-        try:
-            _prepare(folder, given, num_proc)
-        except ShardprepError as error:
-            end |= {"exit_code": error.exit_code, "error": str(error)}
-            raise
-        except BaseException as error:
-            why = f"it was stopped ({type(error).__name__})"
-            end |= {"exit_code": ReadWriteError.exit_code, "error": why}
-            raise
-        finally:
-            _publish(note, end)
-    elif not _is_told(folder, launch, asked, limit_s, who.rank):
+    note = folder.with_name(f".{folder.name}.failed.json")
+    if who.rank != 0:
+        _wait_for_index(folder, note, launch, limit_s, who.rank)
         _compare(given)
+        return os.fspath(output_dir)
+    with contextlib.suppress(OSError):
+        note.unlink(missing_ok=True)
+    try:
+        _prepare(folder, given, num_proc)
+    except BaseException as error:
+        if who.world_size > 1:
+            code = error.exit_code if isinstance(error, ShardprepError) else ReadWriteError.exit_code
+            said = str(error) or type(error).__name__
+            content = json.dumps({"launch": launch, "exit_code": code, "error": said})
+            with contextlib.suppress(ShardprepError, OSError):  # the error itself is of more weight
+                publish_bytes(note, content.encode())
+        raise
     return os.fspath(output_dir)
 
 
@@ -122,61 +118,34 @@ def _compare(given: Mapping[str, Any]) -> None:
     _run("shard", options, "--shard_id=0", "--check_inputs")  # shard 0 is done: it compares and ends
 
 
-def _note_path(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.prepared.json")
-
-
-def _publish(note: Path | None, end: Mapping[str, Any] | None) -> None:
-    """Write how rank 0 ended, or remove what an earlier start wrote. The work itself is of more weight."""
-    with contextlib.suppress(ShardprepError, OSError):
-        if note and end:
-            publish_bytes(note, json.dumps({**end, "written": time.time()}).encode())
-        elif note:
-            note.unlink(missing_ok=True)
-
-
-def _read_note(folder: Path) -> dict[str, Any]:
-    try:
-        found = load_json(read_regular(_note_path(folder), max_bytes=_MAX_NOTE_BYTES))
-    except (ShardprepError, OSError, ValueError):
-        return {}
-    kinds = {"launch": str, "asked": str, "exit_code": int, "error": str}
-    if not isinstance(found, dict) or any(not isinstance(found.get(name), kinds[name]) for name in kinds):
-        return {}
-    return found
-
-
-def _is_told(folder: Path, launch: str, asked: str, limit_s: float, rank: int) -> bool:
-    """Wait for rank 0. Return whether it says that the data set is as asked for; raise what it failed with.
-
-    False where the data set is verified and rank 0 cannot say so: this rank must compare by itself.
-    """
+def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank: int) -> None:
+    """Wait until rank 0 has verified the data set; raise what it failed with in this start of the job."""
     began = time.monotonic()
-    said: float | None = None
-    first = _read_note(folder)
-    can_be_told = os.access(folder.parent, os.W_OK | os.X_OK)
-    while True:
-        note = _read_note(folder)
+    next_line_s = 0.0
+    while size_of_file(folder / INDEX_NAME) is None:
+        if failure := _read_failure(note, launch):
+            exit_code, error = failure
+            _raise(exit_code, f"rank 0 could not prepare {folder}: {error}")
         waited_s = time.monotonic() - began
-        is_ours = bool(note) and note["launch"] == launch and (launch != "" or note != first)
-        if is_ours and note["exit_code"] and (note != first or waited_s > _OLD_FAILURE_S):
-            _raise(note["exit_code"], f"rank 0 could not prepare {folder}: {note['error']}")
-        is_verified = size_of_file(folder / INDEX_NAME) is not None
-        if is_verified and is_ours and note["exit_code"] == 0:
-            # A rank with other arguments than rank 0, or after an earlier start, compares by itself.
-            return note["asked"] == asked and note != first
-        if is_verified and not (can_be_told and launch):
-            return False
         if waited_s > limit_s:
             raise ReadWriteError(
                 f"{folder} is not prepared after {limit_s:g} s (limit_s); every rank must call "
-                "ensure_prepared, see the log of rank 0"
+                "ensure_prepared, see the log of rank 0",
+                path=folder,
             )
-        if said is None or time.monotonic() - said >= _SAY_EVERY_S:
-            by_now = "" if said is None else f", for {waited_s:.0f} s by now"
-            say(f"rank {rank}: waiting for rank 0 to prepare {folder}{by_now}")
-            said = time.monotonic()
+        if waited_s >= next_line_s:
+            say(f"rank {rank}: waiting for rank 0 to prepare {folder}, for {waited_s:.0f} s by now")
+            next_line_s = waited_s + _SAY_EVERY_S
         time.sleep(min(_LOOK_EVERY_S, limit_s / 4))
+
+
+def _read_failure(note: Path, launch: str) -> tuple[int, str] | None:
+    """Return the exit code and the error of rank 0, unless they are of another start of the job."""
+    try:
+        found = json.loads(read_regular(note, max_bytes=1 << 20))
+        return (int(found["exit_code"]), str(found["error"])) if found["launch"] == launch else None
+    except (ShardprepError, OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None  # none is there, or nobody can read it
 
 
 def _flags(given: Mapping[str, Any]) -> list[str]:

@@ -33,7 +33,6 @@ from shardprep.format.names import idx_path
 
 logger = logging.getLogger(__name__)
 
-Part = Literal["tar", "idx"]  # a file of a shard
 MAX_OPEN_SHARDS = 128
 HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
 
@@ -48,7 +47,7 @@ class OpenShard:
     dtype: int | None  # how all ids lie, by its number in TOKEN_DTYPES; None: as ``records`` says of each
     row_tokens: int  # of a packed row, else 0
     has_mask: bool  # a byte per token of each row says which have a label
-    remedy: str
+    remedy: str | None  # the command that makes it again; None: others wrote it
     sums: dict[str, Int64s] = field(default_factory=dict)  # what its readers keep with it
 
     def close(self) -> None:
@@ -60,21 +59,15 @@ class OpenShard:
 def open_shard(source: DatasetShards, row: int) -> OpenShard:
     """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
     path, remedy = source.path_of(row), source.remedy_of(row)
-    command = remedy.partition("run: ")[2] or None
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
         try:
             tar = opened.enter_context(ReadFile(path))
         except NOT_THERE:
-            raise MissingShard(f"{path} is missing; {remedy}", path=path, remedy=command) from None
+            raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
         expected = int(source.tar_bytes[row])
         if tar.num_bytes != expected:
-            raise BrokenShard(
-                f"{path} has {tar.num_bytes} of {expected} bytes; {remedy}",
-                path=path,
-                found=tar.num_bytes,
-                expected=expected,
-                remedy=command,
-            )
+            found = f"{tar.num_bytes} bytes{', other than when it was scanned' if source.scanned else ''}"
+            raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
         idx = None if source.scanned else _open_idx(source, row)
         if idx is not None:
             opened.enter_context(idx.file)
@@ -85,13 +78,8 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
         num_samples = idx.num_samples if idx else len(records)
         expected = int(source.num_samples[row])
         if num_samples != expected:
-            raise BrokenShard(
-                f"{idx.file.path if idx else path} has {num_samples} of {expected} samples; {remedy}",
-                path=path,
-                found=num_samples,
-                expected=expected,
-                remedy=command,
-            )
+            where = idx.file.path if idx else path
+            raise BrokenShard(path=where, found=f"{num_samples} samples", expected=expected, remedy=remedy)
         dtype = None
         if idx is not None:
             dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
@@ -121,6 +109,10 @@ def _open_idx(source: DatasetShards, row: int) -> RecordFile | None:
     path = idx_path(source.folder, int(source.shard_ids[row]))
     logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
     return None
+
+
+def _read_records(idx: RecordFile, rows: slice) -> npt.NDArray[np.void]:
+    return idx.records(rows, np.frombuffer(idx.file.read(*idx.place(rows)), np.uint8))
 
 
 class OpenShards:
@@ -153,23 +145,34 @@ class OpenShards:
                 wait_to_retry(f"{path} cannot be opened", error, delay_s)
         return self._open[number]
 
-    def fill(self, number: int, offset: int, target: memoryview, part: Part = "tar") -> None:
-        """Read bytes of a shard's file, all; those of one that is not open after all are left unread."""
+    def fill(self, number: int, offset: int, target: memoryview) -> None:
+        """Read bytes of a shard's tar, all of them."""
         done = 0
         for delay_s in (*RETRY_DELAYS_S, None):
-            shard = self.opened(number)
-            opened: ReadFile | RecordFile | None = getattr(shard, part)
-            if opened is None:
-                return
-            file = opened.file if isinstance(opened, RecordFile) else opened
+            tar = self.opened(number).tar
             try:
                 while done < len(target):
-                    done += file.read_some(target[done:], offset + done)
+                    done += tar.read_some(target[done:], offset + done)
             except (OSError, BrokenShard) as error:
-                wait_to_retry(f"{file.path} cannot be read at byte {offset + done}", error, delay_s)
+                wait_to_retry(f"{tar.path} cannot be read at byte {offset + done}", error, delay_s)
                 self.drop(number)  # a stale handle stays stale
             else:
                 return
+
+    def records(self, number: int, rows: slice | Int64s) -> Any:
+        """Return columns of a shard's idx for some samples, ascending; of a large idx read those alone."""
+        for delay_s in (*RETRY_DELAYS_S, None):
+            shard = self.opened(number)
+            if shard.idx is None:
+                return shard.records[rows] if isinstance(rows, slice) else shard.records.take(rows)
+            try:
+                if isinstance(rows, slice):
+                    return _read_records(shard.idx, rows)
+                return np.concatenate([_read_records(shard.idx, part) for part in _stretches(rows)])
+            except (OSError, BrokenShard) as error:
+                wait_to_retry(f"{shard.idx.file.path} cannot be read", error, delay_s)
+                self.drop(number)
+        raise AssertionError("the last attempt raises")
 
     def drop(self, number: int) -> None:
         self._open.pop(number).close()
@@ -212,13 +215,6 @@ _MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReaderContext:
-    """How the processes of a rank read; whatever opens shards is given it."""
-
-    reader_index: ReaderIndex = ReaderIndex()
-
-
 class SampleBytes(NamedTuple):
     """Undecoded samples in one buffer; the arrays have a row per sample, in the order asked for."""
 
@@ -251,14 +247,14 @@ class ShardReader:
     Each process begins with another shard, see ``opening_order``.
     """
 
-    def __init__(self, shards: ShardSet, context: ReaderContext = ReaderContext()) -> None:
+    def __init__(self, shards: ShardSet, reader_index: ReaderIndex = ReaderIndex()) -> None:
         self._shards = shards
         from torch.utils.data import get_worker_info  # staging, which opens shards, too, needs no torch
 
-        worker, reader_index = get_worker_info(), context.reader_index
-        self._reader_index = (
-            reader_index if worker is None else reader_index.of_worker(worker.id, worker.num_workers)
-        )
+        worker = get_worker_info()
+        if worker is not None:
+            reader_index = reader_index.of_worker(worker.id, worker.num_workers)
+        self._reader_index = reader_index
         self._files = OpenShards(shards)
         self.opened = self._files.opened  # no call more: it is asked several times per read
         self._buffer = np.empty(0, np.uint8)
@@ -301,7 +297,7 @@ class ShardReader:
         if "num_tokens" not in self.opened(number).sums:
             num_records = int(self._shards.num_records[number])
             cuts = [*range(0, num_records, _IDX_ROWS), num_records]
-            parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
+            parts = [self._files.records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
             counts = np.concatenate([np.empty(0, np.int64), *parts])
             if self._shards.split is not None:
                 first, end = self._shards.first_sample[number : number + 2].tolist()
@@ -327,32 +323,6 @@ class ShardReader:
             shard = self._shards.shard_of(samples[order])
         return order, shard
 
-    def _records(self, number: int, rows: slice | Int64s) -> Any:
-        """Columns of the idx, for some rows of a shard, ascending."""
-        shard = self.opened(number)
-        if shard.idx is None:
-            return shard.records[rows] if isinstance(rows, slice) else shard.records.take(rows)
-        stretches = [rows] if isinstance(rows, slice) else _stretches(rows)
-        found = []
-        for stretch in stretches:
-            records = self._file_records(number, "idx", stretch)
-            if records is None:
-                return self._records(number, rows)
-            found.append(records)
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _file_records(self, number: int, part: Part, rows: slice) -> npt.NDArray[np.void] | None:
-        """Some records of a shard's idx; None where it was opened anew, without that file."""
-        file: RecordFile | None = getattr(self.opened(number), part)
-        if file is None:
-            return None
-        offset, num_bytes = file.place(rows)
-        chunks = np.empty(num_bytes, np.uint8)
-        self._files.fill(number, offset, chunks.data, part)
-        if getattr(self.opened(number), part) is None:
-            return None
-        return file.records(rows, chunks)
-
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns; ``row``: where each stands in its shard."""
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
@@ -361,7 +331,7 @@ class ShardReader:
         for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
             here, number = slice(*bounds), int(shard_of[bounds[0]])
             rows = row[here]
-            records = self._records(number, rows)
+            records = self._files.records(number, rows)
             shard = self.opened(number)
             limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
@@ -450,7 +420,7 @@ class ShardReader:
             sample = found.sample[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
             row = int(self._shards.records_of(sample, number))
-            offset = int(self._records(number, slice(row, row + 1))["offset"][0])
+            offset = int(self._files.records(number, slice(row, row + 1))["offset"][0])
             end = offset + int(found.num_bytes[wrong.argmax()])
             raise _misplaced(self.opened(number), "ids", offset, end)
 

@@ -27,7 +27,7 @@ from loader.decode import (
     with_loss_masks,
 )
 from loader.order import Int32s, Int64s
-from loader.reading import ReaderContext, SampleBytes, ShardReader
+from loader.reading import ReaderIndex, SampleBytes, ShardReader
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.dataset_spec import BLANK
@@ -41,7 +41,7 @@ class Samples:
 
     shards: ShardSet
     vocab_size: int | None = None  # checked where it is given: ids that others made
-    context: ReaderContext = ReaderContext()  # noqa: RUF009  frozen
+    reader_index: ReaderIndex = ReaderIndex()  # noqa: RUF009  frozen
     origins: bool = False  # whether chunks say where each document comes from
 
     @property
@@ -64,7 +64,7 @@ class Samples:
         raise NotImplementedError
 
     def open(self) -> ShardReader:
-        return ShardReader(self.shards, self.context)
+        return ShardReader(self.shards, self.reader_index)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Lengths by the idx alone, int64[n]; of the samples int64[n]."""
@@ -285,10 +285,8 @@ class JoinedRows(Samples):
             ends = np.concatenate([[0], np.cumsum(reader.num_tokens_of(number) + puts)])
             expected = int(self.first_token[number + 1] - self.first_token[number])
             if int(ends[-1]) != expected:
-                raise BrokenShard(
-                    f"{shard.tar.path}: its idx counts {int(ends[-1])} tokens, its manifest {expected}; "
-                    f"{shard.remedy}"
-                )
+                found = f"an idx that counts {int(ends[-1])} tokens"
+                raise BrokenShard(path=shard.tar.path, found=found, expected=expected, remedy=shard.remedy)
             shard.sums["stream"] = ends
             shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), -1)
         return shard.sums["stream"]
@@ -411,7 +409,7 @@ def make_samples(
     starts: bool = False,
     keeps_tail: bool = False,
     origins: bool = False,
-    context: ReaderContext = ReaderContext(),  # noqa: B008  frozen
+    reader_index: ReaderIndex = ReaderIndex(),  # noqa: B008  frozen
 ) -> Samples:
     """The samples of some shards.
 
@@ -423,7 +421,7 @@ def make_samples(
     shared: dict[str, Any] = {
         "shards": shards,
         "vocab_size": vocab_size,
-        "context": context,
+        "reader_index": reader_index,
         "origins": origins,
     }
     if rules.seq_len is not None and not shards.row_tokens:

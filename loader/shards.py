@@ -85,11 +85,9 @@ class DatasetShards:
         """Return the tar of a shard."""
         return self.scanned.path if self.scanned else tar_path(self.folder, int(self.shard_ids[row]))
 
-    def remedy_of(self, row: int) -> str:
-        """Return what to do about a shard that is missing or broken."""
-        if self.scanned:
-            return "it changed since it was scanned: copy it again, and start anew"
-        return f"run: {rerun_command(int(self.shard_ids[row]), self.folder)}"
+    def remedy_of(self, row: int) -> str | None:
+        """Return the command that makes a shard again; None of a tar that others wrote."""
+        return None if self.scanned else rerun_command(int(self.shard_ids[row]), self.folder)
 
     @property
     def idx_bytes(self) -> Int64s:
@@ -204,19 +202,6 @@ class ShardSet:
     def fingerprint(self) -> str:
         """Hash all sources in their order: sha256."""
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
-
-    def end_of(self, first: int, fingerprint: str) -> int | None:
-        """Return where those sources from ``first`` on end whose fingerprint begins so; None: nowhere."""
-        found = hashlib.sha256()
-        for number, source in enumerate(self.sources[first:], first):
-            found.update(source.fingerprint.encode())
-            if found.hexdigest().startswith(fingerprint):
-                return number + 1
-        return None
-
-    def of_sources(self, first: int, end: int) -> ShardSet:
-        """Return some of the sources that stand side by side."""
-        return ShardSet(self.sources[first:end], self.split)
 
     def locate(self, shard: int) -> tuple[DatasetShards, int]:
         """Return the source of a shard, counted through all sources, and its row there."""

@@ -440,10 +440,11 @@ class Progress:
     """Where a loader's loop stands. Nothing that only looks changes it."""
 
     delivered: Position = Position()  # noqa: RUF009  immutable
-    began: Position = Position()  # noqa: RUF009  # where the run began: a new loader's beginning, or a state
     trained: Position | None = None  # of the optimizer's last step; None: the loop has not said it
-    left: Position | None = None  # where the loop left an epoch by set_epoch, if it did
-    num_left: int = 0  # steps of epochs that the loop left, minus those that it got again
+    # Steps of the run that the loop left out by set_epoch, minus those that it got again; and how many it had
+    # got when it last did so.
+    num_left: int = 0
+    left_at: int = 0
     is_loaded: bool = False  # a state was loaded, and not iterated since
 
     @property
@@ -451,16 +452,10 @@ class Progress:
         """What a state has: what was trained, where the loop says it, else what was delivered."""
         return self.delivered if self.trained is None else self.trained
 
-    def jump(self, position: Position) -> None:
-        """Stand at a position that the loop did not come to by batches."""
-        self.delivered = position
-        if self.trained is not None:
-            self.trained = position
-
     def load(self, position: Position, num_left: int) -> None:
-        """Go on behind what a state says was delivered: a run begins there."""
-        self.jump(position)
-        self.began, self.left, self.num_left, self.is_loaded = position, None, num_left, True
+        """Go on behind what a state says was delivered."""
+        self._jump(position)
+        self.num_left, self.left_at, self.is_loaded = num_left, 0, True
 
     def leave_for(self, epoch: int, run: Run) -> None:
         """Make an epoch the next one, from its first step.
@@ -475,27 +470,21 @@ class Progress:
                 f"{self.delivered.epoch} after {self.delivered.step} steps; let the loop begin there, as "
                 f'range(loader.state_dict()["epoch"], num_epochs) does, or make a loader without the state'
             )
-        position = Position(epoch=epoch)
-        if self.delivered == self.began:
-            self.began = position
-            if epoch:
-                logger.warning(
-                    "set_epoch(%d) on a loader that delivered nothing: epoch %d comes from its first step. A "
-                    "run that goes on inside of it needs load_state_dict before, also under Trainer's "
-                    "ignore_data_skip=True",
-                    epoch,
-                    epoch,
-                )
-        else:
-            self.left = self.delivered
-            self.num_left += run.step_of(position) - run.step_of(self.delivered)
-        self.jump(position)
-
-    def check_unbroken(self) -> None:
-        """Raise UsageError where steps of the loop are no longer steps of the run."""
-        if self.left is not None:
-            raise UsageError(
-                f"the run left epoch {self.left.epoch} after {self.left.step} of its steps and began another "
-                "epoch, so the number of trained steps does not say which samples came; save state_dict() "
-                "after the optimizer's step instead"
+        if self.delivered == Position():
+            logger.warning(
+                "set_epoch(%d) on a loader that delivered nothing: epoch %d comes from its first step. A run "
+                "that goes on inside of it needs load_state_dict before, also under Trainer's "
+                "ignore_data_skip=True",
+                epoch,
+                epoch,
             )
+        before = run.step_of(self.delivered)
+        self.left_at = before - self.num_left
+        self._jump(Position(epoch=epoch))
+        self.num_left += run.step_of(self.delivered) - before
+
+    def _jump(self, position: Position) -> None:
+        """Stand at a position that the loop did not come to by batches."""
+        self.delivered = position
+        if self.trained is not None:
+            self.trained = position

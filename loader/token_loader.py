@@ -561,16 +561,22 @@ class TokenLoader(DataLoader[Batch]):
         return state_of(self.chunks.plan, at, self._layout, self._progress.num_left)
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return the state after ``step`` global batches, counted through all epochs from 0. Changes nothing.
+        """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them. Changes
+        nothing.
 
         For loops that something fetches ahead for, and to leave steps out, as after a spike of the loss:
-        ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError after the run left an epoch
-        before its end.
+        ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
+        was left by ``set_epoch``.
         """
-        if step < 0:
-            raise UsageError(f"step is {step}, expected the number of global batches trained, 0 or more")
-        self._progress.check_unbroken()
-        return self._state_of(self.run.position(step))
+        least = self._progress.left_at
+        if step < least:
+            raise UsageError(
+                f"step is {step}, expected the number of global batches trained, at least {least}: there the "
+                "loop began an epoch before the last one was over",
+                found=f"step={step}",
+                expected=f"at least {least}",
+            )
+        return self._state_of(self.run.position(step + self._progress.num_left))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from loader.batches import PadToken, choose_pad_token
-from loader.sources import whole_number
+from loader.batches import PadToken, choose_pad_token, log_pad_token
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -30,18 +29,12 @@ class TrainingSetup:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """For the forward pass: bfloat16 where it was asked for."""
-        return torch.autocast(
-            "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, enabled=self.bf16
-        )
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.autocast(device, torch.bfloat16, enabled=self.bf16)
 
 
 def set_up_training(
-    loader: TokenLoader | Any,
-    *,
-    bf16: bool = False,
-    tf32: bool = True,
-    num_threads: int | None = None,
-    environ: MutableMapping[str, str] | None = None,
+    loader: TokenLoader | Any, *, bf16: bool = False, tf32: bool = True, num_threads: int | None = None
 ) -> TrainingSetup:
     """Set what follows, for this process and those it starts, and say it once, at INFO on rank 0.
 
@@ -52,46 +45,39 @@ def set_up_training(
         tf32: float32 matrix products in TF32 where there is CUDA: "high" in torch's words.
         num_threads: of torch in this process. Default: OMP_NUM_THREADS, unless that is torchrun's guess;
             else the CPUs of this process, shared among torchrun's ranks on this node, less one a worker.
-        environ: the process's own if not given.
 
-    ``model_options`` has ``attn_implementation="sdpa"``. Raises UsageError.
+    ``model_options`` has ``attn_implementation="sdpa"``. OMP_NUM_THREADS, MKL_NUM_THREADS and
+    TOKENIZERS_PARALLELISM are set where the user has not. Raises UsageError.
     """
-    environ = os.environ if environ is None else environ
     if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave bf16 out, tf32 stays")
     is_loader = isinstance(loader, TokenLoader)
     tokenizer: Any = loader.tokenizer if is_loader else loader
     pad = choose_pad_token(tokenizer)
     tokenizer.padding_side, tokenizer.pad_token = "right", pad.token
-    if pad.token_id == tokenizer.eos_token_id and not is_loader:  # of a loader, its collator has said it
-        logger.warning(
-            "the tokenizer has no pad token but EOS (%s): a loss or collator that leaves padding out by its "
-            "id never teaches the model to end; give it a pad token of its own",
-            pad.token,
-        )
+    if not is_loader:  # the collator of a loader has said it
+        log_pad_token(pad, tokenizer.eos_token_id)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    text = environ.get("OMP_NUM_THREADS", "")
-    is_guess = text == "1" and "TORCHELASTIC_RUN_ID" in environ  # torchrun sets it for several ranks
-    if num_threads is None and text.isdigit() and int(text) and not is_guess:
-        num_threads = int(text)
-    if num_threads is None:  # torchrun's ranks see all CPUs of the node; srun's their own
-        num_ranks = max(int(environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-        num_cpus = len(os.sched_getaffinity(0)) // num_ranks
-        num_threads = max(num_cpus - (loader.num_workers if is_loader else 0), 1)
-    torch.set_num_threads(whole_number("num_threads", num_threads, least=1))
+    if num_threads is None:
+        num_threads = _default_num_threads(loader.num_workers if is_loader else 0)
+    if num_threads < 1:
+        raise UsageError.of_value("num_threads", num_threads, "1 or more")
+    torch.set_num_threads(num_threads)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        environ.setdefault(name, str(num_threads))
-    environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork beside its threads may hang, and it warns
+        os.environ.setdefault(name, str(num_threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork beside its threads may hang
     if not is_loader or loader.process_rank.rank == 0:
-        logger.info(
-            "set up for training: %s, TF32 on CUDA: %s; attention: sdpa; %d threads; padding right with %s "
-            "(id %d)",
-            "bfloat16" if bf16 else "float32",
-            "yes" if tf32 else "no",
-            num_threads,
-            pad.token,
-            pad.token_id,
-        )
-    return TrainingSetup(
-        bf16=bf16, num_threads=num_threads, pad=pad, model_options={"attn_implementation": "sdpa"}
-    )
+        precision = f"{'bfloat16' if bf16 else 'float32'}, TF32 on CUDA: {'yes' if tf32 else 'no'}"
+        logger.info("set up for training: %s; attention: sdpa; %d threads", precision, num_threads)
+    options = {"attn_implementation": "sdpa"}
+    return TrainingSetup(bf16=bf16, num_threads=num_threads, pad=pad, model_options=options)
+
+
+def _default_num_threads(num_workers: int) -> int:
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    is_guess = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for several ranks
+    if text.isdigit() and int(text) and not is_guess:
+        return int(text)
+    # torchrun's ranks see all CPUs of the node; srun's their own.
+    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return max(len(os.sched_getaffinity(0)) // num_ranks - num_workers, 1)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lustre.apply import set_directory_layout
-from lustre.layout import StripeRequest
-from lustre.lfs import existing_part, kind_of, why_not_usable
-from lustre.show import report, report_json
+from lustre.layout import parse_stripe
+from lustre.lfs import existing_part, why_not_usable
+from lustre.show import report
 from shardprep.command_line import Command, Program, given_words
 from shardprep.console import print_lines, quoted
 from shardprep.errors import NotFound
+from shardprep.files import size_of_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,43 +24,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(args: argparse.Namespace) -> int:
     """Print the lines about a path. Raises NotFound, LustreError from lfs."""
-    if not kind_of(args.path):
+    if size_of_file(args.path) is None:
         remedy = f"shardprep lustre show {quoted(existing_part(args.path))}"
         raise NotFound(
             f"{args.path} is not there; what a new folder there will copy: {remedy}",
             path=args.path,
             remedy=remedy,
         )
-    print_lines(*([json.dumps(report_json(args.path))] if args.json else report(args.path)))
+    print_lines(*report(args.path))
     return 0
 
 
 def apply(args: argparse.Namespace) -> int:
     """Give a fresh, empty folder the named layout."""
-    request = StripeRequest.parse(args.stripe)
+    stripe = parse_stripe(args.stripe)
     if reason := why_not_usable(args.path):
         print_lines(f"nothing to do: {reason}")
         return 0
-    line = set_directory_layout(
-        args.path,
-        request,
-        dry_run=args.dry_run,
-        existing_files_keep_theirs=args.existing_files_keep_theirs,
-    )
-    print_lines(line)
+    print_lines(set_directory_layout(args.path, stripe, dry_run=args.dry_run))
     return 0
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="PATH", help="a folder or a file; need not be on Lustre")
-    parser.add_argument("--json", action="store_true", help="layout and finished shards, for programs")
 
 
 def _apply_flags(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "A file is never changed, and a folder that holds anything but jobs/ and logs/ only with "
-        "--existing_files_keep_theirs."
-    )
+    parser.epilog = "A file is never changed, nor a folder that holds anything but jobs/ and logs/."
     parser.add_argument("path", type=Path, metavar="PATH", help="a folder; need not be on Lustre")
     text = (
         "N[,SIZE][,POOL]: one stripe up to 64 MiB of a file and N from there on (-1: on every OST), such as "
@@ -68,11 +58,6 @@ def _apply_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stripe", metavar="LAYOUT", required=True, help=text)
     parser.add_argument("--dry_run", action="store_true", help="check everything, set nothing")
-    parser.add_argument(
-        "--existing_files_keep_theirs",
-        action="store_true",
-        help="set it although the folder holds files: they keep their layouts, new files get this one",
-    )
 
 
 PROGRAM = Program(

@@ -1,13 +1,12 @@
 """Set the layout that a fresh, empty folder gives to new files, and read it back. Nothing else sets any.
 
-A file is refused, since lfs can empty it, and so is a folder that holds anything, unless the user says that
-its files keep their layouts. lfs may exit 0 although it did something else: the layout is read back.
+A file is refused, since lfs can empty it, and so is a folder that holds anything: its files would keep their
+layouts. lfs may exit 0 although it did something else: the layout is read back.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -16,122 +15,111 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lustre.layout import (
-    ALL_OSTS,
-    NO_POOL,
-    Component,
-    Layout,
-    StripeRequest,
-    layout_of_file_system,
-    read_layout,
-    why_leave,
-)
-from lustre.lfs import existing_part, kind_of, lustre_mount, run_lfs, why_not_usable
-from lustre.space import UNKNOWN, count_osts, count_osts_if_told, read_targets
+from lustre.layout import ALL_OSTS, MAX_STRIPE_COUNT, NO_POOL, Layout, parse_stripe, read_layout
+from lustre.lfs import existing_part, lustre_mount, run_lfs, why_not_usable
+from lustre.space import UNKNOWN, count_osts
 from shardprep.console import counted, quoted
-from shardprep.errors import LustreError
+from shardprep.errors import LustreError, ShardprepError
+from shardprep.files import is_folder, names_in, size_of_file
 
 _OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
 _KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # a file of ``_kept``, which a kill left behind
+_WAYS = {  # what a server says in the C locale
+    "Read-only file system": "run this on a node that mounts the file system for writing",
+    "quota exceeded": "look at `lfs quota -u $USER`",
+    "No space left": "free some space; `lfs df` says which OSTs are full",
+    "inactive OST": "look at `lfs check servers`, and try again when it is back",
+}
 
 
-def set_directory_layout(
-    folder: Path, request: StripeRequest, *, dry_run: bool = False, existing_files_keep_theirs: bool = False
-) -> str:
+def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: bool = False) -> str:
     """Make new files in ``folder``, which is on Lustre, get a layout; ``dry_run`` checks and sets nothing.
 
     Returns a line about it. Raises LustreError, also where the layout is another one afterwards.
     """
-    refuse_all_but_directory(folder)
+    _refuse_all_but_directory(folder)
     before = read_layout(folder)
-    wanted, notes = request.layout, []
+    notes: list[str] = []
     num_osts = UNKNOWN
-    if wanted:
-        if lost := before.only_typed():
-            raise LustreError(
-                f"{folder} gives new files {before.text()}, expected a layout that may be replaced: a number "
-                f"of stripes would drop {' and '.join(lost)}. Leave it as it is, or name the whole layout as "
-                "for lfs setstripe: --stripe '-c 8'"
-            )
-        if wanted.pool:
-            num_osts = count_osts(folder, wanted.pool)  # refuses a pool that is not there, or is empty
-        elif before.pool and request.gives_up_pool:
-            notes.append(f"pool {before.pool}, which it had, is given up")
-        elif before.pool:  # lfs would drop it
-            parts = tuple(replace(part, pool=before.pool) for part in wanted.components)
-            wanted = replace(wanted, components=parts)
-            request = replace(request, layout=wanted)
-            notes.append(f"pool {before.pool} stays (--stripe N,{NO_POOL} would give it up)")
-        num_osts = num_osts or count_osts_if_told(folder, wanted.pool)
-        most = wanted.components[-1].stripe_count
-        if 0 < num_osts < most:
+    if isinstance(stripe, Layout):
+        stripe = _with_pool(stripe, before, folder)
+        num_osts = count_osts(folder, stripe.components[0].pool)
+        if 0 < num_osts < (most := stripe.components[-1].stripe_count):
             notes.append(f"asked for {most}, which is more than the {counted(num_osts, 'OST')} here")
-        if not before.is_inherited and is_as_asked(wanted, before, num_osts):
+        if not before.is_inherited and is_as_asked(stripe, before, num_osts):
             return "; ".join([f"{folder} has it already; new files get {before.text()}", *notes])
-    notes += _refuse_all_but_empty(folder, existing_files_keep_theirs=existing_files_keep_theirs)
+    command = setstripe_command(folder, stripe)
+    _refuse_all_but_empty(folder, command)
     if dry_run:
-        command = shlex.join(["lfs", "setstripe", *request.words(), str(folder.absolute())])
         return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
     with _kept(folder):
-        result = run_lfs("setstripe", *request.words(), folder)
-    result.checked(_what_to_do(result.exit_code, result.stdout + result.stderr, folder))
+        result = run_lfs("setstripe", *options_of(stripe), folder)
+    result.checked(_what_to_do(result.stdout + result.stderr, folder))
     after = read_layout(folder)
-    if wanted and not is_as_asked(wanted, after, num_osts):
+    if isinstance(stripe, Layout) and not is_as_asked(stripe, after, num_osts):
         raise LustreError(
-            f"{folder}: `lfs {result.shown}` exited 0, but new files get {after.text()}, expected "
-            f"{wanted.text()}; this lfs may be a site's wrapper with its own rules, or the site restricts "
-            "layouts: ask the site, or keep what it gives"
+            f"{folder}: `{command}` exited 0, but new files get {after.text()}, expected {stripe.text()}; "
+            "this lfs may be a site's wrapper with its own rules, or the site restricts layouts: ask the "
+            "site, or keep what it gives",
+            path=folder,
+            found=after.text(),
+            expected=stripe.text(),
         )
-    if wanted and after.pool and not wanted.pool:
-        notes.append(f"pool {after.pool} was added, which nobody asked for: a site's wrapper does that")
-    if warning := start_warning(folder, after):
-        notes.append(warning)
-    return "; ".join([f"{folder} now gives new files {after.text()}, before {before.text()}", *notes])
+    return "; ".join([f"{folder}: {new_files_text(folder, after)}, before {before.text()}", *notes])
 
 
-def refuse_all_but_directory(folder: Path) -> None:
-    """Raise LustreError for a file, and for what is not there."""
-    kind = kind_of(folder)
-    if not kind:
+def options_of(stripe: Layout | list[str]) -> list[str]:
+    return stripe.options() if isinstance(stripe, Layout) else stripe
+
+
+def setstripe_command(folder: Path, stripe: Layout | list[str]) -> str:
+    """Return what is run, for a shell."""
+    return shlex.join(["lfs", "setstripe", *options_of(stripe), str(folder.absolute())])
+
+
+def _with_pool(wanted: Layout, before: Layout, folder: Path) -> Layout:
+    """Return a layout by numbers with the pool that the folder has, which lfs would drop.
+
+    Raises LustreError for a folder of which numbers would drop more than that.
+    """
+    if not before.has_numbers_alone:
         raise LustreError(
-            f"{folder} is not there, expected an existing, empty directory; "
-            f"create it: mkdir -p {quoted(folder)}"
+            f"{folder} gives new files {before.text()}, expected a layout that numbers may replace: they "
+            "would drop mirrors, pools and data on the metadata server without a word. Leave it as it is, or "
+            "name the whole layout as for lfs setstripe: --stripe '-c 8'",
+            path=folder,
+            found=before.text(),
+            remedy="--stripe '-c 8'",
         )
-    if kind != "folder":
+    (had,) = before.pools
+    pool = wanted.components[0].pool or had
+    parts = tuple(replace(part, pool="" if pool == NO_POOL else pool) for part in wanted.components)
+    return replace(wanted, components=parts)
+
+
+def _refuse_all_but_directory(folder: Path) -> None:
+    if size_of_file(folder) is None:
+        remedy = f"mkdir -p {quoted(folder)}"
+        raise LustreError(f"{folder} is not there; make an empty directory", path=folder, remedy=remedy)
+    if not is_folder(folder):
         raise LustreError(
             f"{folder} is a file, expected an existing, empty directory; a file's layout is never changed "
-            "here, since lfs can empty the file. Create a fresh folder and copy the file into it"
+            "here, since lfs can empty the file. Create a fresh folder and copy the file into it",
+            path=folder,
+            found="a file",
         )
 
 
-def names_held(folder: Path) -> list[str]:
-    """List what makes a folder not empty: all but its jobs and logs. Raises LustreError."""
-    try:
-        with os.scandir(folder) as entries:
-            return [
-                entry.name
-                for entry in entries
-                if not (entry.name in _OWN_FOLDERS and entry.is_dir()) and not _KEEPER.fullmatch(entry.name)
-            ]
-    except OSError as error:
+def _refuse_all_but_empty(folder: Path, command: str) -> None:
+    held = [name for name in names_in(folder) if name not in _OWN_FOLDERS and not _KEEPER.fullmatch(name)]
+    if held:
         raise LustreError(
-            f"{folder} cannot be listed ({error.strerror}), expected an empty directory that you can read"
-        ) from None
-
-
-def _refuse_all_but_empty(folder: Path, *, existing_files_keep_theirs: bool) -> list[str]:
-    """Refuse a folder that holds something, unless its files keep their layouts; returns a note on them."""
-    held = names_held(folder)
-    if not held:
-        return []
-    if not existing_files_keep_theirs:
-        raise LustreError(
-            f"{folder} holds {min(held)} and perhaps more, expected an empty directory: files that are "
-            "there would keep their old layout. Choose a fresh folder, or keep what the site gives; "
-            "for new files alone: shardprep lustre apply ... --existing_files_keep_theirs"
+            f"{folder} holds {held[0]} and perhaps more, expected an empty directory: files that are there "
+            f"would keep their old layout. Choose a fresh folder; for new files alone run: {command}",
+            path=folder,
+            found=held[0],
+            remedy=command,
         )
-    names = counted(len(held), "name")
-    return [f"new files alone get it: {names} here keep their layouts; lfs migrate moves a file to another"]
 
 
 @contextlib.contextmanager
@@ -146,7 +134,8 @@ def _kept(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise LustreError(
             f"{folder} cannot be written to ({error.strerror}), expected a folder in which you can make "
-            f"files; {_what_to_do(error.errno or 0, '', folder)}"
+            f"files; {_what_to_do(error.strerror or '', folder)}",
+            path=folder,
         ) from None
     try:
         yield
@@ -155,69 +144,37 @@ def _kept(folder: Path) -> Iterator[None]:
             keeper.unlink()
 
 
-def _what_to_do(code: int, words: str, folder: Path) -> str:
-    """Return the way on after a failed change; how full the OSTs are where space or quota ran out."""
-    if code == errno.EROFS or "Read-only file system" in words:
-        return "the file system is mounted read-only here: run this on a node that mounts it for writing"
-    if code == errno.EDQUOT or "quota exceeded" in words:
-        return f"look at `lfs quota -u $USER {lustre_mount(folder).mount_point}`"
-    if code == errno.ENOSPC or "No space left" in words:
-        try:
-            return "; ".join(["free some space", *read_targets(folder).lines()])
-        except LustreError as error:
-            return f"free some space; how full the OSTs are is unknown: {error}"
-    if code == errno.EREMOTEIO:
-        return "an OST is inactive; look at `lfs check servers`, and try again when it is back"
+def _what_to_do(said: str, folder: Path) -> str:
+    """Return the way on after a failed change."""
+    for words, way in _WAYS.items():
+        if words in said:
+            return way
     return f"the owner of {folder} can set it; or keep what the site gives"
 
 
 def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:
     """Return whether ``found`` is what ``wanted`` asks for; ``num_osts`` may be UNKNOWN.
 
-    What ``wanted`` leaves open (default count or size, no pool) is not compared. A place to start is never
-    asked for: one that is found fills one OST with every file.
+    What ``wanted`` leaves open (size, pool) is not compared. Fewer stripes are taken, since OSTs may be fewer
+    and sites cap the number, but 1 only where there is one OST. A place to start is never asked for: one that
+    is found fills one OST with every file.
     """
     if wanted.is_composite != found.is_composite or len(wanted.components) != len(found.components):
         return False
-    if found.num_mirrors > 1:
-        return False
     for want, have in zip(wanted.components, found.components, strict=True):
-        if (want.start_bytes, want.end_bytes) != (have.start_bytes, have.end_bytes) or have.is_on_mdt:
-            return False
-        if have.place or not _is_count(want.stripe_count, have, num_osts):
-            return False
-        if want.stripe_size_bytes not in {0, have.stripe_size_bytes}:
-            return False
-        if want.pool not in {"", have.pool}:
+        most = MAX_STRIPE_COUNT if want.stripe_count == ALL_OSTS else want.stripe_count
+        least = 1 if num_osts == 1 else 2
+        if (
+            not (have.stripe_count == want.stripe_count or least <= have.stripe_count < most)
+            or want.end_bytes != have.end_bytes
+            or want.stripe_bytes not in {0, have.stripe_bytes}
+            or want.pool not in {"", have.pool}
+            or have.is_on_mdt
+            or have.is_overstriped
+            or have.has_fixed_place
+        ):
             return False
     return True
-
-
-def _is_count(want: int, found: Component, num_osts: int) -> bool:
-    """Compare as asked, or all OSTs where there are fewer; where nobody tells how many, fewer but not 1.
-
-    A stripe on every OST may be found as any number above 1, since sites cap it.
-    """
-    have = found.stripe_count
-    if found.is_overstriped and have >= ALL_OSTS:  # they share OSTs
-        return False
-    if want == ALL_OSTS:
-        return have == want or have > 1
-    return have == want or (have == min(want, num_osts) if num_osts != UNKNOWN else 1 < have < want)
-
-
-def start_warning(folder: Path, layout: Layout) -> str:
-    """Say what a start that somebody named does to the shards; empty where the server chooses."""
-    if not layout.fixed_place:
-        return ""
-    keep = ""
-    with contextlib.suppress(LustreError):
-        keep = " --existing_files_keep_theirs" if names_held(folder) else ""
-    count = layout.components[-1].stripe_count or 1
-    return (
-        f"warning: every new file lies {layout.fixed_place}: all shards would fill the same place. To end "
-        f"that: shardprep lustre apply {quoted(folder)} --stripe '-c {count}'{keep}"
-    )
 
 
 # --- plan --stripe
@@ -232,33 +189,47 @@ def stripe_line(folder: Path, stripe: str, *, is_planned: bool = False, dry_run:
     name = f"stripe {stripe}"
     if stripe == "none":
         return f"{name}: the layout is left as it is"
-    request = None if stripe == "auto" else StripeRequest.parse(stripe)
-    try:
-        if reason := why_not_usable(folder):
-            return f"{name}: nothing to do, {reason}"
-        if request is None:
+    if stripe == "auto":
+        try:
+            if reason := why_not_usable(folder):
+                return f"{name}: nothing to do, {reason}"
             there = existing_part(folder)
             layout = read_layout(there)
-            why = why_leave(layout, layout_of_file_system(there))
-            return f"{name}: left as it is; {_new_files_text(folder, layout, why)}"
-    except (LustreError, OSError) as error:
-        if request is not None:
-            raise
-        return f"{name}: left as it is; what new files get cannot be told: {error}"
+            return f"{name}: left as it is; {new_files_text(there, layout)} ({origin_text(there, layout)})"
+        except (ShardprepError, OSError) as error:
+            return f"{name}: left as it is; what new files get cannot be told: {error}"
+    wanted = parse_stripe(stripe)
+    if reason := why_not_usable(folder):
+        return f"{name}: nothing to do, {reason}"
     if is_planned:
         return (
             f"{name}: left as it is, since {folder} is planned already and its files keep their layouts; "
             "plan into a fresh folder, or see `shardprep lustre apply --help`"
         )
-    if dry_run and not kind_of(folder):
-        command = shlex.join(["lfs", "setstripe", *request.words(), str(folder.absolute())])
-        return f"{name}: {folder} would be made; would run: {command}"
-    return f"{name}: {set_directory_layout(folder, request, dry_run=dry_run)}"
+    if dry_run and size_of_file(folder) is None:
+        return f"{name}: {folder} would be made; would run: {setstripe_command(folder, wanted)}"
+    return f"{name}: {set_directory_layout(folder, wanted, dry_run=dry_run)}"
 
 
-def _new_files_text(folder: Path, layout: Layout, why: str | None = None) -> str:
-    parts = [f"new files get {layout.text()}", why, start_warning(folder, layout)]
-    return "; ".join(part for part in parts if part)
+def origin_text(folder: Path, layout: Layout) -> str:
+    """Say whose choice the layout of a folder is, as far as lfs tells."""
+    if layout.is_inherited:
+        return "inherited, it has no default of its own"
+    with contextlib.suppress(LustreError):
+        if layout == read_layout(Path(lustre_mount(folder).mount_point)):
+            return "the file system's default; lfs does not tell whether the folder has it of its own, too"
+    return "its own default"
+
+
+def new_files_text(folder: Path, layout: Layout) -> str:
+    """Say what a layout of a folder gives to new files, and what is wrong with it."""
+    if not layout.has_fixed_place:
+        return f"new files get {layout.text()}"
+    count = layout.components[-1].stripe_count or 1
+    return (
+        f"warning: new files get {layout.text()}, so each begins on an OST that somebody named, and all "
+        f"shards would fill the same one; to end that: lfs setstripe -c {count} {quoted(folder)}"
+    )
 
 
 def layout_line(folder: Path) -> str | None:
@@ -266,6 +237,6 @@ def layout_line(folder: Path) -> str | None:
     try:
         if why_not_usable(folder):
             return None
-        return f"on Lustre, {_new_files_text(folder, read_layout(folder))}"
-    except (LustreError, OSError) as error:
+        return f"on Lustre, {new_files_text(folder, read_layout(folder))}"
+    except (ShardprepError, OSError) as error:
         return f"note: which layout new files get cannot be told: {error}"

@@ -10,21 +10,17 @@ import contextlib
 import os
 import re
 import shutil
-import stat
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from shardprep.errors import LustreError
+from shardprep.files import size_of_file
 
 TIMEOUT_S = 30.0  # a healthy server answers within milliseconds
-FILES_PER_CALL = 256  # paths of the greatest length still fit into one argument list
+DF_TIMEOUT_S = 10.0  # an OST that hangs makes df wait; nobody needs its answer that much
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # the kernel writes blank, tab, newline and backslash in octal
-
-
-class LfsSilentError(LustreError):
-    """``lfs`` gave no answer within its time limit; further calls would take as long."""
 
 
 class Mount(NamedTuple):
@@ -75,7 +71,7 @@ def lustre_mount(path: Path) -> Mount:
     mount = file_system_of(path)
     if mount is None or mount.fs_type != "lustre":
         where = mount.fs_type if mount else "an unknown file system"
-        raise LustreError(f"{path} is on {where}, not on Lustre")
+        raise LustreError(f"{path} is on {where}, not on Lustre", path=path, found=where)
     return mount
 
 
@@ -88,27 +84,11 @@ def why_not_usable(path: Path) -> str | None:
     return None if shutil.which("lfs") else f"{path} is on Lustre, but there is no lfs on PATH"
 
 
-def kind_of(path: Path) -> str:
-    """Return ``folder``, ``file`` or, where nothing is there, an empty text.
-
-    Raises LustreError where that cannot be known: a closed folder above it, a server that is away.
-    """
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise LustreError(
-            f"{path} cannot be looked at ({why}), expected a path that you may see on a file system that "
-            "answers; look at `ls -ld` of the folders above it, and at `lfs check servers`"
-        ) from None
-    return "folder" if stat.S_ISDIR(mode) else "file"
-
-
 def existing_part(path: Path) -> Path:
     """Return ``path`` itself or, where it is not there yet, the nearest folder above it that is."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if kind_of(place))
+    return next(
+        place for place in (path.absolute(), *path.absolute().parents) if size_of_file(place) is not None
+    )
 
 
 class LfsResult(NamedTuple):
@@ -122,81 +102,48 @@ class LfsResult(NamedTuple):
     stdout: str
     stderr: str
 
-    def checked(self, what_to_do: str = "look at `lfs check servers`") -> str:
-        """Return standard output. Raises LustreError with lfs's own words where it failed."""
-        if self.exit_code:
-            raise LustreError(f"`lfs {self.shown}` {self.failure}; {what_to_do}")
-        return self.stdout
-
-    @property
-    def shown(self) -> str:
-        """The arguments for a person; of very many paths, the first ones."""
-        text = " ".join(self.arguments)
-        return text if len(text) < 1000 else f"{text[:300]} ..."
-
     @property
     def failure(self) -> str:
         """How it failed, in lfs's own words: standard error, or what 2.17 writes to standard output."""
         words = (self.stderr.strip() or self.stdout.strip() or "no message").splitlines()
         code = self.exit_code
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-        return f"{how}: {' / '.join(words[:2])}"
+        return f"`lfs {' '.join(self.arguments)}` {how}: {' / '.join(words[:2])}"
 
-
-def time_limit_s(command: str) -> float:
-    """Return the seconds that a call of ``lfs command`` may take.
-
-    An OST that hangs makes df wait; nobody needs its answer that much.
-    """
-    return 10.0 if command == "df" else TIMEOUT_S
+    def checked(self, what_to_do: str = "look at `lfs check servers`") -> str:
+        """Return standard output. Raises LustreError with lfs's own words where it failed."""
+        if self.exit_code:
+            raise LustreError(f"{self.failure}; {what_to_do}", found=f"exit code {self.exit_code}")
+        return self.stdout
 
 
 def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
     """Run ``lfs``; a Path becomes absolute and without links, of which lfs would say they have no layout.
 
-    Raises LustreError where there is no lfs, or it cannot be started, and LfsSilentError.
+    Raises LustreError where it cannot be started, or gives no answer in time.
     """
-    program = shutil.which("lfs")
-    if program is None:
-        raise LustreError(
-            "there is no lfs on PATH; load the Lustre client's module, or use a node that has it"
-        )
     words = [command, *(os.path.realpath(each) if isinstance(each, Path) else each for each in arguments)]
     pipe, environment = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
     try:
         process = subprocess.Popen(
-            [program, *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
+            ["lfs", *words], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment
         )
     except (OSError, ValueError) as error:  # ValueError: a null byte in a path
         raise LustreError(
-            f"{program} cannot be started ({error}), expected Lustre's lfs for this machine; "
-            f"try `{program} --version`, and ask the site for one that runs here"
+            f"lfs cannot be started ({error}), expected Lustre's lfs for this machine; load the Lustre "
+            "client's module, or use a node that has it"
         ) from None
-    timeout_s = time_limit_s(command)
+    timeout_s = DF_TIMEOUT_S if command == "df" else TIMEOUT_S
     try:
         outputs = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel is left behind
             process.wait(timeout=0.2)
-        raise LfsSilentError(
-            f"`lfs {' '.join(words)[:1000]}` gave no answer in {timeout_s:g} s, expected "
-            "milliseconds: a server of this file system may be down; look at `lfs check servers`"
+        raise LustreError(
+            f"`lfs {' '.join(words)}` gave no answer in {timeout_s:g} s, expected milliseconds: a server of "
+            "this file system may be down; look at `lfs check servers`"
         ) from None
-    # as bytes: a text stream would turn a carriage return in a file's name into a line end
+    # Decoded here: a text stream would turn a carriage return in a file's name into a line end.
     out, err = (each.decode("utf-8", "surrogateescape") for each in outputs)
     return LfsResult(words, process.returncode, out, err)
-
-
-def find_files(output: str, files: Sequence[str], behind: str) -> dict[str, re.Match[str]]:
-    """Find where lfs names files, in their order: each at a line's start, ``behind`` (a pattern) after it.
-
-    A name may hold a line end, or the words that lfs prints behind it.
-    """
-    found: dict[str, re.Match[str]] = {}
-    at = 0
-    for file in files:
-        if match := re.compile(rf"^{re.escape(file)}{behind}", re.MULTILINE).search(output, at):
-            found[file] = match
-            at = match.end()
-    return found

@@ -20,7 +20,7 @@ from preprocess.make.resources import WorkerSettings, environment_number
 from shardprep.command_line import Command, Program, add_flags_of, given_of, given_words, parse_size
 from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, short_bytes
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
-from shardprep.format.names import INDEX_NAME, PLAN_NAME, id_ranges, ids_of_ranges
+from shardprep.format.names import INDEX_NAME, id_ranges, ids_of_ranges
 from shardprep.format.options import GROUPS, RESOURCES, PrepConfig
 
 if TYPE_CHECKING:
@@ -274,25 +274,6 @@ def _verify_deep(args: argparse.Namespace, plan: Plan, standing: Mapping[int, Fi
     return 0
 
 
-def clean(args: argparse.Namespace) -> int:
-    """``clean DATA``: what attempts that died left behind."""
-    from preprocess.check.clean import clean as remove
-    from preprocess.check.clean import cleaning_lines
-    from shardprep.format.plan import read_plan
-
-    plan = read_plan(args.output_dir)
-    cleaning = remove(args.output_dir, plan, dry_run=args.dry_run, say=say)
-    if plan is None and not cleaning.removed and not cleaning.kept:
-        raise NotFound(
-            f"{args.output_dir} has no {PLAN_NAME} and no temporary file, so nothing was removed; name the "
-            "folder of a data set",
-            path=args.output_dir,
-            expected="the folder of a data set",
-        )
-    print_lines(*cleaning_lines(cleaning, dry_run=args.dry_run))
-    return 0
-
-
 def parse_ids(text: str, num_shards: int) -> list[int]:
     """``0-9,12`` -> shard ids in order, each once. Raises UsageError."""
     try:
@@ -375,11 +356,6 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(shards=None, fast=True, deep=None)
 
 
-def _clean_flags(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
-
-
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
     _add_folder(parser)
     tier = parser.add_mutually_exclusive_group()
@@ -431,10 +407,9 @@ PROGRAM = Program(
         "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
         "export": _elsewhere("look.export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
         "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
-        "clean": Command(
+        "clean": _elsewhere(
+            "check.clean",
             "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
-            _clean_flags,
-            clean,
         ),
         "train_tokenizer": Command(
             "train a byte-level BPE like Llama 3's",

@@ -40,9 +40,8 @@ def __getattr__(name: str) -> Any:
         import loader
 
         if name not in getattr(loader, "__all__", ()):
-            from shardprep.own_packages import REMEDY, mixed_packages
+            from shardprep.own_packages import not_ours
 
-            found = mixed_packages() or [f"{loader.__file__} is not shardprep's package loader"]
-            raise ImportError("; ".join([*found, REMEDY]), name=loader.__name__)
+            raise not_ours(loader)
         return loader.get_llama3_dataloader
     raise AttributeError(f"module 'shardprep' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from shardprep import __version__
 from shardprep.command_line import Program, given_words, unknown_command
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
-from shardprep.own_packages import REMEDY, check_not_hidden, mixed_packages
+from shardprep.own_packages import check_not_hidden, not_ours
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
@@ -78,13 +78,10 @@ def _dispatch(words: list[str]) -> int:
 
 def _program(package: str) -> Program:
     check_not_hidden(package)
-    try:
-        program = importlib.import_module(f"{package}.__main__").PROGRAM
-    except (ImportError, AttributeError):
-        if mixed := mixed_packages():
-            raise ImportError("; ".join([*mixed, REMEDY]), name=package) from None
-        raise
-    assert isinstance(program, Program)
+    module = importlib.import_module(f"{package}.__main__")
+    program = getattr(module, "PROGRAM", None)
+    if not isinstance(program, Program):
+        raise not_ours(module)
     return program
 
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import importlib.metadata
+from types import ModuleType
 
 HOME = Path(__file__).parents[1]  # our packages stand beside one another, installed or not
 
@@ -49,27 +46,10 @@ def _hiding(package: str) -> str | None:
     return origin or (places[0] if places else package)
 
 
-def mixed_packages() -> list[str]:
-    """Return what another installed distribution did to our packages: pip overwrites files without a word."""
-    import importlib.metadata  # 30 ms, which only an error is worth
-
-    beside = [each for each in importlib.metadata.distributions(path=[str(HOME)]) if each.files]
-    own = [file for each in beside if each.metadata["Name"] == "shardprep" for file in each.files or []]
-    names = {file.parts[0] for file in own if file.suffix == ".py" and len(file.parts) > 1}
-    lines = [f"{file.locate()} is not shardprep's own, or is missing" for file in own if _is_changed(file)]
-    del lines[1:]
-    for each in beside:
-        theirs = [file for file in each.files or [] if file.parts[0] in names and file.suffix == ".py"]
-        if theirs and each.metadata["Name"] != "shardprep":
-            more = f" and {len(theirs) - 1} more files" if len(theirs) > 1 else ""
-            lines.append(f"{each.metadata['Name']} has installed {theirs[0].locate()}{more} into it")
-    return lines
-
-
-REMEDY = "install shardprep anew, in a virtual environment of its own"
-
-
-def _is_changed(file: importlib.metadata.PackagePath) -> bool:
-    path = Path(str(file.locate()))
-    is_listed = file.suffix == ".py" and file.size is not None
-    return is_listed and not (path.is_file() and path.stat().st_size == file.size)
+def not_ours(module: ModuleType) -> ImportError:
+    """Return the error of a module at our place that another distribution wrote: pip overwrites files."""
+    return ImportError(
+        f"{module.__file__} is not shardprep's: another installed package has written it; install shardprep "
+        "anew, in a virtual environment of its own",
+        name=module.__name__.partition(".")[0],
+    )

@@ -59,7 +59,8 @@ def _members() -> Iterator[str]:
             continue
         called = ""
         if inspect.isfunction(member):
-            called = f"({', '.join(inspect.signature(member).parameters)})".replace("self", "")
+            _, *parameters = inspect.signature(member).parameters
+            called = f"({', '.join(parameters)})"
         yield f"| `{name}{called}` | {_in_table(_first_paragraph(member))} |"
     counts = "`num_batches`, `num_tokens`, `num_padding`, `num_cut_tokens`, `wait_s`, `padding_share`"
     yield f"| `metrics` | counts of this rank: {counts}; `reset()` |"

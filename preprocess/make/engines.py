@@ -501,15 +501,16 @@ def is_new_code_point() -> npt.NDArray[np.bool_]:
 
 def texts_with_new_code_points(texts: Sequence[bytes]) -> list[int]:
     """Return the numbers of the texts that hold a code point of ``is_new_code_point``: 2 ns per character."""
-    numbers = [number for number, text in enumerate(texts) if not text.isascii()]
-    wide = b"".join([texts[number] for number in numbers]).decode()
-    points = np.frombuffer(wide.encode("utf-32-le"), "<u4")
-    places = np.flatnonzero(is_new_code_point().take(points, mode="clip"))
-    if not len(places):
+
+    def places(chosen: Iterable[bytes]) -> Numbers:
+        points = np.frombuffer(b"".join(chosen).decode().encode("utf-32-le"), "<u4")
+        return np.flatnonzero(is_new_code_point().take(points, mode="clip"))
+
+    if not len(places(itertools.filterfalse(bytes.isascii, texts))):
         return []
-    ends = np.cumsum([len(texts[number].decode()) for number in numbers])
-    found = np.unique(np.searchsorted(ends, places, side="right"))
-    return [numbers[place] for place in found.tolist()]
+    ends = np.cumsum([len(text.decode()) for text in texts])
+    numbers: list[int] = np.unique(np.searchsorted(ends, places(texts), side="right")).tolist()
+    return numbers
 
 
 def _engine(name: str, encode: Callable[..., TokenBatch], encode_chat: EncodeChat | None = None) -> Engine:

@@ -493,7 +493,7 @@ def make_plan(
     Raises every ShardprepError that the inputs, the tokenizer or the folder give reason for.
     """
     if stripe not in {"auto", "none"}:
-        lustre.StripeRequest.parse(stripe)  # an impossible one is told first
+        lustre.parse_stripe(stripe)  # an impossible one is told first
     _check_apart(config)
     names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
     listing = find_inputs(

@@ -1,17 +1,17 @@
 """Plain text: a document is a line, or a whole file. Compressed text, too.
 
 A part is read in blocks of whole lines, as bytes. Where a block is UTF-8, and it nearly always is, its lines
-are found and stripped in numpy. The lines of any other block are decoded one by one.
+are split at once. The lines of any other block are decoded one by one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from preprocess.read.compressed import LineFormat
 from preprocess.read.format import MOST_DOCUMENT_BYTES, Records, too_long
@@ -21,15 +21,10 @@ from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.format.options import PlanOptions
 
 _MARK = b"\xef\xbb\xbf"
-# White space as str.strip() knows it: in ASCII, and what a first or last letter beyond it may be, by the
-# bytes of its UTF-8 as one number.
-_IS_ASCII_SPACE = np.zeros(256, np.bool_)
-_IS_ASCII_SPACE[list(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")] = True
-_WIDE_SPACES = np.array(
-    sorted(
-        int.from_bytes(chr(point).encode(), "big") for point in range(0x80, 0x10000) if chr(point).isspace()
-    )
-)
+# Which white space of ``str.strip`` ``bytes.strip`` leaves: by code point, all below 0x10000.
+_IS_WIDE_SPACE = np.zeros(0x10000, np.bool_)
+_IS_WIDE_SPACE[0x80:0x3001] = [chr(point).isspace() for point in range(0x80, 0x3001)]
+_IS_WIDE_SPACE[0x1C:0x20] = True
 
 
 class TextLines(LineFormat):
@@ -86,16 +81,25 @@ def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
 
 
 def _texts_of(codec: str, block: bytes, starts: Numbers, at: int) -> tuple[Texts, dict[str, list[str]]]:
-    bounds = [*starts.tolist(), len(block)]
     if codec == "utf-8":
-        try:
-            block.decode()
-        except UnicodeDecodeError:
-            pass
-        else:
-            return _stripped(block, starts), {}
-    lines = itertools.pairwise(bounds)
-    return [_text_of(block[begin:end], at + begin, codec) for begin, end in lines], {}
+        with contextlib.suppress(UnicodeDecodeError):
+            return _stripped(block, block.decode())[: len(starts)], {}
+    bounds = itertools.pairwise([*starts.tolist(), len(block)])
+    return [_text_of(block[begin:end], at + begin, codec) for begin, end in bounds], {}
+
+
+def _stripped(block: bytes, text: str) -> Texts:
+    """Strip the lines of a block that is UTF-8, given as ``text``, too; behind the last end stands one more.
+
+    bytes.strip does it, in half the time, where the block has no white space but that of ASCII.
+    """
+    if b"\r" in block:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    else:
+        code_units = np.frombuffer(text.encode("utf-16-le"), "<u2")
+        if not _IS_WIDE_SPACE.take(code_units, mode="clip").any():
+            return [line.strip() for line in block.split(b"\n")]
+    return [line.strip().encode() for line in text.split("\n")]
 
 
 def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
@@ -107,43 +111,3 @@ def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     return text.strip().encode()
-
-
-def _stripped(block: bytes, starts: Numbers) -> Texts:
-    """Strip lines of UTF-8 as ``str.strip`` does. Each line begins where the one before it ends."""
-    letters = np.frombuffer(block, np.uint8)
-    begins, ends = starts.copy(), np.append(starts[1:], len(block))
-    # A few rounds: each takes a letter off the lines that still begin, or end, with ASCII white space.
-    left = np.arange(len(begins))
-    while len(left := left[begins[left] < ends[left]]):
-        left = left[_IS_ASCII_SPACE[letters[ends[left] - 1]]]
-        ends[left] -= 1
-    left = np.flatnonzero(begins < ends)
-    while len(left := left[begins[left] < ends[left]]):
-        left = left[_IS_ASCII_SPACE[letters[begins[left]]]]
-        begins[left] += 1
-    texts: Texts = [block[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-    for number in _with_wide_spaces(letters, begins, ends).tolist():
-        texts[number] = block[begins[number] : ends[number]].decode().strip().encode()
-    return texts
-
-
-def _with_wide_spaces(letters: npt.NDArray[np.uint8], begins: Numbers, ends: Numbers) -> Numbers:
-    """Return which lines begin or end with white space beyond ASCII: two or three bytes of UTF-8.
-
-    Some others may be among them: of very short lines, letters of their neighbours are looked at, too.
-    """
-
-    def at(places: Numbers) -> Numbers:
-        return letters[places.clip(0, len(letters) - 1)].astype(np.int64)
-
-    lines = np.flatnonzero(begins < ends)
-    beginning = lines[letters[begins[lines]] >= 0x80]
-    first = begins[beginning]
-    two = at(first) << 8 | at(first + 1)
-    begin_so = np.isin(two, _WIDE_SPACES) | np.isin(two << 8 | at(first + 2), _WIDE_SPACES)
-    ending = lines[letters[ends[lines] - 1] >= 0x80]
-    last = ends[ending] - 1
-    two = at(last - 1) << 8 | at(last)
-    end_so = np.isin(two, _WIDE_SPACES) | np.isin(at(last - 2) << 16 | two, _WIDE_SPACES)
-    return np.union1d(beginning[begin_so], ending[end_so])

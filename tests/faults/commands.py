@@ -25,7 +25,7 @@ _WORDS: Mapping[str, str] = {
     "stage": "stage DATA --to STAGED",
     "status": "status DATA",
     "peek": "peek DATA --num 3",
-    "doctor": "doctor --no-torch --input_dir RAW --output_dir DATA --model_id MODEL",
+    "doctor": "doctor --output_dir DATA --model_id MODEL",
     "train_tokenizer": "train_tokenizer --input_dir RAW --output_dir TRAINED --vocab_size 300",
     "clean": "clean DATA",
     "submit": "submit DATA --mem_gb 1",

@@ -90,15 +90,14 @@ def test_one_rank_prepares_and_all_go_on_when_it_is_verified(start: Any, tmp_pat
     job = start().start(1, 2, 0)
     assert job.ends() == [f"ready {tmp_path / 'data'}"] * 3
     assert num_shards(tmp_path / "data") == 5
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".data.prepared.json", "data"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 
 def test_the_others_end_with_the_error_of_rank_0(start: Any, tmp_path: Path) -> None:
     job = start(input_dir=tmp_path / "nothing").start(0, 1)
     ends = job.ends()
-    assert ends[0].startswith("NotFound shardprep plan ended with exit code 66")
-    assert str(tmp_path / "nothing") in ends[0]
-    assert ends[1].startswith(f"NotFound rank 0 could not prepare {tmp_path / 'data'}: shardprep plan ended")
+    assert all(end.startswith("NotFound ") and str(tmp_path / "nothing") in end for end in ends)
+    assert "rank 0" in ends[1]
 
 
 Call = Callable[..., str]
@@ -112,9 +111,9 @@ def prepared(prep: Prep, sample_dir: Path, data_dir: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SLURM_JOB_ID", "7")
 
     def call(rank: int, **given: Any) -> str:
-        options = {"num_shards": 5, "num_proc": 1, **given}
+        options = {"num_shards": 5, "num_proc": 1, "world_size": 2, **given}
         return ensure_prepared(
-            data_dir, input_dir=sample_dir, model_id=str(prep.model_dir), rank=rank, world_size=2, **options
+            data_dir, input_dir=sample_dir, model_id=str(prep.model_dir), rank=rank, **options
         )
 
     return call
@@ -126,8 +125,9 @@ def test_other_options_are_refused_and_a_preprocess_py_of_the_users_own_is_not_r
     monkeypatch.chdir(data_dir.parent)
     (data_dir.parent / "preprocess.py").write_text("raise SystemExit('of the user')")
     assert prepared(0) == prepared(1)
-    with pytest.raises(Refused, match="--append_eos was False, now True"):
-        prepared(0, append_eos=True)
+    for rank in (0, 1):
+        with pytest.raises(Refused, match="--append_eos"):
+            prepared(rank, append_eos=True)
 
 
 def add(raw: Path) -> None:
@@ -148,11 +148,11 @@ def remove(raw: Path) -> None:
 
 
 CHANGES: dict[Callable[[Path], Any], str] = {
-    add: r"new\.txt was added",
-    change: r"ko_0\.txt has \d+ bytes, not \d+",
-    rewrite: r"ko_0\.txt holds other bytes",
-    remove: r"ko_0\.txt is missing",
-    shutil.rmtree: "is no folder",
+    add: "new.txt",
+    change: "ko_0.txt",
+    rewrite: "ko_0.txt",
+    remove: "ko_0.txt",
+    shutil.rmtree: "raw",
 }
 
 
@@ -182,51 +182,30 @@ def test_a_raw_folder_that_is_no_longer_the_planned_one_is_refused_on_every_rank
     for path in raw.iterdir():
         path.touch()  # which changes nothing
     assert verified(0) == verified(1)
-    for change_input, words in CHANGES.items():
+    for number, (change_input, words) in enumerate(CHANGES.items()):
         shutil.rmtree(raw)
         shutil.copytree(sample_dir, raw)
         change_input(raw)
-        for rank in (0, 1):
-            with pytest.raises(Refused, match=f"{words}.*list of folders"):
-                verified(rank)
+        with pytest.raises(Refused, match=words):
+            verified(rank=number % 2)
 
 
-def test_every_rank_has_the_verdict_of_rank_0_about_its_own_arguments(verified: Call) -> None:
-    for rank in (0, 1):
-        with pytest.raises(Refused, match="--append_eos was False, now True"):
-            verified(rank, append_eos=True)
-    assert verified(0) == verified(1)
-
-
-@pytest.mark.parametrize("why", ["no launcher", "an earlier start under the same name"])
-def test_a_rank_that_cannot_know_the_verdict_of_rank_0_compares_by_itself(
-    verified: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    if why == "no launcher":
-        monkeypatch.delenv("SLURM_JOB_ID")
-    assert verified(0) == verified(1)
-    add(tmp_path / "raw")
-    with pytest.raises(Refused, match="new"):
-        verified(1)
-
-
-def test_one_rank_alone_leaves_nothing_beside_the_data_set(verified: Call, tmp_path: Path) -> None:
-    assert verified(0, world_size=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "raw"]
+def test_one_rank_alone_leaves_nothing_beside_the_data_set(prepared: Call, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        prepared(0, world_size=1, seq_len=7)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_a_rank_says_that_it_waits_at_once_and_again_after_a_while(
-    verified: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    prepared: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ReadWriteError, match="limit_s"):
-        verified(1, limit_s=0.5)
-    assert capsys.readouterr().err.count("rank 1: waiting for rank 0 to prepare") == 1
+        prepared(1, limit_s=0.5)
+    assert capsys.readouterr().err.count("rank 1: waiting for rank 0") == 1
     monkeypatch.setattr("loader.prepare._SAY_EVERY_S", 0)
     with pytest.raises(ReadWriteError, match="limit_s"):
-        verified(1, limit_s=0.5)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 2
-    assert all("s by now" in line for line in lines[1:])
+        prepared(1, limit_s=0.5)
+    assert capsys.readouterr().err.count("rank 1: waiting for rank 0") > 2
 
 
 def test_impossible_settings_are_named(prepared: Call) -> None:
@@ -234,25 +213,24 @@ def test_impossible_settings_are_named(prepared: Call) -> None:
         prepared(0, limit_s=0)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"launch": 1}', '{"exit_code": "x"}', "[" * 10**5])
+@pytest.mark.parametrize("content", ["{", "[]", '{"launch": 1}', "[" * 10**5])
 def test_a_note_that_nobody_can_read_says_nothing(prepared: Call, data_dir: Path, content: str) -> None:
-    (data_dir.parent / ".data.prepared.json").write_text(content)
+    (data_dir.parent / ".data.failed.json").write_text(content)
     with pytest.raises(ReadWriteError, match="limit_s"):
         prepared(1, limit_s=0.2)
 
 
-def test_a_failure_of_an_earlier_start_is_not_ours_and_one_that_stays_is(
-    prepared: Call, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    note = {"launch": "SLURM_JOB_ID=7", "asked": "", "exit_code": 65, "error": "long ago"}
-    path = data_dir.parent / ".data.prepared.json"
-    path.write_text(json.dumps({**note, "launch": "SLURM_JOB_ID=6"}))
-    with pytest.raises(ReadWriteError, match="limit_s"):
-        prepared(1, limit_s=0.2)
+def test_a_failure_of_an_earlier_start_is_not_ours(prepared: Call, data_dir: Path) -> None:
+    note = {"launch": "SLURM_JOB_ID=6", "exit_code": 65, "error": "long ago"}
+    path = data_dir.parent / ".data.failed.json"
     path.write_text(json.dumps(note))
-    monkeypatch.setattr("loader.prepare._OLD_FAILURE_S", 0.1)
+    with pytest.raises(ReadWriteError, match="limit_s"):
+        prepared(1, limit_s=0.2)
+    path.write_text(json.dumps({**note, "launch": "SLURM_JOB_ID=7"}))
     with pytest.raises(BadInput, match="long ago"):
         prepared(1, limit_s=60)
+    assert prepared(0)
+    assert not path.exists(), "the next start begins anew"
 
 
 def test_a_killed_rank_0_leaves_what_the_next_start_goes_on_with(start: Any, data_dir: Path) -> None:

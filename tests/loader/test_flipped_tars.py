@@ -55,9 +55,12 @@ def bits_of(shards: ShardSet, starts: bool) -> list[bytes]:
     reader = samples.open()
     try:
         chunk = samples.read(reader, np.arange(shards.num_samples)[:, None], 0)(0, 1)
-        ids = chunk.ids if isinstance(chunk.ids, np.ndarray) else chunk.ids[:, 0]
-        starts_read = b"" if chunk.starts is None else chunk.starts.flat.tobytes()
-        return [chunk.lengths.tobytes(), ids.tobytes(), starts_read]
+        ids, starts_read = chunk.ids.joined().flats[0], chunk.starts
+        return [
+            chunk.lengths.tobytes(),
+            ids.tobytes(),
+            b"" if starts_read is None else starts_read.flats[0].tobytes(),
+        ]
     finally:
         reader.close()
 
@@ -92,7 +95,7 @@ def spans_of_ids(folder: Path) -> list[tuple[int, int]]:
 
 def spans_of_members(path: Path) -> list[tuple[int, int]]:
     with TarBytes(path) as tar:
-        return [(first, first + size) for _, first, size in tar_members(path, tar)]
+        return [(first, first + size) for _, first, size in tar_members(tar)]
 
 
 class Flips:

@@ -198,7 +198,7 @@ def test_without_workers_each_shard_is_opened_once_wherever_the_loader_is_sent(
         for step in (3, 1, 7, 0):
             loader.load_state_dict(loader.state_at(step))
             next(iter(loader))
-        assert len(list(loader)) == len(loader)
+        assert len(list(loader)) == len(loader) - 1  # the rest of the epoch
         tars = Counter(path for path in opened if path.endswith(".tar"))
         assert set(tars.values()) == {1}
         assert num_handles() > before

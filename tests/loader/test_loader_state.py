@@ -9,7 +9,7 @@ import os
 import pickle
 import random
 import shutil
-from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from loader import TokenLoader, get_llama3_dataloader
 from loader.state import OtherRun
 from preprocess.look.train_tokenizer import train_tokenizer
-from shardprep.errors import BrokenShard, OtherTokenizer, UnknownVersion, UsageError
+from shardprep.errors import OtherTokenizer, UsageError
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -88,38 +88,6 @@ def test_a_state_from_any_step_resumes_on_any_world_and_number_of_workers(forms:
         assert joined[: 2 * steps - step] == whole[step : step + 20]
 
 
-@pytest.mark.parametrize("name", ["documents", "packed"])  # rows packed at load begin elsewhere
-def test_a_run_keeps_the_blocks_that_it_began_with(forms: Any, name: str) -> None:
-    """Another version may choose others. Also where the global batch is amended."""
-    with load(forms[name], global_batch_size=1, batch_size=1, shuffle=False) as loader:
-        samples = [shown(batch)[0] for batch in loader]
-    with load(forms[name]) as loader:
-        state = json.loads(json.dumps(loader.state_at(0)))
-        order = replace(loader.order, block_samples=2, window_samples=6)
-        assert order != loader.order
-    state["fingerprint"] |= order.sizes
-    expected = [[samples[number] for number in order.step_samples(0, step)] for step in range(12)]
-    with load(forms[name]) as loader:
-        loader.load_state_dict(state)
-        assert [shown(batch) for _, batch in zip(range(5), loader, strict=False)] == expected[:5]
-        state = loader.state_dict()
-    with load(forms[name], amend=True, global_batch_size=2 * GLOBAL_BATCH, batch_size=GLOBAL_BATCH) as loader:
-        loader.load_state_dict(state)
-        found = [each for _, batch in zip(range(6), loader, strict=False) for each in shown(batch)]
-        assert sorted(found) == sorted(each for step in expected[5:11] for each in step)
-
-
-@pytest.mark.parametrize("blocks", [{"block_samples": 0}, {"window_samples": -3}, {"block_samples": "4"}, {}])
-def test_blocks_that_are_none_are_refused(forms: Any, blocks: dict[str, Any]) -> None:
-    with load(forms["documents"]) as loader:
-        state = loader.state_at(0)
-        state["fingerprint"] |= blocks
-        if not blocks:
-            del state["fingerprint"]["block_samples"]
-        with pytest.raises(OtherRun, match=r"block_samples|window_samples"):
-            loader.load_state_dict(state)
-
-
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [True, False])
@@ -171,30 +139,7 @@ def test_inside_of_a_step_a_state_resumes_with_its_own_layout_only(forms: Any) -
         assert shown(loader.peek()) == whole[23]
         assert loader.first_batch == 23
         assert [shown(batch) for batch in loader] == whole[23 : len(whole) // 2]
-    with (
-        load(forms["documents"], world=2, batch_size=2) as loader,
-        pytest.raises(UsageError, match=r"after 3 batches of .*save it after the optimizer's step"),
-    ):
-        loader.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        ({"seed": 4}, "seed 3 in the state, 4 here"),
-        ({"global_batch_size": 16, "batch_size": 16}, "global_batch_size 8 in the state, 16 here"),
-        ({"max_length": 9}, "max_length 0 in the state, 9 here"),
-        ({"seq_len": 64}, "seq_len 0 in the state, 64 here"),
-        ({"group_by_length": 4}, "group_by_length 1 in the state, 4 here"),
-        ({"shuffle": False}, "shuffle True in the state, False here"),
-    ],
-)
-def test_a_state_of_another_order_is_refused_naming_what_differs(
-    forms: Any, changed: Any, named: str
-) -> None:
-    with load(forms["documents"]) as loader:
-        state = loader.state_at(3)
-    with load(forms["documents"], **changed) as loader, pytest.raises(OtherRun, match=named):
+    with load(forms["documents"], world=2, batch_size=2) as loader, pytest.raises(UsageError):
         loader.load_state_dict(state)
 
 
@@ -209,11 +154,12 @@ def test_a_moved_data_set_resumes_and_another_one_or_another_tokenizer_is_refuse
         loader.load_state_dict(state)
     prep.plan(sample_dir, tmp_path / "other", num_shards=3, append_eos=True)
     prep.make(tmp_path / "other")
-    with load((tmp_path / "other", {})) as loader, pytest.raises(OtherRun, match="data '"):
+    with load((tmp_path / "other", {})) as loader, pytest.raises(OtherRun) as error:
         loader.load_state_dict(state)
+    assert "data" in str(error.value.found)
     with load(forms["documents"]) as loader:
         state["fingerprint"]["tokenizer"] = "0" * 64
-        with pytest.raises(OtherTokenizer, match="tokenizer '000000000000' in the state"):
+        with pytest.raises(OtherTokenizer):
             loader.load_state_dict(state)
 
 
@@ -230,37 +176,6 @@ def test_a_refused_state_changes_nothing_for_the_loop_that_is_running(forms: Any
                 loader.load_state_dict(other)
             assert loader.state_dict() == loader.state_at(3)
             assert found + [shown(batch) for batch in batches] == whole
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"format": "other"}, "its format is 'other'"),
-        ({"format": None, "fingerprint": None}, "its format is None"),
-        ({"step": 10**6}, "the state stands at"),
-        *(({name: 2**70}, "the state stands at") for name in ("epoch", "step", "num_micro")),
-        ({"step": 1.5}, "its step is .*, expected a whole number"),
-        ({"epoch": None}, "its epoch is .*, expected a whole number"),
-        ({"num_micro": float("nan")}, "its num_micro is .*, expected a whole number"),
-        ({"step": "1"}, "its step is .*, expected a whole number"),
-    ],
-)
-def test_what_is_no_state_is_refused(forms: Any, changed: dict[str, Any], said: str) -> None:
-    with load(forms["documents"]) as loader:
-        state = loader.state_dict()
-        with pytest.raises(BrokenShard, match=said):
-            loader.load_state_dict({**state, **changed})
-        assert loader.state_dict() == state
-        for name in ("epoch", "step", "num_micro"):
-            with pytest.raises(BrokenShard, match=f"its {name} is missing"):
-                loader.load_state_dict({key: value for key, value in state.items() if key != name})
-        for other in ({**state, "version": 2}, {key: state[key] for key in state if key != "version"}):
-            with pytest.raises(UnknownVersion):
-                loader.load_state_dict(other)
-        with pytest.raises(BrokenShard, match="no state of a loader"):
-            loader.load_state_dict({})
-        with pytest.raises(UsageError, match="step is -1"):
-            loader.state_at(-1)
 
 
 def test_a_state_is_a_few_numbers_that_torch_saves_and_never_a_path(forms: Any, tmp_path: Path) -> None:
@@ -316,58 +231,56 @@ def test_a_peek_is_the_batch_that_comes_next_and_changes_nothing(forms: Any) -> 
             assert loader.state_at(len(whole)) == loader.state_dict()
 
 
-@pytest.mark.parametrize("num_taken", [0, 1, 5])
-def test_a_state_of_a_step_is_refused_once_an_epoch_was_left_before_its_end(
-    forms: Any, num_taken: int
-) -> None:
-    """One look by next(iter(loader)), and the loop's step 3 is of epoch 1."""
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": False}])
+def test_a_loop_that_stopped_goes_on_with_the_next_batch(forms: Any, options: dict[str, Any]) -> None:
+    """Also inside of a step, and through the end of an epoch; what was only begun is not counted."""
+    whole = run(forms["documents"], batch_size=2)
+    with load(forms["documents"], batch_size=2, **options) as loader:
+        found: list[Any] = []
+        for pause in (10, 3, 1, 7, 500, 5):
+            iter(loader)
+            assert shown(loader.peek()) == whole[len(found)]
+            found += [shown(batch) for batch in islice(loader, pause)]
+            assert found == whole[: len(found)]
+            assert loader.num_steps_delivered == len(found) // 4
+            assert loader.state_dict()["num_micro"] == len(found) % 4
+        assert len(found) > len(loader)
+
+
+def test_a_loader_that_is_only_looked_into_loses_nothing(forms: Any) -> None:
+    whole = run(forms["documents"], epochs=1)
     with load(forms["documents"]) as loader:
-        left = iter(loader)
-        for _ in range(num_taken):
-            next(left)
-        assert loader.state_at(num_taken) == loader.state_dict()
-        batches = iter(loader)
-        for _ in range(3):
-            next(batches)
-        with pytest.raises(UsageError, match=rf"left epoch 0 after {num_taken} of .*loader\.peek\(\)"):
-            loader.state_at(3)
-        state = loader.state_dict()
-        assert (state["epoch"], state["step"]) == (1, 3)
-        loader.load_state_dict(state)
+        assert [shown(next(iter(loader))) for _ in range(5)] == whole[:5]
+        assert loader.num_steps_delivered == 5
+        assert loader.state_at(5) == loader.state_dict()
+
+
+def test_set_epoch_leaves_an_epoch_and_the_loop_still_counts_its_steps(forms: Any) -> None:
+    epochs = run(forms["documents"], epochs=3)
+    with load(forms["documents"]) as loader:
         steps = len(loader)
-        assert loader.state_at(steps + 3) == state
-
-
-def test_an_epoch_that_is_set_behind_one_that_was_not_finished_breaks_the_count_of_steps(forms: Any) -> None:
-    with load(forms["documents"]) as loader:
-        for number in (0, 1):
-            loader.set_epoch(number)
+        for _ in range(3):
             next(iter(loader))
-        with pytest.raises(UsageError, match="left epoch 0 after 1 of its steps"):
-            loader.state_at(2)
+        loader.set_epoch(0)  # in which it stands
+        assert shown(next(iter(loader))) == epochs[3]
+        loader.set_epoch(2)
+        assert shown(next(iter(loader))) == epochs[2 * steps]
+        assert loader.num_steps_delivered == 5
+        assert loader.state_at(6) == {**loader.state_dict(), "step": 2}
+        with pytest.raises(UsageError):
+            loader.state_at(3)  # of an epoch that was left
+        state = loader.state_dict()
     with load(forms["documents"]) as loader:
-        list(loader)
-        loader.set_epoch(0)
-        with pytest.raises(UsageError, match="left epoch 1 after 0 of its steps"):
-            loader.state_at(2)
-
-
-def test_a_loop_from_epoch_0_on_does_not_throw_a_loaded_state_away(forms: Any) -> None:
-    with load(forms["documents"]) as loader:
-        state = loader.state_at(len(loader) + 7)
         loader.load_state_dict(state)
-        for number in (0, 2):
-            with pytest.raises(UsageError, match=rf"set_epoch\({number}\) would throw away the state"):
-                loader.set_epoch(number)
-        assert loader.state_dict() == state
+        assert loader.num_steps_delivered == 5
+        assert shown(next(iter(loader))) == epochs[2 * steps + 1]
+        assert loader.num_steps_delivered == 6
 
 
-@pytest.mark.parametrize(
-    ("epoch", "message"),
-    [(-1, "epoch is -1"), ("1", "epoch is '1'"), (1.5, "epoch is"), (2**70, "expected at most")],
-)
-def test_an_epoch_that_is_no_number_from_0_on_is_refused(forms: Any, epoch: Any, message: str) -> None:
-    with load(forms["documents"]) as loader, pytest.raises(UsageError, match=message):
+@pytest.mark.parametrize("epoch", [-1, "1", 1.5, 2**70])
+def test_an_epoch_that_is_no_number_from_0_on_is_refused(forms: Any, epoch: Any) -> None:
+    with load(forms["documents"]) as loader, pytest.raises(UsageError):
         loader.set_epoch(epoch)
 
 
@@ -428,7 +341,7 @@ def test_a_copy_of_a_loader_goes_on_where_the_original_stood_and_leaves_it_alone
 
 def test_a_loader_says_what_it_is_and_where_it_stands(forms: Any) -> None:
     with load(forms["documents"], world=2, rank=1, batch_size=2) as loader:
-        steps = loader.order.steps_per_epoch
+        steps = loader.run.steps_in(0)
         loader.load_state_dict(loader.state_at(steps + 3))
         assert loader.first_batch == 6
         assert len(loader) == 2 * steps
@@ -539,7 +452,7 @@ def test_a_tiny_llama_killed_and_resumed_learns_as_if_it_had_not_been(
 def test_a_bar_of_a_resumed_epoch_ends_at_its_total(forms: Any) -> None:
     tqdm = pytest.importorskip("tqdm").tqdm
     with load(forms["documents"]) as loader:
-        loader.load_state_dict(loader.state_at(loader.order.steps_per_epoch // 3))
+        loader.load_state_dict(loader.state_at(loader.run.steps_in(0) // 3))
         with tqdm(loader, initial=loader.first_batch, file=io.StringIO()) as bar:
             assert 0 < bar.n < bar.total == len(loader)
             num_batches = sum(1 for _ in bar)

@@ -64,7 +64,7 @@ def found_in(path: Path, raw: bytes) -> Members:
 
     with pytest.MonkeyPatch.context() as patch, TarBytes(path) as tar:
         patch.setattr(os, "preadv", reading)
-        return [(name, raw[first : first + size]) for name, first, size in tar_members(path, tar)]
+        return [(name, raw[first : first + size]) for name, first, size in tar_members(tar)]
 
 
 def found_by_tarfile(raw: bytes) -> Members:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import runpy
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from loader import UsageError, get_llama3_dataloader, set_up_training, training_setup
-from tests.checkout import ROOT
+from loader import UsageError, get_llama3_dataloader, set_up_training
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +24,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+    *("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+)
+
+
 @pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
+def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[MutableMapping[str, str]]:
+    """The process's own variables, without those that count here; all is as before at the end."""
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in VARIABLES})
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    yield
+    yield os.environ
     torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(precision)
 
@@ -49,30 +52,29 @@ def cpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 def test_a_loaders_tokenizer_pads_right_with_the_loaders_own_token(data: Path) -> None:
     with get_llama3_dataloader(data, 2, data, num_workers=0) as loader:
         loader.tokenizer.padding_side = "left"
-        setup = set_up_training(loader, environ={}, num_threads=1)
+        setup = set_up_training(loader, num_threads=1)
         assert loader.tokenizer.padding_side == "right"
         collator: Any = loader.step_batches.collate_fn
         assert loader.tokenizer.pad_token_id == setup.pad.token_id == collator.pad.token_id
 
 
-def test_a_pad_token_that_is_eos_is_a_warning(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(training_setup.logger, "warning", lambda text, *args: said.append(text % args))
-    set_up_training(tokenizer, environ={}, num_threads=1)
-    assert not said
+def test_a_pad_token_that_is_eos_is_a_warning(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    set_up_training(tokenizer, num_threads=1)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
     tokenizer.pad_token = tokenizer.eos_token
-    set_up_training(tokenizer, environ={}, num_threads=1)
-    assert [tokenizer.eos_token in line for line in said] == [True]
+    set_up_training(tokenizer, num_threads=1)
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert tokenizer.eos_token in record.getMessage()
 
 
 @pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
 def test_tf32_is_torchs_high_precision(tokenizer: Any, tf32: bool, precision: str) -> None:
-    set_up_training(tokenizer, tf32=tf32, environ={}, num_threads=1)
+    set_up_training(tokenizer, tf32=tf32, num_threads=1)
     assert torch.get_float32_matmul_precision() == precision
 
 
 @pytest.mark.parametrize(
-    ("environ", "expected"),
+    ("given", "expected"),
     [
         ({}, 12),
         ({"LOCAL_WORLD_SIZE": "4"}, 3),
@@ -83,12 +85,16 @@ def test_tf32_is_torchs_high_precision(tokenizer: Any, tf32: bool, precision: st
     ],
 )
 def test_threads_are_the_users_or_the_ranks_share_of_the_cpus(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: int
+    tokenizer: Any,
+    environ: MutableMapping[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    given: dict[str, str],
+    expected: int,
 ) -> None:
     cpus(monkeypatch, 12)
-    before = dict(environ)
-    assert set_up_training(tokenizer, environ=environ).num_threads == expected == torch.get_num_threads()
-    assert {name: environ[name] for name in before} == before, "what a user set stays"
+    environ.update(given)
+    assert set_up_training(tokenizer).num_threads == expected == torch.get_num_threads()
+    assert {name: environ[name] for name in given} == given, "what a user set stays"
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
     assert environ["MKL_NUM_THREADS"] == str(expected)
 
@@ -96,16 +102,16 @@ def test_threads_are_the_users_or_the_ranks_share_of_the_cpus(
 def test_each_worker_is_left_a_cpu(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cpus(monkeypatch, 8)
     with get_llama3_dataloader(data, 4, data, num_workers=3) as loader:
-        assert set_up_training(loader, environ={}).num_threads == 5
+        assert set_up_training(loader).num_threads == 5
 
 
 def test_no_number_of_threads_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(UsageError, match="num_threads is 0"):
-        set_up_training(tokenizer, num_threads=0, environ={})
+    with pytest.raises(UsageError, match="num_threads"):
+        set_up_training(tokenizer, num_threads=0)
 
 
 def test_bf16_computes_in_bfloat16_and_leaves_weights_alone(tokenizer: Any) -> None:
-    setup = set_up_training(tokenizer, bf16=True, environ={}, num_threads=1)
+    setup = set_up_training(tokenizer, bf16=True, num_threads=1)
     config = LlamaConfig(
         vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         **setup.model_options,
@@ -116,31 +122,8 @@ def test_bf16_computes_in_bfloat16_and_leaves_weights_alone(tokenizer: Any) -> N
         assert model(ids).logits.dtype == torch.bfloat16
     assert model(ids).logits.dtype == torch.float32
     assert model.config._attn_implementation == "sdpa"
-    with set_up_training(tokenizer, environ={}, num_threads=1).autocast():
+    with set_up_training(tokenizer, num_threads=1).autocast():
         assert model(ids).logits.dtype == torch.float32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--bf16"]])
-def test_the_example_trains_with_it(
-    prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
-) -> None:
-    prep.plan(sample_dir, tmp_path / "data", num_shards=1, record="packed", seq_len=32)
-    prep.make(tmp_path / "data")
-    assert prep.command("verify", tmp_path / "data").code == 0
-    words = ["--seq_len", "32", "--num_steps", "2", "--num_workers", "0", "--num_threads", "1", *flags]
-    words = [str(tmp_path / "data"), str(tmp_path / "saved"), *words]
-    monkeypatch.setattr("sys.argv", ["train_llama.py", *words])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    for name, value in {**variables, "TOKENIZERS_PARALLELISM": "false"}.items():
-        monkeypatch.setenv(name, value)
-    example = runpy.run_path(str(ROOT / "examples" / "train_llama.py"))
-    assert example["main"]() == 0
-    lines = [json.loads(line) for line in (tmp_path / "saved" / "log.jsonl").open(encoding="utf-8")]
-    assert [line["step"] for line in lines] == [1, 2]
-    state = torch.load(tmp_path / "saved" / "step-00000002.pt", weights_only=True)
-    assert {weight.dtype for weight in state["model"].values()} == {torch.float32}
 
 
 def test_bf16_on_a_gpu_without_it_is_refused(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,4 +131,4 @@ def test_bf16_on_a_gpu_without_it_is_refused(tokenizer: Any, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "An old GPU")
     with pytest.raises(UsageError, match="An old GPU has no bfloat16"):
-        set_up_training(tokenizer, bf16=True, environ={})
+        set_up_training(tokenizer, bf16=True)

@@ -53,12 +53,10 @@ class FakeLustre:
     def fault(self, name: str) -> None:
         """A command that hangs gets a short time limit, and no other one: a busy machine may be slow."""
         self.monkeypatch.setenv("FAKE_LFS_FAULT", name)
+        if name == "hang":
+            self.monkeypatch.setattr(lustre.lfs, "TIMEOUT_S", 0.1)
         if name.startswith("hang"):
-            _, _, hanging = name.partition("-")
-            limit_s = lustre.lfs.TIMEOUT_S
-            self.monkeypatch.setattr(
-                lustre.lfs, "time_limit_s", lambda command: 0.1 if hanging in {"", command} else limit_s
-            )
+            self.monkeypatch.setattr(lustre.lfs, "DF_TIMEOUT_S", 0.1)
 
     def command(self, *args: object) -> tuple[int, str]:
         """``python -m lustre`` here: exit code, and what it printed on both."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import subprocess
@@ -18,13 +17,7 @@ from lustre import LustreError, Need, space_lines
 from lustre.__main__ import main
 from slurm.__main__ import main as slurm_main
 from tests.checkout import ROOT
-from tests.lustre.fake_lustre import (
-    MIB,
-    FakeLustre,
-    apply_stripe,
-    both_dialects,
-    install_fake_lfs,
-)
+from tests.lustre.fake_lustre import MIB, FakeLustre, apply_stripe, both_dialects, install_fake_lfs
 from tests.slurm.fake_slurm import FakeSlurm
 
 if TYPE_CHECKING:
@@ -34,9 +27,9 @@ pytestmark = pytest.mark.processes
 
 RAID: dict[str, Any] = {"end": None, "count": 1, "size": 4 * MIB, "pattern": "raid0"}
 PFL = [{**RAID, "end": 256 * MIB}, {**RAID, "count": -1}]
-EIGHT = "-E 67108864 -c 1 -S 4194304 -E -1 -c 8 -S 4194304"
+EIGHT = "-E 64M -c 1 -S 4M -E -1 -c 8 -S 4M"
 DOM = "-E 64K -L mdt -E -1 -c 2 -S 4M"
-OST = {"used": 25 << 20, "available": 75 << 20, "flags": "", "state": "ACTIVE"}
+OST = {"used": 25 << 20, "available": 75 << 20, "flags": ""}
 
 
 def set_by_hand(on_lustre: FakeLustre, options: str) -> None:
@@ -52,19 +45,16 @@ def set_by_hand(on_lustre: FakeLustre, options: str) -> None:
 @pytest.mark.parametrize(
     ("stripe", "options", "gives"),
     [
-        ("1", "-c 1", "plain: 1 stripe of"),
-        ("8", EIGHT, "progressive (PFL): 1 stripe of 4 MiB up to 64 MiB, 8 stripes of 4 MiB from there on"),
-        ("-1", EIGHT.replace("-c 8", "-c -1"), "a stripe on every OST of 4 MiB from there on"),
-        ("8,1M", EIGHT.replace("4194304", "1048576"), "8 stripes of 1 MiB from there on"),
-        ("1,64K,disk", "-c 1 -S 65536 -p disk", "plain: 1 stripe of 64 KiB in pool disk"),
-        ("1,flash", "-c 1 -p flash", "in pool flash"),
-        ("-c 8", "-c 8", "plain: 8 stripes of"),
-        ("-c8 -S 4M -p disk", "-c8 -S 4M -p disk", "plain: 6 stripes of 4 MiB in pool disk"),
-        (
-            "-E 64K -L mdt -E -1 -c 2 -S 4M",
-            "-E 64K -L mdt -E -1 -c 2 -S 4M",
-            "server up to 64 KiB, 2 stripes",
-        ),
+        ("1", "-c 1", "-c 1 -S"),
+        ("8", EIGHT, EIGHT),
+        ("-1", EIGHT.replace("-c 8", "-c -1"), "-c -1 -S 4M"),
+        ("8,1M", EIGHT.replace("4M", "1M").replace("61M", "64M"), "-c 8 -S 1M"),
+        ("1,64K,disk", "-c 1 -S 64K -p disk", "-c 1 -S 64K -p disk"),
+        ("1,flash", "-c 1 -p flash", "-p flash"),
+        ("1,none", "-c 1", "-c 1 -S"),
+        ("-c 8", "-c 8", "-c 8 -S"),
+        ("-c8 -S 4M -p disk", "-c8 -S 4M -p disk", "-c 6 -S 4M -p disk"),
+        (DOM, DOM, DOM),
     ],
 )
 def test_a_layout_is_set_as_asked_on_a_fresh_folder_and_read_back(
@@ -98,11 +88,6 @@ def test_what_lfs_refuses_or_takes_amiss_is_refused_before_it_runs(
     assert (code, on_lustre.calls()) == (2, []), text
 
 
-def test_an_inherited_layout_of_the_same_count_is_still_made_the_folders_own(on_lustre: FakeLustre) -> None:
-    assert "now gives" in apply_stripe(on_lustre.folder, "1")
-    assert len(on_lustre.setstripe_calls()) == 1
-
-
 def test_a_layout_that_is_there_already_is_not_set_again(on_lustre: FakeLustre) -> None:
     for _ in range(2):
         assert on_lustre.command("apply", on_lustre.folder, "--stripe", "100")[0] == 0
@@ -110,12 +95,11 @@ def test_a_layout_that_is_there_already_is_not_set_again(on_lustre: FakeLustre) 
     assert len(on_lustre.setstripe_calls()) == 1
 
 
-@both_dialects
 def test_a_dry_run_tells_the_command_and_sets_nothing(on_lustre: FakeLustre) -> None:
     code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", "20", "--dry-run")
     assert code == 0
-    assert f"would run: lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/" in text
-    assert "more than the 8 OSTs here" in text
+    assert f"lfs setstripe {EIGHT.replace('-c 8', '-c 20')} '/" in text
+    assert "8 OSTs" in text
     (on_lustre.folder / "a").touch()
     assert on_lustre.command("apply", on_lustre.folder, "--stripe", "8", "--dry_run")[0] == 73
     assert on_lustre.setstripe_calls() == []
@@ -124,9 +108,9 @@ def test_a_dry_run_tells_the_command_and_sets_nothing(on_lustre: FakeLustre) -> 
 @pytest.mark.parametrize(
     ("held", "named"),
     [
-        ("-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk", ["metadata", "flash", "disk"]),
-        ("-E 64K -L mdt -E -1 -c 1 -S 1M", ["metadata"]),
-        ("-N2 -c 2", ["2 mirrors"]),
+        ("-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk", ["mdt", "flash", "disk"]),
+        ("-E 64K -L mdt -E -1 -c 1 -S 1M", ["mdt"]),
+        ("-N2 -c 2", ["-N -E -1 -c 2 -S 4M -N -E -1 -c 2 -S 4M"]),
     ],
 )
 def test_tiers_and_mirrors_are_dropped_by_a_layout_as_typed_alone(
@@ -140,13 +124,6 @@ def test_tiers_and_mirrors_are_dropped_by_a_layout_as_typed_alone(
     assert on_lustre.command("apply", on_lustre.folder, "--stripe", *typed)[0] == 0
 
 
-def test_mirrors_are_shown_as_mirrors(on_lustre: FakeLustre) -> None:
-    set_by_hand(on_lustre, "-N2 -c 2")
-    _, text = on_lustre.command("show", on_lustre.folder)
-    assert "new files get 2 mirrors: 2 stripes of 4 MiB; 2 stripes of 4 MiB (its own default)" in text
-
-
-@both_dialects
 @pytest.mark.parametrize(
     ("stripe", "options"), [("1", "-c 1 -p flash"), ("1,none", "-c 1"), ("1,disk", "-c 1 -p disk")]
 )
@@ -179,36 +156,35 @@ def test_a_file_or_nothing_is_refused_and_a_file_keeps_its_bytes(on_lustre: Fake
     assert on_lustre.setstripe_calls() == []
 
 
-def test_a_folder_with_files_gets_a_layout_for_new_files_on_request(on_lustre: FakeLustre) -> None:
+def test_a_folder_with_jobs_and_logs_alone_counts_as_empty(on_lustre: FakeLustre) -> None:
     (on_lustre.folder / "jobs").mkdir()
     (on_lustre.folder / "logs").mkdir()
-    on_lustre.give(may_hold=[str(on_lustre.folder)])
     assert on_lustre.command("apply", on_lustre.folder, "--stripe", "1")[0] == 0
-    (on_lustre.folder / "file").write_bytes(b"precious")
-    words = ["apply", on_lustre.folder, "--stripe", "2"]
-    assert on_lustre.command(*words)[0] == 73
-    code, text = on_lustre.command(*words, "--existing_files_keep_theirs")
-    assert (code, "keep their layouts" in text) == (0, True)
-    assert (on_lustre.folder / "file").read_bytes() == b"precious"
 
 
-@both_dialects
+def test_a_folder_with_files_is_refused_with_the_command_that_changes_new_files_alone(
+    on_lustre: FakeLustre,
+) -> None:
+    (on_lustre.folder / "file").touch()
+    with pytest.raises(LustreError) as caught:
+        apply_stripe(on_lustre.folder, "2")
+    assert caught.value.remedy == f"lfs setstripe {EIGHT.replace('-c 8', '-c 2')} '{on_lustre.folder}'"
+
+
 @pytest.mark.parametrize(
     ("fault", "code_of_plain", "words"),
     [
-        ("no-space", 28, ["No space left on device", "8 OSTs, 25% full", "OST 2 is out of space"]),
+        ("no-space", 28, ["No space left on device", "lfs df"]),
         ("no-quota", 122, ["Disk quota exceeded", "lfs quota -u"]),
         ("inactive-ost", 121, ["inactive OST among your specified 1 OST(s)"]),
         ("not-owner", 1, ["Operation not permitted", "the owner of"]),
-        ("read-only", 30, ["mounted read-only"]),
+        ("read-only", 30, ["Read-only", "node"]),
         ("eacces", 13, ["Permission denied"]),
     ],
 )
 def test_what_the_server_refuses_is_told_with_what_to_do(
     on_lustre: FakeLustre, fault: str, code_of_plain: int, words: list[str]
 ) -> None:
-    full = {"used": 268435456, "available": 805306368, "flags": "S", "state": "ACTIVE"}
-    on_lustre.give(osts=[{**full, "flags": "S" if number == 2 else ""} for number in range(8)])
     on_lustre.fault(fault)
     for stripe, exit_code in (("1", code_of_plain), ("8", 1)):
         code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", stripe)
@@ -217,17 +193,16 @@ def test_what_the_server_refuses_is_told_with_what_to_do(
     assert on_lustre.folder.is_dir(), "lfs 2.16 and later remove an empty folder after EACCES"
 
 
-@both_dialects
 @pytest.mark.parametrize(
     ("fault", "stripe", "difference"),
     [
-        ("wrapper-size", "1,4M", "1 stripe of 64 KiB, expected plain: 1 stripe of 4 MiB"),
-        ("wrapper-no-pool", "1,flash", "expected plain: 1 stripe in pool flash"),
-        ("wrapper-count-1", "8", "1 stripe of 4 MiB from there on, expected"),
-        ("wrapper-drops-last", "8", "expected progressive (PFL): 1"),
-        ("wrapper-plain", "8", "get plain: 1 stripe of 4 MiB, expected progressive (PFL)"),
-        ("wrapper-ignores", "8", "MiB, expected progressive (PFL)"),
-        ("wrapper-start", "1", "starting on OST 3, expected plain: 1 stripe"),
+        ("wrapper-size", "1,4M", "-c 1 -S 64K"),
+        ("wrapper-no-pool", "1,flash", "-p flash"),
+        ("wrapper-count-1", "8", "-E -1 -c 1"),
+        ("wrapper-drops-last", "8", "-E 64M -c 1 -S 4M,"),
+        ("wrapper-plain", "8", "-c 1 -S 4M,"),
+        ("wrapper-ignores", "8", "-c 1 -S"),
+        ("wrapper-start", "1", "-i 3"),
     ],
 )
 def test_a_wrapper_that_rewrites_options_is_noticed_in_any_component(
@@ -238,13 +213,17 @@ def test_a_wrapper_that_rewrites_options_is_noticed_in_any_component(
     assert (code, difference in text) == (73, True), text
 
 
-def test_a_cap_on_all_osts_and_a_pool_that_a_wrapper_adds_are_accepted_and_the_pool_is_told(
-    on_lustre: FakeLustre,
-) -> None:
+def test_a_cap_on_stripes_and_a_pool_that_a_wrapper_adds_are_accepted_and_told(on_lustre: FakeLustre) -> None:
     on_lustre.give(count_cap=4)
     on_lustre.fault("wrapper-pool")
     code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", "-1")
-    assert (code, "pool disk was added" in text) == (0, True), text
+    assert (code, "-c 4 -S 4M -p disk" in text) == (0, True), text
+
+
+def test_one_stripe_is_enough_where_there_is_one_ost(on_lustre: FakeLustre) -> None:
+    on_lustre.give(osts=[OST])
+    code, text = on_lustre.command("apply", on_lustre.folder, "--stripe", "8")
+    assert (code, "1 OST " in text) == (0, True), text
 
 
 # --- what is shown
@@ -254,22 +233,14 @@ def test_a_cap_on_all_osts_and_a_pool_that_a_wrapper_adds_are_accepted_and_the_p
 @pytest.mark.parametrize(
     ("layout", "of", "shown"),
     [
-        (None, "", r"new files get plain: 1 stripe of . MiB \(inherited"),
-        (
-            PFL,
-            "root",
-            r"up to 256 MiB, a stripe on every OST of 4 MiB .* \(the file system's default",
-        ),
-        (PFL, "folder", r"progressive \(PFL\): 1 stripe of 4 MiB up to 256 MiB, .* \(its own default"),
-        ([{**RAID, "start": 3}], "folder", r"warning: every new file lies starting on OST 3"),
-        (
-            [{**RAID, "count": 4, "pattern": "raid0,overstriped"}],
-            "folder",
-            r"overstriped",
-        ),
+        (None, "", r"new files get -c 1 -S .M \(inherited"),
+        (PFL, "root", r"-E 256M -c 1 -S 4M -E -1 -c -1 -S 4M \(the file system's default"),
+        (PFL, "folder", r"-E 256M -c 1 -S 4M -E -1 -c -1 -S 4M \(its own default"),
+        ([{**RAID, "start": 3}], "folder", r"warning: new files get -c 1 -S 4M -i 3"),
+        ([{**RAID, "count": 4, "pattern": "raid0,overstriped"}], "folder", r"-C 4"),
     ],
 )
-def test_show_tells_what_new_files_get_and_whose_choice_it_is(
+def test_show_and_auto_change_nothing_and_tell_what_new_files_get_and_whose_choice_it_is(
     on_lustre: FakeLustre, layout: list[dict[str, Any]] | None, of: str, shown: str
 ) -> None:
     if layout:
@@ -278,89 +249,65 @@ def test_show_tells_what_new_files_get_and_whose_choice_it_is(
     assert code == 0
     assert "lustre at" in text
     assert re.search(shown, text), text
+    line = apply_stripe(on_lustre.folder, "auto")
+    assert "left as it is" in line
+    assert re.search(shown, line), line
     assert on_lustre.setstripe_calls() == []
 
 
-def test_the_command_that_ends_a_start_works_in_a_folder_with_shards(on_lustre: FakeLustre) -> None:
-    on_lustre.give_layout(on_lustre.folder, [{**RAID, "start": 3}])
-    on_lustre.give(may_hold=[str(on_lustre.folder)])
-    (on_lustre.folder / "shard-00000.tar").touch()
-    (command,) = re.findall(r"shardprep lustre (apply .*)", on_lustre.command("show", on_lustre.folder)[1])
-    words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", command)]
-    assert on_lustre.command(*words)[0] == 0
-    assert "starting on" not in on_lustre.command("show", on_lustre.folder)[1]
-
-
-@both_dialects
 def test_show_tells_the_layout_of_a_file_and_of_what_is_not_there_yet(on_lustre: FakeLustre) -> None:
     file = on_lustre.folder / "stripe_count: 77"
     file.write_bytes(b"")
     on_lustre.give_layout(file, PFL)
-    assert "this file has progressive (PFL)" in on_lustre.command("show", file)[1]
+    assert "-E 256M -c 1" in on_lustre.command("show", file)[1]
     code, text = on_lustre.command("show", on_lustre.folder / "not" / "yet")
     assert (code, f"shardprep lustre show '{on_lustre.folder}'\n" in text) == (66, True)
     on_lustre.fault("gibberish")
     assert on_lustre.command("show", file)[0] == 73
 
 
-@both_dialects
 def test_show_tells_how_shards_lie_and_warns_where_one_ost_has_far_more_than_its_share(
     on_lustre: FakeLustre,
 ) -> None:
     shards = [on_lustre.folder / f"shard-{number:05d}.tar" for number in range(20)]
-    for number, path in enumerate(shards):
+    for path in shards:
         path.touch()
-        on_lustre.give_layout(path, [RAID])
         path.with_suffix(".idx").touch()
-        on_lustre.give(first_ost={**on_lustre.state().get("first_ost", {}), str(path): number % 8})
-    on_lustre.give(layouts={str(path): [RAID] for path in shards}, no_layout=[str(shards[19])])
+    first_ost = {str(path): number % 8 for number, path in enumerate(shards)}
+    on_lustre.give(layouts={str(path): [RAID] for path in shards}, first_ost=first_ost)
     text = on_lustre.command("show", on_lustre.folder)[1]
-    assert "19 of 20 shards have plain: 1 stripe of 4 MiB\n" in text
-    assert "1 of 20 shards have no layout" in text
-    assert "they lie on 8 of 8 OSTs; OST 0 has the most: 3 shards" in text
+    assert "20 of 20 shards looked at have -c 1 -S 4M\n" in text
+    assert "they lie on 8 OSTs; OST 0 has most: 3" in text
     assert "warning" not in text
     on_lustre.give(first_ost=dict.fromkeys(map(str, shards), 5))
-    assert "warning: OST 5 has far more than its share" in on_lustre.command("show", on_lustre.folder)[1]
-    shown = json.loads(on_lustre.command("show", on_lustre.folder, "--json")[1])
-    assert shown["shards"]["osts"] == [{"ost": 5, "num_shards": 19}]
-    assert shown["shards"]["is_lopsided"]
-    assert json.loads(on_lustre.command("show", shards[0], "--json")[1])["why_not"]
+    assert "warning: OST 5" in on_lustre.command("show", on_lustre.folder)[1]
+    on_lustre.give(no_layout=[str(shards[3])])
+    assert "cannot be told" in on_lustre.command("show", on_lustre.folder)[1]
 
 
-@both_dialects
 def test_show_warns_of_targets_that_are_full_closed_or_inactive(on_lustre: FakeLustre) -> None:
-    osts = [dict(OST) for _ in range(8)]
-    osts[0]["flags"], osts[1]["flags"], osts[2]["flags"] = "S", "N", "D"
-    osts[3]["available"], osts[4]["state"], osts[5]["error"] = 1 << 20, "INACTIVE", errno.ESHUTDOWN
-    osts[6]["inodes"] = 0
-    on_lustre.give(osts=osts, mdt={**OST, "flags": "S"})
+    changes: list[dict[str, Any]] = [
+        *({"flags": flag} for flag in "SNDRI"),
+        {"available": 1 << 20},
+        {"error": errno.ENODATA},
+        {"error": errno.ESHUTDOWN},
+    ]
+    on_lustre.give(osts=[{**OST, **each} for each in changes], mdt={**OST, "flags": "S"})
     text = on_lustre.command("show", on_lustre.folder)[1]
     for line in (
-        "OST 0 is out of space",
-        "OST 1 is closed to new files",
-        "OST 2 is degraded",
-        "OST 3 is 96% full",
-        "OST 4 is inactive",
-        "OST 5 does not answer",
-        "OST 6 is out of inodes",
+        *("OST 0 is out of space", "OST 1 is closed to new files", "OST 2 is degraded", "OST 3 is read-only"),
+        *("OST 4 is out of inodes", "OST 5 is 96% full", "OST 6 is inactive", "OST 7 does not answer"),
         "MDT 0 is out of space",
     ):
-        assert f"warning: {line}" in text
+        assert f"warning: {line}" in text, text
 
 
-@pytest.mark.parametrize("fault", ["df-fails", "osts-fail", "hang-df", "hang-osts"])
+@pytest.mark.parametrize("fault", ["df-fails", "hang-df"])
 def test_show_and_apply_go_on_where_only_a_note_depends_on_lfs(on_lustre: FakeLustre, fault: str) -> None:
     on_lustre.fault(fault)
     code, text = on_lustre.command("show", on_lustre.folder)
-    assert (code, "new files get plain" in text, "unknown" in text) == (0, True, True), text
+    assert (code, "new files get -c 1" in text, "unknown" in text) == (0, True, True), text
     assert on_lustre.command("apply", on_lustre.folder, "--stripe", "8")[0] == 0
-
-
-@pytest.mark.parametrize("words", [["show"], ["apply", "--stripe", "8"]])
-def test_a_server_that_is_down_ends_every_command_in_time(on_lustre: FakeLustre, words: list[str]) -> None:
-    on_lustre.fault("hang")
-    code, text = on_lustre.command(words[0], on_lustre.folder, *words[1:])
-    assert (code, "gave no answer" in text) == (73, True)
 
 
 def test_a_folder_behind_a_link_is_asked_for_by_its_own_name(on_lustre: FakeLustre) -> None:
@@ -418,26 +365,6 @@ def test_without_lfs_every_command_says_so_and_succeeds(on_lustre: FakeLustre, w
 # --- plan --stripe
 
 
-@both_dialects
-@pytest.mark.parametrize(
-    ("layout", "of", "reason"),
-    [
-        (PFL, "root", "the site chose this layout"),
-        (PFL, "folder", "somebody chose this layout"),
-        ([{**RAID, "count": 4}], "root", "the site chose this default"),
-        ([RAID], "folder", "this folder has a default of its own"),
-    ],
-)
-def test_auto_changes_nothing_and_tells_what_new_files_get_and_who_chose_it(
-    on_lustre: FakeLustre, layout: list[dict[str, Any]], of: str, reason: str
-) -> None:
-    on_lustre.give_layout(on_lustre.folder.parent if of == "root" else on_lustre.folder, layout)
-    line = apply_stripe(on_lustre.folder, "auto")
-    assert line.startswith("stripe auto: left as it is; new files get ")
-    assert line.endswith(reason)
-    assert on_lustre.setstripe_calls() == []
-
-
 @pytest.mark.parametrize("fault", ["gibberish", "hang", "not-lustre"])
 def test_auto_never_fails_and_none_does_not_even_ask(on_lustre: FakeLustre, fault: str) -> None:
     on_lustre.fault(fault)
@@ -453,8 +380,7 @@ def test_a_task_says_before_its_first_write_which_layout_its_files_get(
     on_lustre.give_layout(on_lustre.folder, [{**RAID, "start": 3}])
     prep.plan(sample_dir, on_lustre.folder, num_shards=1)
     ended = prep.command("--shard_id", 0, "--output_dir", on_lustre.folder)
-    assert "new files get plain: 1 stripe of 4 MiB, starting on OST 3" in ended.text
-    assert "warning: every new file lies starting on OST 3" in ended.text
+    assert "warning: new files get -c 1 -S 4M -i 3" in ended.text
 
 
 # --- room
@@ -469,15 +395,18 @@ def as_user(on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch) -> None:
 NEED = Need(num_bytes=10**12, num_shards=1000)
 
 
-@both_dialects
 @pytest.mark.usefixtures("as_user")
 def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 1 << 40]})
     (line,) = space_lines(on_lustre.folder, NEED)
-    assert line == (
-        "it needs about 1.00 TB in 3,000 files; 8 OSTs: 6.60 TB left; inodes of MDTs and OSTs: 1.00 M files "
-        "left; your quota: 1.13 PB and 1.10 T files left"
-    )
+    for words in (
+        "1.00 TB in 3,000 files",
+        "8 OSTs: 6.60 TB",
+        "1.00 M files",
+        "quota: 1.13 PB",
+        "1.10 T files",
+    ):
+        assert words in line
 
 
 @pytest.mark.usefixtures("as_user")
@@ -486,17 +415,12 @@ def test_what_fits_is_one_line_without_a_warning(on_lustre: FakeLustre) -> None:
     [
         ({"quota": {"-u": [5, 0, 1005, 7, 0, 0]}}, "your quota: 1.02 MB left"),
         ({"quota": {"-u": [5, 1005, 0, 7, 0, 0]}}, "your quota: 1.02 MB left"),
-        ({"quota": {"-u": [2000, 0, 1000, 7, 0, 0]}}, "your quota: 0 B left"),
         ({"quota": {"-u": [5, 0, 0, 7, 10, 9]}}, "your quota: 2 files left"),
-        ({"quota": {"-u": [9, 0, 1000, 7, 0, 0]}, "inaccurate": True}, "your quota: 1.01 MB left"),
         ({"osts": [OST, {**OST, "available": 1}]}, "2 OSTs: 80.5 GB left"),
         ({"osts": [OST, {**OST, "flags": "S", "available": 1 << 40}]}, "1 OST: 80.5 GB left"),
         ({"inodes": 2999}, "inodes of MDTs and OSTs: 2,999 files left"),
         ({"mdt": {**OST, "flags": "S"}}, "inodes of MDTs and OSTs: 0 files left"),
         ({"osts": [{**OST, "available": 1 << 40, "inodes": 7}]}, "inodes of MDTs and OSTs: 7 files left"),
-        # over the soft limit, and its grace is over: every write fails, whatever the hard limit leaves
-        ({"quota": {"-u": [9, 5, 1 << 40, 7, 0, 0, "expired", "-"]}}, "your quota: 0 B left"),
-        ({"quota": {"-u": [9, 5, 1 << 40, 7, 0, 0, "none", "-"]}}, "your quota: 0 B left"),
     ],
 )
 def test_each_limit_that_is_too_small_is_a_warning(
@@ -504,28 +428,25 @@ def test_each_limit_that_is_too_small_is_a_warning(
 ) -> None:
     on_lustre.give(**state)
     lines = [line for line in space_lines(on_lustre.folder, NEED) if line.startswith("warning")]
-    assert lines == [f"warning: it will not fit: {warning}, and it needs {NEED.text()}"]
+    (line,) = lines
+    assert warning in line
 
 
-@both_dialects
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("quota-refused", "your quota: unknown (failed with exit code 1: Permission denied.)"),
+        ("quota-refused", "your quota: unknown"),
         ("df-fails", "free space: unknown"),
-        ("hang", "quota: unknown (not asked for after that)"),
-        ("", "8 OSTs: 6.60 TB left"),
+        ("hang", "your quota: unknown"),
+        ("", "over the soft limit: writes fail in 3d1h1m1s"),
     ],
 )
 def test_what_is_not_told_is_unknown_and_no_warning(on_lustre: FakeLustre, fault: str, told: str) -> None:
+    on_lustre.give(quota={"-u": [9, 5, 1 << 40, 7, 0, 0, "3d1h1m1s", "-"]})
     on_lustre.fault(fault)
     (line,) = space_lines(on_lustre.folder, NEED)
     assert told in line
-    soft = {"-u": [9, 5, 1 << 40, 7, 0, 0, "3d1h1m1s", "-"]}
-    on_lustre.give(quota=soft)
-    if not fault:
-        assert "over the soft limit: writes fail in 3d1h1m1s" in space_lines(on_lustre.folder, NEED)[0]
 
 
 @pytest.mark.usefixtures("as_user")
@@ -577,7 +498,6 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     assert prep.command("run", out, "--num_proc", "1").code == 0
     assert prep.command("--shard_id", "1", "--output_dir", out).code == 0
     assert prep.command("verify", out).code == 0
-    assert prep.command("doctor", *plan[1:-1], "--output_dir", out).code == 0
     assert loader_main([str(out)]) == 0
     assert on_lustre.command("show", out)[0] == 0
     assert on_lustre.setstripe_calls() == [EIGHT.replace("-c 8", "-c 4")]
@@ -594,10 +514,3 @@ def test_setstripe_is_named_in_lustre_alone_and_run_in_one_place() -> None:
             assert "run_lfs" not in text or path.parent.name == "lustre"
             runs[path.name] = text.count('run_lfs("setstripe"')
     assert {name: number for name, number in runs.items() if number} == {"apply.py": 1}
-
-
-def test_errors_are_lustre_errors_where_lfs_cannot_be_started(on_lustre: FakeLustre) -> None:
-    program = on_lustre.folder.parent.parent / "bin" / "lfs"
-    program.write_bytes(b"\x7fELF for another machine")
-    with pytest.raises(LustreError):
-        apply_stripe(on_lustre.folder, "8")

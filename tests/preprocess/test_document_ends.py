@@ -124,7 +124,7 @@ def test_each_family_s_documents_begin_and_end_as_told(
     assert _expected_line(before, after) in planned.text
     prep.make(data)
     assert _documents(data) == expected
-    doctor = prep.command("doctor", "--no-torch", "--output_dir", data)
+    doctor = prep.command("doctor", "--output_dir", data)
     assert _expected_line(before, after) in doctor.text
     assert prep.command("verify", data).code == 0
 
@@ -149,7 +149,7 @@ def test_a_plan_from_before_goes_on_with_its_two_ends(
         before = prep.plan(raw, tmp_path / "D", **settings)
     assert prep.plan(raw, tmp_path / "D", **settings).plan_id == before.plan_id
     assert need_plan(tmp_path / "D").end_id == END
-    said = prep.command("doctor", "--no-torch", "--output_dir", tmp_path / "D").text
+    said = prep.command("doctor", "--output_dir", tmp_path / "D").text
     assert "and end with </s> (2) </s> (2)" in said
     assert prep.plan(raw, tmp_path / "E", **settings).plan_id != before.plan_id
 

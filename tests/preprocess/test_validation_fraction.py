@@ -170,7 +170,7 @@ def test_batches_change_no_byte_and_without_the_options_nothing_is_kept(
     monkeypatch.setattr("preprocess.make.packing.PACKED_MEMBER_BYTES", 512)  # several members on each side
     whole = make(prep, raws, tmp_path / "whole", record)
     with monkeypatch.context() as patch:
-        patch.setattr("shardprep.format.options.WorkerSettings.batch_bytes", 700)
+        patch.setattr("preprocess.make.resources.WorkerSettings.batch_bytes", 700)
         small = make(prep, raws, tmp_path / "small", record)
     assert prep.contents(small) == prep.contents(whole)
     if record != "documents":

@@ -68,7 +68,7 @@ def words_of(name: str, world: World) -> list[object]:
         "verify": ["verify", world.data_dir],
         "status": ["status", world.data_dir],
         "submit": ["submit", world.data_dir],
-        "doctor": ["doctor", "--no-torch", *plan[:2], "--output_dir", world.data_dir, *plan[4:]],
+        "doctor": ["doctor", "--output_dir", world.data_dir, *plan[4:]],
         "train_tokenizer": ["train_tokenizer", *plan[:2], "--output_dir", new, "--vocab_size", 300],
     }[name]
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
 import re
 from functools import cache
 from pathlib import Path
@@ -12,45 +9,35 @@ from pathlib import Path
 import pytest
 
 from shardprep import errors
-from shardprep.__main__ import COMMANDS
+from tests import command_reference
 from tests.checkout import ROOT
 
 PAGES = sorted(
     [*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")]
 )
-PACKAGES = ("preprocess", "loader", "slurm", "lustre")
-COMMAND = re.compile(rf"(?:python -m ({'|'.join(PACKAGES)})|(?<![\w./-])shardprep)(?=[ `]|$)(.*)")
+COMMAND = re.compile(
+    r"(?:(?<![\w./-])shardprep|python -m (?:preprocess|slurm|loader)) (?:help )?(--shard_id|[a-z_]+)(.*)"
+)
 FLAG = re.compile(r"(?<![\w=-])(--?[a-zA-Z][\w-]*)")
-# flags of other programs that the pages name on their own: sbatch's
-FOREIGN_FLAGS = {  # of sbatch
-    "--array",
-    "--cpus-per-task",
-    "--dependency",
-    "--export",
-    "--mail-type",
-    "--mem",
-    "--requeue",
-    "--reservation",
-    "--signal",
-    "--time",
-}
+FOREIGN_FLAGS = {  # of sbatch, which the pages name on their own
+    "--array", "--cpus-per-task", "--dependency", "--export", "--mail-type", "--mem", "--requeue",
+    "--reservation", "--signal", "--time",
+}  # fmt: skip
+FOLDERS = ("shardprep", "preprocess", "loader", "slurm", "lustre", "tests", "benchmarks", "examples")
 
 
 def page_id(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def code_blocks(text: str) -> list[list[str]]:
-    """The lines of every fenced block, without comments, blank lines and drawings."""
-    fenced = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    blocks = [block.splitlines() for block in fenced]
-    bare = [[re.sub(r"(^|\s+)#.*$", "", line).rstrip() for line in block] for block in blocks]
-    return [[line for line in block if line] for block in bare if not any("▶" in line for line in block)]
-
-
 def code_lines(text: str) -> list[str]:
-    """The same, as one list."""
-    return [line for block in code_blocks(text) for line in block]
+    """The lines of all fenced blocks but drawings, without comments and blank lines."""
+    lines = []
+    for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if "▶" not in block:
+            bare = [re.sub(r"(^|\s+)#.*$", "", line).rstrip() for line in block.splitlines()]
+            lines += [line for line in bare if line]
+    return lines
 
 
 def code_spans(text: str) -> list[str]:
@@ -59,100 +46,61 @@ def code_spans(text: str) -> list[str]:
     return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose)]
 
 
-def commands(text: str) -> list[tuple[str, str]]:
-    """(package, arguments) of every ``python -m <package>`` of ours, in blocks and in spans."""
-    lines = code_lines(text) + code_spans(text)
-    found = [match for line in lines for match in [COMMAND.search(line.replace(" help ", " "))] if match]
-    found = [match for match in found if match[2] != " help"]
-    return [(match[1] or package_of(match[2]), match[2].removeprefix(" lustre")) for match in found]
-
-
-def package_of(arguments: str) -> str:
-    """Whose command ``shardprep`` with these arguments runs."""
-    return COMMANDS.get(next(iter(arguments.split()), ""), "preprocess")
+def commands(text: str) -> list[tuple[str, set[str]]]:
+    """(command, its flags) of every ``shardprep ...`` in blocks and spans, up to a pipe or redirection."""
+    found = []
+    for line in code_lines(text) + code_spans(text):
+        match = COMMAND.search(line)
+        if match:
+            name, rest = ("shard", match[1] + match[2]) if match[1] == "--shard_id" else (match[1], match[2])
+            if name == "lustre":
+                name += " " + (rest.split() or ["show"])[0]
+            if name != "help":
+                found.append((name, set(FLAG.findall(re.split(r"\s[|;&>]", rest)[0]))))
+    return found
 
 
 @cache
-def help_of(package: str, *words: str) -> str:
-    """What ``python -m package words --help`` prints; fails where that is no command."""
-    main = importlib.import_module(f"{package}.__main__").main
-    out = io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(out),
-        pytest.raises(SystemExit) as ending,
-    ):
-        main([*words, "--help"])
-    assert ending.value.code == 0, f"python -m {package} {' '.join(words)} --help: {out.getvalue()}"
-    return out.getvalue()
+def flags_of_commands() -> dict[str, set[str]]:
+    return {title: set(FLAG.findall(text)) | {"--help"} for title, text in command_reference.helps()}
 
 
-def subcommands(package: str) -> list[str]:
-    """The commands of a package."""
-    program = importlib.import_module(f"{package}.__main__").PROGRAM
-    return [word for word, command in program.commands.items() if not command.is_nameless]
+def links_of(text: str) -> list[str]:
+    """Where the links of a page lead, as they are written."""
+    return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)]
 
 
-def words_of(package: str, arguments: str) -> tuple[str, ...]:
-    """The subcommand that the arguments begin with; ``shard`` for preprocess's form without one."""
-    known = [*subcommands(package), *(["shard"] if package == "preprocess" else [])]
-    first = next(iter(arguments.split()), "")
-    if first in known:
-        return (first,)
-    assert not known or not re.fullmatch(r"[a-z_]+", first), f"python -m {package} has no command {first!r}"
-    return ("shard",) if package == "preprocess" and "--shard_id" in arguments else ()
-
-
-def flags_of(arguments: str) -> set[str]:
-    """The flags among the arguments, up to a pipe, redirection or the next command."""
-    return set(FLAG.findall(re.split(r"\s[|;&>]", arguments)[0]))
+def anchors(page: Path) -> set[str]:
+    """The names that GitHub gives to a page's headings."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 def test_the_readers_of_the_pages_see_what_is_there() -> None:
     """The tests below would pass on nothing otherwise."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "shardprep run data" in code_lines(text)
-    assert ("slurm", " retry /lustre/data") in commands(text)
-    assert ("preprocess", " verify /lustre/data") in commands(text), "in a span"
-    form = " --shard_id N --input_dir RAW --output_dir DATA --model_id M"
-    assert ("preprocess", form) in commands(text)
-    assert flags_of(" plan --num_shards 100 --out='a b' -x | grep --no") == {"--num_shards", "--out", "-x"}
-    assert {"plan", "run", "verify"} <= set(subcommands("preprocess"))
-    assert {"show", "apply"} <= set(subcommands("lustre"))
-    assert code_blocks("```\na ──▶ b\n```\n```sh\n# c\nd  # e\n```\n") == [["d"]]
+    text = "```\nshardprep run data\na ──▶ b\n```\n```\nshardprep plan --num_shards 9 -x  # c\n```\n"
+    text += "`shardprep --shard_id N --output_dir DATA`, `shardprep lustre show DATA | grep --no`"
+    assert commands(text) == [
+        ("plan", {"--num_shards", "-x"}), ("shard", {"--shard_id", "--output_dir"}), ("lustre show", set())
+    ]  # fmt: skip
+    assert {"plan", "run", "verify", "lustre show", "lustre apply"} <= set(flags_of_commands())
+    assert len(commands((ROOT / "README.md").read_text(encoding="utf-8"))) > 10
 
 
-def test_both_languages_have_the_same_commands_in_the_same_order() -> None:
+def test_both_languages_have_the_same_commands_figures_sections_tables_and_links() -> None:
     english, korean = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md"))
     assert code_lines(korean) == code_lines(english), "change README.ko.md as README.md was changed"
-    assert len(code_lines(english)) > 10
-    assert commands(english)
-    assert set(commands(english)) <= set(commands(korean)), "a command in the text of README.md alone"
-
-
-def test_both_languages_have_the_same_sections_tables_and_links() -> None:
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.ko.md")]
-    for pattern in (r"^## ", r"^\|"):
-        english, korean = (len(re.findall(pattern, text, re.MULTILINE)) for text in texts)
-        assert english == korean > 5, pattern
-    english_links, korean_links = (set(links_of(text)) - {"README.md", "README.ko.md"} for text in texts)
-    assert english_links == korean_links
+    for pattern in (r"--[a-z_]+", r"\d+\.\d+", r"^## ", r"^\|"):
+        found = [sorted(re.findall(pattern, text, re.MULTILINE)) for text in (english, korean)]
+        assert len(found[0]) > 5, pattern
+        assert found[0] == found[1], pattern
+    links = [set(links_of(text)) - {"README.md", "README.ko.md"} for text in (english, korean)]
+    assert links[0] == links[1]
+    assert {name for name, _ in commands(english)} <= {name for name, _ in commands(korean)}
 
 
 def test_the_readme_has_at_most_1100_words() -> None:
     assert 300 < len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
-
-
-def test_the_korean_readme_has_the_commands_and_figures_of_the_english_one() -> None:
-    def told(name: str) -> list[list[str]]:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        flags = re.findall(r"--[a-z_]+", text)
-        figures = re.findall(r"\d+\.\d+", text)
-        return [sorted(flags), figures, re.findall(r"\]\((docs/[^)]+|[A-Z.]+\.md)\)", text)]
-
-    ours, theirs = told("README.ko.md"), told("README.md")
-    assert ours[:2] == theirs[:2]
-    assert {*theirs[2]} <= {*ours[2], "README.ko.md"}
 
 
 def test_the_exit_codes_of_the_page_of_commands_are_those_of_the_errors() -> None:
@@ -174,13 +122,8 @@ def test_a_reader_of_the_readme_finds_each_page_of_the_docs_by_links() -> None:
     assert set(PAGES) - found == set()
 
 
-def links_of(text: str) -> list[str]:
-    """Where the links of a page lead, as they are written."""
-    return [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]:\s*(\S+)", text, re.MULTILINE)]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_relative_link_leads_somewhere(page: Path) -> None:
+def test_every_link_command_flag_and_module_that_a_page_names_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in links_of(text):
         if not re.match(r"[a-z]+:", link):
@@ -188,39 +131,14 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
             target = page.parent / name if name else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_module_that_a_page_names_by_its_path_exists(page: Path) -> None:
-    folders = "|".join(["shardprep", *PACKAGES, "tests", "benchmarks", "examples"])
-    for span in code_spans(page.read_text(encoding="utf-8")):
-        if re.fullmatch(rf"(?:{folders})/[\w/.]+", span):
-            assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), span
-
-
-def anchors(page: Path) -> set[str]:
-    """The names that GitHub gives to a page's headings."""
-    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "commands.md"], ids=page_id)
-def test_every_command_named_exists_with_its_flags(page: Path) -> None:
-    for package, arguments in commands(page.read_text(encoding="utf-8")):
-        words = words_of(package, arguments)
-        text = help_of(package, *words)
-        for flag in flags_of(arguments):
-            assert flag in FLAG.findall(text), f"python -m {package} {' '.join(words)} has no {flag}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_every_flag_named_on_its_own_is_one_of_some_command(page: Path) -> None:
-    packages = [name for name in PACKAGES if (ROOT / name / "__main__.py").exists()]
-    forms = [(name, *words) for name in packages for words in [(), *((sub,) for sub in subcommands(name))]]
-    helps = [help_of(*form) for form in [*forms, ("preprocess", "shard")]]
-    helps += [path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")]
-    known = {flag for text in helps for flag in FLAG.findall(text)} | FOREIGN_FLAGS
-    for span in code_spans(page.read_text(encoding="utf-8")):
+    known = flags_of_commands()
+    for name, flags in commands(text) if page.name != "commands.md" else []:
+        assert name in known, f"there is no command {name}"
+        assert flags <= known[name], f"{name} has no {flags - known[name]}"
+    scripts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py"))
+    every = {flag for flags in known.values() for flag in flags} | FOREIGN_FLAGS | set(FLAG.findall(scripts))
+    for span in code_spans(text):
         if span.startswith("--"):
-            missing = set(FLAG.findall(span)) - known
-            assert not missing, f"`{span}`: no command has {missing}"
+            assert set(FLAG.findall(span)) <= every | {"--version"}, f"`{span}`"
+        if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w/.]+", span):
+            assert (ROOT / span).exists() or (ROOT / f"{span}.py").exists(), span

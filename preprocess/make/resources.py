@@ -166,18 +166,8 @@ class WorkerSettings:
     )
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
     max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
-    batch_size: int | None = option(
-        None,
-        "encode at most this many documents at once",
-        shown="DATASET_BATCH_SIZE, or no limit",
-        group=RESOURCES,
-    )
-    writer_batch_size: int | None = option(
-        None,
-        "write at most this many documents at once",
-        shown="DATASET_WRITER_BATCH_SIZE, or no limit",
-        group=RESOURCES,
-    )
+    batch_size: int | None = option(None)  # documents encoded at once: DATASET_BATCH_SIZE
+    writer_batch_size: int | None = option(None)  # and written at once: DATASET_WRITER_BATCH_SIZE
     memory_gb: float | None = option(
         None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group=RESOURCES
     )

@@ -241,6 +241,37 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
 
 @pytest.mark.processes
 @pytest.mark.slow
+def test_a_counter_of_the_manifest_is_its_declaration_and_the_class_that_counts(
+    prep: Prep, tmp_path: Path
+) -> None:
+    home = copy_of_packages(tmp_path / "copy")
+    manifest, counting = home / "shardprep/format/manifest.py", home / "preprocess/make/counting.py"
+    change(
+        manifest,
+        "    num_filtered: Count",
+        "    num_short: Count  # of fewer than 9 tokens\n    num_filtered: Count",
+    )
+    change(counting, "        self._num_lines = ", "        self._num_short = self._num_lines = ")
+    counted = "        self._num_short += int((num_tokens < 9).sum())\n        self._num_lines += "
+    change(counting, "        self._num_lines += ", counted)
+    change(
+        counting,
+        "            num_filtered=self",
+        "            num_short=self._num_short,\n            num_filtered=self",
+    )
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    (raw / "a.txt").write_text("a\n" * 7 + "the kettle sings " * 20 + "\n")
+    plan = ("--input_dir", raw, "--output_dir", data, "--model_id", prep.model_dir, "--num_shards", 2)
+    run(prep, home, "preprocess", "plan", *plan)
+    run(prep, home, "preprocess", "run", data, "--num_proc", 1)
+    run(prep, home, "preprocess", "verify", data)
+    counts = [json.loads(path.read_bytes())["counts"] for path in sorted(data.glob("shard-*.json"))]
+    assert sum(each["num_short"] for each in counts) == 7
+
+
+@pytest.mark.processes
+@pytest.mark.slow
 def test_pairs_of_documents_are_a_kind_of_samples_by_its_packer_and_two_lines(
     prep: Prep, tmp_path: Path
 ) -> None:

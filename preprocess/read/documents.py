@@ -158,11 +158,11 @@ def read_documents(
     written to while it was read and nobody hashes it.
     """
     found = read_records(ranges, options, text_fields_of(options), batch_bytes=batch_bytes, digest=digest)
+    names = {part.input_number: part.path.name for part in ranges}
     if options.changes_text:
-        found = (_changed(documents, options) for documents in found)
+        found = (_changed(documents, options, names[documents.input_number]) for documents in found)
     if options.is_chat:
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
-        names = {part.input_number: part.path.name for part in ranges}
         found = (_rendered(documents, template, names[documents.input_number]) for documents in found)
     if excluded is not None:
         found = (_without_named(documents, excluded) for documents in found)
@@ -225,9 +225,12 @@ def _documents_of(records: Records, input_number: int, first_line: int) -> Docum
     return dataclasses.replace(documents.only(np.array(kept, np.int64)), bad=bad)
 
 
-def _changed(documents: Documents, options: PlanOptions) -> Documents:
-    """Do the user's changes to the texts."""
+def _changed(documents: Documents, options: PlanOptions, name: str) -> Documents:
+    """Do the user's changes to the texts of the input ``name``."""
     texts = (change_text(text.decode(), options) for text in documents.texts)
+    if options.fix_text and not input_kind(name).format.has_fields:
+        # Lines of text: what is restored has to be stripped anew.
+        texts = (text.strip() if isinstance(text, str) else text for text in texts)
     kept, changed = documents.sorted_out(texts)
     return dataclasses.replace(kept, texts=[text.encode() for text in changed])
 

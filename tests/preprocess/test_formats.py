@@ -464,6 +464,25 @@ def test_normalization_is_done_and_its_version_lies_in_the_plan(
     assert "the plan changes text with Unicode" in ended.text
 
 
+def test_text_read_in_a_wrong_encoding_comes_back_wholly_or_is_left_out(
+    prep: Prep, tmp_path: Path, raw: Path
+) -> None:
+    """UTF-8 read as cp1252, where the five bytes that it does not know became question marks."""
+    right = [f"{number}. 가 café {chr(0xAC00 + 97 * number)}" for number in range(80)]
+    wrong = [line.encode().decode("cp1252", "replace") for line in right]
+    wrong = [line.replace("\ufffd", "?") for line in wrong]
+    is_whole = [all(byte not in line.encode() for byte in b"\x81\x8d\x8f\x90\x9d") for line in right]
+    plain = ["plain text, “quoted”, naïve", "정상적인 한국어 문장"]
+    (raw / "a.txt").write_text("\n".join([*wrong, *plain]) + "\n")
+    prep.plan(raw, tmp_path / "data", fix_text=True, max_bad_fraction=1.0)
+    prep.make(tmp_path / "data")
+    found = [text for _, text, _ in documents(prep, tmp_path / "data")]
+    assert found == [line for line, whole in zip(right, is_whole, strict=True) if whole] + plain
+    counts = read_manifest(tmp_path / "data", 0).counts
+    assert 0 < is_whole.count(True) < 80
+    assert counts.quarantined == {"mojibake": is_whole.count(False)}
+
+
 MENTIONS = [
     "Ã is a letter",
     "Ã is",

@@ -111,6 +111,7 @@ def test_a_training_to_which_a_source_is_added_trains_all_its_steps(
     both = {"web": data, "books": more_data}
     train(load(one, model_id=data, weights={"web": 1}), tmp_path, max_steps=3)
     for how in ({"max_steps": 30}, {"max_steps": 40}):
+        # The run is amended at step 64, and the second training replaces that.
         loader = load(both, model_id=data, weights={"web": 0.5, "books": 0.5}, amend=True)
         steps, seen = train(loader, tmp_path, resume=True, **how)
         assert steps == how["max_steps"]
@@ -118,10 +119,13 @@ def test_a_training_to_which_a_source_is_added_trains_all_its_steps(
 
 
 def test_a_training_whose_batch_size_is_amended_trains_all_its_steps(data: Path, tmp_path: Path) -> None:
+    """The batch size of Trainer changes where that of the run does, at the border."""
     train(load(data), tmp_path, max_steps=3)
-    loader = load(data, global_batch_size=16, amend=True)
-    steps, seen = train(loader, tmp_path, resume=True, max_steps=9, accumulated=2)
-    assert (steps, len(seen)) == (9, 12)
+    steps, _ = train(load(data, global_batch_size=16, amend=True), tmp_path, resume=True, max_steps=64)
+    assert steps == 64
+    loader = load(data, global_batch_size=16)
+    steps, seen = train(loader, tmp_path, resume=True, max_steps=70, accumulated=2)
+    assert (steps, len(seen)) == (70, 12)
 
 
 def test_a_batch_size_that_changes_inside_of_the_training_is_refused_before_the_first_step(

@@ -54,7 +54,7 @@ class Batch(dict[str, torch.Tensor]):
     """The tensors of a batch by name, used like a BatchEncoding; BatchFields tells each."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        """``batch.labels`` is ``batch["labels"]``."""
+        """Return ``batch["labels"]`` for ``batch.labels``."""
         try:
             return self[name]
         except KeyError as error:
@@ -64,7 +64,7 @@ class Batch(dict[str, torch.Tensor]):
         raise KeyError(f"the batch has {', '.join(self)}, but no {name}")
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
-        """Move all tensors to a device; the batch itself, as BatchEncoding's ``to`` returns."""
+        """Move all tensors to a device. Returns the batch itself, as BatchEncoding's ``to`` does."""
         for name, value in self.items():
             if hasattr(value, "to"):
                 self[name] = value.to(device=device, non_blocking=non_blocking)
@@ -81,8 +81,10 @@ class PadToken:
 
 
 def choose_pad_token(tokenizer: Any) -> PadToken:
-    """A token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS. ``tokenizer``:
-    of transformers, or SpecialTokens. Raises UsageError where there is none."""
+    """Return a token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS.
+
+    ``tokenizer``: of transformers, or SpecialTokens. Raises UsageError where there is none.
+    """
     added = {number: token for token, number in tokenizer.get_added_vocab().items()}
     reserved = sorted(number for number, token in added.items() if _RESERVED.fullmatch(token))
     llamas = [number for number, token in added.items() if token == PAD_TOKEN]
@@ -246,7 +248,7 @@ Targets = Literal["same", "shifted"]
 
 
 def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: bool) -> bool:
-    """Whether labels are shifted. Raises UsageError where that does not go with the other arguments."""
+    """Return whether labels are shifted. Raises UsageError where other arguments do not go with that."""
     check_choice("targets", targets, Targets)
     if targets == "shifted" and "transformers" in boundaries:
         raise UsageError(
@@ -261,7 +263,7 @@ def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: 
 
 
 def shift(fields: dict[str, Any]) -> None:
-    """``input_ids`` and mask without the last place, ``labels`` without the first; they stay contiguous."""
+    """Take the last place off ``input_ids`` and mask, and the first one off ``labels``."""
     for name in ("input_ids", "attention_mask"):
         fields[name] = fields[name][:, :-1].contiguous()
     fields["labels"] = fields["labels"][:, 1:].contiguous()
@@ -292,7 +294,7 @@ class LoaderMetrics:
 
     @property
     def padding_share(self) -> float:
-        """Padding of all that was delivered, 0 to 1."""
+        """Return the share of padding in all that was delivered, 0 to 1."""
         return self.num_padding / max(self.num_tokens + self.num_padding, 1)
 
     def reset(self) -> None:
@@ -322,11 +324,11 @@ class Uncollated(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Return the tokens without padding."""
         return self.ids.size if self.lengths is None else int(self.lengths.sum())
 
     def samples(self) -> list[Ids]:
-        """The ids of each sample, without padding."""
+        """Return the ids of each sample, without padding."""
         rows: list[Ids] = list(self.ids) if self.ids.ndim > 1 else []
         if self.lengths is not None and self.ids.ndim == 1:
             bounds = [0, *np.cumsum(self.lengths).tolist()]
@@ -358,12 +360,12 @@ class StepBatches:
 
     @property
     def is_own(self) -> bool:
-        """Whether batches are made here, from arrays, and no collate_fn is called."""
+        """Return whether batches are made here, from arrays, and no collate_fn is called."""
         return self.padded is not None
 
     @cached_property
     def padded(self) -> PaddedBatches | None:
-        """What makes the tensors, where no collate_fn is called."""
+        """Return what makes the tensors, where no collate_fn is called."""
         if type(self.collate_fn) is PaddedBatches:
             return self.collate_fn
         collator = sys.modules.get("loader.collator")  # it imports transformers: only where the user did
@@ -375,7 +377,7 @@ class StepBatches:
     def cut(
         self, chunks: list[Chunk], tick: int, first_batch: int, is_filler: Fillers = None
     ) -> Iterator[Uncollated]:
-        """Yield the batches of one tick from one of them on; the chunks have its samples one under another.
+        """Yield the batches of one tick from one of them on. The chunks have its samples one under another.
 
         ``is_filler``: which samples of the tick are fillers.
         """
@@ -401,7 +403,7 @@ class StepBatches:
             )
 
     def collate(self, part: Uncollated) -> Any:
-        """The batch of some samples; what ``collate_fn`` makes may be anything."""
+        """Return the batch of some samples. What ``collate_fn`` makes may be anything."""
         batch = self._collated(part)
         if part.is_filler is not None:
             blank_labels(batch, part.is_filler)
@@ -458,7 +460,7 @@ class StepBatches:
         return batch
 
     def _add_boundaries(self, fields: Batch, part: Uncollated) -> None:
-        """Add the fields of ``boundaries``; the first id of a document is no label."""
+        """Add the fields of ``boundaries``. The first id of a document is no label."""
         lengths, edges = part.lengths, part.edges
         num_rows, width = fields["input_ids"].shape
         if edges is None:  # each row is one document
@@ -477,7 +479,7 @@ class StepBatches:
 
 @lru_cache
 def _batch_parts(batch_size: int, num_samples: int, first_batch: int) -> tuple[slice, ...]:
-    """Return which samples of a tick each batch has; kept, as ticks are alike."""
+    """Return which samples of a tick each batch has. Kept, as ticks are alike."""
     firsts = range(first_batch * batch_size, num_samples, batch_size)
     return tuple(slice(first, first + batch_size) for first in firsts)
 

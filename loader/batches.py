@@ -275,8 +275,8 @@ def _without_last_place(edges: Edges, width: int) -> Edges:
     is_kept = within < width - 1
     # A document that ends its row loses a place.
     is_last = (within + edges.sizes == width)[is_kept]
-    begins = (row * (width - 1) + within)[is_kept]
-    return Edges(begins, edges.sizes[is_kept] - is_last)
+    sizes = edges.sizes[is_kept] - is_last
+    return Edges((row * (width - 1) + within)[is_kept], sizes, int(sizes.max()))
 
 
 Fillers = npt.NDArray[np.bool_] | None
@@ -384,7 +384,7 @@ class StepBatches:
         num_samples = sum(chunk.num_samples for chunk in chunks)
         is_full = self.row_tokens > 0 and all(chunk.is_full(tick) for chunk in chunks)
         for part in _batch_parts(self.batch_size, num_samples, first_batch):
-            pieces = _pieces(chunks, part)
+            pieces = [(chunks[0], part.start, part.stop)] if len(chunks) == 1 else _pieces(chunks, part)
             ids = _concatenated([chunk.ids.of(tick, first, end) for chunk, first, end in pieces])
             lengths = edges = origins = fillers = None
             if not is_full:
@@ -398,9 +398,7 @@ class StepBatches:
                 origins = _origins(pieces, tick)
             if is_filler is not None and is_filler[part].any():
                 fillers = is_filler[part]
-            yield Uncollated(
-                ids.reshape(-1, self.row_tokens) if self.row_tokens else ids, lengths, edges, fillers, origins
-            )
+            yield Uncollated(ids, lengths, edges, fillers, origins)
 
     def collate(self, part: Uncollated) -> Any:
         """Return the batch of some samples. What ``collate_fn`` makes may be anything."""
@@ -481,7 +479,7 @@ class StepBatches:
 def _batch_parts(batch_size: int, num_samples: int, first_batch: int) -> tuple[slice, ...]:
     """Return which samples of a tick each batch has. Kept, as ticks are alike."""
     firsts = range(first_batch * batch_size, num_samples, batch_size)
-    return tuple(slice(first, first + batch_size) for first in firsts)
+    return tuple(slice(first, min(first + batch_size, num_samples)) for first in firsts)
 
 
 def _pieces(chunks: list[Chunk], part: slice) -> list[tuple[Chunk, int, int]]:

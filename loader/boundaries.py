@@ -89,7 +89,7 @@ def boundary_fields(
     if "cu_seqlens" in names or "transformers" in names:
         ends = np.empty(len(edges.begins) + 1, np.int32)
         ends[:-1], ends[-1] = edges.begins, num_places
-        edge_tensor, longest = torch.from_numpy(ends), HostNumber(edges.sizes.max())
+        edge_tensor, longest = torch.from_numpy(ends), HostNumber(edges.longest)
         if "cu_seqlens" in names:
             fields |= {"cu_seqlens": edge_tensor, "max_seqlen": longest}
         if "transformers" in names:

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.at_calls import Hit, wrong_state
-from tests.faults.commands import STATE_NAME
+from tests.faults.commands import BLANKED_NAME, STATE_NAME
 from tests.faults.forked_case import Ended
 from tests.faults.judging import Undisturbed, Verdict
 from tests.faults.os_calls import Call, OsCalls
@@ -37,10 +37,11 @@ _HITS = (
     Hit("shard", "planned", "shard", 1),
     Hit("run", "planned", "run", 0.25),
     Hit("verify", "made", "verify", 1),
+    Hit("blank", "verified", "blank", 0.5),
     Hit("export nanogpt", "verified", "export nanogpt", 0.25),
 )
 _UNTOUCHED = frozenset(
-    {"raw", "model", "tmp", STATE_NAME}
+    {"raw", "model", "tmp", STATE_NAME, BLANKED_NAME}
 )  # of a workplace: no command writes there what lasts
 _NUM_DISKS = 4  # of each moment
 
@@ -233,7 +234,7 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
             chosen = {*spread(len(moments), hit.number(num_faults)), len(moments) - 1}
             for number in sorted(chosen):
                 yield from _of_moment(data_set, hit, expected, moments[number], number)
-            if hit.command != "run":  # whose workers are started anew, with fsync
+            if hit.command not in ("run", "blank"):  # whose workers are started anew, with fsync
                 yield from _without(data_set, calls, hit, expected)
 
 

@@ -158,7 +158,7 @@ def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(
     [
         ("shard", "1"), ("shard", -1), ("shard", 2**70), ("shard", None), ("shard", True), ("shard", 1.0),
         ("exit_code", "65"), ("exit_code", None), ("message", 3), ("message", ["x"]), ("message", None),
-        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"), ("more", 1),
+        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"),
     ],
 )  # fmt: skip
 def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(

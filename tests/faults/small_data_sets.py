@@ -213,7 +213,7 @@ def _keep(place: Path, template: Path) -> None:
 def _write_raw(folder: Path) -> None:
     """Two files, some 70 documents of both scripts, a long one, an empty one, one that is not UTF-8."""
     folder.mkdir(parents=True)
-    lines = [f"문서 {number} of a small set {'word ' * (number % 13)}\n".encode() for number in range(70)]
+    lines = [f"문서 {number} of a small set{' word' * (number % 13)}\n".encode() for number in range(70)]
     lines[20] = b"\n"
     lines[30] = b"a long document " * 40 + b"\n"
     lines[50] = _BAD_LINE

@@ -335,7 +335,8 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     numbers: dict[str, Any] = {"num_tokens": sum(each.num_tokens for each in made)}
     newest = state.submissions[-1] if state.submissions else None
     since = newest.submitted if newest else 0.0
-    recent = [each for each in made if newest is None or newest.made(each) or each.began >= since]
+    # By the job's number, as the nodes' clocks may be wrong.
+    recent = [each for each in made if newest is None or newest.has_array(each.job_id) or each.began >= since]
     # No shard can have been begun before it was submitted, nor be finished in the future.
     ahead_s = max((each.ended - time.time() for each in recent), default=0.0)
     behind_s = max((since - each.began for each in recent), default=0.0)

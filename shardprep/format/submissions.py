@@ -43,7 +43,6 @@ from shardprep.files import (
     sync_folder,
 )
 from shardprep.format.json_files import Count, Text, as_type, checked_object, load_json, with_content_hash
-from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 
 JOBS_FOLDER = "jobs"
@@ -225,9 +224,9 @@ class Submission:
         """Return its jobs, verify last."""
         return [*self.arrays, self.verify]
 
-    def made(self, shard: ShardMaking) -> bool:
-        """Return whether one of its jobs made it, by the job's number: the nodes' clocks may be wrong."""
-        return any(array.job_id == shard.job_id for array in self.arrays)
+    def has_array(self, job_id: str) -> bool:
+        """Return whether a job is one of its arrays."""
+        return any(array.job_id == job_id for array in self.arrays)
 
 
 def read_submissions(folder: Path) -> list[Submission]:

@@ -120,8 +120,8 @@ class Worker:
         documents = documents_of_shard(
             self.plan, self.folder, shard, batch_bytes=settings.batch_bytes, digest=digest
         )
-        if most := min(filter(None, (settings.batch_size, settings.writer_batch_size)), default=None):
-            documents = (part for batch in documents for part in batch.parts(most))
+        if settings.most_documents is not None:
+            documents = (part for batch in documents for part in batch.parts(settings.most_documents))
         members = members_of(spec, shard.shard_id, options)
         make = functools.partial(self._encode_and_lay_out, members)
         with (
@@ -195,7 +195,7 @@ def _too_many_bad(
     if "undecodable" in reasons:
         hint = "Is it another --encoding? "
     elif reasons & _OTHER_FIELD:
-        hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
+        hint = "Is it another --text_field? "
     return BadInput(
         f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
         f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine}. "
@@ -235,7 +235,7 @@ _left_out = functools.lru_cache(maxsize=1)(read_left_out)  # the same for all sh
 
 def bad_words(options: PlanOptions, reasons: set[str]) -> str:
     """Why documents are left out, as the end of a sentence."""
-    what = options.text_template or options.text_field or options.messages_field
+    what = options.text_template or options.text_field
     words = {
         "undecodable": f"cannot be decoded as {options.encoding}",
         "too_long": f"have more than {MOST_DOCUMENT_BYTES >> 20} MiB",

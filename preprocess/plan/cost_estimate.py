@@ -183,10 +183,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     next(read_records(parts, options, seen, batch_bytes=_SAMPLE_BYTES // _NUM_PLACES), None)
     if not seen.num_chars:
         return
-    wanted = options.text_template or options.text_field or options.messages_field
+    wanted = options.text_template or options.text_field
     flags = [f"--text_field {name}" for name, number in seen.num_chars.most_common(1) if number]
     for name in dict.fromkeys(seen.messages):
-        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --messages_field {name}"))
+        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
     names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
     raise BadInput(
         f"no record of a sample of {plan.input_dir} has {wanted!r} as "

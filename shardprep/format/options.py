@@ -85,15 +85,13 @@ class PlanOptions:
         span=(10, 31),
         shown="27",
     )
-    text_field: str = _fields(None, "field of the text, a.b if nested", shown="text", of="texts")
+    text_field: str = _fields(
+        None,
+        "field of the text, or with --record chat of the list of messages; a.b if nested",
+        shown="text, or messages",
+    )
     text_template: str = _fields(
         "", r"text of several fields, instead of --text_field: '{input}\n\n{output}'", of="texts"
-    )
-    messages_field: str = _fields(
-        None,
-        "with --record chat, field of the list of messages",
-        shown="messages",
-        of="chat",
     )
     id_field: str = _fields("", "field of a document's id, which is kept in DATA/ids")
     source_field: str = _fields(
@@ -161,10 +159,8 @@ class PlanOptions:
             "keep_text": not has_rows if self.keep_text is None else self.keep_text,
             "append_eos": has_rows and not is_chat if self.append_eos is None else self.append_eos,
         }
-        if self.text_field is None or is_chat or self.text_template:
-            settled["text_field"] = "" if is_chat or self.text_template else "text"
-        if self.messages_field is None:
-            settled["messages_field"] = "messages" if is_chat else ""
+        if self.text_field is None or self.text_template:
+            settled["text_field"] = "" if self.text_template else "messages" if is_chat else "text"
         for name, value in settled.items():
             object.__setattr__(self, name, value)
         if has_rows and not 1 <= self.seq_len <= MAX_SEQ_LEN:
@@ -240,8 +236,6 @@ class PlanOptions:
                 found="--keep_text",
                 remedy="--record documents",
             )
-        if self.is_chat and self.messages_field == "":
-            raise UsageError("--messages_field is empty, expected the name of a field, such as messages")
         for item in dataclasses.fields(self):
             value, of = getattr(self, item.name), item.metadata.get("of")
             if value == item.default or not (value or item.default):

@@ -33,7 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
     "concat": {"record": "packed", "seq_len": 16, "append_eos": True},
     "best_fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": True},
-    "chat": {"record": "chat", "seq_len": 16, "messages_field": "chat", "append_eos": False},
+    "chat": {"record": "chat", "seq_len": 16, "text_field": "chat", "append_eos": False},
     "sides": {"token_format": "npy", "validation_fraction": 0.3},
     "rows of sides": {"record": "packed", "seq_len": 16, "append_eos": True, "validation_fraction": 0.3},
     "best fit of sides": {"record": "packed", "seq_len": 16, "pack": "best_fit", "validation_fraction": 0.3},

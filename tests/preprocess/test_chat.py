@@ -132,7 +132,7 @@ def test_parquet_gives_what_json_lines_give(
     (tmp_path / "raw").mkdir()
     table = arrow.table({"chat": CHATS, "n": list(range(len(CHATS)))})
     parquet.write_table(table, tmp_path / "raw" / "chats.parquet", row_group_size=20)
-    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], messages_field="chat")
+    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], text_field="chat")
     assert joined(columns) == joined(make(prep, raw, tmp_path / "b", models["tagged"]))
 
 
@@ -588,11 +588,10 @@ def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"text_field": "t"}, "--text_field is for texts"),
+        ({"text_template": "{t}"}, "--text_template is for texts"),
         ({"append_eos": True}, "--append_eos is for texts"),
         ({"fix_text": True}, "--fix_text is for texts"),
         ({"engine": "gigatoken"}, "--engine gigatoken"),
-        ({"record": "packed", "messages_field": "m"}, "--messages_field is for conversations"),
     ],
 )
 def test_options_that_do_not_go_with_chat_are_refused(

@@ -289,7 +289,7 @@ MESSAGES = [{"role": "user", "content": "Sing?"}, {"role": "assistant", "content
             "a string; their fields are: id, body, meta, meta.title; plan with --text_field body",
         ),
         ({"messages": MESSAGES}, "their fields are: messages; plan with --record chat"),
-        ({"talk": MESSAGES}, "plan with --record chat --messages_field talk"),
+        ({"talk": MESSAGES}, "plan with --record chat --text_field talk"),
     ],
     ids=["body", "messages", "talk"],
 )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.read.format import BATCH_BYTES
+from preprocess.read import BATCH_BYTES
 from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
 from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName

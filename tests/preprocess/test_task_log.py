@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_works(
-    prep: Prep, data_dir: Path, sample_dir: Path, monkeypatch: pytest.MonkeyPatch
+    prep: Prep, data_dir: Path, sample_dir: Path
 ) -> None:
-    monkeypatch.setenv("DATASET_BATCH_SIZE", "50")
-    ended = prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2")
+    words = ["--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2"]
+    ended = prep.command(*words, DATASET_BATCH_SIZE="50")
     plan = need_plan(data_dir)
     begin, stop = plan.cuts[1:3]
     first, start, last, end = begin.input_number, begin.byte, stop.input_number, stop.byte

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from preprocess.make.resources import WorkerSettings, environment_number, memory_limit_gb
-from preprocess.read.format import BATCH_BYTES
+from preprocess.read import BATCH_BYTES
 from shardprep.errors import UsageError
 
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-import preprocess
+import shardprep
 from preprocess.make.counting import Counting
 from preprocess.make.engines import (
     NO_LOSS,
@@ -201,7 +201,7 @@ class Worker:
         """What may differ between equal shards; for reports, never for decisions."""
         return {
             "engine": f"{self.engine.name} {self.engine.version}",
-            "shardprep": preprocess.__version__,
+            "shardprep": shardprep.__version__,
             "python": platform.python_version(),
             "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},

@@ -30,7 +30,7 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer, processors
 
-import preprocess
+import shardprep
 from preprocess.make import engines
 from preprocess.read.inputs import what_fetches
 from shardprep.errors import (
@@ -186,7 +186,7 @@ def _num_altered(files: Files, saved: Files, probe: list[str], ids: list[engines
 
 def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path | None:
     """Where such a tokenizer is kept; None for a user without a home."""
-    versions: list[str | None] = [preprocess.__version__]
+    versions: list[str | None] = [shardprep.__version__]
     for name in _LIBRARIES:
         try:
             versions.append(version(name))

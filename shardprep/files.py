@@ -231,9 +231,9 @@ def read_with_status(path: Path | str, *, max_bytes: int) -> tuple[bytes, os.sta
             content = os.read(handle, found.st_size + 1)
             while len(content) < found.st_size and (more := os.read(handle, found.st_size - len(content))):
                 content += more  # reads may be short
+            return content, found
         finally:
             close_read(handle)
-        return content, found
     except NOT_THERE:
         raise
     except OSError as error:

@@ -670,10 +670,7 @@ def _settled_options(
         found |= {"chat_template": template.text, "chat_tokens": template.tokens}
         found |= {"chat_versions": chat_versions(), "chat_mask_rule": mask_rule}
     elif options.add_special_tokens and ends_itself(resolved):
-        # Shards of a plan from before this was known go on as they began.
-        frozen = read_plan(config.output_dir)
-        if frozen is None or frozen.options.own_eos:
-            found |= {"append_eos": True, "own_eos": True}
+        found |= {"append_eos": True, "own_eos": True}
     return dataclasses.replace(options, **found)
 
 

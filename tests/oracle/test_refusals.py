@@ -329,8 +329,6 @@ PLAN_ROWS = [
         expected="1 to"),
     row("a row length for documents", lambda s: s.plan(seq_len=8), 2, found="--seq_len",
         remedy="--record packed", heals=True),
-    row("a field of messages for documents", lambda s: s.plan(messages_field="turns"), 2,
-        found="--messages_field", remedy="--record chat"),
     row("text beside rows", lambda s: s.plan(**PACKED, keep_text=True), 2, found="--keep_text",
         remedy="--record documents"),
     row("a field and a template", lambda s: s.plan(text_field="a", text_template="{b}"), 2,

@@ -276,14 +276,12 @@ def test_all_batch_sizes_and_little_memory_give_equal_bytes(
     prep: Prep,
     reference: Callable[[str], Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     record: str,
     size: int,
 ) -> None:
     folder = planned_copy(reference(record), tmp_path / "data")
-    monkeypatch.setenv("DATASET_BATCH_SIZE", str(size))
-    monkeypatch.setenv("DATASET_WRITER_BATCH_SIZE", str(size))
-    ended = prep.command("--shard_id", 1, "--output_dir", folder, "--memory_gb", 0.3)
+    sizes = {"DATASET_BATCH_SIZE": str(size), "DATASET_WRITER_BATCH_SIZE": "1024"}
+    ended = prep.command("--shard_id", 1, "--output_dir", folder, "--memory_gb", 0.3, **sizes)
     assert ended.code == 0, ended.text
     found = prep.contents(folder)
     assert len(found) >= 3

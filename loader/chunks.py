@@ -17,7 +17,6 @@ from loader.order import Int32s, Int64s
 IGNORED = -100  # a label that cross_entropy leaves out
 NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id is below 0 else
 ID_BITS = 2**31 - 1  # the id without it
-WITHDRAWN = np.int32(-1)  # in place of an id that nobody may see any more; no id with NO_LABEL is it
 
 ORIGIN = ("row", "place", "source", "shard", "sample", "document")  # what a batch tells of a document
 _HEAD = 5  # samples per tick, ticks, tokens cut, document starts and origins (-1: none were asked for)

@@ -292,10 +292,10 @@ def get_llama3_dataloader(
         )
     if isinstance(pad, PadToken):
         tokenizer.pad_with(pad.token)
-    withdrawn_id = None
-    if any(each.withdrawn is not None for each in samples.values()):  # what pads stands for them
+    pad_for_blanks = None
+    if any(each.shards.blank_id is not None for each in samples.values()):
         token = pad if isinstance(pad, PadToken) else choose_pad_token(tokenizer.special)
-        withdrawn_id = token.token_id
+        pad_for_blanks = token.token_id
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=plan.row_tokens,
@@ -304,7 +304,7 @@ def get_llama3_dataloader(
         shifts_targets=shifts,
         origins=origins,
         has_masks=any(of_source.has_masks for of_source in shards_of.values()),
-        withdrawn_id=withdrawn_id,
+        pad_for_blanks=pad_for_blanks,
     )
     loader = TokenLoader(
         plan,

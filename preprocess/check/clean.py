@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from preprocess.attempts import LOGS_FOLDER
 from shardprep.console import counted, print_lines, say, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import (
@@ -27,6 +26,7 @@ from shardprep.files import (
     remove_tree,
     size_of_file,
 )
+from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.done import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, PLAN_NAME, QUARANTINE_DIR
 from shardprep.format.plan import Plan, read_plan

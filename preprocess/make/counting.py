@@ -11,7 +11,7 @@ from preprocess.make.engines import Numbers
 from preprocess.read.documents import BadDocument, Documents
 from shardprep.errors import BadInput
 from shardprep.format.manifest import LENGTH_BITS, ShardCounts, SourceCounts, TextCounts, ValidationCounts
-from shardprep.format.names import source_of_path
+from shardprep.format.names import CHOSEN_REASONS, source_of_path
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 _MOST_LENGTHS = 64 << (LENGTH_BITS - 1)
@@ -68,8 +68,9 @@ class Counting:
 
     @property
     def bad_fraction(self) -> float:
-        """Share of the documents so far that were left out."""
-        return len(self.bad) / max(1, len(self.bad) + self.num_documents)
+        """Share of the documents so far that could not be used; those that the user left out do not count."""
+        num_bad = sum(bad.reason not in CHOSEN_REASONS for bad in self.bad)
+        return num_bad / max(1, num_bad + self.num_documents)
 
     @property
     def bad_reasons(self) -> set[str]:

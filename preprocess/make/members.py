@@ -20,7 +20,7 @@ from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.make.packing import START, RowGroup, Starts, packer_of, rows_per_member
 from preprocess.read.documents import Documents
 from shardprep.errors import BadInput
-from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.dataset_spec import BLANK, DatasetSpec
 from shardprep.format.digests import DIGEST, are_for_validation
 from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
 from shardprep.format.names import (
@@ -114,7 +114,8 @@ class DocumentMembers:
         self._options = options
         self._tar_bytes = 0
         self._field = token_field("documents", spec.token_format)
-        self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
+        vocab_size, has_blanks = spec.tokenizer.vocab_size, bool(options.blanked)
+        self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
@@ -244,9 +245,9 @@ def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbe
 
 
 @functools.cache
-def json_ids(vocab_size: int) -> JsonIds:
-    """The table of a vocabulary, made once a process (9 ms for 128,256 tokens)."""
-    return JsonIds(vocab_size)
+def json_ids(vocab_size: int, *, has_blanks: bool = False) -> JsonIds:
+    """Return the table of a vocabulary, made once a process (9 ms for 128,256 tokens)."""
+    return JsonIds(vocab_size, has_blanks=has_blanks)
 
 
 class JsonIds:
@@ -257,11 +258,16 @@ class JsonIds:
     arrays (one core), and orjson leaves out the spaces.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        width = 8 if vocab_size <= 10**6 else 16
-        texts = np.zeros((vocab_size, width), np.uint8)
+    def __init__(self, vocab_size: int, *, has_blanks: bool = False) -> None:
+        width = 8 if vocab_size <= 10**6 and not has_blanks else 16
+        texts = np.zeros((vocab_size + has_blanks, width), np.uint8)
         texts[:, :2] = list(b", ")
-        self._widths = np.empty(vocab_size, np.uint8)
+        self._widths = np.empty(len(texts), np.uint8)
+        self._row_of_blank = vocab_size if has_blanks else None
+        if has_blanks:
+            text = b", %d" % BLANK
+            texts[-1, : len(text)] = list(text)
+            self._widths[-1] = len(text)
         for num_digits in range(1, width - 1):
             first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min(10**num_digits, vocab_size)
             if first >= last:
@@ -271,17 +277,20 @@ class JsonIds:
             self._widths[first:last] = 2 + num_digits
         self._table: npt.NDArray[np.void] = texts.view(f"V{width}").ravel()
 
+    def _rows(self, ids: Ids) -> Ids:
+        return ids if self._row_of_blank is None else np.where(ids == BLANK, self._row_of_blank, ids)
+
     def lengths(self, batch: TokenBatch) -> Numbers:
         """int64[documents]: bytes of each document's JSON text."""
         ends = np.zeros(len(batch.ids) + 1, np.int64)
-        np.cumsum(self._widths[batch.ids], out=ends[1:])
+        np.cumsum(self._widths[self._rows(batch.ids)], out=ends[1:])
         # "[" takes the place of the first ", ", and "]" the byte that this saves.
         return np.maximum(np.diff(ends[batch.offsets]), 2)
 
     def separated(self, ids: Ids) -> bytearray:
         """All ids, each with ``, `` before it."""
         wide = bytearray(len(ids) * self._table.itemsize)
-        np.take(self._table, ids, out=np.frombuffer(wide, self._table.dtype))
+        np.take(self._table, self._rows(ids), out=np.frombuffer(wide, self._table.dtype))
         return wide.translate(None, b"\0")
 
 

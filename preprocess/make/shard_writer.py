@@ -166,8 +166,8 @@ class ShardWriter:
         if self._digests is not None and len(piece.digests):
             self._digests.write(piece.digests.tobytes())
 
-    def commit(self, run: dict[str, Any]) -> Manifest:
-        """Publish the shard; its manifest, with ``run`` in it, comes last."""
+    def commit(self, run: dict[str, Any], *, made_from: str | None = None) -> Manifest:
+        """Publish the shard; its manifest, with ``run`` and ``made_from`` in it, comes last."""
         self._write(self._members.rest())
         for piece in self._validation:
             self._note(piece)
@@ -189,6 +189,7 @@ class ShardWriter:
                 validation=self._validation_counts(),
             ),
             run={**run, "texts": texts},
+            made_from=made_from,
             **stamps,
         )
         for file in files.values():

@@ -7,6 +7,7 @@ numpy, which share the interpreter's lock for a part of the time: see benchmarks
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -21,14 +22,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 import preprocess
 from preprocess.make.counting import Counting
-from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
+from preprocess.make.engines import (
+    NO_LOSS,
+    Engine,
+    TokenBatch,
+    equal_fast_engine,
+    ids_sha256,
+    tokenizers_engine,
+)
 from preprocess.make.members import Batch, Members, members_of
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read.chat import ROLES, check_chat_versions
-from preprocess.read.documents import Documents, load_libraries, read_documents, without
+from preprocess.read.documents import Documents, load_libraries, read_documents
 from preprocess.read.format import BATCH_BYTES, MOST_DOCUMENT_BYTES
 from preprocess.read.text_changes import check_text_versions
 from shardprep.console import counted
@@ -42,13 +53,16 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.files import size_of_file
+from shardprep.format.blanked import BlankedDocuments, blank_digests, blanked_shards, read_blanked
+from shardprep.format.dataset_spec import BLANK
+from shardprep.format.digests import are_for_validation
+from shardprep.format.document_names import read_excluded
 from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import TOKENIZER_DIR
 from shardprep.format.options import EngineName, PlanOptions
 from shardprep.format.plan import Plan, PlannedShard
 from shardprep.format.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
-from shardprep.format.withdrawals import read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
@@ -123,7 +137,10 @@ class Worker:
         if most := min(filter(None, (settings.batch_size, settings.writer_batch_size)), default=None):
             documents = (part for batch in documents for part in batch.parts(most))
         members = members_of(spec, shard.shard_id, options)
-        make = functools.partial(self._encode_and_lay_out, members)
+        blanked: BlankedDocuments | None = None
+        if shard.shard_id in blanked_shards(options.blanked):
+            blanked = read_blanked(self.folder, self.plan.plan_id, shard.shard_id)
+        make = functools.partial(self._encode_and_lay_out, members, blanked)
         with (
             ThreadPoolExecutor(1) as reader,
             ThreadPoolExecutor(num_makers) as makers,
@@ -144,14 +161,21 @@ class Worker:
             if digest is not None and digest.hexdigest() != shard.sha256:
                 raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
-            return writer.commit(self._run_facts(began, cpu_began))
+            made_from = None if blanked is None else blanked.made_from
+            return writer.commit(self._run_facts(began, cpu_began), made_from=made_from)
 
-    def _encode_and_lay_out(self, members: Members, documents: Documents) -> Batch:
+    def _encode_and_lay_out(
+        self, members: Members, blanked: BlankedDocuments | None, documents: Documents
+    ) -> Batch:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
         plan = self.plan
         tokens = self.engine.encode_documents(
             documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
         )
+        if blanked is not None:
+            is_blanked = blanked.are_at(documents.input_number, documents.offsets)
+            if is_blanked.any():
+                return _blanked_batch(members, documents, tokens, is_blanked, plan)
         return members.lay_out(documents, tokens)
 
     def _changed_input(self, shard: PlannedShard, found: str) -> Refused:
@@ -215,22 +239,53 @@ def documents_of_shard(
     batch_bytes: int = BATCH_BYTES,
     digest: hashlib._Hash | None = None,
 ) -> Iterator[Documents]:
-    """The documents of a shard's input, without those that ``rewrite`` leaves out; see ``read_documents``."""
-    found = read_documents(
+    """Yield the documents of a shard's input, without those that the plan excludes."""
+    excluded = plan.options.excluded
+    return read_documents(
         shard.ranges,
         plan.options,
         batch_bytes=batch_bytes,
         digest=digest,
         most_documents=shard.most_documents,
+        excluded=_excluded(folder, excluded) if excluded else None,
     )
-    if plan.options.rewritten:
-        numbers = _left_out(folder, plan.options.rewritten).documents_of(shard.shard_id)
-        if len(numbers):
-            return without(found, numbers)
-    return found
 
 
-_left_out = functools.lru_cache(maxsize=1)(read_left_out)  # the same for all shards
+_excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
+
+
+def _blanked_batch(
+    members: Members,
+    documents: Documents,
+    tokens: TokenBatch,
+    is_blanked: npt.NDArray[np.bool_],
+    plan: Plan,
+) -> Batch:
+    """Lay out a batch of which some documents are blanked: as many BLANKs as they have ids, nothing else.
+
+    What is counted is that of the documents, as in the shard that this one is made from.
+    """
+    columns = dict(documents.columns)
+    if "id" in columns:
+        ids = zip(columns["id"], is_blanked.tolist(), strict=True)
+        columns["id"] = ["" if blank else name for name, blank in ids]
+    texts = zip(documents.texts, is_blanked.tolist(), strict=True)
+    laid_out = dataclasses.replace(documents, texts=[b"" if blank else text for text, blank in texts])
+    blank_ids = np.uint32(BLANK)
+    if plan.options.is_chat:  # the loss mask stays as it is
+        blank_ids = (tokens.ids & NO_LOSS) | blank_ids
+    ids_or_blank = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
+    batch = members.lay_out(laid_out, dataclasses.replace(tokens, ids=ids_or_blank))
+    digests = batch.digests
+    if len(digests):
+        digests = documents.digests()
+        sides = are_for_validation(digests, plan.spec.validation_fraction)
+        digests = np.where(is_blanked, blank_digests(sides), digests)
+    return batch._replace(
+        documents=dataclasses.replace(documents, columns=columns),
+        digests=digests,
+        piece=batch.piece and batch.piece._replace(digests=digests),
+    )
 
 
 def bad_words(options: PlanOptions, reasons: set[str]) -> str:

@@ -53,9 +53,10 @@ from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sam
 from preprocess.read.text_changes import text_versions
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
-from shardprep.files import STALE_AFTER_S, make_folder, remove_temporaries
+from shardprep.files import STALE_AFTER_S, make_folder, publish_bytes, remove_temporaries
+from shardprep.format.document_names import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind, known_suffixes
-from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 from shardprep.format.options import PlanOptions, PrepConfig
 from shardprep.format.plan import (
     Cut,
@@ -494,6 +495,7 @@ def make_plan(
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)  # an impossible one is told first
     _check_apart(config)
+    names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
     listing = find_inputs(
         config.input_dir,
         recursive=config.recursive,
@@ -528,7 +530,7 @@ def make_plan(
                 f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
-        plan, engine = _plan_of(config, listing, division, resolved, say)
+        plan, engine = _plan_of(config, listing, division, resolved, names, say)
         for line in document_ends_lines(plan, resolved.folder):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos or tokenizer.eos_token_id is None):
@@ -553,6 +555,8 @@ def make_plan(
         frozen = publish_plan(plan, config.output_dir)
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
         publish_tokenizer(files, config.output_dir, tokenizer, frozen.tokenizer_files)
+        if names is not None:
+            publish_bytes(config.output_dir / EXCLUDED_NAME, names.keys.tobytes())
         return frozen, estimate
 
 
@@ -677,12 +681,18 @@ def ends_itself(resolved: ResolvedTokenizer) -> bool:
 
 
 def _settled_options(
-    config: PrepConfig, listing: InputListing, resolved: ResolvedTokenizer, say: Callable[[str], None]
+    config: PrepConfig,
+    listing: InputListing,
+    resolved: ResolvedTokenizer,
+    names: DocumentNames | None,
+    say: Callable[[str], None],
 ) -> PlanOptions:
     """The options with what planning found out, such as a conversation's template. Raises UsageError."""
     options = config.plan_options()
     found: dict[str, Any] = {"also": listing.also, "follow_links": listing.follow_links}
     found["text_versions"] = text_versions(options)
+    if names is not None:
+        found["excluded"] = hashlib.sha256(names.keys.tobytes()).hexdigest()
     if options.is_chat:
         template, mask_rule = chat_template_of(
             resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
@@ -704,13 +714,14 @@ def _plan_of(
     listing: InputListing,
     division: Division,
     resolved: ResolvedTokenizer,
+    names: DocumentNames | None,
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
     plan = Plan(
         plan_id="",
         input_dir=config.input_dir.resolve(),
-        options=_settled_options(config, listing, resolved, say),
+        options=_settled_options(config, listing, resolved, names, say),
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=resolved.spec,
         tokenizer_files=stamp_tokenizer(resolved.folder),

@@ -25,6 +25,7 @@ from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.digests import canonical_conversation, digests_of
+from shardprep.format.document_names import DocumentNames, keys_of_ids
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
@@ -145,10 +146,12 @@ def read_documents(
     batch_bytes: int = BATCH_BYTES,
     digest: hashlib._Hash | None = None,
     most_documents: int | None = None,
+    excluded: DocumentNames | None = None,
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
     ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents`` documents.
+    ``excluded``: names of documents that are left out.
 
     Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
     ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
@@ -161,6 +164,8 @@ def read_documents(
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
         names = {part.input_number: part.path.name for part in ranges}
         found = (_rendered(documents, template, names[documents.input_number]) for documents in found)
+    if excluded is not None:
+        found = (_without_named(documents, excluded) for documents in found)
     yield from found if most_documents is None else _first_ones(ranges, found, most_documents)
 
 
@@ -271,21 +276,26 @@ def _first_ones(
         yield documents
 
 
-def without(found: Iterable[Documents], numbers: Numbers) -> Iterator[Documents]:
-    """Leave out some documents, by their numbers, ascending; as if the input had not their lines."""
-    num_documents = num_gone = 0
-    for documents in found:
-        gone = np.isin(num_documents + np.arange(len(documents.texts)), numbers)
-        kept, gone_lines = documents.only(np.flatnonzero(~gone)), documents.lines[gone]
-        bad = [(one, one.line - int(np.searchsorted(gone_lines, one.line))) for one in documents.bad]
-        yield dataclasses.replace(
-            kept,
-            lines=kept.lines - num_gone - np.searchsorted(gone_lines, kept.lines),
-            first_line=documents.first_line - num_gone,
-            num_lines=documents.num_lines - len(gone_lines),
-            bad=[dataclasses.replace(one, line=line - num_gone) for one, line in bad],
-        )
-        num_documents, num_gone = num_documents + len(gone), num_gone + len(gone_lines)
+_EXCLUDED = UnusableText("excluded", "--exclude names it")
+
+
+def find_names(documents: Documents, names: DocumentNames) -> npt.NDArray[np.intp]:
+    """Return the name of each document, by its id or its text: intp[n], -1 for one that has none."""
+    ids = documents.columns.get("id")
+    by_id = None if ids is None or not names.has_ids else names.find(keys_of_ids(ids))
+    if by_id is not None and not names.has_texts:
+        return by_id
+    by_text = names.find(documents.digests())
+    return by_text if by_id is None else np.maximum(by_id, by_text)
+
+
+def _without_named(documents: Documents, names: DocumentNames) -> Documents:
+    """Leave out the documents that are named; the quarantine file lists them as ``excluded``."""
+    is_named = find_names(documents, names) >= 0
+    if not is_named.any():
+        return documents
+    texts = zip(documents.texts, is_named.tolist(), strict=True)
+    return documents.sorted_out(_EXCLUDED if named else text for text, named in texts)[0]
 
 
 def starts_in(

@@ -33,8 +33,18 @@ _Number = TypeVar("_Number", int, "npt.NDArray[np.int64]")
 
 
 def token_bytes(vocab_size: int) -> int:
-    """Bytes of a binary token id: 2 where every id fits into uint16, else 4 (uint32)."""
-    return 2 if vocab_size <= 1 << 16 else 4
+    """Return the bytes of a binary token id: 2 where all ids and ``blank_id`` fit into uint16, else 4."""
+    return 2 if vocab_size < 1 << 16 else 4
+
+
+# In place of each id of a blanked document: no vocabulary has it, and no embedding, however it is padded. So
+# a reader that does not know of blanked documents fails, and never trains on them.
+BLANK = 2**31 - 1
+
+
+def blank_id(vocab_size: int) -> int:
+    """Return BLANK as binary ids say it; those of two bytes have their largest value for it."""
+    return BLANK if token_bytes(vocab_size) == 4 else 2**16 - 1
 
 
 def tokenizer_fingerprint(tokenizer_json: str) -> str:

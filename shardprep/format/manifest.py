@@ -16,9 +16,8 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from shardprep.errors import BrokenShard, MissingShard, OtherPlan
-from shardprep.files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
+from shardprep.files import NOT_THERE, Digest, FileStamp, names_in, size_of_file, stamp_file
 from shardprep.format.dataset_spec import DatasetSpec, idx_num_bytes, least_tar_bytes
-from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.json_files import (
     Count,
     Seconds,
@@ -29,6 +28,7 @@ from shardprep.format.json_files import (
     wrong_value,
 )
 from shardprep.format.names import (
+    DIGEST_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_SAMPLES,
     MAX_SHARDS,
@@ -138,10 +138,13 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: RunFacts, engine, versions
     digests: FileStamp | None = None  # of --digests
+    made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see blanked.py
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. The part before ``run`` is equal for equal shards; each has its hash."""
         content = dataclasses.asdict(self)
+        if self.made_from is None:
+            del content["made_from"]
         data = with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 

@@ -141,7 +141,9 @@ class PlanOptions:
     chat_versions: str = option("")  # of the libraries that render it
     chat_mask_rule: MaskRule = option("")  # of transformers at planning; characters without tags
     own_eos: bool = option(False)  # the tokenizer ends each document with EOS by itself, so none is appended
-    rewritten: str = option("")  # sha256 of the last list in DATA/left_out, whose documents are left out
+    excluded: str = option("")  # sha256 of DATA/excluded.keys, whose documents are left out: see --exclude
+    # Shards of which documents are blanked, "0-2,5"; not in the id, for blanking moves nothing.
+    blanked: str = option("", is_in_id=False)
 
     def __post_init__(self) -> None:
         """Check the options and settle those that are None; a settled object passes unchanged."""
@@ -283,6 +285,9 @@ class PrepConfig(PlanOptions):
     )
     engine: EngineName = _tokens("auto", ENGINE_HELP)
     max_bad_fraction: float = _text(0.01, BAD_HELP)
+    exclude: Path | None = _text(
+        None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
+    )
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 
     def __post_init__(self) -> None:

@@ -52,8 +52,6 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "--max_rounds": "--until_done sends what failed again at most five times",
     "--max_attempts": "name the shards: retry DATA --shards IDS sends them however often they failed",
     "--lines": "logs prints the path of each log: tail -n 100 PATH",
-    "--batch_size": "set DATASET_BATCH_SIZE",
-    "--writer_batch_size": "set DATASET_WRITER_BATCH_SIZE",
     "--withdrawn": "where DATA --state FILE --step N names the documents that a step saw",
     "--global_batch_size": "where takes the loader's settings from the checkpoint: --state FILE",
 }

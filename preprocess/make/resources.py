@@ -23,8 +23,6 @@ from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
 from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
 
-# As preprocess/read/format.py has it; that imports numpy, for which --help need not wait.
-BATCH_BYTES = 512 << 10
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
 _ADDRESS_BYTES = 700 << 20  # of address space that a worker takes and does not fill; 200 fail now and then

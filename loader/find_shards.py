@@ -70,18 +70,14 @@ def find_sources(
 ) -> dict[str, ShardSet]:
     """Find the shards of each named source, as ``find_shards`` does; no shard in two of them."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
-        raise UsageError(
-            f"input_shards names the sources {list(sources)}, expected names with shards for each",
-            found=list(sources),
-            expected="names with shards for each",
-        )
+        raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
     found = {}
     for name, input_shards in sources.items():
         paths = find_inputs(input_shards, cache_dir)
         shards = found[name] = ShardSet(_of_paths(paths, count_tokens=count_tokens), split)
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
-            raise UsageError(f"{input_shards} holds no sample{side}", found=str(input_shards))
+            raise UsageError(found=f"no sample{side} in {input_shards}", expected="one at least")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
 
@@ -94,12 +90,10 @@ def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
     named: list[Any] = [input_shards]
     if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, os.PathLike)):
         named = list(input_shards)
-    if wrong := [each for each in named if not isinstance(each, (str, os.PathLike))]:
-        raise UsageError(
-            f"input_shards has {wrong[0]!r}, expected the path of a folder, an index.json or a tar",
-            found=f"input_shards={wrong[0]!r}",
-            expected="the path of a folder, an index.json or a tar",
-        )
+    for each in named:
+        if not isinstance(each, (str, os.PathLike)):
+            expected = "the path of a folder, an index.json or a tar"
+            raise UsageError(found=f"input_shards={each!r}", expected=expected)
     names_in: dict[str, frozenset[str] | None] = {}
     paths: list[str] = []
     names = [os.fspath(each) for each in named]
@@ -111,14 +105,10 @@ def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
             paths += _expand(name, names_in)
     check_names_are_utf8(*paths)
     if not paths:
-        raise UsageError(f"input_shards is empty; name {NAMEABLE}", expected=NAMEABLE)
-    if len(set(paths)) < len(paths):
-        twice = next(path for path, count in Counter(paths).items() if count > 1)
-        raise UsageError(
-            f"{twice} is named twice in input_shards, so an epoch would see its samples twice; name it once",
-            path=twice,
-            expected="once",
-        )
+        raise UsageError(found="input_shards=[]", expected=NAMEABLE)
+    for path, count in Counter(paths).items():
+        if count > 1:  # an epoch would see its samples twice
+            raise UsageError(path=path, found=f"named {count} times in input_shards", expected="once")
     return paths
 
 
@@ -133,8 +123,8 @@ def _expand(name: str, names_in: dict[str, frozenset[str] | None]) -> list[str]:
             continue
         matches = sorted(map(str, Path("/").glob(path[1:]))) if glob.has_magic(pattern) else []
         if not matches:
-            of = "" if pattern == name else f" (of {name})"
-            raise NotFound(f"{path} does not exist{of}; name {NAMEABLE}", path=path, expected=NAMEABLE)
+            found_nothing = "no such file or folder" + ("" if pattern == name else f" (of {name})")
+            raise NotFound(path=path, found=found_nothing, expected=NAMEABLE)
         found += matches
     return found
 
@@ -169,13 +159,8 @@ def expand_braces(pattern: str) -> list[str]:
     except ValueError:  # unbalanced: a single brace is part of a name
         return [pattern]
     if left := _BRACES.search(names[0]):
-        expected = "{00000..00009} or {a,b}"
-        raise UsageError(
-            f"{pattern!r} has the braces {left[0]!r}, expected {expected}",
-            path=pattern,
-            found=left[0],
-            expected=expected,
-        )
+        found = f"the braces {left[0]!r}"
+        raise UsageError(path=pattern, found=found, expected="{00000..00009} or {a,b}")
     return names
 
 
@@ -198,12 +183,8 @@ def _of_paths(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         elif name.endswith(".tar"):
             found.append(_scanned(path, count_tokens=count_tokens))
         elif not is_folder(Path(path)):
-            raise UsageError(
-                f"{path} cannot be loaded, expected a tar, a folder or an {INDEX_NAME}; name tars as in "
-                f"{Path(folder) / 'shard-*.tar'}, and decompress .tar.gz files first",
-                path=path,
-                expected=f"a tar, a folder or an {INDEX_NAME}",
-            )
+            expected = f"a tar, a folder or an {INDEX_NAME}; decompress .tar.gz files first"
+            raise UsageError(path=path, found="none of what can be loaded", expected=expected)
         elif _has_index_or_plan(Path(path)) or manifest_ids(Path(path)):
             found.append(_dataset(Path(path)))
         else:
@@ -230,14 +211,14 @@ def _tars_in(folder: Path) -> list[str]:
     """Return the tars of a folder that is no data set. Raises UsageError or NotFound."""
     names = names_in(folder)
     for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
-        raise UsageError(f"{path} is compressed; decompress it, or name the other tars one by one", path=path)
+        raise UsageError(path=path, found="compressed", expected="a tar; decompress it, or name the others")
     tars = [str(folder / name) for name in names if name.endswith(".tar")]
     if not tars:
         remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
         raise NotFound(
-            f"{folder} holds no shards: no {INDEX_NAME}, no manifest and no .tar; if it holds raw text, "
-            f"run: {remedy}",
             path=folder,
+            found="no shards",
+            expected=f"an {INDEX_NAME}, manifests or tars; if these are raw texts",
             remedy=remedy,
         )
     return tars
@@ -268,12 +249,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         if beyond := ids[ids >= num_shards].tolist():
             path = tar_path(folder, beyond[0])
-            raise NotFound(
-                f"{path} is none of the {num_shards} shards that {folder / INDEX_NAME} lists; take it out of "
-                "the folder or out of input_shards",
-                path=path,
-                expected=f"{num_shards} shards",
-            )
+            raise NotFound(path=path, found=f"none of the {num_shards} shards that {INDEX_NAME} lists")
     else:
         index = merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in shard_ids))
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
@@ -301,22 +277,13 @@ def _check_sources(datasets: list[DatasetShards]) -> None:
     for dataset in datasets:
         tokenizers.setdefault(dataset.spec.tokenizer.fingerprint, (dataset.folder, dataset.spec.tokenizer))
         if dataset.folder in folders:
-            raise UsageError(
-                f"{dataset.folder} is named twice, as in two sources, or as a folder and by its shards; name "
-                "it once",
-                path=dataset.folder,
-                expected="once",
-            )
+            found = "named twice: in two sources, or as a folder and by its shards"
+            raise UsageError(path=dataset.folder, found=found, expected="once")
         folders.add(dataset.folder)
     if len(tokenizers) > 1:
-        found = "; ".join(
-            f"{folder} was made with {spec.model_id} ({spec.fingerprint[:12]})"
-            for folder, spec in tokenizers.values()
-        )
         (_, first), (folder, other), *_ = tokenizers.values()
         raise OtherTokenizer(
-            f"{found}; token ids of different tokenizers cannot be mixed: prepare one again",
             path=folder,
-            found=other.fingerprint[:12],
-            expected=first.fingerprint[:12],
+            found=f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed",
+            expected=f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})",
         )

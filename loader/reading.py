@@ -438,8 +438,9 @@ def _stretches(rows: Int64s) -> list[slice]:
 
 def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenShard:
     what = {"ids": "samples", "starts": "document starts", "mask": "loss masks"}[column]
-    verify = f"run: shardprep verify {quoted(shard.tar.path.parent)}"
     return BrokenShard(
-        f"{shard.tar.path}: its idx is damaged: it places {what} at bytes {first} to {last} of "
-        f"{shard.tar.num_bytes}, some of a wrong size or order; {verify}"
+        path=shard.tar.path,
+        found=f"an idx that places {what} at bytes {first} to {last}, of a wrong size or order",
+        expected=f"places apart in {shard.tar.num_bytes} bytes",
+        remedy=f"shardprep verify {quoted(shard.tar.path.parent)}",
     )

@@ -21,7 +21,7 @@ times as much as under a full shuffle of 64 steps.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -147,6 +147,10 @@ class Run:
     @cached_property
     def ticks_per_epoch(self) -> int:
         return sum(source.order.ticks_per_epoch for source in self.sources if not source.added_at)
+
+    @property
+    def is_validation(self) -> bool:
+        return self._order.keeps_tail
 
     def fillers(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:
         """Return which slots hold a sample again at a step of an epoch, of a validation set; None: none."""
@@ -355,33 +359,33 @@ class Run:
         """Return the step of the last amendment, 0 if there is none."""
         return max((stage.step for stage in self.stages if stage.is_amended), default=0)
 
-    def amended(self, position: Position, plan: Run) -> tuple[Run, int]:
+    def amended(self, position: Position, plan: Run, sources: Sequence[Source]) -> tuple[Run, int]:
         """Return this run with what a plan holds from the next border on, and the step of that border.
 
         The border is the first step, from the position on, before which each round that has begun is over. An
-        amendment that has not begun is replaced, and its sources are gone. The plan's orders have this run's
-        L, and its sizes are multiples of L. The position is behind the first step.
+        amendment that has not begun is replaced, and its sources are gone. ``sources`` are the plan's, with
+        orders of this run's L, of which its sizes are multiples. The position is behind the first step.
         """
         step = self.step_of(position)
         tick = self.unbegun_tick(step)
         border = max(step, self.step_from(tick))
         while True:
-            run = self._with_stages_of(plan, border)
+            run = self._with_stages_of(plan, border, sources)
             # Smaller steps may fit into the end of an epoch that larger ones left unused. A step that begins
             # there would be one of an epoch that is over, or of a round that has begun.
             if run.position(step) == position and run.tick_of_step(border) >= tick:
                 return run, border
             border += 1
 
-    def _with_stages_of(self, plan: Run, step: int) -> Run:
+    def _with_stages_of(self, plan: Run, step: int, sources: Sequence[Source]) -> Run:
         """Return this run up to a step, and the plan from there on."""
-        sources = [source for source in self.sources if source.added_at < step]
-        known = {source.name for source in sources}
-        for source in plan.sources:
+        kept = [source for source in self.sources if source.added_at < step]
+        known = {source.name for source in kept}
+        for source in sources:
             if source.name not in known:
-                order = replace(source.order, seed=source_seed(self.seed, len(sources)))
-                sources.append(replace(source, order=order, added_at=step))
-        numbers = {source.name: number for number, source in enumerate(sources)}
+                order = replace(source.order, seed=source_seed(self.seed, len(kept)))
+                kept.append(replace(source, order=order, added_at=step))
+        numbers = {source.name: number for number, source in enumerate(kept)}
         stages = [stage for stage in self.stages if stage.step < step]
         shares = self.held_from(step - 1)[0].shares
         # Where shares began to hold, a round may have been laid out to end: another one has to begin there.
@@ -397,7 +401,7 @@ class Run:
             if not goes_on or stage.ticks_per_step != stages[-1].ticks_per_step:
                 stages.append(stage)
             shares = held.shares
-        return replace(self, sources=tuple(sources), stages=tuple(stages))
+        return replace(self, sources=tuple(kept), stages=tuple(stages))
 
 
 def _by_number(shares: Mapping[str, int], numbers: Mapping[str, int]) -> tuple[int, ...]:

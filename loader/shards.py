@@ -154,13 +154,9 @@ class ShardSet:
         if all(source.num_validation is not None for source in self.sources):
             return
         path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
-        raise UsageError(
-            'split="train" needs data sets that were planned with --validation_fraction'
-            f"{f', which {path} was not' if path else ''}; plan one with it, or leave split out",
-            path=path,
-            found='split="train"',
-            remedy="--validation_fraction",
-        )
+        expected = "data sets that were planned with it; plan one"
+        remedy = "shardprep plan --validation_fraction 0.01"
+        raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
 
     def records_of(self, samples: Int64s, shard: Int64s | int) -> Int64s:
         """Return where samples stand in their shards: int64[n] -> int64[n]."""

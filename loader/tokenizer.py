@@ -34,7 +34,6 @@ from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _READ_FILES = ("tokenizer.json", "tokenizer_config.json")
-_OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")  # of transformers 4; they add or name tokens
 _MAX_FILE_BYTES = 256 << 20  # the largest tokenizers known have 40 MB
 
 
@@ -135,60 +134,51 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     tokenizer = _by_its_files(folder, own.spec.tokenizer)
     if tokenizer is None:
         tokenizer = LoaderTokenizer.of_loaded(_load_own(folder, own.spec.tokenizer), spec.fingerprint)
-    if model_id is not None and model_id != spec.model_id and not _has_same_files(folder, Path(model_id)):
+    if model_id is not None and model_id != spec.model_id and not _has_same_file(folder, Path(model_id)):
         _check_same(datasets[0], model_id, _load(model_id))
     return tokenizer
 
 
 def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
-    """The tokenizer of a data set, if its files show that it is the manifests': 0.5 s for Llama 3's. None
-    where they do not: transformers then finds what is wrong. Raises BrokenShard or ReadWriteError."""
+    """Return the tokenizer of a data set, if its file is that of the manifests: 0.5 s for Llama 3's.
+
+    None where it is not, or the files beside it say something else: transformers then finds what is wrong.
+    Raises BrokenShard or ReadWriteError.
+    """
     _check_files(folder)
-    files = {name: _content(folder / name) for name in (*_READ_FILES, *_OTHER_FILES)}
+    raw = _content(folder / "tokenizer.json")
+    if raw is None or _content(folder / "added_tokens.json") is not None:  # of transformers 4: more tokens
+        return None
     with without_garbage_collection():  # 280,000 merges
         try:
-            data = orjson.loads(files["tokenizer.json"] or b"")
-            special = _special_tokens(data, files, spec)
-            if special is None or fingerprint_of(data) != spec.fingerprint:
+            data, config = (
+                orjson.loads(raw),
+                orjson.loads(_content(folder / "tokenizer_config.json") or b"{}"),
+            )
+            added = {token["content"]: token["id"] for token in data["added_tokens"]}
+            names = {token_id: name for name, token_id in added.items()}
+            for name in _SPECIAL_IDS:
+                token = config.get(name.removesuffix("_id"))
+                if (token["content"] if isinstance(token, dict) else token) != names.get(getattr(spec, name)):
+                    return None
+            if fingerprint_of(data) != spec.fingerprint:
                 return None
-            ends_with_eos = spec.eos_token_id is not None and _last_id(data) == spec.eos_token_id
+            last_id = _last_id(data)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     return LoaderTokenizer(
-        special=special,
+        special=SpecialTokens(
+            eos_token=names.get(spec.eos_token_id),
+            eos_token_id=spec.eos_token_id,
+            pad_token=names.get(spec.pad_token_id),
+            pad_token_id=spec.pad_token_id,
+            added_vocab=added,
+        ),
         fingerprint=spec.fingerprint,
         vocab_size=spec.vocab_size,
-        ends_with_eos=ends_with_eos,
+        ends_with_eos=spec.eos_token_id is not None and last_id == spec.eos_token_id,
         folder=folder,
         spec=spec,
-    )
-
-
-def _special_tokens(
-    data: Mapping[str, Any], files: Mapping[str, bytes | None], spec: TokenizerSpec
-) -> SpecialTokens | None:
-    """Those of a parsed tokenizer.json and the files beside it, if they are the manifests' and no more."""
-    config = orjson.loads(files["tokenizer_config.json"] or b"{}")
-    named = {**config, **orjson.loads(files["special_tokens_map.json"] or b"{}")}
-    names = {name: _name_of(named, name) for name in _SPECIAL_IDS}
-    added = {token["content"]: token["id"] for token in data["added_tokens"]}
-    listed = {
-        token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()
-    }
-    is_known = (
-        files["added_tokens.json"] is None
-        and listed.items() <= added.items()
-        and all(_name_of(config, name) == token for name, token in names.items())
-        and all(added.get(token) == getattr(spec, name) for name, token in names.items())
-    )
-    if not is_known:
-        return None
-    return SpecialTokens(
-        eos_token=names["eos_token_id"],
-        eos_token_id=spec.eos_token_id,
-        pad_token=names["pad_token_id"],
-        pad_token_id=spec.pad_token_id,
-        added_vocab=added,
     )
 
 
@@ -205,12 +195,6 @@ def _last_id(data: Mapping[str, Any]) -> int | None:
     return last
 
 
-def _name_of(config: Mapping[str, Any], name: str) -> Any:
-    """The token that a configuration names for ``eos_token_id`` and the like."""
-    token = config.get(name.removesuffix("_id"))
-    return token["content"] if isinstance(token, dict) else token
-
-
 def _content(path: Path) -> bytes | None:
     try:
         return read_regular(path, max_bytes=_MAX_FILE_BYTES)
@@ -218,12 +202,12 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def _has_same_files(own: Path, given: Path) -> bool:
-    """Whether a model's folder holds the very files of a data set's tokenizer."""
+def _has_same_file(own: Path, given: Path) -> bool:
+    """Return whether a model's folder holds the very file of a data set's tokenizer."""
     if not os.path.isdir(given):  # noqa: PTH112  False, not an error, where it cannot be looked at
         return False
     _check_files(given)
-    return all(_content(own / name) == _content(given / name) for name in (*_READ_FILES, *_OTHER_FILES))
+    return _content(own / "tokenizer.json") == _content(given / "tokenizer.json")
 
 
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:

@@ -101,12 +101,9 @@ def _fetch_stamped(root: str, target: Path, stamp: FileStamp) -> None:
     def check(_: Path, found: FileStamp) -> None:
         if found != stamp:
             raise BrokenShard(
-                f"what webdataset read from {shown_url(root)}/{target.name} has {found.num_bytes} bytes "
-                f"of sha256 {found.sha256[:12]}, its manifest says {stamp.num_bytes} of "
-                f"{stamp.sha256[:12]}; put the shard's three files there anew, and try again",
                 path=f"{shown_url(root)}/{target.name}",
-                found=found.sha256[:12],
-                expected=stamp.sha256[:12],
+                found=f"{found.num_bytes} bytes of sha256 {found.sha256[:12]}",
+                expected=f"{stamp.num_bytes} bytes of {stamp.sha256[:12]}, as its manifest says",
             )
 
     _fetch(f"{root}/{target.name}", target, check)
@@ -125,12 +122,11 @@ def _safe_folder(wanted: Path) -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or not _is_own(found):
-        raise CannotWrite(
-            f"{folder} is no folder of user {os.getuid()} alone (owner {found.st_uid}, mode "
-            f"{stat.filemode(found.st_mode)}), and others can write to {wanted}; name another cache_dir",
-            path=folder,
-            remedy="cache_dir=",
+        expected = (
+            f"a folder of user {os.getuid()} alone, as others can write to {wanted}; name another cache_dir"
         )
+        found_mode = f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"
+        raise CannotWrite(path=folder, found=found_mode, expected=expected)
     return folder
 
 
@@ -145,9 +141,7 @@ def _is_there(path: Path) -> bool:
     except FileNotFoundError:
         return False
     if not stat.S_ISREG(found.st_mode):
-        raise BrokenShard(
-            f"{path} is no regular file, so no copy of ours; remove it, and try again", path=path
-        )
+        raise BrokenShard(path=path, found="no regular file", expected="a copy of ours; remove it")
     return True
 
 

@@ -33,6 +33,7 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "--text": "the report is a page for a browser, or --json",
     "--card": "the report is a page for a browser, or --json",
     "--lang": "the report is in English",
+    "--num_examples": "shardprep peek DATA ADDRESS shows documents; DATA/quarantine names those left out",
     "--auto": "plan says what the shards cost; give --cpus_per_task, --mem_gb and --time_min",
     "--metrics": "status --json is for programs, see docs/status_json.md",
     "--exclude_shards": "name the shards that are to be read, as a list or a pattern",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardprep.command_line import Command, Program, add_flags_of, given_words
-from slurm.request import FLAG_GROUPS, JobRequest
+from shardprep.format.submissions import FLAG_GROUPS, JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,19 +70,12 @@ def _status_flags(parser: argparse.ArgumentParser) -> None:
 def _report_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "What a data set holds, how it was made and how to make it again: a page for a browser, without "
-        "scripts or network. Reads every manifest once, and no shard."
+        "scripts or network. Reads every manifest, and no shard."
     )
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
     text = "write this file (default: report.html in the current folder; with --json: print)"
     parser.add_argument("--output", type=Path, help=text)
     parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/report_json.md")
-    parser.add_argument(
-        "--num_examples",
-        type=int,
-        default=3,
-        help="documents shown with their beginning, of each source and of each reason to leave one out "
-        "(default: 3; 0: none)",
-    )
 
 
 # Modules are named, not imported: what a command needs is loaded when it is called.
@@ -109,7 +102,7 @@ PROGRAM = Program(
         "report": Command(
             summary="one page of the data set: what it holds, how it was made, how to make it again",
             add_flags=_report_flags,
-            run="slurm.report.report_data:report",
+            run="slurm.report:report",
         ),
         "cancel": Command(
             summary="cancel every job of this data set that waits or runs",

@@ -1,7 +1,8 @@
 """What a plan will cost, measured on a sample of its own input with the stages of a worker.
 
-The sample is 2 MiB from 8 evenly spread places, so planning takes a second or two longer for it, however
-large the input is. A sample without one usable record stops planning: the fields are not those of the input.
+The sample is 2 MiB from 8 places, one in each eighth of the input, so planning takes a second or two longer
+for it, however large the input is. Of a file that can be read from its beginning alone (gzip), it is the
+head. A sample without one usable record stops planning: the fields are not those of the input.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from shardprep.format.plan import ByteRange, Plan
 from shardprep.format.tokenizer_files import TOKENIZER_FILE
 
 _NUM_PLACES = 8  # of the input that are sampled
+_GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
 _SAMPLE_BYTES = 2 << 20  # in all
 _NUM_SHOWN = 20  # fields
 _LOCKED_LAYOUT = 0.4  # of it holds the interpreter's lock: 14 of 38 ms for 512 KiB of Korean
@@ -73,7 +75,9 @@ def _sample(plan: Plan, num_bytes: int) -> Iterator[Documents]:
 def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
     """Parts from evenly spread places, as long as their format allows them to be cut; else whole files."""
     total = sum(item.num_bytes for item in plan.inputs)
-    targets = iter([total * place // _NUM_PLACES for place in range(_NUM_PLACES)])
+    # Each place lies elsewhere in its eighth: at its beginning, equal files would show their heads alone.
+    within = [(0.5 + place * _GOLDEN_RATIO) % 1 for place in range(_NUM_PLACES)]
+    targets = iter([int(total * (place + within[place]) / _NUM_PLACES) for place in range(_NUM_PLACES)])
     target, begin = next(targets), 0
     for number, item in enumerate(plan.inputs):
         end = begin + item.num_bytes

@@ -32,7 +32,7 @@ _XZ_BYTES = 1 << 30  # of memory that a stream may ask for; more is refused
 _TAIL_BYTES = 16 << 10
 _HEADER_BYTES = 18  # the longest header of a frame of zstd; magics are shorter
 _ZSTD_LONG = 27  # log2 of the largest window that zstd itself decompresses
-_HEAD_BYTES, _HEAD_TEXT_BYTES = 64 << 10, 1 << 20  # of which planning judges how much text there is
+_HEAD_TEXT_BYTES = 256 << 10  # of which planning judges how much text there is
 _MOST_TABLE_BYTES = 64 << 20
 
 
@@ -339,28 +339,11 @@ def _with_tail(
 
 
 def _text_bytes_about(file: OpenInput, compression: Compression, zstd_long: int) -> tuple[int, bytes]:
-    """About how much text a file has, and the beginning of it."""
+    """About how much text a file has, by its beginning, and that. Raises BadInput."""
     size = file.stamp.num_bytes
-    data = file.read(0, min(size, _HEAD_BYTES))
-    if not data:
-        return 0, b""
-    _check_magic(file, compression, data, 0)
-    at, header = 0, data[:_HEADER_BYTES]
-    while header.startswith(_SKIPPABLE) and len(header) >= 8:
-        at += 8 + int.from_bytes(header[4:8], "little")
-        header = file.read(at, at + _HEADER_BYTES)
-    _check_window(file, header, at, zstd_long)
-    if at:
-        return 4 * size, b""
-    stream = compression.open()
-    try:
-        head = stream.decompress(data, _HEAD_TEXT_BYTES)
-        while len(head) < _HEAD_TEXT_BYTES and not stream.needs_input and not stream.eof:
-            head += stream.decompress(b"", _HEAD_TEXT_BYTES)
-    except _errors():
-        return 4 * size, b""  # the worker will say what is wrong with it
-    num_read = len(data) - len(stream.unused_data) if stream.eof else len(data)
-    return max(len(head), len(head) * size // max(1, num_read)), head
+    pieces = decompressed(file, compression, file.read_all, (0, size), _HEAD_TEXT_BYTES, zstd_long)
+    head = next(pieces)
+    return len(head.data) * size // max(1, head.num_bytes), head.data
 
 
 def _frames(file: OpenInput, compression: Compression) -> Iterable[Start]:

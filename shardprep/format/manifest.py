@@ -18,7 +18,6 @@ from msgspec import Meta
 from shardprep.errors import BrokenShard, MissingShard, OtherPlan
 from shardprep.files import NOT_THERE, Digest, FileStamp, names_in, size_of_file, stamp_file
 from shardprep.format.dataset_spec import DatasetSpec, idx_num_bytes, least_tar_bytes
-from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.json_files import (
     Count,
     Seconds,
@@ -29,6 +28,7 @@ from shardprep.format.json_files import (
     wrong_value,
 )
 from shardprep.format.names import (
+    DIGEST_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_SAMPLES,
     MAX_SHARDS,

@@ -21,6 +21,7 @@ MAX_SAMPLES = 2**40  # of a shard
 MAX_SEQ_LEN = 2**27
 LEAST_FRACTION, MOST_FRACTION = 1e-6, 0.5  # of the documents, for validation
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks
+DIGEST_BYTES = 16  # of a document's hash in DATA/digests
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
 MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 MAX_MANIFEST_BYTES = 4 << 20  # one has about 3 KB, and as much for each source beyond the first
@@ -127,13 +128,13 @@ def id_ranges(ids: Iterable[int]) -> str:
 def ids_of_ranges(text: str, *, end: int = 10**7) -> list[int]:
     """``0-2,5`` -> [0, 1, 2, 5], each below ``end``, in the order written; one named twice comes twice.
 
-    Raises ValueError for anything else, and for more than ``end`` ids. A range that runs backwards is empty.
+    Raises ValueError for anything else: no ids, more than ``end``, or a range that runs backwards.
     """
     ids: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part)
         last = int(match[2] or match[1]) if match else end
-        if not match or last >= end or len(ids) > end:
+        if not match or not int(match[1]) <= last < end or len(ids) > end:
             raise ValueError(f"{text[:40]!r} is no list of ids such as 0-2,5")
         ids += range(int(match[1]), last + 1)
     return ids

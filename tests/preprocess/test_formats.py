@@ -365,27 +365,6 @@ def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Pat
     assert [(name, text) for name, text, _ in documents(prep, tmp_path / "data")] == [("j.txt", "one")]
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--text_template", "{input"], "cannot be read"),
-        (["--text_template", "no field"], "names no field"),
-        (["--text_template", "{a}", "--text_field", "b"], "two ways to say the same"),
-        (["--text_field", "a..b"], "an empty part between its dots"),
-        (["--min_chars", "9", "--max_chars", "3"], "--max_chars 3 is below --min_chars 9"),
-        (["--limit", "-1"], "--limit is -1"),
-        (["--limit", "5", "--hash_inputs"], "--limit reads a part of the input"),
-    ],
-)
-def test_fields_and_limits_that_cannot_be_are_refused(
-    prep: Prep, sample_dir: Path, tmp_path: Path, flags: list[str], said: str
-) -> None:
-    where = ("--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir)
-    ended = prep.command("plan", *where, *flags)
-    assert ended.code == 2, ended.text
-    assert said in ended.text
-
-
 def test_ids_are_kept_with_their_place_and_sources_are_counted(prep: Prep, tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     for folder, name in (("web", "a.jsonl"), ("code", "b.jsonl.gz")):
@@ -509,15 +488,6 @@ def test_a_misread_text_is_restored_wholly_or_not_at_all_and_one_that_mentions_s
     assert undo_mojibake(text) == right
 
 
-def test_a_json_file_of_one_list_is_told_its_conversion(prep: Prep, tmp_path: Path, raw: Path) -> None:
-    (raw / "a.json").write_text(' [\n {"text": "a"}]')
-    ended = prep.command(
-        "plan", "--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir
-    )
-    assert ended.code == 65
-    assert f"jq -c '.[]' {raw}/a.json > {raw}/a.jsonl" in ended.text
-
-
 def test_the_notes_that_datasets_puts_beside_its_files_are_no_input(tmp_path: Path) -> None:
     for name in ("dataset_info.json", "state.json", "dataset_dict.json", "README.md"):
         (tmp_path / name).write_text("{}")
@@ -555,22 +525,6 @@ def test_a_worker_says_which_field_too_many_documents_lack(prep: Prep, tmp_path:
     )
     with pytest.raises(BadInput, match=r"have no field for 'text', .* Is it another --text_field\?"):
         worker.run_shard(worker.plan.shard(0), lambda _: None)
-
-
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("--packing", "--record packed --seq_len 8192"),
-        ("--dataset=nvidia/OpenCodeGeneticInstruct", "hf download NAME --repo-type dataset --local-dir RAW"),
-        ("--max_length", "the loader cuts"),
-    ],
-)
-def test_flags_of_other_tools_are_told_where_their_meaning_is_here(
-    prep: Prep, tmp_path: Path, flag: str, said: str
-) -> None:
-    ended = prep.command("plan", "--input_dir", tmp_path, flag)
-    assert ended.code == 2
-    assert said in ended.text
 
 
 def test_planning_warns_of_a_sample_without_the_field(prep: Prep, tmp_path: Path, raw: Path) -> None:

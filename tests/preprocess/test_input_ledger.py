@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import random
 import shutil
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import slurm.__main__
 from preprocess.plan.planning import find_inputs
 from shardprep.errors import NotFound
 from shardprep.format.plan import need_plan
@@ -247,16 +245,3 @@ def test_the_plain_form_takes_the_nth_of_all_txt_files_that_are_not_hidden(
         members = prep.members(tmp_path / "data" / f"shard-{number:05d}.tar")
         assert (f"sample_{number}_00000000.text.txt", f"This is {name}.".encode()) in members
     assert number == 2
-
-
-def test_the_report_has_what_was_left_out(
-    prep: Prep, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prep.plan(raw, tmp_path / "data")
-    prep.make(tmp_path / "data")
-    assert slurm.__main__.main(["report", str(tmp_path / "data"), "--json"]) == 0
-    left_out = json.loads(capsys.readouterr().out)["data"]["inputs_left_out"]
-    assert left_out["unknown suffix"] == {"num_names": 3, "names": ["more.md", "notes.md", "x.csv"]}
-    assert {reason: entry["num_names"] for reason, entry in left_out.items()} == {
-        reason: len(names) for reason, names in need_plan(tmp_path / "data").left_out.items()
-    }

@@ -27,6 +27,7 @@ from preprocess.read.inputs import OpenInput
 from preprocess.read.lines import LineEnds, first_line_start
 from shardprep.errors import NotFound, Refused, UsageError
 from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import Cut, InputFile, file_cuts, need_plan, plan_json, read_plan
 from tests.waiting import HANG_S
@@ -332,6 +333,21 @@ def test_the_estimate_of_tokens_and_disk_is_near_what_comes(
     assert float(estimate[1]) == pytest.approx(tokens, rel=0.1)
     unit = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[estimate[3]]
     assert float(estimate[2]) * unit == pytest.approx(num_bytes, rel=0.1)
+
+
+def test_the_estimate_is_near_where_the_heads_of_equal_files_differ_from_the_rest(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of each file is of long words that are one token, the rest of letters that are one each."""
+    monkeypatch.setattr("preprocess.plan.cost_estimate._SAMPLE_BYTES", 64 << 10)
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    for number in range(8):
+        (raw / f"{number}.txt").write_text("the the the the\n" * 800 + "Q7Z9X3Q7Z9X3Q7Z\n" * 7_200)
+    plan = prep.plan(raw, data)
+    prep.make(data, 0)
+    num_tokens = 8 * read_manifest(data, 0).counts.num_tokens
+    assert estimate_of(plan, data).num_tokens == pytest.approx(num_tokens, rel=0.25)
 
 
 def test_the_estimate_of_disk_has_the_digests(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:

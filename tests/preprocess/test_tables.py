@@ -327,8 +327,6 @@ def test_the_window_is_no_part_of_the_plan_id(prep: Prep, sample_dir: Path, tmp_
     one = prep.plan(sample_dir, tmp_path / "one")
     other = prep.plan(sample_dir, tmp_path / "other", zstd_long=31)
     assert one.plan_id == other.plan_id
-    assert b"zstd_long" not in (tmp_path / "one/plan.json").read_bytes()
-    assert b'"zstd_long":31' in (tmp_path / "other/plan.json").read_bytes()
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from preprocess.make import resources
-from preprocess.make.worker import finished_manifest
 from preprocess.plan.tokenizer import save_tokenizer
 from shardprep.errors import Stopped
 from shardprep.files import STALE_AFTER_S, remove_temporaries
-from tests.children import end_of, run_child
+from tests.children import end_of
 from tests.held_children import Hold
 from tests.waiting import wait_until
 
@@ -91,15 +88,6 @@ def test_both_engines_and_all_sizes_of_blocks_give_equal_bytes(
         assert prep.contents(folder) == expected
         run = json.loads((folder / "shard-00000.json").read_bytes())["run"]
         assert run["engine"].startswith(engine)
-
-
-def test_equal_data_planned_twice_and_made_elsewhere_gives_equal_bytes(
-    prep: Prep, raw_dir: Path, reference: Callable[[str], Path], tmp_path: Path
-) -> None:
-    shutil.copytree(raw_dir, tmp_path / "raw")
-    prep.plan(tmp_path / "raw", tmp_path / "data", num_shards=3, max_bad_fraction=0.2)
-    prep.make(tmp_path / "data")
-    assert prep.contents(tmp_path / "data") == prep.contents(reference("documents"))
 
 
 def written(path: Path) -> tuple[int, int]:
@@ -180,65 +168,6 @@ def test_a_rerun_after_kill_9_in_the_middle_gives_equal_bytes_and_clears_up(
     assert ended.code == 0, ended.text
     assert prep.contents(folder) == big_contents
     assert prep.temporaries(folder) == []
-
-
-KILLED_AT_A_STEP = """
-import os, pathlib, signal, sys
-left = int(sys.argv[1])
-def counted(real):
-    def call(*args, **named):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **named)
-    return call
-os.fsync = counted(os.fsync)
-pathlib.Path.rename = counted(pathlib.Path.rename)
-from preprocess.__main__ import main
-sys.exit(main(sys.argv[2:]))
-"""
-
-
-@pytest.mark.processes
-def test_kill_9_at_each_step_of_the_commit_leaves_a_done_shard_or_nothing_that_counts(
-    prep: Prep, planned_dir: Path, tmp_path: Path
-) -> None:
-    """The process kills itself before its n-th fsync or rename, for every n."""
-    whole = Path(shutil.copytree(planned_dir, tmp_path / "whole"))
-    plan = prep.make(whole, 0)
-    expected = prep.contents(whole)
-    states = []
-    for step in range(30):
-        folder = Path(shutil.copytree(planned_dir, tmp_path / str(step)))
-        program: list[str | Path] = [
-            sys.executable,
-            "-c",
-            KILLED_AT_A_STEP,
-            str(step),
-            "--shard_id",
-            "0",
-            "--output_dir",
-            folder,
-        ]
-        killed = run_child(program, env=prep.environ(), code=None)
-        if killed.returncode == 0:
-            break
-        assert killed.returncode == -signal.SIGKILL, killed.stderr
-        states.append(sorted(prep.contents(folder)))
-        if finished_manifest(plan, folder, 0):
-            assert prep.contents(folder) == expected
-        else:
-            assert "shard-00000.json" not in states[-1]
-        assert prep.command("--shard_id", 0, "--output_dir", folder).code == 0
-        assert prep.contents(folder) == expected
-        assert prep.temporaries(folder) == []
-    assert prep.contents(folder) == expected
-    tar, idx, manifest = "shard-00000.tar", "shard-00000.idx", "shard-00000.json"
-    in_order = [state for state, later in itertools.pairwise([*states, None]) if state != later]
-    assert in_order == [[], [tar], [idx, tar], [idx, manifest, tar]], "the manifest comes last"
-    assert states.count([]) >= 3, "tar and idx are synced before either has its name"
-    assert states.count([idx, tar]) >= 3, "the folder and the manifest are synced before its name counts"
 
 
 def test_what_a_killed_attempt_left_in_quarantine_goes_when_the_shard_is_done(

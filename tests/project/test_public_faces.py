@@ -28,7 +28,7 @@ INNER_NAMES = {
     "project": 1,
     "slurm": 103,
 }
-SENTENCES = {"format": 17, "loader": 175, "preprocess": 69, "project": 2, "slurm": 15}
+SENTENCES = {"format": 17, "loader": 175, "preprocess": 69, "slurm": 15}
 FOLDERS = [".", "faults", "format", "loader", "lustre", "oracle", "preprocess", "project", "slurm"]
 
 

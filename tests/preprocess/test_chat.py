@@ -505,7 +505,6 @@ def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
     [
         ({"text_field": "t"}, "--text_field is for texts"),
         ({"append_eos": True}, "--append_eos is for texts"),
-        ({"fix_text": True}, "--fix_text is for texts"),
         ({"engine": "gigatoken"}, "--engine gigatoken"),
         ({"record": "packed", "messages_field": "m"}, "--messages_field is for conversations"),
     ],

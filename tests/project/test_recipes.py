@@ -165,10 +165,12 @@ def test_the_table_of_input_formats_in_the_docs_is_that_of_the_registry() -> Non
 
 
 LOWERCASE_OPTION = """
-    lowercase: bool = option(False, "make the text lower-case", group=TEXT, changes_text=True)
-    limit: int = option("""
-LOWERCASE_USE = """    text = text.lower() if options.lowercase else text
-    if len(text) < options.min_chars"""
+    lowercase: bool = option(False, "make the text lower-case", group=TEXT, )
+    limit: int = _text("""
+LOWERCASE_USE = """    if options.lowercase:
+        found = (dataclasses.replace(each, texts=[text.lower() for text in each.texts]) for each in found)
+    if options.is_chat:
+        template"""
 PAIR_ROWS = '''class PairRows:
     """A row holds two documents that follow each other, and padding."""
 
@@ -208,7 +210,7 @@ PAIR_ROWS = '''class PairRows:
 def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_it(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
     copy.change("shardprep/format/options.py", "    limit: int = _text(", LOWERCASE_OPTION)
-    copy.change("preprocess/read/text_changes.py", "    if len(text) < options.min_chars", LOWERCASE_USE)
+    copy.change("preprocess/read/documents.py", "    if options.is_chat:\n        template", LOWERCASE_USE)
     world = World(tmp_path).raw({"a.txt": "The Kettle\nSINGS\n"})
     lower, plain = tmp_path / "lower", tmp_path / "plain"
     commands = [[*plan_of(world, lower, 1), "--lowercase"], plan_of(world, plain, 1)]

@@ -111,6 +111,7 @@ def test_a_training_to_which_a_source_is_added_trains_all_its_steps(
     both = {"web": data, "books": more_data}
     train(load(one, model_id=data, weights={"web": 1}), tmp_path, max_steps=3)
     for how in ({"max_steps": 30}, {"max_steps": 40}):
+        # The run is amended at step 64, and the second training replaces that.
         loader = load(both, model_id=data, weights={"web": 0.5, "books": 0.5}, amend=True)
         steps, seen = train(loader, tmp_path, resume=True, **how)
         assert steps == how["max_steps"]

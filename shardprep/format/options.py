@@ -350,8 +350,8 @@ def _python_encoding(name: str) -> str:
             expected="utf-8 or cp949",
         ) from None
     raise UsageError(
-        f"--encoding {name} is no superset of ASCII, so line ends cannot be found in its bytes; convert the "
-        f"files first: iconv -f {name} -t utf-8",
+        f"--encoding {name}: expected a superset of ASCII, whose line ends are bytes; convert the files first: "
+        f"iconv -f {name} -t utf-8",
         found=f"--encoding {name}",
         expected="a superset of ASCII",
         remedy=f"iconv -f {name} -t utf-8",

@@ -332,7 +332,7 @@ def load_worker(
     if plan.options.changes_text:
         check_text_versions(plan.options)
     if plan.options.is_chat:
-        check_chat_versions(plan.options.chat_versions, plan.options.chat_mask_rule)
+        check_chat_versions(plan.options.chat_versions)
     engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
     return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
 

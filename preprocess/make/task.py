@@ -117,10 +117,8 @@ def means_line(settings: WorkerSettings, num_cpus: int, *, num_processes: int = 
     """CPUs, sizes of batches and the memory limit of a process."""
     each = "" if num_processes == 1 else f"{num_processes} processes, each with "
     sizes = f"batches of {settings.batch_bytes >> 10} KiB of text"
-    if settings.batch_size is not None:
-        sizes += f", at most {settings.batch_size} documents encoded at once"
-    if settings.writer_batch_size is not None:
-        sizes += f", at most {settings.writer_batch_size} documents laid out at once"
+    if settings.most_documents is not None:
+        sizes += f", at most {settings.most_documents} documents at once"
     memory = "no memory limit" if settings.memory_gb is None else f"memory limit {settings.memory_gb:.2f} GiB"
     return f"{each}{counted(num_cpus, 'CPU')}, {sizes}, {memory}"
 

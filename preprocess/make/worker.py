@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-import preprocess
+import shardprep
 from preprocess.make.counting import Counting
 from preprocess.make.engines import (
     NO_LOSS,
@@ -38,9 +38,10 @@ from preprocess.make.engines import (
 from preprocess.make.members import Batch, Members, members_of
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
+from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ROLES, check_chat_versions
 from preprocess.read.documents import Documents, load_libraries, read_documents
-from preprocess.read.format import BATCH_BYTES, MOST_DOCUMENT_BYTES
+from preprocess.read.format import MOST_DOCUMENT_BYTES
 from preprocess.read.text_changes import check_text_versions
 from shardprep.console import counted
 from shardprep.errors import (
@@ -134,8 +135,8 @@ class Worker:
         documents = documents_of_shard(
             self.plan, self.folder, shard, batch_bytes=settings.batch_bytes, digest=digest
         )
-        if most := min(filter(None, (settings.batch_size, settings.writer_batch_size)), default=None):
-            documents = (part for batch in documents for part in batch.parts(most))
+        if settings.most_documents is not None:
+            documents = (part for batch in documents for part in batch.parts(settings.most_documents))
         members = members_of(spec, shard.shard_id, options)
         blanked: BlankedDocuments | None = None
         if shard.shard_id in blanked_shards(options.blanked):
@@ -200,7 +201,7 @@ class Worker:
         """What may differ between equal shards; for reports, never for decisions."""
         return {
             "engine": f"{self.engine.name} {self.engine.version}",
-            "shardprep": preprocess.__version__,
+            "shardprep": shardprep.__version__,
             "python": platform.python_version(),
             "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
@@ -219,7 +220,7 @@ def _too_many_bad(
     if "undecodable" in reasons:
         hint = "Is it another --encoding? "
     elif reasons & _OTHER_FIELD:
-        hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
+        hint = "Is it another --text_field? "
     return BadInput(
         f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
         f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine}. "
@@ -290,7 +291,7 @@ def _blanked_batch(
 
 def bad_words(options: PlanOptions, reasons: set[str]) -> str:
     """Why documents are left out, as the end of a sentence."""
-    what = options.text_template or options.text_field or options.messages_field
+    what = options.text_template or options.text_field
     words = {
         "undecodable": f"cannot be decoded as {options.encoding}",
         "too_long": f"have more than {MOST_DOCUMENT_BYTES >> 20} MiB",

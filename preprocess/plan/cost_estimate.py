@@ -23,8 +23,9 @@ from preprocess.make.engines import Engine, tokenizers_engine
 from preprocess.make.members import members_of
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import bad_words
+from preprocess.read import BATCH_BYTES
 from preprocess.read.documents import Documents, read_documents, read_records, starts_in
-from preprocess.read.format import BATCH_BYTES, SHORT_LINE_BYTES, Start
+from preprocess.read.format import SHORT_LINE_BYTES, Start
 from preprocess.read.inputs import OpenInput
 from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.console import printable
@@ -187,10 +188,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     next(read_records(parts, options, seen, batch_bytes=_SAMPLE_BYTES // _NUM_PLACES), None)
     if not seen.num_chars:
         return
-    wanted = options.text_template or options.text_field or options.messages_field
+    wanted = options.text_template or options.text_field
     flags = [f"--text_field {name}" for name, number in seen.num_chars.most_common(1) if number]
     for name in dict.fromkeys(seen.messages):
-        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --messages_field {name}"))
+        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
     names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
     raise BadInput(
         f"no record of a sample of {plan.input_dir} has {wanted!r} as "

@@ -117,21 +117,12 @@ def find_inputs(
     """
     try:
         if not input_dir.is_dir():
-            raise NotFound(
-                f"--input_dir {input_dir} is no folder; expected one that holds input files",
-                path=input_dir,
-                expected="one that holds input files",
-            )
+            raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
         walk = _Walk(input_dir, recursive=recursive, follow_links=follow_links, also=also, split=split)
         listing = walk.run()
     except OSError as error:
-        where = error.filename or input_dir
-        raise NotFound(
-            f"--input_dir {where} cannot be listed: {error.strerror}; expected a folder that you can read",
-            path=where,
-            found=error.strerror,
-            expected="a folder that you can read",
-        ) from None
+        where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
+        raise NotFound(path=where, found=found, expected="a folder that you can read") from None
     if not listing.paths:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
         raise NotFound(
@@ -469,13 +460,9 @@ def _check_apart(config: PrepConfig) -> None:
     """Raises UsageError where the files of the data set would be among its inputs."""
     made, raw = config.output_dir.resolve(), config.input_dir.resolve()
     if made == raw or (config.recursive and made.is_relative_to(raw)):
-        where = "is --input_dir" if made == raw else f"lies in --input_dir {raw}, and --recursive looks there"
-        raise UsageError(
-            f"--output_dir {config.output_dir} {where}, so plan.json would be an input; "
-            "give a folder outside of the raw text",
-            path=config.output_dir,
-            expected="a folder outside of the raw text",
-        )
+        found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
+        expected = "a folder outside of the raw text, as plan.json would be an input"
+        raise UsageError(path=config.output_dir, found=found, expected=expected)
 
 
 def make_plan(
@@ -518,13 +505,9 @@ def make_plan(
                 "PreTrainedTokenizerFast in the tokenizer_config.json of a copy, and pass that as --model_id"
             )
         if config.append_eos and tokenizer.eos_token_id is None:
-            raise UsageError(
-                f"the tokenizer of {config.model_id} names no eos_token, so documents cannot end with one; "
-                "add --no-append_eos, or set eos_token in its tokenizer_config.json",
-                path=config.model_id,
-                expected="eos_token",
-                remedy="--no-append_eos",
-            )
+            found = "a tokenizer without eos_token, so documents cannot end with one"
+            expected = "eos_token in its tokenizer_config.json, or --no-append_eos"
+            raise UsageError(path=config.model_id, found=found, expected=expected, remedy="--no-append_eos")
         if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
             say(
                 f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
@@ -543,9 +526,8 @@ def make_plan(
             _prepare_folder(config.output_dir)
         frozen = read_plan(config.output_dir)
         if dry_run and frozen is not None and frozen.plan_id != plan.plan_id:
-            raise Refused(
-                f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
-            )
+            differences = "; ".join(plan_differences(frozen, plan))
+            raise Refused(f"{config.output_dir} has another plan: {differences}", path=config.output_dir)
         _set_layout(config.output_dir, stripe, say, is_planned=bool(frozen), dry_run=dry_run)
         if dry_run:
             return plan, estimate
@@ -578,13 +560,8 @@ def _prepare_folder(folder: Path) -> None:
     try:
         make_folder(folder, parents=True)
     except CannotWrite as error:
-        raise CannotWrite(
-            f"--output_dir {folder} cannot be made: {error.found}; expected a folder that you can write "
-            "to, or a place where you can make one",
-            path=folder,
-            found=error.found,
-            expected="a folder that you can write to",
-        ) from None
+        found = f"it cannot be made: {error.found}"
+        raise CannotWrite(path=folder, found=found, expected="a folder that you can write to") from None
     stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)
     remove_temporaries(folder, *stems, older_than_s=STALE_AFTER_S)
 
@@ -613,13 +590,8 @@ def _divided(
     paths = listing.paths
     plain = [path for path in paths if config.is_chat and not input_kind(path.name).format.has_fields]
     if plain:
-        raise UsageError(
-            f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it "
-            "away",
-            path=plain[0],
-            found="text",
-            expected="JSON lines and tables",
-        )
+        expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
+        raise UsageError(path=plain[0], found="text", expected=expected)
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}")
     for line in left_out_lines(listing.left_out):
@@ -663,13 +635,9 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
         num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // sharding.shard_bytes))
     if num_shards > MAX_SHARDS:
         smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
-        raise UsageError(
-            f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
-            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M",
-            found=f"{num_shards} shards",
-            expected=f"at most {MAX_SHARDS}",
-            remedy=f"--num_shards {MAX_SHARDS}",
-        )
+        remedy = f"--num_shards {MAX_SHARDS}"
+        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
+        raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
     return None if sharding == Sharding() else num_shards
 
 
@@ -702,10 +670,7 @@ def _settled_options(
         found |= {"chat_template": template.text, "chat_tokens": template.tokens}
         found |= {"chat_versions": chat_versions(), "chat_mask_rule": mask_rule}
     elif options.add_special_tokens and ends_itself(resolved):
-        # Shards of a plan from before this was known go on as they began.
-        frozen = read_plan(config.output_dir)
-        if frozen is None or frozen.options.own_eos:
-            found |= {"append_eos": True, "own_eos": True}
+        found |= {"append_eos": True, "own_eos": True}
     return dataclasses.replace(options, **found)
 
 

@@ -100,7 +100,7 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
     Raises BadInput where the text has no column, one of another type, or two columns may be meant.
     """
     is_chat = isinstance(fields, MessageFields)
-    flags = "--messages_field" if is_chat else "--text_field or --text_template"
+    flags = "--text_field" if is_chat else "--text_field or --text_template"
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
         found, name = _places_of(schema, path), ".".join(path)

@@ -16,9 +16,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
 from preprocess.read.compressed import COMPRESSIONS, load_zstd
-from preprocess.read.format import BATCH_BYTES, Format, Records, Start, starts_among
+from preprocess.read.format import Format, Records, Start, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_changes import change_text
 from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of

@@ -133,8 +133,7 @@ class MessageFields(TextFields):
     """The same of conversations: the text is their list of messages as JSON, to be rendered later."""
 
     def __init__(self, messages_field: str, **others: str) -> None:
-        super().__init__("text", **others)
-        self.text_paths = [_path(messages_field, "--messages_field")]
+        super().__init__(messages_field, **others)
         self.plain_name = None
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
@@ -237,6 +236,6 @@ def _kind(value: Any) -> str:
 def text_fields_of(options: PlanOptions) -> TextFields:
     """Return what of a record is the text. Raises UsageError where the names or the template are none."""
     others = {"id_field": options.id_field, "source_field": options.source_field}
-    if options.messages_field:
-        return MessageFields(options.messages_field, **others)
+    if options.is_chat:
+        return MessageFields(options.text_field, **others)
     return TextFields(options.text_field, options.text_template, **others)

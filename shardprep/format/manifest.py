@@ -277,7 +277,6 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
     Raises MissingShard, BrokenShard, ReadWriteError.
     """
     shard_id = manifest.shard_id
-    remedy = rerun_command(shard_id, folder)
     for name in names:
         stamp: FileStamp | None = getattr(manifest, name)
         if stamp is None:
@@ -285,8 +284,9 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
         path = VOUCHED_PATHS[name](folder, shard_id)
         found = size_of_file(path)
         if found is None:
-            raise MissingShard(path=path, found="missing", remedy=remedy)
+            raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder))
         if found != stamp.num_bytes:
+            remedy = rerun_command(shard_id, folder)
             raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
 
 

@@ -128,7 +128,7 @@ def test_parquet_gives_what_json_lines_give(
     (tmp_path / "raw").mkdir()
     table = arrow.table({"chat": CHATS, "n": list(range(len(CHATS)))})
     parquet.write_table(table, tmp_path / "raw" / "chats.parquet", row_group_size=20)
-    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], messages_field="chat")
+    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], text_field="chat")
     assert joined(columns) == joined(make(prep, raw, tmp_path / "b", models["tagged"]))
 
 

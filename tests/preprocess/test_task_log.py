@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_works(
-    prep: Prep, data_dir: Path, sample_dir: Path
+    prep: Prep, data_dir: Path, sample_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2", "--batch_size", "50")
+    words = ["--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2"]
+    ended = prep.command(*words, DATASET_BATCH_SIZE="50")
     plan = need_plan(data_dir)
     begin, stop = plan.cuts[1:3]
     first, start, last, end = begin.input_number, begin.byte, stop.input_number, stop.byte
@@ -34,7 +35,7 @@ def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_w
     assert part.startswith(f"shard 00001 of 5: {short_bytes(plan.shard_bytes()[1])} of {sample_dir}: ")
     assert f"{plan.inputs[first].path} bytes {start} to {plan.inputs[first].num_bytes}, " in part
     assert part.endswith(f"{plan.inputs[last].path} bytes 0 to {end}")
-    assert re.search(r"\d CPUs?, batches of 512 KiB of text, at most 50 documents encoded at once, ", means)
+    assert re.search(r"\d CPUs?, batches of 512 KiB of text, at most 50 documents at once, ", means)
     assert means.endswith("memory limit 2.00 GiB")
     assert re.fullmatch(r"engine: gigatoken [\d.]+: its ids equal those of tokenizers.*", engine)
     assert re.match(r"made in [\d.]+ s: .*B/s, .* documents/s, .* tokens/s; [\d.]+ s of CPU, ", speed)

@@ -273,13 +273,15 @@ def test_colleagues_can_read_what_a_task_wrote(prep: Prep, raw_dir: Path, tmp_pa
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("size", [1, 1024])
 def test_all_batch_sizes_and_little_memory_give_equal_bytes(
-    prep: Prep, reference: Callable[[str], Path], tmp_path: Path, record: str, size: int
+    prep: Prep,
+    reference: Callable[[str], Path],
+    tmp_path: Path,
+    record: str,
+    size: int,
 ) -> None:
     folder = planned_copy(reference(record), tmp_path / "data")
-    ended = prep.command(
-        "--shard_id", 1, "--output_dir", folder,
-        "--batch_size", size, "--writer_batch_size", size, "--memory_gb", 0.3,
-    )  # fmt: skip
+    sizes = {"DATASET_BATCH_SIZE": str(size), "DATASET_WRITER_BATCH_SIZE": "1024"}
+    ended = prep.command("--shard_id", 1, "--output_dir", folder, "--memory_gb", 0.3, **sizes)
     assert ended.code == 0, ended.text
     found = prep.contents(folder)
     assert len(found) >= 3

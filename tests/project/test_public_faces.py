@@ -26,7 +26,7 @@ INNER_NAMES = {
     "lustre": 8,
     "preprocess": 241,
     "project": 1,
-    "slurm": 103,
+    "slurm": 69,
 }
 SENTENCES = {"format": 17, "loader": 175, "preprocess": 69, "slurm": 15}
 FOLDERS = [".", "faults", "format", "loader", "lustre", "oracle", "preprocess", "project", "slurm"]

@@ -95,8 +95,6 @@ def _stripped(block: bytes, text: str) -> Texts:
 
     ``blanks`` is what is stripped, None for all white space.
 
-    bytes.strip does it, in half the time, where the block has no white space but that of ASCII.
-    """
     if b"\r" in block:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     else:

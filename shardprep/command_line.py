@@ -234,7 +234,6 @@ _EXTRAS = {
     "'shardprep[loader]'": ("braceexpand", "torch", "webdataset"),
     "'shardprep[slurm]'": ("submitit",),
     "'shardprep[columns]'": ("isal", "pyarrow", "backports.zstd"),
-    "'shardprep[fix_text]'": ("ftfy",),
 }
 
 

@@ -164,6 +164,9 @@ class WorkerSettings:
     input_dir: Path | None = option(
         None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
     )
+    transform: Path | None = option(
+        None, "the file of the plan's --transform, wherever it is now; no other one runs", group=TEXT
+    )
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
     max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
     memory_gb: float | None = option(

@@ -42,7 +42,7 @@ from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ROLES, check_chat_versions
 from preprocess.read.documents import Documents, load_libraries, read_documents
 from preprocess.read.format import MOST_DOCUMENT_BYTES
-from preprocess.read.text_changes import check_text_versions
+from preprocess.read.transform import Transform, transform_of
 from shardprep.console import counted
 from shardprep.errors import (
     BadInput,
@@ -107,6 +107,7 @@ class Worker:
     settings: WorkerSettings
     engine: Engine
     num_cpus: int
+    transform: Transform | None = None  # that documents go through
 
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
@@ -128,12 +129,18 @@ class Worker:
 
     def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None], folder: Path) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
+        transform_began_s = self.transform.cpu_s if self.transform else 0.0
         options, spec, settings = self.plan.options, self.plan.spec, self.settings
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
         documents = documents_of_shard(
-            self.plan, self.folder, shard, batch_bytes=settings.batch_bytes, digest=digest
+            self.plan,
+            self.folder,
+            shard,
+            batch_bytes=settings.batch_bytes,
+            digest=digest,
+            transform=self.transform,
         )
         if settings.most_documents is not None:
             documents = (part for batch in documents for part in batch.parts(settings.most_documents))
@@ -163,7 +170,10 @@ class Worker:
                 raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
             made_from = None if blanked is None else blanked.made_from
-            return writer.commit(self._run_facts(began, cpu_began), made_from=made_from)
+            facts = self._run_facts(began, cpu_began)
+            if self.transform is not None:
+                facts["transform_cpu_s"] = round(self.transform.cpu_s - transform_began_s, 3)
+            return writer.commit(facts, made_from=made_from)
 
     def _encode_and_lay_out(
         self, members: Members, blanked: BlankedDocuments | None, documents: Documents
@@ -221,6 +231,9 @@ def _too_many_bad(
         hint = "Is it another --encoding? "
     elif reasons & _OTHER_FIELD:
         hint = "Is it another --text_field? "
+    first = next((bad.detail for bad in counting.bad if bad.reason == "transform_error"), "")
+    if first:
+        hint = f"The function failed first so: {first}. "
     return BadInput(
         f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
         f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine}. "
@@ -239,6 +252,7 @@ def documents_of_shard(
     *,
     batch_bytes: int = BATCH_BYTES,
     digest: hashlib._Hash | None = None,
+    transform: Transform | None = None,
 ) -> Iterator[Documents]:
     """Yield the documents of a shard's input, without those that the plan excludes."""
     excluded = plan.options.excluded
@@ -249,6 +263,7 @@ def documents_of_shard(
         digest=digest,
         most_documents=shard.most_documents,
         excluded=_excluded(folder, excluded) if excluded else None,
+        transform=transform,
     )
 
 
@@ -307,7 +322,7 @@ def bad_words(options: PlanOptions, reasons: set[str]) -> str:
         "template_error": "make the chat template fail",
         "too_many_answers": "have so many answers that rendering takes too long",
         "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
-        "mojibake": "were read in a wrong encoding and cannot be restored",
+        "transform_error": "make the function of --transform fail",
     }
     return " or ".join(text for reason, text in words.items() if reason in reasons)
 
@@ -330,12 +345,13 @@ def load_worker(
         [item.path for item in plan.inputs] if shard is None else [part.path.name for part in shard.ranges]
     )
     check_tokenizer_files(folder, plan.tokenizer_files)
-    if plan.options.changes_text:
-        check_text_versions(plan.options)
+    transform = transform_of(plan.options, settings.transform)
     if plan.options.is_chat:
         check_chat_versions(plan.options.chat_versions, plan.options.chat_mask_rule)
     engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
-    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+    return Worker(
+        plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus, transform=transform
+    )
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:

@@ -50,7 +50,7 @@ from preprocess.read.chat import chat_template_of, chat_versions, template_notes
 from preprocess.read.documents import format_of, load_libraries, starts_in
 from preprocess.read.format import Inspected, Start
 from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sample_sha256
-from preprocess.read.text_changes import text_versions
+from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
 from shardprep.files import STALE_AFTER_S, make_folder, publish_bytes, remove_temporaries
@@ -482,6 +482,10 @@ def make_plan(
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)  # an impossible one is told first
     _check_apart(config)
+    transform = None
+    if config.transform is not None:
+        transform = Transform(config.transform, config.transform_files)
+        config = dataclasses.replace(config, transform_sha256=transform.sha256)
     names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
     listing = find_inputs(
         config.input_dir,
@@ -513,7 +517,7 @@ def make_plan(
                 f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
-        plan, engine = _plan_of(config, listing, division, resolved, names, say)
+        plan, engine = _plan_of(config, listing, division, resolved, names, transform, say)
         for line in document_ends_lines(plan, resolved.folder):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos or tokenizer.eos_token_id is None):
@@ -521,7 +525,7 @@ def make_plan(
                 "note: documents end without EOS, so a model fine-tuned on them never learns to stop; "
                 "add --append_eos, or train with seq_len=, which puts EOS behind each document"
             )
-        estimate = measure(plan, engine)
+        estimate = measure(plan, engine, transform)
         if not dry_run:
             _prepare_folder(config.output_dir)
         frozen = read_plan(config.output_dir)
@@ -537,6 +541,8 @@ def make_plan(
         frozen = publish_plan(plan, config.output_dir)
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
         publish_tokenizer(files, config.output_dir, tokenizer, frozen.tokenizer_files)
+        if transform is not None:
+            transform.publish_copy(config.output_dir)
         if names is not None:
             publish_bytes(config.output_dir / EXCLUDED_NAME, names.keys.tobytes())
         return frozen, estimate
@@ -658,7 +664,6 @@ def _settled_options(
     """The options with what planning found out, such as a conversation's template. Raises UsageError."""
     options = config.plan_options()
     found: dict[str, Any] = {"also": listing.also, "follow_links": listing.follow_links}
-    found["text_versions"] = text_versions(options)
     if names is not None:
         found["excluded"] = hashlib.sha256(names.keys.tobytes()).hexdigest()
     if options.is_chat:
@@ -680,6 +685,7 @@ def _plan_of(
     division: Division,
     resolved: ResolvedTokenizer,
     names: DocumentNames | None,
+    transform: Transform | None,
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
@@ -704,10 +710,12 @@ def _plan_of(
         ]
         plan = dataclasses.replace(plan, cuts=cuts)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
+    if transform is not None:
+        _check_gives_the_same(plan, transform)
     engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
     if not (config.engine == "tokenizers" or plan.options.is_chat or is_little):
-        texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18)]
+        texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18, transform=transform)]
         fast = equal_fast_engine(
             resolved.folder / TOKENIZER_FILE,
             allow_special_tokens=resolved.allow_special_tokens,
@@ -723,6 +731,19 @@ def _plan_of(
                 f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"
             )
     return plan, engine if plan.options.add_special_tokens else engine.bare()
+
+
+def _check_gives_the_same(plan: Plan, transform: Transform) -> None:
+    """Raise UsageError where the function gives other texts of a sample the second time."""
+    first, second = (sample_texts(plan, num_bytes=1 << 18, transform=transform) for _ in range(2))
+    if first != second:
+        raise UsageError(
+            f"--transform {transform.path} gave other texts the second time that it was given the same "
+            "sample, so no shard could be made again: it must depend on nothing but the record, such as no "
+            "time, chance or documents before",
+            path=transform.path,
+            expected="the same text for the same record",
+        )
 
 
 def _input_sha256s(plan: Plan) -> list[str]:

@@ -100,7 +100,6 @@ class ShardCounts:
     num_tokens: Count  # padding excluded
     num_lines: Count  # lines or rows of the input, the empty ones included
     num_empty_lines: Count  # left out because nothing is left of them after str.strip
-    num_filtered: Count  # documents left out by --min_chars and --max_chars
     num_pad_tokens: Count  # in the rows that are not full
     num_documents_across_rows: Count  # those that do not lie whole in one row
     input_bytes: Count

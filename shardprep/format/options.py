@@ -60,7 +60,6 @@ class PlanOptions:
             Of the others the id has those that are not the default, so a new option changes no older id.
         span: the least and the largest number; 0 stands for none.
         of: ``rows``, ``chat`` or ``texts`` (documents and packed), where it is for these records only.
-        changes_text: ``change_text`` applies it.
     """
 
     recursive: bool = _input(False, "also take the input files of subfolders")
@@ -95,14 +94,7 @@ class PlanOptions:
     source_field: str = _fields(
         "", "field of a document's source, for counts per source", shown="the first subfolder"
     )
-    fix_text: bool = _text(
-        False,
-        "repair wrongly decoded text with ftfy; drop documents that cannot be fully repaired",
-        changes_text=True,
-    )
-    normalize: Normalize = _text("", "apply a Unicode normalization", changes_text=True)
-    min_chars: int = _text(0, "drop shorter documents", span=(1, MOST), changes_text=True)
-    max_chars: int = _text(0, "drop longer documents", span=(1, MOST), changes_text=True)
+    transform_files: str = _text("", "files beside --transform that it uses: 'words.txt,helpers.py'")
     limit: int = _text(
         0, "for a trial: take at most this many documents in total, spread evenly over shards", span=(1, MOST)
     )
@@ -131,7 +123,7 @@ class PlanOptions:
     token_format: TokenFormat = _samples("json", "how a document's token ids are stored; rows are npy")
     keep_text: bool = _samples(None, "also store the text of each document", shown="on for documents")
     # What planning finds out; no flags.
-    text_versions: str = option("")  # of the libraries that change text
+    transform_sha256: str = option("")  # of the function of --transform, and of its files
     chat_template: str = option("")  # its Jinja text
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
     chat_versions: str = option("")  # of the libraries that render it
@@ -165,8 +157,6 @@ class PlanOptions:
             object.__setattr__(self, name, value)
         if has_rows and not 1 <= self.seq_len <= MAX_SEQ_LEN:
             raise UsageError.of_value("--seq_len", self.seq_len, f"1 to {MAX_SEQ_LEN}")
-        if self.max_chars and self.max_chars < self.min_chars:
-            raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
 
     @property
     def is_chat(self) -> bool:
@@ -182,10 +172,6 @@ class PlanOptions:
     def encodes_control_tokens(self) -> bool:
         """Whether control tokens written out in a text become control tokens: a chat template's have to."""
         return self.allow_special_tokens or self.is_chat
-
-    @property
-    def changes_text(self) -> bool:
-        return any(item.metadata.get("changes_text") and getattr(self, item.name) for item in PLAN_FIELDS)
 
     def side_files(self) -> list[str]:
         """The files of a shard that only some options ask for, by their names in its manifest."""
@@ -235,7 +221,7 @@ class PlanOptions:
                 raise _wrong_record(item.name, "packed rows", "--record packed")
             if of == "chat" and not self.is_chat:
                 raise _wrong_record(item.name, "conversations", "--record chat")
-            if self.is_chat and (of == "texts" or item.metadata.get("changes_text")):
+            if self.is_chat and of == "texts":
                 raise _wrong_record(
                     item.name, "texts: a template alone decides how a conversation reads and ends", None
                 )
@@ -264,6 +250,9 @@ class PrepConfig(PlanOptions):
     )
     engine: EngineName = _tokens("auto", ENGINE_HELP)
     max_bad_fraction: float = _text(0.01, BAD_HELP)
+    transform: Path | None = _text(
+        None, "Python file whose function transform(record) returns the text, or None to leave it out"
+    )
     exclude: Path | None = _text(
         None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
     )

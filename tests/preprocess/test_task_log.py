@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.task import engine_line, means_line, part_line
+from preprocess.make.task import part_line
 from preprocess.make.worker import Work, load_worker
 from shardprep import console
 from shardprep.console import counted, progress_line, short_bytes, short_number, short_time
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_works(
-    prep: Prep, data_dir: Path, sample_dir: Path
+    prep: Prep, data_dir: Path, sample_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2"]
     ended = prep.command(*words, DATASET_BATCH_SIZE="50")
@@ -69,13 +69,6 @@ def test_a_part_that_is_no_bytes_of_text_says_what_its_bytes_are(prep: Prep, tmp
     assert not re.search(r"(parquet|arrow|gz) bytes", lines)
 
 
-def test_the_engine_line_says_why_it_is_the_slow_one(prep: Prep, planned_dir: Path) -> None:
-    plan = need_plan(planned_dir)
-    settings = WorkerSettings(engine="tokenizers")
-    worker = load_worker(plan, planned_dir, settings, num_cpus=1, warn=lambda _: None)
-    assert "as --engine asks" in engine_line(worker)
-
-
 @pytest.mark.processes
 def test_run_says_for_each_shard_its_part_and_its_speed_and_the_engine_once(
     prep: Prep, data_dir: Path
@@ -119,12 +112,6 @@ def test_a_worker_that_may_have_less_memory_than_it_needs_is_told(prep: Prep, da
     assert "note: a worker needs about 0.31 GB" in ended.text
     enough = prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "0.4")
     assert "note: " not in enough.text
-
-
-def test_means_of_several_processes_are_those_of_each() -> None:
-    line = means_line(WorkerSettings(most_documents=7), 2, num_processes=3)
-    assert line.startswith("3 processes, each with 2 CPUs, ")
-    assert line.endswith(", at most 7 documents at once, no memory limit")
 
 
 def test_numbers_are_short_and_keep_three_digits() -> None:

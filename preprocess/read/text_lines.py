@@ -93,8 +93,8 @@ def _texts_of(codec: str, block: bytes, starts: Numbers, at: int) -> tuple[Texts
 def _stripped(block: bytes, text: str) -> Texts:
     """Strip the lines of a block that is UTF-8, given as ``text``, too; behind the last end stands one more.
 
-    ``blanks`` is what is stripped, None for all white space.
-
+    bytes.strip does it, in half the time, where the block has no white space but that of ASCII.
+    """
     if b"\r" in block:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
     else:

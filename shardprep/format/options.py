@@ -192,7 +192,7 @@ class PlanOptions:
         }
 
     def _check_values(self) -> None:
-        kinds = _option_types(type(self))
+        kinds = _option_types(type(self))  # type: ignore[arg-type]  # a class can be hashed
         for item in dataclasses.fields(self):
             value, span = getattr(self, item.name), item.metadata.get("span")
             if isinstance(value, (str, Path)) and "\0" in str(value):

@@ -71,7 +71,7 @@ begin_record() {
   folder=$(realpath -s -- "$root")/jobs/attempts
   record=$folder/$task.r${SLURM_RESTART_COUNT:-0}
   # A link in a data set of somebody else may lead to a file of this user's.
-  [[ ! -L ${folder%/*} && ! -L $folder && ! -L $record ]] && mkdir -p "$folder" &&
+  [[ ! -L ${folder%/*} && ! -L $folder && ! -L $record ]] && { [[ -d $folder ]] || mkdir -p "$folder"; } &&
     { echo begin
       env | grep -E '^SLURM(D_NODENAME|_(ARRAY_|RESTART_|JOB_|CPUS_PER_|MEM_PER_)[A-Z_]*)='
       printf '%s\n' "by=${shardprep_by:-sbatch}" "plan_id=$plan" "shards=${shards-${SLURM_ARRAY_TASK_ID:-}}" \

@@ -38,7 +38,6 @@ from shardprep.format.submissions import (
     SubmittedMeanwhile,
     append_event,
     publish_submission,
-    user_name,
 )
 from slurm.commands import (
     REQUEST_VARIABLES,
@@ -197,7 +196,7 @@ class Sending:
             if self.controller:
                 # Here, not behind the release: a limit of jobs that leaves no room for it is met in time.
                 after = f"--dependency=afterany:{':'.join(job_ids)}"
-                controller = submit_script(self.controller, after, known=job_ids)
+                controller = submit_script(self.controller, after)
                 job_ids.append(controller)
             publish_submission(self.state.folder, submission)
         except BaseException as error:
@@ -224,7 +223,7 @@ class Sending:
                 here = [f"--clusters={self.cluster}"]
 
         def submitted(script: str, *options: str) -> dict[str, Any]:
-            job_ids.append(submit_script(script, "--hold", *here, *options, known=job_ids))
+            job_ids.append(submit_script(script, "--hold", *here, *options))
             return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
 
         arrays = []
@@ -358,8 +357,8 @@ def _controller(
 ) -> str:
     """Return the script of the job that looks at what became of the others, and goes on: --until_done."""
     is_retry = args.command == "retry"
-    flags = ["--max_rounds", args.max_rounds, "--round", args.round + 1 if is_retry else 1]
-    for name in ("max_attempts", "shards", "shards_per_task"):
+    flags = ["--round", args.round + 1 if is_retry else 1]
+    for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
@@ -418,11 +417,12 @@ def release(job_ids: Sequence[str]) -> None:
             return
 
 
-def submit_script(script: str, *options: str, known: Sequence[str] = ()) -> str:
-    """Return the id of a new job; ``known``: the ids of this submission's other jobs.
+def submit_script(script: str, *options: str) -> str:
+    """Return the id of a new job.
 
     A site's sbatch may print a banner, so the id is looked for on the last line. Where it is not there, or no
-    answer came, a job that Slurm took all the same is found by its name and cancelled.
+    answer came, Slurm may have taken the job all the same. It waits, held: ``status`` names it, and
+    ``cancel`` finds it by its name.
     """
     try:
         said = slurm_output("sbatch", "--parsable", *options, text=script)
@@ -432,22 +432,11 @@ def submit_script(script: str, *options: str, known: Sequence[str] = ()) -> str:
         why = f"sbatch answered {last[:80]!r}, expected a job id on the last line (--parsable)"
     except SlurmAway as error:
         why = str(error)
-    raise SlurmAway(f"{why}. Nothing was recorded. {_cancel_by_name(script, known)}")
-
-
-def _cancel_by_name(script: str, known: Sequence[str]) -> str:
-    """Cancel this user's waiting job of the script's name, and say what was done."""
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
-    asked = ("--noheader", f"--user={user_name()}", f"--name={name}", "--states=PENDING", "--format=%A")
-    look = f"squeue --me --name={name}, then scancel its number"
-    try:
-        found = re.findall(r"^\s*([0-9]+)\s*$", slurm_output("squeue", *asked), re.MULTILINE)
-        if job_ids := sorted({*found} - {*known}):
-            slurm_output("scancel", *job_ids)
-            return f"job {' and job '.join(job_ids)} was cancelled before it began"
-    except ShardprepError as error:
-        return f"Whether a job waits, held, could not be seen ({error}); it does nothing: {look}"
-    return f"No job of the name {name} is there; if the site renames jobs, one may wait, held: {look}"
+    raise SlurmAway(
+        f"{why}. Nothing was recorded. If Slurm took the job it waits, held, and does nothing: squeue --me "
+        f"--name={name}, then scancel its number"
+    )
 
 
 def parse_job(text: str) -> dict[str, Any]:

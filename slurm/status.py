@@ -138,7 +138,7 @@ def logs(args: argparse.Namespace) -> int:
         if message := each.message(shard_id):
             lines.append(f"  {message}")
         if each.log:
-            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), args.lines)]
+            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), 20)]
             lines.append(f"  {each.log}")
     if shard.cause:
         lines.append(f"  {remedy_of(shard.cause)}")
@@ -173,7 +173,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
         "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
         "remedies": {cause: remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, 3, {})),
+        "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
@@ -335,7 +335,8 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
     numbers: dict[str, Any] = {"num_tokens": sum(each.num_tokens for each in made)}
     newest = state.submissions[-1] if state.submissions else None
     since = newest.submitted if newest else 0.0
-    recent = [each for each in made if newest is None or newest.made(each) or each.began >= since]
+    # By the job's number, as the nodes' clocks may be wrong.
+    recent = [each for each in made if newest is None or newest.has_array(each.job_id) or each.began >= since]
     # No shard can have been begun before it was submitted, nor be finished in the future.
     ahead_s = max((each.ended - time.time() for each in recent), default=0.0)
     behind_s = max((since - each.began for each in recent), default=0.0)
@@ -507,6 +508,5 @@ def _retry_command(data: dict[str, Any], folder: str) -> str:
         return f"shardprep retry {folder} --worker_args {shlex.quote(args)}"
     if {*data["causes"]} == {BAD_INPUT}:
         return "correct the input and plan into a new folder"
-    most = max(each["num_attempts"] for each in data["failures"])
-    again = f"shardprep retry {folder} --max_attempts {most + 3}"
+    again = f"shardprep retry {folder} --shards {data['failed']}"
     return again if {*data["causes"]} <= {OUT_OF_MEMORY, TIMEOUT} else f"correct the cause, then: {again}"

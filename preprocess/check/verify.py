@@ -25,13 +25,13 @@ from shardprep.files import (
     with_retries,
 )
 from shardprep.format.dataset_spec import BLANK, blank_id
-from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.done import Finding, refuse_found
 from shardprep.format.idx import misplaced_samples, read_idx
 from shardprep.format.index import DatasetIndex, merge_manifests
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, ValidationCounts, check_hashes, check_shard, check_sizes
 from shardprep.format.names import (
+    DIGEST_BYTES,
     INDEX_NAME,
     TAR_END,
     remake_command,

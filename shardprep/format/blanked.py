@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from shardprep.errors import BrokenShard, OtherPlan
 from shardprep.files import NOT_THERE, Digest, make_subfolder, publish_bytes
-from shardprep.format.digests import DIGEST, DIGEST_BYTES
+from shardprep.format.digests import DIGEST
 from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
-from shardprep.format.names import blanked_path, ids_of_ranges
+from shardprep.format.names import DIGEST_BYTES, blanked_path, ids_of_ranges
 
 _FORMAT = "shardprep-blanked"
 _MAX_BYTES = 256 << 20  # some 10^7 documents

@@ -17,8 +17,8 @@ import orjson
 
 from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
 from shardprep.files import NOT_THERE, errors_named, read_lines, read_regular
-from shardprep.format.digests import DIGEST, DIGEST_BYTES
-from shardprep.format.names import EXCLUDED_NAME, ids_path, remake_command
+from shardprep.format.digests import DIGEST
+from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, ids_path, remake_command
 
 _TEXT = b"sha256:"
 _MOST_NAMES = 10_000_000

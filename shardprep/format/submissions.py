@@ -43,7 +43,6 @@ from shardprep.files import (
     sync_folder,
 )
 from shardprep.format.json_files import Count, Text, as_type, checked_object, load_json, with_content_hash
-from shardprep.format.manifest import ShardMaking
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 
 JOBS_FOLDER = "jobs"
@@ -81,9 +80,9 @@ class JobRequest:
     time_min: int | None = option(None, "time limit of a task (default: the partition's)", group=_RESOURCES)
     max_parallel: int = option(50, "tasks that run at once (default: 50)", group=_RESOURCES)
     account: str | None = option(None, "account to charge (default: the site's)", group=_NODES)
-    qos: str | None = option(None, "quality of service (default: the site's)", group=_NODES)
-    constraint: str | None = option(None, "features of the nodes", group=_NODES)
-    exclude: str | None = option(None, "nodes to leave out, such as n[3-5]", group=_NODES)
+    qos: str | None = option(None)  # these three by SBATCH_QOS and so on; retry leaves out nodes that failed
+    constraint: str | None = option(None)
+    exclude: str | None = option(None)
     setup: str | None = option(
         None, "a file that tasks source first: modules, conda, a virtual environment", group=_RUNS
     )
@@ -225,9 +224,9 @@ class Submission:
         """Return its jobs, verify last."""
         return [*self.arrays, self.verify]
 
-    def made(self, shard: ShardMaking) -> bool:
-        """Return whether one of its jobs made it, by the job's number: the nodes' clocks may be wrong."""
-        return any(array.job_id == shard.job_id for array in self.arrays)
+    def has_array(self, job_id: str) -> bool:
+        """Return whether a job is one of its arrays."""
+        return any(array.job_id == job_id for array in self.arrays)
 
 
 def read_submissions(folder: Path) -> list[Submission]:

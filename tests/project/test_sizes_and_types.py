@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardprep.format.attempts import folder_identity, read_attempts
 from tests.faults.commands import command
 from tests.faults.forked_case import Ended, run_forked
 from tests.faults.judging import refusal
@@ -176,8 +175,10 @@ def test_records_of_attempts_of_wrong_values_end_no_command(copy: Callable[[str]
     world = copy("documents")
     (world.data_dir / "shard-00000.json").unlink()
     plan_id = json.loads((world.data_dir / "plan.json").read_bytes())["plan_id"]
+    number = os.statvfs(world.data_dir).f_fsid  # stat prints its halves the other way round
+    identity = f"{world.data_dir.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
     begin = {
-        "by": "run", "plan_id": plan_id, "identity": folder_identity(world.data_dir), "shards": "0",
+        "by": "run", "plan_id": plan_id, "identity": identity, "shards": "0",
         "time": "1000.0", "node": "n", "user": "u", "num_cpus": "1", "pid": "1", "pid_began": "3",
         "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_MEM_PER_CPU": "5", "log": "/x",
     }  # fmt: skip
@@ -203,4 +204,5 @@ def test_records_of_attempts_of_wrong_values_end_no_command(copy: Callable[[str]
     for number, text in enumerate(attempts):
         (folder / f"7_{number}.r0").write_bytes(text.encode("utf-8", "surrogatepass"))
     assert set(ended_in_words(world, ["status", "report"]).values()) == {0}
-    assert len(read_attempts(world.data_dir, plan_id).own) > 100, "the others are told, too"
+    found = json.loads(world.main("status", world.data_dir, "--json").out)
+    assert sum(found["restarts"].values()) > 100, "those that are right are told"

@@ -347,25 +347,6 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     assert submit_with_submitit(data, executor) == []
 
 
-def test_after_three_tries_of_bad_input_what_status_prints_makes_it(
-    site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = seven.data
-    for _ in range(3):
-        flags = ("--cpus_per_task", 1, "--mem_gb", 0.5, "--wait")
-        site.slurm("submit", data, *flags, code=74)
-    assert "try 3: bad input (65)" in site.slurm("status", data)
-    monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
-    typed = []
-    while lines := re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE):
-        typed += lines
-        assert len(typed) <= 2, typed
-        run_child(["bash", "-c", lines[0]], env=site.environ, cwd=tmp_path)
-        wait_until(lambda: not site.run("squeue", "-h"))
-    assert [shlex.split(line)[-1] for line in typed] == ["--max_bad_fraction 0.05", "--max_bad_fraction 0.5"]
-    assert site.status(data)["verified"]
-
-
 @pytest.mark.skipif(not HAS_CGROUPS, reason="no cgroups: Slurm does not kill what takes too much memory")
 def test_after_three_times_too_little_memory_or_time_what_status_and_verify_print_makes_it(
     prep: Prep, site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from shardprep.errors import UsageError
-from shardprep.format.names import ids_of_ranges
 from shardprep.format.plan import need_plan
 from shardprep.format.submissions import COMMANDS, JobRequest, read_submissions
 from slurm import send
 from slurm.commands import slurm_output
 from slurm.script import array_script, verify_script
 from slurm.send import parse_job
-from slurm.site import find_site, tasks_of_shards
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.slurm.fake_slurm import JOB, WHEN, FakeSlurm, make_done, slurm, squeue_line, status, submitted
@@ -53,7 +51,7 @@ def options(script: str) -> dict[str, str]:
         ({"SBATCH_MEM_PER_NODE": "2G"}, "", {"mem": "2048M"}),
         ({"SBATCH_MEM_PER_CPU": "512M"}, "", {"mem-per-cpu": "512M"}),
         ({"SBATCH_MEM_PER_NODE": "2G"}, "--mem_per_cpu_gb 2", {"mem-per-cpu": "2048M", "mem": None}),
-        ({"SBATCH_ACCOUNT": "a", "SBATCH_QOS": "q"}, "--qos mine", {"account": "a", "qos": "mine"}),
+        ({"SBATCH_ACCOUNT": "a", "SBATCH_QOS": "q"}, "--account mine", {"account": "mine", "qos": "q"}),
         ({"SBATCH_PARTITION": "p"}, "--mem_gb 1.5", {"partition": "p", "mem": "1536M"}),
         ({}, "--cpus_per_task 9", {"cpus-per-task": "9"}),
         ({}, "", {"cpus-per-task": "4"}),  # of 8, as no node has more
@@ -270,22 +268,6 @@ def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(
 # --- what Slurm takes
 
 
-def test_shards_are_shared_evenly_among_as_many_tasks_as_fit() -> None:
-    assert tasks_of_shards([3, 5], 100, None) == ["3", "5"]
-    assert tasks_of_shards(range(6), 100, 3) == ["0-2", "3-5"]
-    forty = [ids_of_ranges(word, end=40) for word in tasks_of_shards(range(40), 7, None)]
-    assert list(itertools.chain(*forty)) == list(range(40))
-    assert {len(ids) for ids in forty} == {5, 6}
-
-
-def test_nodes_and_time_limit_are_of_the_named_or_the_default_partition(fake: FakeSlurm) -> None:
-    fake.answers("sinfo", "a|idle|4000|4|2:00:00\na|mixed|8000|2|2:00:00\nb*|idle|16000+|64|infinite\n")
-    found = [find_site(name) for name in ("a", None, "gone", "a,b")]
-    assert [(each.max_mem_mb, each.max_cpus, each.max_time_min) for each in found] == [
-        (8000, 4, 120), (16000, 64, None), (None, None, None), (16000, 64, None),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("granted", "mem_mb", "time_min"),
     [
@@ -358,15 +340,16 @@ def test_a_banner_of_the_sites_sbatch_before_the_job_id_is_no_error(fake: FakeSl
     assert [job.job_id for job in read_submissions(data_dir)[0].jobs] == ["1", "2"]
 
 
-def test_a_job_whose_id_cannot_be_understood_is_found_by_its_name_and_cancelled(
+def test_a_job_whose_id_cannot_be_understood_is_not_recorded_and_cancel_finds_it_by_its_name(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     sbatch_that_says(fake, 'echo "Submitted, thank you"')
-    assert "squeue --me" in slurm("submit", data_dir, code=74), "it was not found by its name"
-    fake.answers_by("squeue", '[[ "$*" != *--name=shardprep-*--format=%A ]] || echo 41')
-    slurm("submit", data_dir, code=74)
-    assert fake.calls("scancel") == ["41"]
+    said = slurm("submit", data_dir, code=74)
+    (name,) = re.findall(r"squeue --me --name=(\S+),", said)
     assert read_submissions(data_dir) == []
+    fake.answers("squeue", squeue_line("0-4", "PENDING", "JobHeldUser", job="41", name=name))
+    slurm("cancel", data_dir)
+    assert fake.calls("scancel") == ["41"]
 
 
 def test_a_submit_whose_jobs_somebody_cancels_before_they_begin_says_so(

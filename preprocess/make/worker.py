@@ -347,7 +347,7 @@ def load_worker(
     check_tokenizer_files(folder, plan.tokenizer_files)
     transform = transform_of(plan.options, settings.transform)
     if plan.options.is_chat:
-        check_chat_versions(plan.options.chat_versions, plan.options.chat_mask_rule)
+        check_chat_versions(plan.options.chat_versions)
     engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
     return Worker(
         plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus, transform=transform

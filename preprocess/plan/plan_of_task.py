@@ -103,8 +103,9 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     differing = option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
     if differing:
         expected = "the options of its plan: leave them out, or use a new --output_dir"
-        found, folder = "; ".join(differing), given["output_dir"]
-        raise Refused(path=folder, found=found, expected=expected, remedy="--output_dir")
+        raise Refused(
+            path=given["output_dir"], found="; ".join(differing), expected=expected, remedy="--output_dir"
+        )
     model_id = given.get("model_id", plan.tokenizer.model_id)
     if model_id == plan.tokenizer.model_id:
         return

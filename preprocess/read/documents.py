@@ -109,10 +109,13 @@ class Documents:
             return digests_of(canonical_conversation(each).encode() for each in self.columns["messages"])
         return digests_of(self.texts)
 
-    def sorted_out(self, results: Iterable[T | UnusableText]) -> tuple[Documents, list[T]]:
+    def sorted_out(
+        self, results: Iterable[T | UnusableText], sizes: Numbers | None = None
+    ) -> tuple[Documents, list[T]]:
         """Return the documents with a result that is not empty, and these results.
 
-        An UnusableText says why one is left out.
+        An UnusableText says why one is left out. ``sizes``: bytes of each in the input, those of their texts
+        by default.
         """
         kept, found, bad = list[int](), list[T](), [*self.bad]
         for number, result in enumerate(results):
@@ -121,7 +124,7 @@ class Documents:
                     BadDocument(
                         source=self.input_number,
                         source_offset=int(self.offsets[number]),
-                        num_bytes=len(self.texts[number]),
+                        num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
                         reason=result.reason,
                         detail=result.detail,
@@ -203,24 +206,7 @@ def _documents_of(records: Records, input_number: int, first_line: int) -> Docum
     )
     if all(texts) and {bytes}.issuperset(map(type, texts)):
         return documents
-    bad, kept = [], []
-    named = records.columns.get("source")
-    for number, text in enumerate(texts):
-        if isinstance(text, UnusableText):
-            bad.append(
-                BadDocument(
-                    source=input_number,
-                    source_offset=int(records.starts[number]),
-                    num_bytes=int(records.sizes[number]),
-                    line=first_line + number,
-                    reason=text.reason,
-                    detail=text.detail,
-                    named=named[number] if named else "",
-                )
-            )
-        elif text:
-            kept.append(number)
-    return dataclasses.replace(documents.only(np.array(kept, np.int64)), bad=bad)
+    return documents.sorted_out(texts, records.sizes)[0]
 
 
 def _transformed(

@@ -21,7 +21,6 @@ from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.format.options import PlanOptions
 
 _MARK = b"\xef\xbb\xbf"
-_ASCII_SPACE = " \t\n\r\v\f"
 # Which white space of ``str.strip`` ``bytes.strip`` leaves: by code point, all below 0x10000.
 _IS_WIDE_SPACE = np.zeros(0x10000, np.bool_)
 _IS_WIDE_SPACE[0x80:0x3001] = [chr(point).isspace() for point in range(0x80, 0x3001)]
@@ -52,12 +51,10 @@ class TextLines(LineFormat):
             if reader.part.start == 0:
                 num_mark_bytes, pieces = _without_mark(pieces)
                 start += num_mark_bytes
-        # White space beyond ASCII may be half of a letter that is yet to be restored.
-        blanks = _ASCII_SPACE if options.fix_text else None
         if options.doc == "file":
-            yield _whole_text(pieces, start, codec, blanks)
+            yield _whole_text(pieces, start, codec)
             return
-        read = functools.partial(_texts_of, codec, blanks)
+        read = functools.partial(_texts_of, codec)
         yield from line_records(line_blocks(pieces, start, self.line_ends), self.line_ends, batch_bytes, read)
 
 
@@ -72,7 +69,7 @@ def _without_mark(pieces: Iterator[TextPiece]) -> tuple[int, Iterator[TextPiece]
     return len(head) - len(rest), itertools.chain([TextPiece(rest, num_bytes)], pieces)
 
 
-def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str, blanks: str | None) -> Records:
+def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
     """A file as one document."""
     held: list[bytes] = []
     size = num_bytes = 0
@@ -81,24 +78,20 @@ def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str, blanks: str
         held = [*held, piece.data] if size <= MOST_DOCUMENT_BYTES else []
     text: bytes | UnusableText = too_long("its text")
     if size <= MOST_DOCUMENT_BYTES:
-        text = _text_of(b"".join(held), start, codec, blanks)
+        text = _text_of(b"".join(held), start, codec)
     return Records(texts=[text], starts=np.array([start]), sizes=np.array([size]), num_bytes=num_bytes)
 
 
-def _texts_of(
-    codec: str, blanks: str | None, block: bytes, starts: Numbers, at: int
-) -> tuple[Texts, dict[str, list[str]]]:
+def _texts_of(codec: str, block: bytes, starts: Numbers, at: int) -> tuple[Texts, dict[str, list[str]]]:
     if codec == "utf-8":
         with contextlib.suppress(UnicodeDecodeError):
-            return _stripped(block, block.decode(), blanks)[: len(starts)], {}
+            return _stripped(block, block.decode())[: len(starts)], {}
     bounds = itertools.pairwise([*starts.tolist(), len(block)])
-    return [_text_of(block[begin:end], at + begin, codec, blanks) for begin, end in bounds], {}
+    return [_text_of(block[begin:end], at + begin, codec) for begin, end in bounds], {}
 
 
-def _stripped(block: bytes, text: str, blanks: str | None) -> Texts:
+def _stripped(block: bytes, text: str) -> Texts:
     """Strip the lines of a block that is UTF-8, given as ``text``, too; behind the last end stands one more.
-
-    ``blanks`` is what is stripped, None for all white space.
 
     bytes.strip does it, in half the time, where the block has no white space but that of ASCII.
     """
@@ -108,10 +101,10 @@ def _stripped(block: bytes, text: str, blanks: str | None) -> Texts:
         code_units = np.frombuffer(text.encode("utf-16-le"), "<u2")
         if not _IS_WIDE_SPACE.take(code_units, mode="clip").any():
             return [line.strip() for line in block.split(b"\n")]
-    return [line.strip(blanks).encode() for line in text.split("\n")]
+    return [line.strip().encode() for line in text.split("\n")]
 
 
-def _text_of(data: bytes, at: int, codec: str, blanks: str | None) -> bytes | UnusableText:
+def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
     """The text of a document that begins at byte ``at``."""
     try:
         text = data.decode(codec)
@@ -119,4 +112,4 @@ def _text_of(data: bytes, at: int, codec: str, blanks: str | None) -> bytes | Un
         return UnusableText("undecodable", f"byte {at + error.start} is not {codec}: {error.reason}")
     if "\r" in text:
         text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return text.strip(blanks).encode()
+    return text.strip().encode()

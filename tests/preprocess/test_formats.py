@@ -422,29 +422,6 @@ def test_more_sources_than_a_manifest_can_name_are_refused(prep: Prep, tmp_path:
         prep.plan(raw, tmp_path / "data", source_field="from")
 
 
-def test_trials_are_the_first_documents_that_the_function_lets_through(
-    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = ["x" * (number % 10 + 1) for number in range(50)]
-    (raw / "a.txt").write_text("\n\n".join(texts) + "\n")
-    (raw / "b.jsonl").write_bytes(json_lines(texts))
-    function = tmp_path / "clean.py"
-    function.write_text(
-        "def transform(record):\n    return record['text'] if len(record['text']) > 2 else None\n"
-    )
-    made = []
-    for batch_bytes in (1 << 19, 20):
-        monkeypatch.setattr(WorkerSettings, "batch_bytes", batch_bytes)
-        trial = tmp_path / f"trial-{batch_bytes}"
-        prep.plan(raw, trial, transform=function, limit=15)
-        prep.make(trial, transform=function)
-        assert prep.command("verify", trial).code == 0
-        made.append(prep.contents(trial))
-    assert made[0] == made[1], "whatever is read at once"
-    kept = [text for text in texts if len(text) > 2]
-    assert [text for _, text, _ in documents(prep, trial)] == kept[:8] + kept[:7]
-
-
 def test_the_notes_that_datasets_puts_beside_its_files_are_no_input(tmp_path: Path) -> None:
     for name in ("dataset_info.json", "state.json", "dataset_dict.json", "README.md"):
         (tmp_path / name).write_text("{}")

@@ -65,7 +65,7 @@ def task(
     slurm = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
     slurm |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
     settings = {**os.environ, **slurm, "SHARDPREP_PYTHON": sys.executable, **environ}
-    command = [ROOT / "slurm" / "prep_array.sh", data, *args]
+    command = [str(ROOT / "slurm" / "prep_array.sh"), str(data), *args]
     run_child(command, cwd=ROOT, env=settings, code=code, stdout=stdout)
 
 

@@ -55,7 +55,7 @@ class Batch(dict[str, torch.Tensor]):
     """The tensors of a batch by name, used like a BatchEncoding; BatchFields tells each."""
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        """``batch.labels`` is ``batch["labels"]``."""
+        """Return ``batch["labels"]`` for ``batch.labels``."""
         try:
             return self[name]
         except KeyError as error:
@@ -65,7 +65,7 @@ class Batch(dict[str, torch.Tensor]):
         raise KeyError(f"the batch has {', '.join(self)}, but no {name}")
 
     def to(self, device: Any, *, non_blocking: bool = False) -> Batch:
-        """Move all tensors to a device; the batch itself, as BatchEncoding's ``to`` returns."""
+        """Move all tensors to a device. Returns the batch itself, as BatchEncoding's ``to`` does."""
         for name, value in self.items():
             if hasattr(value, "to"):
                 self[name] = value.to(device=device, non_blocking=non_blocking)
@@ -82,8 +82,10 @@ class PadToken:
 
 
 def choose_pad_token(tokenizer: Any) -> PadToken:
-    """A token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS. ``tokenizer``:
-    of transformers, or SpecialTokens. Raises UsageError where there is none."""
+    """Return a token that the tokenizer has: its pad token, Llama's, the first reserved one, or EOS.
+
+    ``tokenizer``: of transformers, or SpecialTokens. Raises UsageError where there is none.
+    """
     added = {number: token for token, number in tokenizer.get_added_vocab().items()}
     reserved = sorted(number for number, token in added.items() if _RESERVED.fullmatch(token))
     llamas = [number for number, token in added.items() if token == PAD_TOKEN]
@@ -249,7 +251,7 @@ Targets = Literal["same", "shifted"]
 
 
 def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: bool) -> bool:
-    """Whether labels are shifted. Raises UsageError where that does not go with the other arguments."""
+    """Return whether labels are shifted. Raises UsageError where other arguments do not go with that."""
     check_choice("targets", targets, Targets)
     if targets == "shifted" and "transformers" in boundaries:
         raise UsageError(
@@ -264,7 +266,7 @@ def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: 
 
 
 def shift(fields: dict[str, Any]) -> None:
-    """``input_ids`` and mask without the last place, ``labels`` without the first; they stay contiguous."""
+    """Take the last place off ``input_ids`` and mask, and the first one off ``labels``."""
     for name in ("input_ids", "attention_mask"):
         fields[name] = fields[name][:, :-1].contiguous()
     fields["labels"] = fields["labels"][:, 1:].contiguous()
@@ -276,8 +278,8 @@ def _without_last_place(edges: Edges, width: int) -> Edges:
     is_kept = within < width - 1
     # A document that ends its row loses a place.
     is_last = (within + edges.sizes == width)[is_kept]
-    begins = (row * (width - 1) + within)[is_kept]
-    return Edges(begins, edges.sizes[is_kept] - is_last)
+    sizes = edges.sizes[is_kept] - is_last
+    return Edges((row * (width - 1) + within)[is_kept], sizes, int(sizes.max()))
 
 
 Fillers = npt.NDArray[np.bool_] | None
@@ -295,7 +297,7 @@ class LoaderMetrics:
 
     @property
     def padding_share(self) -> float:
-        """Padding of all that was delivered, 0 to 1."""
+        """Return the share of padding in all that was delivered, 0 to 1."""
         return self.num_padding / max(self.num_tokens + self.num_padding, 1)
 
     def reset(self) -> None:
@@ -325,11 +327,11 @@ class Uncollated(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without padding."""
+        """Return the tokens without padding."""
         return self.ids.size if self.lengths is None else int(self.lengths.sum())
 
     def samples(self) -> list[Ids]:
-        """The ids of each sample, without padding."""
+        """Return the ids of each sample, without padding."""
         rows: list[Ids] = list(self.ids) if self.ids.ndim > 1 else []
         if self.lengths is not None and self.ids.ndim == 1:
             bounds = [0, *np.cumsum(self.lengths).tolist()]
@@ -361,12 +363,12 @@ class StepBatches:
 
     @property
     def is_own(self) -> bool:
-        """Whether batches are made here, from arrays, and no collate_fn is called."""
+        """Return whether batches are made here, from arrays, and no collate_fn is called."""
         return self.padded is not None
 
     @cached_property
     def padded(self) -> PaddedBatches | None:
-        """What makes the tensors, where no collate_fn is called."""
+        """Return what makes the tensors, where no collate_fn is called."""
         if type(self.collate_fn) is PaddedBatches:
             return self.collate_fn
         collator = sys.modules.get("loader.collator")  # it imports transformers: only where the user did
@@ -378,14 +380,14 @@ class StepBatches:
     def cut(
         self, chunks: list[Chunk], tick: int, first_batch: int, is_filler: Fillers = None
     ) -> Iterator[Uncollated]:
-        """Yield the batches of one tick from one of them on; the chunks have its samples one under another.
+        """Yield the batches of one tick from one of them on. The chunks have its samples one under another.
 
         ``is_filler``: which samples of the tick are fillers.
         """
         num_samples = sum(chunk.num_samples for chunk in chunks)
         is_full = self.row_tokens > 0 and all(chunk.is_full(tick) for chunk in chunks)
         for part in _batch_parts(self.batch_size, num_samples, first_batch):
-            pieces = _pieces(chunks, part)
+            pieces = [(chunks[0], part.start, part.stop)] if len(chunks) == 1 else _pieces(chunks, part)
             ids = _concatenated([chunk.ids.of(tick, first, end) for chunk, first, end in pieces])
             lengths = edges = origins = fillers = None
             if not is_full:
@@ -399,12 +401,10 @@ class StepBatches:
                 origins = _origins(pieces, tick)
             if is_filler is not None and is_filler[part].any():
                 fillers = is_filler[part]
-            yield Uncollated(
-                ids.reshape(-1, self.row_tokens) if self.row_tokens else ids, lengths, edges, fillers, origins
-            )
+            yield Uncollated(ids, lengths, edges, fillers, origins)
 
     def collate(self, part: Uncollated) -> Any:
-        """The batch of some samples; what ``collate_fn`` makes may be anything."""
+        """Return the batch of some samples. What ``collate_fn`` makes may be anything."""
         batch = self._collated(part)
         if part.is_filler is not None:
             blank_labels(batch, part.is_filler)
@@ -459,7 +459,7 @@ class StepBatches:
         return batch
 
     def _add_boundaries(self, fields: Batch, part: Uncollated) -> None:
-        """Add the fields of ``boundaries``; the first id of a document is no label."""
+        """Add the fields of ``boundaries``. The first id of a document is no label."""
         lengths, edges = part.lengths, part.edges
         num_rows, width = fields["input_ids"].shape
         if edges is None:  # each row is one document
@@ -478,9 +478,9 @@ class StepBatches:
 
 @lru_cache
 def _batch_parts(batch_size: int, num_samples: int, first_batch: int) -> tuple[slice, ...]:
-    """Return which samples of a tick each batch has; kept, as ticks are alike."""
+    """Return which samples of a tick each batch has. Kept, as ticks are alike."""
     firsts = range(first_batch * batch_size, num_samples, batch_size)
-    return tuple(slice(first, first + batch_size) for first in firsts)
+    return tuple(slice(first, min(first + batch_size, num_samples)) for first in firsts)
 
 
 def _pieces(chunks: list[Chunk], part: slice) -> list[tuple[Chunk, int, int]]:

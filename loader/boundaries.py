@@ -39,7 +39,7 @@ Boundary = Literal["transformers", "position_ids", "segment_ids", "cu_seqlens"]
 
 
 def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]:
-    """The names as a tuple. Raises UsageError for an unknown one; warns of one that seldom suffices."""
+    """Return the names as a tuple. Raises UsageError for an unknown one."""
     is_one = isinstance(boundaries, str) or not isinstance(boundaries, Iterable)
     names: tuple[Any, ...] = (boundaries,) if is_one else tuple(boundaries)
     unknown = [name for name in names if name not in get_args(Boundary)]
@@ -58,7 +58,7 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
 
 @lru_cache(maxsize=4)
 def _places(number: int) -> Int64s:
-    """0, 1 .. ``number`` - 1; never written to."""
+    """Return 0, 1 .. ``number`` - 1, which nobody may write to."""
     return np.arange(number)
 
 
@@ -89,7 +89,7 @@ def boundary_fields(
     if "cu_seqlens" in names or "transformers" in names:
         ends = np.empty(len(edges.begins) + 1, np.int32)
         ends[:-1], ends[-1] = edges.begins, num_places
-        edge_tensor, longest = torch.from_numpy(ends), HostNumber(edges.sizes.max())
+        edge_tensor, longest = torch.from_numpy(ends), HostNumber(edges.longest)
         if "cu_seqlens" in names:
             fields |= {"cu_seqlens": edge_tensor, "max_seqlen": longest}
         if "transformers" in names:
@@ -183,7 +183,7 @@ def mask_documents(model: Any) -> RemovableHandle:
 
 
 def _transformers_masks(model: Any, position_ids: torch.Tensor, attention: str | None = None) -> Any:
-    """What transformers makes of ``position_ids``: a mask, or a dict of them by kind of layer."""
+    """Return what transformers makes of ``position_ids``: a mask, or a dict of them by kind of layer."""
     from transformers.masking_utils import create_masks_for_generate
 
     config = model.config.get_text_config()
@@ -197,7 +197,7 @@ def _transformers_masks(model: Any, position_ids: torch.Tensor, attention: str |
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside of DistributedDataParallel, FSDP, DeepSpeed's engine or torch.compile."""
+    """Return the model inside of DistributedDataParallel, FSDP, DeepSpeed's engine or torch.compile."""
     while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), torch.nn.Module):
         model = inner
     return model
@@ -247,7 +247,7 @@ def why_unchecked(
     noise: float | None = None,
     documents: Mapping[str, Any] | None = None,
 ) -> str:
-    """Do as ``check_boundaries``, but where no rank could check anything return why; else "".
+    """Check as ``check_boundaries`` does, but return why where no rank could check anything, else "".
 
     ``documents``: the batch that says where documents begin, if another one.
     """
@@ -318,7 +318,7 @@ def _place_that_stays(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
-    """int64[batch, seq]: documents counted through the batch, from 0; -1 in padding, where it is known."""
+    """Number the documents through the batch from 0, padding -1 where it is known: int64[batch, seq]."""
     starts = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     segments, edges = batch.get("segment_ids"), batch.get("cu_seqlens", batch.get("cu_seq_lens_q"))
     if segments is not None:
@@ -344,7 +344,7 @@ def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def _evaluated(model: Any) -> Iterator[None]:
-    """Without gradients and dropout, and all as before afterwards."""
+    """Switch gradients and dropout off, and leave all as it was."""
     modes = [(part, part.training) for part in model.modules()] if isinstance(model, torch.nn.Module) else []
     try:
         for part, _ in modes:
@@ -357,7 +357,7 @@ def _evaluated(model: Any) -> Iterator[None]:
 
 
 def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    """float32[batch, seq, at most 1023]: every n-th column of the logits, as all would take gigabytes."""
+    """Return every n-th column of the logits, float32[batch, seq, up to 1023]: all would take gigabytes."""
     device = batch["input_ids"].device
     is_cpu = device.type == "cpu"
     with torch.random.fork_rng([] if is_cpu else [device], device_type="cuda" if is_cpu else device.type):
@@ -388,7 +388,7 @@ def _leak(model: Any, num_moved: int, num_compared: int, most: float) -> str:
 
 
 def _lost_window(model: Any, batch: Mapping[str, Any], numbers: torch.Tensor) -> str:
-    """What is wrong with the windows of a mask that was made without knowledge of the model, or ""."""
+    """Return what is wrong with the windows of a mask that was made without the model, or ""."""
     from torch.nn.attention.flex_attention import BlockMask
 
     mask, config = batch.get("attention_mask"), getattr(model, "config", None)
@@ -421,7 +421,7 @@ def _lost_window(model: Any, batch: Mapping[str, Any], numbers: torch.Tensor) ->
 
 
 def _row_of_mask(mask: Any, row: int, seq_len: int) -> torch.Tensor:
-    """bool[1, 1, seq, seq] of one row of a 4-D mask or BlockMask."""
+    """Return one row of a 4-D mask or BlockMask: bool[1, 1, seq, seq]."""
     from torch.nn.attention.flex_attention import BlockMask, create_mask
 
     if isinstance(mask, BlockMask):

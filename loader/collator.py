@@ -31,7 +31,7 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
 
     @property
     def batches(self) -> PaddedBatches:
-        """What makes the tensors."""
+        """Return what makes the tensors."""
         return PaddedBatches(
             pad=self.pad,
             pad_to_multiple_of=self.pad_to_multiple_of,
@@ -43,5 +43,5 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
         return BatchEncoding(self.batches(examples))
 
     def numpy_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
-        """As ``torch_call``, in numpy arrays."""
+        """Collate as ``torch_call`` does, into numpy arrays."""
         return BatchEncoding({name: tensor.numpy() for name, tensor in self.batches(examples).items()})

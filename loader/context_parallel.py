@@ -80,7 +80,7 @@ def split_for_context_parallel(
 
 
 def _check_labels(fields: Mapping[str, torch.Tensor]) -> None:
-    """Raises UsageError where labels stand at their own tokens: a split model cannot shift them."""
+    """Raise UsageError where labels stand at their own tokens: a split model cannot shift them."""
     if (labels := fields.get("labels")) is None:
         return
     is_ignored = labels == IGNORED
@@ -125,7 +125,7 @@ def _split_documents(
 
 
 def _places_of_rank(lengths: Int64s, rank: int, size: int) -> tuple[Int64s, Int64s]:
-    """The sequence of each of the rank's places, and its place in it: of each sequence head, then tail.
+    """Return the sequence of each of the rank's places, and its place in it: each head, then each tail.
 
     All ranks get equally many places if the lengths sum to a multiple of ``size``: what a sequence has over
     2 size equal parts is dealt a place each, on from the rank where the sequence before it stopped.

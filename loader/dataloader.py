@@ -60,7 +60,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def arguments_by_group(docstring: str) -> dict[str, dict[str, str]]:
-    """The arguments that a docstring of this module explains: group -> name -> text."""
+    """Return the arguments that a docstring of this module explains: group -> name -> text."""
     groups: dict[str, dict[str, str]] = {}
     text = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
     for group in re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)[1:]:
@@ -72,7 +72,7 @@ def arguments_by_group(docstring: str) -> dict[str, dict[str, str]]:
 
 
 def _with_hints(make: _Function) -> _Function:
-    """Answer an unknown argument with the nearest name, and all by group; one that went, with what to do."""
+    """Answer an unknown argument with the nearest name and all by group, one that went with what to do."""
     known = inspect.signature(make).parameters
 
     @functools.wraps(make)
@@ -363,7 +363,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_types(given: Mapping[str, Any]) -> None:
-    """Raises UsageError for the first argument that is of no type that it may have."""
+    """Raise UsageError for the first argument that is of no type that it may have."""
     for name, parameter in inspect.signature(get_llama3_dataloader).parameters.items():
         value, kind = given[name], parameter.annotation.removesuffix(" | None")
         if value is None and kind != parameter.annotation:
@@ -382,7 +382,7 @@ def _worker_options(
     prefetch_factor: int | None,
     persistent_workers: bool,
 ) -> dict[str, Any]:
-    """What torch's DataLoader wants to know of workers, of which each has a slot at least."""
+    """Return what torch's DataLoader wants to know of workers, of which each has a slot at least."""
     asked = operator.index(num_workers)
     if prefetch_factor is not None and not asked:
         raise UsageError(

@@ -140,7 +140,7 @@ def _says_a_time_alone(block: bytes, records: bytes) -> bool:
 
 
 def _plain_header(block: bytes, kind: str) -> tuple[str, int] | None:
-    """Return name and size of a header of this kind; None where tarfile has to look: bytes[512]. 5 us."""
+    """Return name and size of a header of this kind, None where tarfile has to look: bytes[512]. 5 us."""
     if len(block) < BLOCK_BYTES or block[156] != ord(kind) or block[345]:
         return None
     said, size = block[148:154], block[124:135]
@@ -302,7 +302,7 @@ class ScannedTar:
 
 
 def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
-    """Index a tar by its headers; with ``count_tokens`` by its data, too.
+    """Index a tar by its headers, with ``count_tokens`` by its data, too.
 
     Raises BrokenShard; UnknownMember for a member that would change the training; OSError.
     """
@@ -325,7 +325,7 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
 
 
 def _samples(tar: TarBytes) -> list[_Sample]:
-    """Return the samples of a tar; members of one stand together. Raises BrokenShard."""
+    """Return the samples of a tar, whose members stand together. Raises BrokenShard."""
     found: list[_Sample] = []
     for name, offset, num_bytes in tar_members(tar):
         match = _KEY_AND_FIELD.match(name)
@@ -436,7 +436,7 @@ def _count_json(raw: bytes) -> tuple[int, int]:
 
 
 def _packed_records(samples: list[_Sample]) -> tuple[npt.NDArray[np.void], int]:
-    """Return the _RECORD of each row, and the tokens of a row; no ids are read."""
+    """Return the _RECORD of each row, and the tokens of a row. No ids are read."""
     parts, forms = [], set()
     for sample in samples:
         if sample.fields.keys() - _ROW_FIELDS or IDS_FIELD not in sample.fields:

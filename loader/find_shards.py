@@ -53,7 +53,7 @@ def find_shards(
     count_tokens: bool = False,
     split: SplitName | None = None,
 ) -> ShardSet:
-    """Find what a user named; an incomplete folder is refused.
+    """Find what a user named. An incomplete folder is refused.
 
     ``count_tokens``: tars without an idx are read once for the lengths of their samples.
     """
@@ -68,7 +68,7 @@ def find_sources(
     count_tokens: bool = False,
     split: SplitName | None = None,
 ) -> dict[str, ShardSet]:
-    """Find the shards of each named source, as ``find_shards`` does; no shard in two of them."""
+    """Find the shards of each named source, as ``find_shards`` does. No shard may be in two of them."""
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
     found = {}
@@ -150,9 +150,10 @@ def _exists(path: str, names_in: dict[str, frozenset[str] | None]) -> bool:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest; zeros in front are kept.
+    """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest.
 
-    Each name comes once. Raises UsageError for braces that hold neither a range nor a comma.
+    Zeros in front are kept, and each name comes once. Raises UsageError for braces that hold neither a range
+    nor a comma.
     """
     try:
         names = list(dict.fromkeys(braceexpand(pattern, escape=False)))
@@ -238,7 +239,7 @@ def _has_index_or_plan(folder: Path) -> bool:
 
 
 def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
-    """Read a data set, or the shards of it that were named one by one; the others need not be there.
+    """Read a data set, or the shards of it that were named one by one. The others need not be there.
 
     Done-ness is asked as everywhere; the sizes of files are compared when they are opened. With an index.json
     that is four opens for a whole data set, of which plan.json and findings.json are two.

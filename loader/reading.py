@@ -100,7 +100,7 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
 
 
 def _open_idx(source: DatasetShards, row: int) -> RecordFile | None:
-    """Open the idx of a shard of ours; None where it is missing, and the tar tells the same."""
+    """Open the idx of a shard of ours. None where it is missing, and the tar tells the same."""
     try:
         return open_idx(source.folder, source.spec, int(source.shard_ids[row]))
     except MissingShard:
@@ -128,7 +128,7 @@ class OpenShards:
         self.max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
 
     def opened(self, number: int) -> OpenShard:
-        """A shard, opened if it is not; counted through all sources."""
+        """Return a shard, counted through all sources. It is opened if it is not."""
         shard = self._open.get(number)
         if shard is not None:
             self._open.move_to_end(number)
@@ -160,7 +160,7 @@ class OpenShards:
                 return
 
     def records(self, number: int, rows: slice | Int64s) -> Any:
-        """Return columns of a shard's idx for some samples, ascending; of a large idx read those alone."""
+        """Return columns of a shard's idx for some samples, ascending. Of a large idx, those alone."""
         for delay_s in (*RETRY_DELAYS_S, None):
             shard = self.opened(number)
             if shard.idx is None:
@@ -194,7 +194,7 @@ class ReaderIndex:
             raise UsageError(f"reader {self.number} of {self.count}: expected 0 <= number < count")
 
     def of_worker(self, worker: int, num_workers: int) -> ReaderIndex:
-        """The index of one of a rank's workers, where this is the rank's."""
+        """Return the index of one of a rank's workers, where this is the rank's."""
         return ReaderIndex(number=self.number * num_workers + worker, count=self.count * num_workers)
 
 
@@ -261,9 +261,10 @@ class ShardReader:
         self._used = 0
 
     def read(self, samples: Int64s, *, starts: bool = False) -> SampleBytes:
-        """The bytes of some samples: int64[n] -> n rows in the same order; of packed rows, the starts too.
+        """Return the bytes of some samples: int64[n] -> n rows in the same order.
 
-        The buffer is the reader's own: the next ``read`` overwrites it.
+        ``starts``: where documents begin in packed rows, too. The buffer is the reader's own: the next
+        ``read`` overwrites it.
         """
         order, shard = self._in_opening_order(samples)
         ordered = samples[order]
@@ -284,7 +285,7 @@ class ShardReader:
         return SampleBytes(self._buffer, samples, *table.take(back, axis=1))
 
     def num_tokens(self, samples: Int64s) -> Int64s:
-        """Tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
+        """Return the tokens of some samples, by the idx alone: int64[n] -> int64[n]."""
         shard = self._shards.shard_of(samples)
         found = np.empty(len(samples), np.int64)
         for number in self.opening_order(np.unique(shard)).tolist():
@@ -293,7 +294,7 @@ class ShardReader:
         return found
 
     def num_tokens_of(self, number: int) -> Int64s:
-        """Tokens of each sample of a shard, -1 where they were not counted; kept while it is open."""
+        """Return the tokens of each sample of a shard, -1 where they were not counted."""
         if "num_tokens" not in self.opened(number).sums:
             num_records = int(self._shards.num_records[number])
             cuts = [*range(0, num_records, _IDX_ROWS), num_records]
@@ -309,11 +310,11 @@ class ShardReader:
         self._files.close()
 
     def opening_order(self, shards: Int64s) -> Int64s:
-        """Shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
+        """Return shards, ascending, in the order in which this process opens them: int64[n] -> int64[n]."""
         return opening_order(shards, self._reader_index)
 
     def _in_opening_order(self, samples: Int64s) -> tuple[npt.NDArray[np.intp], Int64s]:
-        """The order in which this process reads the samples, ascending in each shard; and their shards."""
+        """Return the order in which this process reads samples, ascending in each shard, and their shards."""
         order = np.argsort(samples)
         shard = self._shards.shard_of(samples[order])
         first = _first_of_parts(shard[1:] != shard[:-1])
@@ -324,7 +325,7 @@ class ShardReader:
         return order, shard
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
-        """Read samples of some shards and fill their columns; ``row``: where each stands in its shard."""
+        """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
         found.mask_at.fill(-1)
         is_cut = shard_of[1:] != shard_of[:-1]
@@ -426,12 +427,12 @@ class ShardReader:
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """The first place of each part of n places, cut between some of them: bool[n - 1] -> intp[parts]."""
+    """Return the first place of each part of n places, cut between some: bool[n - 1] -> intp[parts]."""
     return np.concatenate([[0], np.flatnonzero(is_cut) + 1])
 
 
 def _stretches(rows: Int64s) -> list[slice]:
-    """Ascending rows as stretches of consecutive ones."""
+    """Return ascending rows as stretches of consecutive ones."""
     bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
     return [slice(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(bounds)]
 

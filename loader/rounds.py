@@ -155,7 +155,8 @@ class MixedRound:
         num_cut, self._num_cut = self._num_cut, 0
         return Chunk(
             lengths=self._lengths[:, first:end],
-            ids=self._ids.ticks(first, end),
+            # Documents are joined chunk by chunk, which costs less than tick by tick.
+            ids=self._ids.ticks(first, end) if self._row_tokens else self._ids.ticks(first, end).joined(),
             row_tokens=self._row_tokens,
             num_cut=num_cut,
             starts=self._starts.ticks(first, end) if self._starts.flats else None,

@@ -86,7 +86,7 @@ class DatasetShards:
         return self.scanned.path if self.scanned else tar_path(self.folder, int(self.shard_ids[row]))
 
     def remedy_of(self, row: int) -> str | None:
-        """Return the command that makes a shard again; None of a tar that others wrote."""
+        """Return the command that makes a shard again, None for a tar that others wrote."""
         return None if self.scanned else rerun_command(int(self.shard_ids[row]), self.folder)
 
     @property
@@ -106,7 +106,7 @@ class DatasetShards:
 
     @property
     def fingerprint(self) -> str:
-        """Hash plan, shards and content; the folder is outside it, so that a data set may move."""
+        """Hash plan, shards and content. A data set may move: its folder is outside it."""
         parts = [self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist()).encode()]
         return hashlib.sha256(b"|".join([self.spec.plan_id.encode(), *parts])).hexdigest()
 
@@ -164,7 +164,7 @@ class ShardSet:
 
     @property
     def split_words(self) -> str:
-        """Say which side this is and by which rule; "" where no document is held out."""
+        """Say which side this is and by which rule, or "" where no document is held out."""
         if self.split is not None:
             fractions = dict.fromkeys(data.spec.validation_fraction for data in self.datasets)
             rules = [f"{fraction:g} of the documents by their content" for fraction in fractions if fraction]
@@ -188,7 +188,7 @@ class ShardSet:
 
     @property
     def tar_bytes(self) -> int:
-        """Return the bytes of all tars; of a split its part, as by the number of samples."""
+        """Return the bytes of all tars, of a split its part as by the number of samples."""
         num_bytes = sum(int(np.sum(source.tar_bytes)) for source in self.sources)
         if self.split is None:
             return num_bytes
@@ -205,7 +205,7 @@ class ShardSet:
         return self.sources[number], shard - int(self.source_first[number])
 
     def shard_of(self, samples: Int64s) -> Int64s:
-        """Return the shard of each sample, counted through all sources; same shape."""
+        """Return the shard of each sample, counted through all sources, in the same shape."""
         return np.searchsorted(self.first_sample, samples, side="right") - 1
 
     def describe(self, sample: int) -> str:
@@ -220,5 +220,5 @@ class ShardSet:
 
 
 def _num_for_validation(source: DatasetShards) -> Int64s:
-    """Return the samples for validation of each shard; all of them where the plan has no fraction."""
+    """Return the samples for validation of each shard: all of them where the plan has no fraction."""
     return source.num_samples if source.num_validation is None else source.num_validation

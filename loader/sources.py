@@ -73,7 +73,7 @@ def choose_sizes(
 ) -> tuple[int, list[tuple[int, int]]]:
     """Return L, which all sizes are multiples of, and the global batch size by step. Raises UsageError."""
     stages: Sequence[Any] = [(0, batch_size * world_size if global_batch_size is None else global_batch_size)]
-    if isinstance(global_batch_size, Sequence):
+    if isinstance(global_batch_size, Sequence) and not isinstance(global_batch_size, str):
         check_schedule("global_batch_size", global_batch_size)
         stages = global_batch_size
     sizes = [(step, whole_number("global_batch_size", size, least=1)) for step, size in stages]

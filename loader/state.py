@@ -330,16 +330,28 @@ def _check_data(run: Run, plan: Run) -> None:
 
 def _check_past(run: Run, plan: Run, step: int) -> None:
     """Raise OtherRun where stages of the plan that were over at a step are not those of the run since its
-    last amendment. A plan of one stage says nothing of the past."""
+    last amendment. An argument without a schedule says nothing of the past."""
     first = max((stage.step for stage in run.stages if stage.is_amended and stage.step <= step), default=0)
-    end = [held.step for held in plan.held_from(0) if held.step <= step][-1]
-    if first < end and (found := run.held_from(first, end)) != (wanted := plan.held_from(first, end)):
-        raise OtherRun(
-            f"the stages of the steps {first} to {end} are over: {_words(found)} in the state, "
-            f"{_words(wanted)} here; keep them, or pass weights and global_batch_size without a schedule",
-            found=_words(found),
-            expected=_words(wanted),
-        )
+    for field in ("global_batch_size", "shares"):
+        end = [begin for begin, _ in _stages_of(plan.held_from(0), field) if begin <= step][-1]
+        found, wanted = run.held_from(first, end), plan.held_from(first, end)
+        if first < end and _stages_of(found, field) != _stages_of(wanted, field):
+            raise OtherRun(
+                f"the stages of the steps {first} to {end} are over: {_words(found)} in the state, "
+                f"{_words(wanted)} here; keep them, or pass weights and global_batch_size without a schedule",
+                found=_words(found),
+                expected=_words(wanted),
+            )
+
+
+def _stages_of(held: Sequence[Held], field: str) -> list[tuple[int, Any]]:
+    """Return the steps at which one field of what holds changes, with its values."""
+    stages: list[tuple[int, Any]] = []
+    for each in held:
+        value = getattr(each, field)
+        if not stages or stages[-1][1] != value:
+            stages.append((each.step, value))
+    return stages
 
 
 def _sources_in_ticks_of(run: Run, plan: Plan) -> list[Source]:

@@ -48,7 +48,7 @@ class SpecialTokens:
     added_vocab: Mapping[str, int]
 
     def get_added_vocab(self) -> Mapping[str, int]:
-        """The ids of the tokens beside the vocabulary."""
+        """Return the ids of the tokens beside the vocabulary."""
         return self.added_vocab
 
 
@@ -67,7 +67,7 @@ class LoaderTokenizer:
 
     @staticmethod
     def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
-        """One that transformers had to load; ``fingerprint`` of the manifests, where there are some."""
+        """Describe one that transformers loaded. ``fingerprint``: of the manifests, where there are some."""
         names = {name: getattr(tokenizer, name) for name in ("eos_token", "pad_token")}
         ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in names}
         return LoaderTokenizer(
@@ -85,8 +85,10 @@ class LoaderTokenizer:
             self._loaded.pad_token = token
 
     def load(self) -> Any:
-        """transformers' tokenizer, the same object each time; 3 s at first for Llama 3's. Raises
-        OtherTokenizer where transformers makes another one of the files, ReadWriteError, or NotFound."""
+        """Return transformers' tokenizer, the same object each time. 3 s at first for Llama 3's.
+
+        Raises OtherTokenizer where transformers makes another one of the files, ReadWriteError, or NotFound.
+        """
         if self._loaded is None:
             assert self.folder is not None
             assert self.spec is not None
@@ -97,7 +99,7 @@ class LoaderTokenizer:
 
 
 def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) -> LoaderTokenizer:
-    """The data set's own tokenizer, which needs no network, else that of ``model_id``.
+    """Return the data set's own tokenizer, which needs no network, else that of ``model_id``.
 
     A ``model_id`` given for a data set must have the same name, files or fingerprint. Raises NotFound,
     OtherTokenizer, or UsageError where tars of others come without a ``model_id``.
@@ -183,7 +185,7 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
 
 
 def _last_id(data: Mapping[str, Any]) -> int | None:
-    """The special token that a tokenizer.json puts behind each text."""
+    """Return the special token that a tokenizer.json puts behind each text."""
     step = data["post_processor"] or {}
     last = None
     for part in step.get("processors", [step]):
@@ -211,8 +213,10 @@ def _has_same_file(own: Path, given: Path) -> bool:
 
 
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
-    """The tokenizer in a data set's folder, found to be the one of its manifests. transformers says nothing
-    of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound."""
+    """Load the tokenizer in a data set's folder, and compare it with the manifests.
+
+    transformers says nothing of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound.
+    """
     tokenizer = _load(str(folder))
     expected = {name: getattr(spec, name) for name in (*_SPECIAL_IDS, "fingerprint")}
     found = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}

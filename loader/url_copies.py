@@ -78,7 +78,7 @@ def _digits(url: str) -> str:
 
 
 def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
-    """Copy manifest, idx and tar of a shard; None where no manifest says that it is one of ours."""
+    """Copy manifest, idx and tar of a shard. None where no manifest says that it is one of ours."""
     path, manifest = tar_path(folder, shard_id), manifest_path(folder, shard_id)
     if _is_there(path) and _is_there(manifest):
         return path
@@ -135,7 +135,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether a copy is there; a link of that name is none of ours."""
+    """Return whether a copy is there. A link of that name is none of ours."""
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -64,7 +64,7 @@ class ChunkDataset(IterableDataset[Any]):
             yield error
 
     def close(self) -> None:
-        """Close the files that this process has open; the next ``iter`` opens them again."""
+        """Close the files that this process has open. The next ``iter`` opens them again."""
         if self._close_reader is not None:
             self._close_reader()
         self._reader = self._close_reader = None

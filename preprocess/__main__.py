@@ -180,7 +180,13 @@ def blank(args: argparse.Namespace) -> int:
     from preprocess.blank import check_places, take_over
 
     folder, new = args.data_dir, args.output_dir
-    plan, touched, are_all_found = take_over(folder, new, args.ids, getattr(args, "input_dir", None))
+    plan, touched, are_all_found = take_over(
+        folder,
+        new,
+        args.ids,
+        input_dir=getattr(args, "input_dir", None),
+        transform_file=getattr(args, "transform", None),
+    )
     num_taken = plan.num_shards - len(touched)
     say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold none of them: taken as they are")
     if code := run(args):
@@ -380,6 +386,8 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
     text = "for --deep, folder of the input, if it moved (default: the plan's)"
     parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
+    text = "for --deep, the file of the plan's --transform (default: none)"
+    parser.add_argument("--transform", metavar="PATH", type=Path, help=text)
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"

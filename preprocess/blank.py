@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from preprocess.make.worker import documents_of_shard
 from preprocess.read.documents import find_names
+from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import (
@@ -47,7 +48,7 @@ _MOST_TOLD = 20
 
 
 def take_over(
-    folder: Path, new: Path, ids_file: Path, input_dir: Path | None
+    folder: Path, new: Path, ids_file: Path, *, input_dir: Path | None, transform_file: Path | None
 ) -> tuple[Plan, list[int], bool]:
     """Begin the new data set: find the documents, publish its plan, and take over the untouched shards.
 
@@ -62,7 +63,8 @@ def take_over(
         check_done(folder, number, plan.plan_id, findings)
     names = read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
-    named = dict(_named_places(folder, plan.at(input_dir), names, found))
+    transform = transform_of(plan.options, transform_file)
+    named = dict(_named_places(folder, plan.at(input_dir), names, found, transform))
     missing = len(found) - int(found.sum())
     if missing:
         lines = lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
@@ -105,7 +107,11 @@ def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
 
 
 def _named_places(
-    folder: Path, plan: Plan, names: DocumentNames, found: npt.NDArray[np.bool_]
+    folder: Path,
+    plan: Plan,
+    names: DocumentNames,
+    found: npt.NDArray[np.bool_],
+    transform: Transform | None,
 ) -> Iterator[tuple[int, Places]]:
     """Yield the shards that hold a named document, and where these begin; note in ``found`` what is there."""
     with Progress("looking for documents", plan.num_shards, unit="shards") as progress:
@@ -118,7 +124,7 @@ def _named_places(
                 parts.append(places[of >= 0])
                 found[of[of >= 0]] = True
             if names.has_texts and _may_hold_text(folder, plan, number, names):
-                parts += _places_of_texts(folder, plan, number, names, found)
+                parts += _places_of_texts(folder, plan, number, names, found, transform)
             if sum(map(len, parts)):
                 yield number, np.unique(np.concatenate(parts), axis=0)
             progress.add(1)
@@ -134,12 +140,17 @@ def _may_hold_text(folder: Path, plan: Plan, shard_id: int, names: DocumentNames
 
 
 def _places_of_texts(
-    folder: Path, plan: Plan, shard_id: int, names: DocumentNames, found: npt.NDArray[np.bool_]
+    folder: Path,
+    plan: Plan,
+    shard_id: int,
+    names: DocumentNames,
+    found: npt.NDArray[np.bool_],
+    transform: Transform | None,
 ) -> Iterator[Places]:
     """Yield where named documents begin, by the input of a shard; Refused where it is not as planned."""
     shard = plan.shard(shard_id)
     digest = None if shard.sha256 is None else hashlib.sha256()
-    for documents in documents_of_shard(plan, folder, shard, digest=digest):
+    for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
         of = find_names(documents, names)
         found[of[of >= 0]] = True
         offsets = documents.offsets[of >= 0]

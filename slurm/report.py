@@ -260,7 +260,7 @@ def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str,
             versions.setdefault(name, Counter())[str(manifest.run.get(name, "?"))[:80]] += 1
     return {
         "commands": commands,
-        "text_versions": plan.options.text_versions,
+        "transform_sha256": plan.options.transform_sha256,
         "versions": {name: dict(sorted(found.items())) for name, found in versions.items()},
     }
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
-from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
+from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
@@ -33,6 +33,7 @@ from slurm.state import DatasetState, Shard, chosen_shards, find_state, reason_t
 from slurm.status import wait_for_jobs
 
 REPORT_NAME = "report.html"
+_MOST_ROUNDS = 5  # of --until_done: times that what failed is sent again
 _TOGETHER_S = 600.0  # Slurm finds nodes of one power cut up to SlurmdTimeout (300 s) apart
 _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
 
@@ -62,10 +63,10 @@ def _retry(args: argparse.Namespace) -> int:
         request = _trusted(state, _base_request(state), changes)
         if not groups and not state.ids("running", "pending"):
             return _end(state, _why_not_verified(args, state), request)
-        if args.round > args.max_rounds:
+        if args.round > _MOST_ROUNDS:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
-            rounds = counted(args.max_rounds, "round")
-            return _end(state, f"not made after {rounds} (--max_rounds): {missing}", request)
+            rounds = counted(_MOST_ROUNDS, "round")
+            return _end(state, f"not made after {rounds}: {missing}", request)
         if not groups:
             leave_controller(args, state, request)
             return 0
@@ -93,15 +94,14 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
             path=state.folder,
             remedy=f"shardprep submit {quoted(state.folder)}",
         )
-    if args.max_attempts < 1:
-        raise UsageError(f"--max_attempts is {args.max_attempts}, expected 1 or more")
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     if goes_on := [each.shard_id for each in wanted if each.state in ("running", "pending")]:
         named = shards_text(id_ranges(goes_on))
         say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
     again = []
     for shard in wanted:
-        if why := reason_to_leave(shard, args.max_attempts, changes):
+        # A controller has the shards of the first submission, which nobody names anew.
+        if why := reason_to_leave(shard, changes, is_named=shard_ids is not None and not args.until_done):
             say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy_of(shard.cause or '')}")
         elif shard.state in ("failed", "not submitted"):
             again.append(shard)
@@ -228,7 +228,7 @@ def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
         return "verify fails, its words are in this log" if code else ""
     words = []
     for cause, shards in state.failed_by_cause().items():
-        why = reason_to_leave(shards[0], args.max_attempts, {}) or "left out"
+        why = reason_to_leave(shards[0], {}) or "left out"
         ids = id_ranges(each.shard_id for each in shards)
         words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
     wanted = chosen_shards(args.output_dir, args.shards)

@@ -384,8 +384,8 @@ def _controller(
 ) -> str:
     """Return the script of the job that looks at what became of the others, and goes on: --until_done."""
     is_retry = args.command == "retry"
-    flags = ["--max_rounds", args.max_rounds, "--round", args.round + 1 if is_retry else 1]
-    for name in ("max_attempts", "shards", "shards_per_task"):
+    flags = ["--round", args.round + 1 if is_retry else 1]
+    for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]

@@ -42,6 +42,7 @@ from slurm.causes import (
 from slurm.commands import SlurmAway
 from slurm.queue import PLAIN, Job, Queue, find_queue
 
+_MOST_ATTEMPTS = 3  # that end in the same way
 StateName = Literal["done", "running", "pending", "failed", "not submitted", "not visible"]
 _LIVE: tuple[StateName, ...] = ("running", "pending", "not visible", "failed")  # which wins over which
 
@@ -396,10 +397,11 @@ def _state_of_job(job: Job) -> StateName:
     return "pending" if job.is_waiting else "running"
 
 
-def reason_to_leave(shard: Shard, max_attempts: int, changes: dict[str, Any]) -> str | None:
+def reason_to_leave(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
     """Return why a shard is not tried again: it failed the same way too often, or must fail the same way.
 
-    ``changes`` of the request by a person make it another way.
+    ``changes`` of the request by a person make it another way. A shard that a person named is tried again
+    however often it failed.
     """
     if shard.state != "failed":
         return None
@@ -410,4 +412,6 @@ def reason_to_leave(shard: Shard, max_attempts: int, changes: dict[str, Any]) ->
     changed = {name for name, value in changes.items() if getattr(before, name) != value}
     if cause == BAD_INPUT and "worker_args" not in changed:
         return "the same input fails in the same way"
-    return f"failed the same way {same} times" if same >= max_attempts and not changed else None
+    if same >= _MOST_ATTEMPTS and not changed and not is_named:
+        return f"failed the same way {same} times"
+    return None

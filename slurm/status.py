@@ -140,7 +140,7 @@ def logs(args: argparse.Namespace) -> int:
         if message := each.message(shard_id):
             lines.append(f"  {message}")
         if each.log:
-            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), args.lines)]
+            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), 20)]
             lines.append(f"  {each.log}")
     if shard.cause:
         lines.append(f"  {remedy_of(shard.cause)}")
@@ -175,7 +175,7 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
         "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
         "remedies": {cause: remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, 3, {})),
+        "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
@@ -515,6 +515,5 @@ def _retry_command(data: dict[str, Any], folder: str) -> str:
         return f"shardprep retry {folder} --worker_args {shlex.quote(args)}"
     if {*data["causes"]} == {BAD_INPUT}:
         return "correct the input and plan into a new folder"
-    most = max(each["num_attempts"] for each in data["failures"])
-    again = f"shardprep retry {folder} --max_attempts {most + 3}"
+    again = f"shardprep retry {folder} --shards {data['failed']}"
     return again if {*data["causes"]} <= {OUT_OF_MEMORY, TIMEOUT} else f"correct the cause, then: {again}"

@@ -228,14 +228,19 @@ class Prep:
             self.make(root / name)
         return root
 
-    def command(self, *args: object) -> Ended:
-        """``python -m preprocess`` in this process; signal handlers and affinity are put back."""
+    def command(self, *args: object, **variables: str) -> Ended:
+        """``python -m preprocess`` in this process; signal handlers and affinity are put back.
+
+        ``variables``: of the environment.
+        """
         out = io.StringIO()
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         cpus = os.sched_getaffinity(0)
         with pytest.MonkeyPatch.context() as patch:
             for name in set(os.environ) - set(self.environ()):
                 patch.delenv(name)
+            for name, value in variables.items():
+                patch.setenv(name, value)
             try:
                 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                     code: Any = main([str(item) for item in args])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.read.format import BATCH_BYTES
+from preprocess.read import BATCH_BYTES
 from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
 from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
@@ -164,29 +164,20 @@ class WorkerSettings:
     input_dir: Path | None = option(
         None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
     )
+    transform: Path | None = option(
+        None, "the file of the plan's --transform, wherever it is now; no other one runs", group=TEXT
+    )
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
     max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
-    batch_size: int | None = option(
-        None,
-        "encode at most this many documents at once",
-        shown="DATASET_BATCH_SIZE, or no limit",
-        group=RESOURCES,
-    )
-    writer_batch_size: int | None = option(
-        None,
-        "write at most this many documents at once",
-        shown="DATASET_WRITER_BATCH_SIZE, or no limit",
-        group=RESOURCES,
-    )
     memory_gb: float | None = option(
         None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group=RESOURCES
     )
 
+    most_documents: int | None = option(None)  # encoded and laid out at once; no flag
+
     def __post_init__(self) -> None:
-        for name in ("batch_size", "writer_batch_size", "memory_gb"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError.of_value(f"--{name}", value, "more than 0, and a number")
+        if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
+            raise UsageError.of_value("--memory_gb", self.memory_gb, "more than 0, and a number")
 
     @property
     def batch_bytes(self) -> int:
@@ -210,10 +201,8 @@ def environment_number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def worker_settings(args: argparse.Namespace) -> WorkerSettings:
-    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
-    settings: dict[str, Any] = {
-        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
-        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
-        "memory_gb": memory_limit_gb(os.environ),
-    }
-    return WorkerSettings(**settings | given_of(args, WorkerSettings))
+    """Return the worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    names = ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE")
+    numbers = [number for name in names if (number := environment_number(os.environ, name)) is not None]
+    settings: dict[str, Any] = {"memory_gb": memory_limit_gb(os.environ)} | given_of(args, WorkerSettings)
+    return WorkerSettings(most_documents=min(numbers, default=None), **settings)

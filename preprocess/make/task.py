@@ -6,20 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from preprocess.make.resources import (
-    WorkerSettings,
-    memory_note,
-)
+from preprocess.make.resources import WorkerSettings, memory_note
 from preprocess.make.worker import Work, Worker, finished_manifest, load_worker
 from shardprep.console import Progress, counted, quoted, say, shards_text, short_bytes, short_number
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import id_ranges, quarantine_path
-from shardprep.format.plan import (
-    ByteRange,
-    Plan,
-    PlannedShard,
-)
+from shardprep.format.plan import ByteRange, Plan, PlannedShard
 
 _NUM_NAMED = 3  # inputs that are named, of a shard
 
@@ -28,12 +21,14 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
     """Make one shard of a plan, on the CPUs that this process is bound to; returns the exit code."""
     from lustre import layout_line
 
+    # Open: the way ends here where the shard is done.
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
     shard = plan.shard(shard_id)
     if finished_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
+    # Load: the tokenizer's files are the plan's, and its ids those of planning.
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
     say(part_line(plan, shard))
@@ -42,8 +37,10 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
     say(engine_line(worker))
     if line := layout_line(folder):
         say(line)
+    # Make.
     with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
         manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
+    # Tell: all that was made is in the manifest.
     counts = manifest.counts
     say(speed_line(manifest))
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
@@ -120,10 +117,8 @@ def means_line(settings: WorkerSettings, num_cpus: int, *, num_processes: int = 
     """CPUs, sizes of batches and the memory limit of a process."""
     each = "" if num_processes == 1 else f"{num_processes} processes, each with "
     sizes = f"batches of {settings.batch_bytes >> 10} KiB of text"
-    if settings.batch_size is not None:
-        sizes += f", at most {settings.batch_size} documents encoded at once"
-    if settings.writer_batch_size is not None:
-        sizes += f", at most {settings.writer_batch_size} documents laid out at once"
+    if settings.most_documents is not None:
+        sizes += f", at most {settings.most_documents} documents at once"
     memory = "no memory limit" if settings.memory_gb is None else f"memory limit {settings.memory_gb:.2f} GiB"
     return f"{each}{counted(num_cpus, 'CPU')}, {sizes}, {memory}"
 

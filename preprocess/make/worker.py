@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-import preprocess
+import shardprep
 from preprocess.make.counting import Counting
 from preprocess.make.engines import (
     NO_LOSS,
@@ -38,10 +38,11 @@ from preprocess.make.engines import (
 from preprocess.make.members import Batch, Members, members_of
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
+from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ROLES, check_chat_versions
 from preprocess.read.documents import Documents, load_libraries, read_documents
-from preprocess.read.format import BATCH_BYTES, MOST_DOCUMENT_BYTES
-from preprocess.read.text_changes import check_text_versions
+from preprocess.read.format import MOST_DOCUMENT_BYTES
+from preprocess.read.transform import Transform, transform_of
 from shardprep.console import counted
 from shardprep.errors import (
     BadInput,
@@ -106,6 +107,7 @@ class Worker:
     settings: WorkerSettings
     engine: Engine
     num_cpus: int
+    transform: Transform | None = None  # that documents go through
 
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
@@ -127,15 +129,21 @@ class Worker:
 
     def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None], folder: Path) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
+        transform_began_s = self.transform.cpu_s if self.transform else 0.0
         options, spec, settings = self.plan.options, self.plan.spec, self.settings
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
         documents = documents_of_shard(
-            self.plan, self.folder, shard, batch_bytes=settings.batch_bytes, digest=digest
+            self.plan,
+            self.folder,
+            shard,
+            batch_bytes=settings.batch_bytes,
+            digest=digest,
+            transform=self.transform,
         )
-        if most := min(filter(None, (settings.batch_size, settings.writer_batch_size)), default=None):
-            documents = (part for batch in documents for part in batch.parts(most))
+        if settings.most_documents is not None:
+            documents = (part for batch in documents for part in batch.parts(settings.most_documents))
         members = members_of(spec, shard.shard_id, options)
         blanked: BlankedDocuments | None = None
         if shard.shard_id in blanked_shards(options.blanked):
@@ -162,7 +170,10 @@ class Worker:
                 raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
             made_from = None if blanked is None else blanked.made_from
-            return writer.commit(self._run_facts(began, cpu_began), made_from=made_from)
+            facts = self._run_facts(began, cpu_began)
+            if self.transform is not None:
+                facts["transform_cpu_s"] = round(self.transform.cpu_s - transform_began_s, 3)
+            return writer.commit(facts, made_from=made_from)
 
     def _encode_and_lay_out(
         self, members: Members, blanked: BlankedDocuments | None, documents: Documents
@@ -200,7 +211,7 @@ class Worker:
         """What may differ between equal shards; for reports, never for decisions."""
         return {
             "engine": f"{self.engine.name} {self.engine.version}",
-            "shardprep": preprocess.__version__,
+            "shardprep": shardprep.__version__,
             "python": platform.python_version(),
             "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
@@ -219,7 +230,10 @@ def _too_many_bad(
     if "undecodable" in reasons:
         hint = "Is it another --encoding? "
     elif reasons & _OTHER_FIELD:
-        hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
+        hint = "Is it another --text_field? "
+    first = next((bad.detail for bad in counting.bad if bad.reason == "transform_error"), "")
+    if first:
+        hint = f"The function failed first so: {first}. "
     return BadInput(
         f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
         f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine}. "
@@ -238,6 +252,7 @@ def documents_of_shard(
     *,
     batch_bytes: int = BATCH_BYTES,
     digest: hashlib._Hash | None = None,
+    transform: Transform | None = None,
 ) -> Iterator[Documents]:
     """Yield the documents of a shard's input, without those that the plan excludes."""
     excluded = plan.options.excluded
@@ -248,6 +263,7 @@ def documents_of_shard(
         digest=digest,
         most_documents=shard.most_documents,
         excluded=_excluded(folder, excluded) if excluded else None,
+        transform=transform,
     )
 
 
@@ -290,7 +306,7 @@ def _blanked_batch(
 
 def bad_words(options: PlanOptions, reasons: set[str]) -> str:
     """Why documents are left out, as the end of a sentence."""
-    what = options.text_template or options.text_field or options.messages_field
+    what = options.text_template or options.text_field
     words = {
         "undecodable": f"cannot be decoded as {options.encoding}",
         "too_long": f"have more than {MOST_DOCUMENT_BYTES >> 20} MiB",
@@ -306,7 +322,7 @@ def bad_words(options: PlanOptions, reasons: set[str]) -> str:
         "template_error": "make the chat template fail",
         "too_many_answers": "have so many answers that rendering takes too long",
         "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
-        "mojibake": "were read in a wrong encoding and cannot be restored",
+        "transform_error": "make the function of --transform fail",
     }
     return " or ".join(text for reason, text in words.items() if reason in reasons)
 
@@ -329,12 +345,13 @@ def load_worker(
         [item.path for item in plan.inputs] if shard is None else [part.path.name for part in shard.ranges]
     )
     check_tokenizer_files(folder, plan.tokenizer_files)
-    if plan.options.changes_text:
-        check_text_versions(plan.options)
+    transform = transform_of(plan.options, settings.transform)
     if plan.options.is_chat:
-        check_chat_versions(plan.options.chat_versions, plan.options.chat_mask_rule)
+        check_chat_versions(plan.options.chat_versions)
     engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
-    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+    return Worker(
+        plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus, transform=transform
+    )
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:

@@ -23,10 +23,12 @@ from preprocess.make.engines import Engine, tokenizers_engine
 from preprocess.make.members import members_of
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import bad_words
+from preprocess.read import BATCH_BYTES
 from preprocess.read.documents import Documents, read_documents, read_records, starts_in
-from preprocess.read.format import BATCH_BYTES, SHORT_LINE_BYTES, Start
+from preprocess.read.format import SHORT_LINE_BYTES, Start
 from preprocess.read.inputs import OpenInput
 from preprocess.read.text_fields import TextFields, UnusableText
+from preprocess.read.transform import Transform
 from shardprep.console import printable
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.input_formats import input_kind
@@ -55,15 +57,18 @@ class CostEstimate:
     notes: tuple[str, ...] = ()  # what in the sample is not as the options expect it
 
 
-def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
-    return [text.decode() for documents in _sample(plan, num_bytes) for text in documents.texts]
+def sample_texts(plan: Plan, *, num_bytes: int, transform: Transform | None = None) -> list[str]:
+    """Return the texts of a sample of a plan's input."""
+    return [text.decode() for documents in _sample(plan, num_bytes, transform) for text in documents.texts]
 
 
-def _sample(plan: Plan, num_bytes: int) -> Iterator[Documents]:
+def _sample(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
     """Documents of the sample; of a very long one, all of it."""
     for part in _sample_ranges(plan, num_bytes // _NUM_PLACES):
         num_left = num_bytes // _NUM_PLACES
-        found = read_documents([part], plan.options, batch_bytes=min(BATCH_BYTES, num_left))
+        found = read_documents(
+            [part], plan.options, batch_bytes=min(BATCH_BYTES, num_left), transform=transform
+        )
         with contextlib.closing(found):
             for documents in found:
                 yield documents
@@ -109,7 +114,7 @@ def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
     )
 
 
-def measure(plan: Plan, engine: Engine) -> CostEstimate:
+def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> CostEstimate:
     """Run a sample through the worker's own stages into a scratch folder; scale their CPU seconds up."""
     input_paths = {number: item.path for number, item in enumerate(plan.inputs)}
     with contextlib.ExitStack() as stack:
@@ -123,7 +128,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         num_bytes, fields = 0, _OtherFields(plan.options)
         read_s = encode_s = layout_s = write_s = 0.0  # of CPU
         at = time.process_time()
-        for documents in _sample(plan, _SAMPLE_BYTES):
+        for documents in _sample(plan, _SAMPLE_BYTES, transform):
             at, read_s = _add_cpu(at, read_s)
             tokens = engine.encode_documents(
                 documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
@@ -187,10 +192,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     next(read_records(parts, options, seen, batch_bytes=_SAMPLE_BYTES // _NUM_PLACES), None)
     if not seen.num_chars:
         return
-    wanted = options.text_template or options.text_field or options.messages_field
+    wanted = options.text_template or options.text_field
     flags = [f"--text_field {name}" for name, number in seen.num_chars.most_common(1) if number]
     for name in dict.fromkeys(seen.messages):
-        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --messages_field {name}"))
+        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
     names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
     raise BadInput(
         f"no record of a sample of {plan.input_dir} has {wanted!r} as "

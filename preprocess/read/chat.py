@@ -111,17 +111,12 @@ def chat_versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _LIBRARIES)
 
 
-def check_chat_versions(planned: str, mask_rule: MaskRule) -> None:
-    """That conversations are rendered and masked here as planned. Raises Refused."""
+def check_chat_versions(planned: str) -> None:
+    """Raise Refused where another version would render conversations than at planning."""
     if (found := chat_versions()) != planned:
         raise Refused(
             f"the plan renders conversations with {planned}, here {found}: another version may give another "
             "text; install those that planned, or plan anew into a new folder"
-        )
-    if not mask_rule:
-        raise Refused(
-            "the plan names no rule for loss masks: an older version of shardprep made it, with masks that "
-            "differ from those of transformers; plan anew into a new folder"
         )
 
 

@@ -17,7 +17,7 @@ import pyarrow.compute as compute
 from preprocess.read.format import Records, texts_of
 from preprocess.read.inputs import OpenInput, unreadable
 from preprocess.read.table_values import json_values, stored_type
-from preprocess.read.text_fields import FieldPath, MessageFields, TextFields, UnusableText
+from preprocess.read.text_fields import FieldPath, MessageFields, RecordFields, TextFields, UnusableText
 from shardprep.errors import BadInput, ReadWriteError
 
 _MOST_ROWS = 8192
@@ -99,8 +99,10 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
 
     Raises BadInput where the text has no column, one of another type, or two columns may be meant.
     """
+    if isinstance(fields, RecordFields):
+        return fields.of_columns(schema.names)
     is_chat = isinstance(fields, MessageFields)
-    flags = "--messages_field" if is_chat else "--text_field or --text_template"
+    flags = "--text_field" if is_chat else "--text_field or --text_template"
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
         found, name = _places_of(schema, path), ".".join(path)

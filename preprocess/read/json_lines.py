@@ -23,7 +23,14 @@ from preprocess.read.compressed import LineFormat
 from preprocess.read.format import Inspected, Records, texts_of
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.lines import LineEnds, Numbers, Texts, line_blocks, line_records
-from preprocess.read.text_fields import FieldPath, MessageFields, TextFields, UnusableText, value_at
+from preprocess.read.text_fields import (
+    FieldPath,
+    MessageFields,
+    RecordFields,
+    TextFields,
+    UnusableText,
+    value_at,
+)
 from shardprep.console import quoted
 from shardprep.errors import BadInput
 from shardprep.format.json_files import MAX_JSON_DEPTH, is_too_deep
@@ -78,6 +85,12 @@ def _texts_of(
     del lines[len(starts) :]
     if at == 0:
         lines[0] = lines[0].removeprefix(_MARK)
+    if isinstance(fields, RecordFields):
+        pairs = [_record_of(line, fields) for line in lines]
+        texts = [
+            line.decode() if text == "{}" else text for line, (_, text) in zip(lines, pairs, strict=True)
+        ]
+        return texts_of(texts), fields.columns(_others([record for record, _ in pairs], fields))
     loads, name = orjson.loads, fields.plain_name
     has_long = int(np.diff(starts, append=len(block)).max(initial=0)) > 2 * MAX_JSON_DEPTH
     has_deep = has_long and any(map(is_too_deep, lines))
@@ -120,6 +133,11 @@ def _names_each_once(block: bytes, num_lines: int, fields: TextFields) -> bool:
     """
     if isinstance(fields, MessageFields):
         return False  # each is looked at: to render it takes 20 times as long
+    name = fields.plain_name
+    # Without escapes a key is spelled in one way. Counting that takes a fifth of the search for all ways.
+    is_spelled_once = name is not None and name.isidentifier() and b"\\u" not in block
+    if name and is_spelled_once and block.count(b'"%b"' % name.encode()) == num_lines:
+        return True
     objects = {path[:end] for path in fields.text_paths for end in range(1, len(path) + 1)}
     times_in_record = Counter(path[-1] for path in objects)
     return all(

@@ -133,8 +133,7 @@ class MessageFields(TextFields):
     """The same of conversations: the text is their list of messages as JSON, to be rendered later."""
 
     def __init__(self, messages_field: str, **others: str) -> None:
-        super().__init__("text", **others)
-        self.text_paths = [_path(messages_field, "--messages_field")]
+        super().__init__(messages_field, **others)
         self.plain_name = None
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
@@ -152,6 +151,32 @@ class MessageFields(TextFields):
             return _json_of(messages)
         except (TypeError, ValueError) as error:  # a NaN of a table
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
+
+
+class RecordFields(TextFields):
+    """Takes the whole record, as JSON, for the function of ``--transform``."""
+
+    def __init__(self, **others: str) -> None:
+        super().__init__("text", **others)
+        self.text_paths = []  # of a table: its columns
+        self.plain_name = None
+
+    def of_columns(self, names: Sequence[str]) -> RecordFields:
+        """Return the fields of a table with these columns."""
+        other = copy.copy(self)
+        other.text_paths = [(name,) for name in names]
+        return other
+
+    def text(self, record: Any) -> str | UnusableText:
+        if not isinstance(record, dict):
+            return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
+        return "{}"  # the line is the record
+
+    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
+        """Return the record, given the value of each column; one that cannot be read is null."""
+        named = zip(self.text_paths, values, strict=True)
+        record = {name: None if isinstance(value, UnusableText) else value for (name,), value in named}
+        return json.dumps(record, ensure_ascii=False)
 
 
 def from_json(text: str) -> Any:
@@ -237,6 +262,8 @@ def _kind(value: Any) -> str:
 def text_fields_of(options: PlanOptions) -> TextFields:
     """Return what of a record is the text. Raises UsageError where the names or the template are none."""
     others = {"id_field": options.id_field, "source_field": options.source_field}
-    if options.messages_field:
-        return MessageFields(options.messages_field, **others)
+    if options.transform_sha256:
+        return RecordFields(**others)
+    if options.is_chat:
+        return MessageFields(options.text_field, **others)
     return TextFields(options.text_field, options.text_template, **others)

@@ -76,7 +76,9 @@ def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
     for piece in pieces:
         size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
         held = [*held, piece.data] if size <= MOST_DOCUMENT_BYTES else []
-    text = _text_of(b"".join(held), start, codec) if size <= MOST_DOCUMENT_BYTES else too_long("its text")
+    text: bytes | UnusableText = too_long("its text")
+    if size <= MOST_DOCUMENT_BYTES:
+        text = _text_of(b"".join(held), start, codec)
     return Records(texts=[text], starts=np.array([start]), sizes=np.array([size]), num_bytes=num_bytes)
 
 

@@ -102,17 +102,17 @@ class DatasetSpec:
         if self.has_rows and self.token_format != "npy":
             raise ValueError(f"token_format is {self.token_format}, expected npy for {self.record}")
 
-    @cached_property
+    @property
     def has_rows(self) -> bool:
         """Whether a sample is a row of ``seq_len`` tokens, and no document."""
         return self.record != "documents"
 
-    @cached_property
+    @property
     def kind(self) -> str:
         """How a sample's ids are stored: a key of RECORD_BYTES."""
         return self.record if self.has_rows else self.token_format
 
-    @cached_property
+    @property
     def token_bytes(self) -> int:
         """Bytes of a binary id."""
         return token_bytes(self.tokenizer.vocab_size)

@@ -100,7 +100,6 @@ class ShardCounts:
     num_tokens: Count  # padding excluded
     num_lines: Count  # lines or rows of the input, the empty ones included
     num_empty_lines: Count  # left out because nothing is left of them after str.strip
-    num_filtered: Count  # documents left out by --min_chars and --max_chars
     num_pad_tokens: Count  # in the rows that are not full
     num_documents_across_rows: Count  # those that do not lie whole in one row
     input_bytes: Count
@@ -277,7 +276,6 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
     Raises MissingShard, BrokenShard, ReadWriteError.
     """
     shard_id = manifest.shard_id
-    remedy = rerun_command(shard_id, folder)
     for name in names:
         stamp: FileStamp | None = getattr(manifest, name)
         if stamp is None:
@@ -285,8 +283,9 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
         path = VOUCHED_PATHS[name](folder, shard_id)
         found = size_of_file(path)
         if found is None:
-            raise MissingShard(path=path, found="missing", remedy=remedy)
+            raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder))
         if found != stamp.num_bytes:
+            remedy = rerun_command(shard_id, folder)
             raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
 
 

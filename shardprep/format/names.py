@@ -40,7 +40,7 @@ IDS_DIR = "ids"
 DIGESTS_DIR = "digests"
 EXCLUDED_NAME = "excluded.keys"  # names of documents that a plan leaves out, see --exclude
 BLANKED_DIR = "blanked"  # of a data set that blank made: which documents of a shard are blanked
-CHOSEN_REASONS = ("excluded",)  # of documents left out, by the user's choice
+TRANSFORM_DIR = "transform"  # a copy of what --transform names, for people: it never runs
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
 ROW_TOKENS_FIELD = "row_tokens.npy"
@@ -72,6 +72,11 @@ VOUCHED_PATHS = {
     "ids": ids_path,
     "digests": digests_path,
 }
+
+
+def is_chosen(reason: str) -> bool:
+    """Return whether a document is left out by the user's choice, and not because it cannot be used."""
+    return reason in ("excluded", "transform") or reason.startswith("transform: ")
 
 
 def source_of_path(path: str) -> str:

@@ -80,9 +80,9 @@ class JobRequest:
     time_min: int | None = option(None, "time limit of a task (default: the partition's)", group=_RESOURCES)
     max_parallel: int = option(50, "tasks that run at once (default: 50)", group=_RESOURCES)
     account: str | None = option(None, "account to charge (default: the site's)", group=_NODES)
-    qos: str | None = option(None, "quality of service (default: the site's)", group=_NODES)
-    constraint: str | None = option(None, "features of the nodes", group=_NODES)
-    exclude: str | None = option(None, "nodes to leave out, such as n[3-5]", group=_NODES)
+    qos: str | None = option(None)  # these three by SBATCH_QOS and so on; retry leaves out nodes that failed
+    constraint: str | None = option(None)
+    exclude: str | None = option(None)
     setup: str | None = option(
         None, "a file that tasks source first: modules, conda, a virtual environment", group=_RUNS
     )

@@ -95,16 +95,6 @@ def test_the_hashes_are_part_of_the_plan_id_and_change_no_shard(
     assert tars[0] == tars[1]
 
 
-def test_the_command_takes_hash_inputs(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    flags = ["--input_dir", raw_dir, "--output_dir", folder, "--model_id", prep.model_dir, "--hash_inputs"]
-    assert prep.command("plan", *flags).code == 0
-    change_unseen(raw_dir / "a.txt")
-    ended = prep.command("--shard_id", 0, "--output_dir", folder)
-    assert ended.code == 78, ended.text
-    assert "changed since it was planned" in ended.text
-
-
 def test_a_touch_changes_nothing(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
     prep.plan(raw_dir, tmp_path / "data", hash_inputs=True)
     os.utime(raw_dir / "a.txt", ns=(1, 1))

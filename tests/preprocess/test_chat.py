@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 import json
 import os
@@ -19,7 +18,7 @@ import pytest
 
 from preprocess.read import chat as chat_rendering
 from shardprep.errors import BadInput, OtherTokenizer, ReadWriteError, Refused, UsageError
-from shardprep.format.plan import need_plan, plan_id, publish_plan
+from shardprep.format.plan import need_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.own_packages import HOME
 from tests import chat_sets
@@ -129,7 +128,7 @@ def test_parquet_gives_what_json_lines_give(
     (tmp_path / "raw").mkdir()
     table = arrow.table({"chat": CHATS, "n": list(range(len(CHATS)))})
     parquet.write_table(table, tmp_path / "raw" / "chats.parquet", row_group_size=20)
-    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], messages_field="chat")
+    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], text_field="chat")
     assert joined(columns) == joined(make(prep, raw, tmp_path / "b", models["tagged"]))
 
 
@@ -473,18 +472,6 @@ def test_another_version_of_what_renders_is_refused(
         prep.make(out)
 
 
-def test_a_plan_that_names_no_rule_for_masks_is_refused(
-    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    out = tmp_path / "out"
-    plan = prep.plan(raw, out, **OPTIONS, model_id=str(models["tagged"]))
-    older = dataclasses.replace(plan, options=dataclasses.replace(plan.options, chat_mask_rule=""))
-    (out / "plan.json").unlink()
-    publish_plan(dataclasses.replace(older, plan_id=plan_id(older)), out)
-    with pytest.raises(Refused, match="loss masks"):
-        prep.make(out)
-
-
 def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -498,30 +485,6 @@ def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
     assert prep.names(out) == ["plan.json", "tokenizer"], "nothing is left of the attempt"
     prep.make(out)
     assert joined(out) == chat_sets.expected(models["tagged"], CHATS)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"text_field": "t"}, "--text_field is for texts"),
-        ({"append_eos": True}, "--append_eos is for texts"),
-        ({"fix_text": True}, "--fix_text is for texts"),
-        ({"engine": "gigatoken"}, "--engine gigatoken"),
-        ({"record": "packed", "messages_field": "m"}, "--messages_field is for conversations"),
-    ],
-)
-def test_options_that_do_not_go_with_chat_are_refused(
-    prep: Prep, raw: Path, tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        prep.plan(raw, tmp_path / "out", **{**OPTIONS, **options})
-
-
-def test_plain_text_holds_no_messages(
-    prep: Prep, sample_dir: Path, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    with pytest.raises(UsageError, match=r"\.txt is text"):
-        prep.plan(sample_dir, tmp_path / "out", **OPTIONS, model_id=str(models["tagged"]))
 
 
 def test_an_export_that_would_lose_the_mask_is_refused(

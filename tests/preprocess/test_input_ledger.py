@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import random
-import shutil
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,16 +153,6 @@ def test_suffixes_are_known_in_any_case_and_by_their_usual_synonyms(
     prep.make(tmp_path / "data")
     texts = [text for key, text in prep.members(tmp_path / "data" / "shard-00000.tar") if "text" in key]
     assert texts == [b"one"]
-
-
-def test_what_is_left_out_changes_no_plan_id(prep: Prep, raw: Path, tmp_path: Path) -> None:
-    with_it = prep.plan(raw, tmp_path / "with")
-    (tmp_path / "clean").mkdir()
-    shutil.copyfile(raw / "a.txt", tmp_path / "clean" / "a.txt")
-    without = prep.plan(tmp_path / "clean", tmp_path / "without")
-    assert with_it.left_out
-    assert not without.left_out
-    assert with_it.plan_id == without.plan_id
 
 
 def test_flags_that_took_nothing_are_not_in_the_plan(prep: Prep, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "documents": {},
     "concat": {"record": "packed", "seq_len": 2048},
     "best_fit": {"record": "packed", "seq_len": 2048, "pack": "best_fit"},
-    "chat": {"record": "chat", "seq_len": 2048, "messages_field": "messages"},
+    "chat": {"record": "chat", "seq_len": 2048},
 }
 ENGINES = ("gigatoken", "tokenizers")
 CASES = [case for case in itertools.product(FORMS, ENGINES) if case != ("chat", "gigatoken")]

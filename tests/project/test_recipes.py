@@ -165,10 +165,12 @@ def test_the_table_of_input_formats_in_the_docs_is_that_of_the_registry() -> Non
 
 
 LOWERCASE_OPTION = """
-    lowercase: bool = option(False, "make the text lower-case", group=TEXT, changes_text=True)
-    limit: int = option("""
-LOWERCASE_USE = """    text = text.lower() if options.lowercase else text
-    if len(text) < options.min_chars"""
+    lowercase: bool = option(False, "make the text lower-case", group=TEXT, )
+    limit: int = _text("""
+LOWERCASE_USE = """    if options.lowercase:
+        found = (dataclasses.replace(each, texts=[text.lower() for text in each.texts]) for each in found)
+    if options.is_chat:
+        template"""
 PAIR_ROWS = '''class PairRows:
     """A row holds two documents that follow each other, and padding."""
 
@@ -208,7 +210,7 @@ PAIR_ROWS = '''class PairRows:
 def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_it(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
     copy.change("shardprep/format/options.py", "    limit: int = _text(", LOWERCASE_OPTION)
-    copy.change("preprocess/read/text_changes.py", "    if len(text) < options.min_chars", LOWERCASE_USE)
+    copy.change("preprocess/read/documents.py", "    if options.is_chat:\n        template", LOWERCASE_USE)
     world = World(tmp_path).raw({"a.txt": "The Kettle\nSINGS\n"})
     lower, plain = tmp_path / "lower", tmp_path / "plain"
     commands = [[*plan_of(world, lower, 1), "--lowercase"], plan_of(world, plain, 1)]
@@ -222,6 +224,24 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
     refused = call_main("verify", lower)
     assert (refused.code, "lowercase" in refused.err) == (78, True), "this version does not know the option"
     assert call_main("verify", plain).code == 0
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_counter_of_the_manifest_is_its_declaration_and_the_class_that_counts(tmp_path: Path) -> None:
+    copy = Copy(tmp_path)
+    field = "    num_short: Count  # of fewer than 9 tokens\n    num_filtered: Count"
+    copy.change("shardprep/format/manifest.py", "    num_filtered: Count", field)
+    counting = "preprocess/make/counting.py"
+    copy.change(counting, "        self._num_lines = ", "        self._num_short = self._num_lines = ")
+    added = "        self._num_short += int((num_tokens < 9).sum())\n        self._num_lines += "
+    copy.change(counting, "        self._num_lines += ", added)
+    told = "            num_short=self._num_short,\n            num_filtered=self"
+    copy.change(counting, "            num_filtered=self", told)
+    world = World(tmp_path).raw({"a.txt": "a\n" * 7 + "the kettle sings " * 20 + "\n"})
+    copy.run(plan_of(world, world.data_dir, 2), *shards_of(world.data_dir, 2), ["verify", world.data_dir])
+    manifests = [json.loads(path.read_bytes()) for path in world.data_dir.glob("shard-*.json")]
+    assert sum(manifest["counts"]["num_short"] for manifest in manifests) == 7
 
 
 @pytest.mark.processes

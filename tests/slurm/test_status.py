@@ -248,9 +248,9 @@ def test_next_is_never_a_retry_that_would_be_refused(fake: FakeSlurm, data_dir: 
     make_done(data_dir, 0, 1, 2, 3)
     for number in range(3):
         write_record(data_dir, f"{number + 1}_4", ended(74), time=1000 + number)
-    assert f"shardprep retry {data_dir} --max_attempts 6" in last_line(data_dir)
+    assert f"shardprep retry {data_dir} --shards 4" in last_line(data_dir)
     slurm("retry", data_dir, code=74)
-    slurm("retry", data_dir, "--max_attempts", 6)
+    slurm("retry", data_dir, "--shards", 4)
     assert "shards_of=(4)" in fake.sent()[0]
 
 
@@ -346,7 +346,7 @@ def test_retry_doubles_the_memory_of_what_ran_out_of_it_up_to_the_largest_node(
     submitted(data_dir, arrays=[replace(submission().arrays[0], request=request_, mem_mb=mem_mb)])
     write_record(data_dir, "1_0", ended(75, stopped_by="OUT_OF_MEMORY"))
     fake.answers("sinfo", f"cpu*|idle|{node_mb}|64|infinite\n")
-    slurm("retry", data_dir, "--shards", 0)
+    slurm("retry", data_dir, "--shards", 4)
     assert f"#SBATCH --{option}\n" in fake.sent()[0]
 
 
@@ -399,19 +399,19 @@ def test_a_retry_excludes_nodes_that_failed_twice_alone_and_none_after_a_power_c
 def test_until_done_leaves_a_controller_that_does_the_same_behind_what_it_sends(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
-    slurm("submit", data_dir, "--until_done", "--max_rounds", 2)
+    slurm("submit", data_dir, "--until_done")
     controller = fake.sent()[2]
-    assert f"retry {data_dir} --until_done --max_rounds 2 --round 1" in controller
+    assert f"retry {data_dir} --until_done --round 1" in controller
     assert "--job-name=" + names_begin(data_dir, need_plan(data_dir).plan_id) + "0-control" in controller
     assert "--dependency=afterany:1:2" in fake.calls("sbatch")[-1]
     make_done(data_dir, 0, 1, 2, 3)
     write_record(data_dir, "1_4", ended(75, stopped_by="OUT_OF_MEMORY"))
-    slurm("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 1)
+    slurm("retry", data_dir, "--until_done", "--round", 1)
     assert "shards_of=(4)" in fake.sent()[3]
     assert "#SBATCH --mem=200M" in fake.sent()[3], "twice the 100 MB that it had"
     assert "--round 2" in fake.sent()[5]
     assert events(data_dir)[-1]["causes"] == {"OUT_OF_MEMORY": "4"}
-    slurm("retry", data_dir, "--until_done", "--max_rounds", 2, "--round", 3, code=74)
+    slurm("retry", data_dir, "--until_done", "--round", 6, code=74)
     assert events(data_dir)[-1]["event"] == "stopped"
     assert len(fake.sent()) == 6
 

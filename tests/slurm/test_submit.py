@@ -51,7 +51,7 @@ def options(script: str) -> dict[str, str]:
         ({"SBATCH_MEM_PER_NODE": "2G"}, "", {"mem": "2048M"}),
         ({"SBATCH_MEM_PER_CPU": "512M"}, "", {"mem-per-cpu": "512M"}),
         ({"SBATCH_MEM_PER_NODE": "2G"}, "--mem_per_cpu_gb 2", {"mem-per-cpu": "2048M", "mem": None}),
-        ({"SBATCH_ACCOUNT": "a", "SBATCH_QOS": "q"}, "--qos mine", {"account": "a", "qos": "mine"}),
+        ({"SBATCH_ACCOUNT": "a", "SBATCH_QOS": "q"}, "--account mine", {"account": "mine", "qos": "q"}),
         ({"SBATCH_PARTITION": "p"}, "--mem_gb 1.5", {"partition": "p", "mem": "1536M"}),
         ({}, "--cpus_per_task 9", {"cpus-per-task": "9"}),
         ({}, "", {"cpus-per-task": "4"}),  # of 8, as no node has more

@@ -159,6 +159,7 @@ class Worker:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.texts), len(batch.tokens.ids)
                 progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
+                del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             if digest is not None and digest.hexdigest() != shard.sha256:
                 raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)

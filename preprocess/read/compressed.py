@@ -199,13 +199,11 @@ def decompressed(
 def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int) -> None:
     if data.startswith(compression.magics):
         return
-    what = "is no" if at == 0 else "goes on with what is no"
     raise BadInput(
-        f"input {file.path} {what} {compression.name}: at byte {at} it has {data[:8]!r}, expected "
-        f"{compression.magics[0]!r}; give it the name that it should have, or move it away, and plan anew",
         path=file.path,
-        found=data[:8],
-        expected=compression.magics[0],
+        found=f"at byte {at} stands {data[:8]!r}",
+        expected=f"{compression.name}, which begins with {compression.magics[0]!r}; give it the name that it "
+        "should have, or move it away, and plan anew",
     )
 
 

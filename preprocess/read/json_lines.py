@@ -61,11 +61,9 @@ class JsonFile(JsonLines):
                 f"jq -c '.[]' {quoted(file.path)} > {quoted(str(file.path).rpartition('.json')[0])}.jsonl"
             )
             raise BadInput(
-                f"input {file.path} is one list of JSON, which cannot be cut; expected an object in each "
-                f"line; convert it: {remedy} (unpack a compressed one first), and move {file.path} away",
                 path=file.path,
                 found="one list of JSON",
-                expected="an object in each line",
+                expected="an object in each line; convert it, unpacked if need be, and move it away",
                 remedy=remedy,
             )
 

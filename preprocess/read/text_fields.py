@@ -115,16 +115,13 @@ class TextFields:
                 literal = ""
         except ValueError as error:
             raise UsageError(
-                f"--text_template {template!r} cannot be read ({error}); such as "
-                "'{input}\\n\\n{output}'; braces are {{ and }}",
-                found=f"--text_template {template!r}",
-                expected="'{input}\\n\\n{output}'",
+                found=f"--text_template {template!r}, which cannot be read ({error})",
+                expected="one such as '{input}\\n\\n{output}'; braces are {{ and }}",
             ) from None
         if not self.text_paths:
             raise UsageError(
-                f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'",
-                found=f"--text_template {template!r}",
-                expected="'{input}\\n\\n{output}'",
+                found=f"--text_template {template!r}, which names no field",
+                expected="one such as '{input}\\n\\n{output}'",
             )
         self._literals.append(literal)
 

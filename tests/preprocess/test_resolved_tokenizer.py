@@ -217,7 +217,7 @@ def test_a_tokenizer_is_resolved_once_for_one_content_and_version(
     elif change == "configuration":
         config(model_max_length=9)(model_dir)
     elif change == "version":
-        monkeypatch.setattr("preprocess.__version__", "0.0.0")
+        monkeypatch.setattr("shardprep.__version__", "0.0.0")
     again = resolved(model_dir, tmp_path / "second", allow=change == "special tokens")
     is_known = change in ("nothing", "a move")
     assert len(num_resolved) == (1 if is_known else 2)

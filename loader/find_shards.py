@@ -250,7 +250,8 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         if beyond := ids[ids >= num_shards].tolist():
             path = tar_path(folder, beyond[0])
-            raise NotFound(path=path, found=f"none of the {num_shards} shards that {INDEX_NAME} lists")
+            expected = f"one of the {num_shards} shards of the {INDEX_NAME} beside it"
+            raise NotFound(path=path, found="an unknown shard", expected=expected)
     else:
         index = merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in shard_ids))
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))

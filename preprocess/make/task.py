@@ -50,7 +50,7 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
 
 
 def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str | None:
-    """What this task's job array leaves out of the plan, with the line that submits it; else None.
+    """Return what this task's job array leaves out of the plan, with the line that submits it; else None.
 
     The line names ``submit``, which fits an array to the site: MaxArraySize may refuse these indices.
     """
@@ -138,7 +138,7 @@ def speed_line(manifest: Manifest) -> str:
 
 
 def total_line(works: Sequence[Work], wall_s: float) -> str:
-    """What several shards made side by side hold, and how fast they were made together."""
+    """Return what several shards made side by side hold, and how fast they were made together."""
     total = Work(*(sum(column) for column in zip(Work(0, 0, 0), *works, strict=True)))
     made = f"{counted(total.num_documents, 'document')}, {counted(total.num_tokens, 'token')}"
     return f"{made} in {wall_s:.1f} s: {_speeds(wall_s, total)}"

@@ -303,7 +303,7 @@ def starts_in(
 
 
 def format_of(name: str) -> Format:
-    """What reads a file of this name. Its module is imported when it is first needed.
+    """Return what reads a file of this name. Its module is imported when it is first needed.
 
     Raises UsageError where a library is missing.
     """

@@ -110,24 +110,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "any number below 0 stands before the first begin, which is 0",
     ),
     (
-        "loader/mixture.py",
-        "if not self.num_first and not any(each.cut_end for each in self.stages):",
-        "if (not (not self.num_first and (not any((each.cut_end for each in self.stages))))):",
-        "the state says the same shares in another spelling",
-    ),
-    (
-        "loader/mixture.py",
-        "if not self.num_first and not any(each.cut_end for each in self.stages):",
-        "if (self.num_first) and not any(each.cut_end for each in self.stages):",
-        "the state says the same shares in another spelling",
-    ),
-    (
-        "loader/mixture.py",
-        "if not self.num_first and not any(each.cut_end for each in self.stages):",
-        "if not self.num_first and (any((each.cut_end for each in self.stages))):",
-        "the state says the same shares in another spelling",
-    ),
-    (
         "loader/reading.py",
         "num_sides = 2 if self._shards.has_planned else 1",
         "num_sides = 2 if self._shards.has_planned else (2)",

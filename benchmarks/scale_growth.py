@@ -180,7 +180,7 @@ def main() -> int:
         mb_per_open = order.tick_samples * ROW_BYTES / max(per_step, 1e-9) / 1e6
         row = {
             "samples": f"{shards.num_samples:.0e}",
-            "global batch, samples": f"{order.global_batch_size:,}",
+            "global batch, samples": f"{order.tick_samples:,}",
             "index.json, MB": f"{num_bytes / 1e6:.2f}",
             "reading it, ms": f"{index_s * 1e3:.0f}",
             "shards in memory, per process, MB": f"{index_mb:.1f}",

@@ -289,7 +289,7 @@ def _take_away(kinds: str) -> None:
         if kind not in kinds:
             fsync(number)
 
-    os.fsync = heedless
+    os.fsync = heedless  # type: ignore[assignment]
 
 
 def _without(data_set: SmallDataSet, calls: OsCalls, hit: Hit, expected: Undisturbed) -> Iterator[Outcome]:

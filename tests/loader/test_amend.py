@@ -22,7 +22,7 @@ from tests.word_tokenizers import save_word_tokenizer
 
 L = 12
 SIZES = {"web": 700, "code": 130, "books": 90}
-MIXED = {"weights": {"web": 1, "code": 1}}
+MIXED: dict[str, Any] = {"weights": {"web": 1, "code": 1}}
 
 
 @pytest.fixture(scope="module")

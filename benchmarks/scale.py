@@ -63,7 +63,6 @@ def make_shards(folder: Path, plan: Plan) -> None:
                 num_tokens=480_000_000 + shard_id,
                 num_lines=240_000,
                 num_empty_lines=0,
-                num_filtered=0,
                 num_pad_tokens=0,
                 num_documents_across_rows=0,
                 input_bytes=input_bytes,

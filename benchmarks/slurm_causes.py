@@ -112,7 +112,7 @@ def main() -> int:
         disturb(site, data)
         done_before = stamps(data)
         look(site, data)
-        flags = ("--mem_gb", 1, "--time_min", 5, "--partition", "main", "--exclude", "n3")
+        flags = ("--mem_gb", 1, "--time_min", 5, "--partition", "main", "--sbatch_args", "--exclude=n3")
         site.slurm("retry", data, *flags, "--wait")
         state = site.status(data)
         site.row("one retry", f"done {state['done']}, verified: {state['verified']}", state["verified"])

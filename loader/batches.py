@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import HostNumber, boundary_fields
-from loader.chunks import ID_BITS, IGNORED, ORIGIN, WITHDRAWN, Chunk, Edges, Ids
+from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids
 from loader.order import Int64s
 from loader.shards import check_choice
 from shardprep.errors import UsageError
+from shardprep.format.dataset_spec import BLANK
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +149,9 @@ class PaddedBatches:
         batch["labels"].masked_fill_(batch["attention_mask"] == 0, IGNORED)
         return batch
 
-    def pad_joined(self, joined: Ids, lengths: npt.NDArray[Any], *, has_withdrawn: bool = False) -> Batch:
+    def pad_joined(self, joined: Ids, lengths: npt.NDArray[Any], *, has_blanks: bool = False) -> Batch:
         """Samples whose ids stand one after another, padded to the longest, or as the fields say.
-        ``has_withdrawn``: WITHDRAWN may stand among the ids."""
+        ``has_blanks``: BLANK may stand among the ids."""
         multiple = self.pad_to_multiple_of or 1
         widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
         width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
@@ -158,18 +159,19 @@ class PaddedBatches:
         ids = np.full(is_real.shape, self.pad.token_id, np.int64)
         ids[is_real] = joined
         attention_mask, labels = is_real.astype(np.int64), np.where(is_real, ids, IGNORED)
-        if has_withdrawn:
-            self._take_out(ids == WITHDRAWN, ids, attention_mask, labels)
+        if has_blanks:
+            self._pad_blanks(ids, attention_mask, labels)
         return _batch_of(ids, attention_mask, labels)
 
-    def _take_out(self, is_gone: npt.NDArray[np.bool_], ids: Ids, attention_mask: Ids, labels: Ids) -> None:
-        """Make what is withdrawn padding where it stands. A token behind it has no label: its prediction
+    def _pad_blanks(self, ids: Ids, attention_mask: Ids, labels: Ids) -> None:
+        """Make blanked documents padding where they stand. A token behind one has no label: its prediction
         would be made at a place of padding. Of a row that is nothing else, the first place is attended to:
         attention over nothing may give NaN."""
-        if not is_gone.any():
+        is_blank = ids == BLANK
+        if not is_blank.any():
             return
-        ids[is_gone], attention_mask[is_gone], labels[is_gone] = self.pad.token_id, 0, IGNORED
-        labels[:, 1:][is_gone[:, :-1]] = IGNORED
+        ids[is_blank], attention_mask[is_blank], labels[is_blank] = self.pad.token_id, 0, IGNORED
+        labels[:, 1:][is_blank[:, :-1]] = IGNORED
         attention_mask[~attention_mask.any(axis=1), 0] = 1
 
     def mask_rows(
@@ -178,10 +180,10 @@ class PaddedBatches:
         lengths: npt.NDArray[Any] | None,
         *,
         has_masks: bool = False,
-        has_withdrawn: bool = False,
+        has_blanks: bool = False,
     ) -> Batch:
         """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all). ``has_masks``:
-        ids may carry NO_LABEL; ``has_withdrawn``: or be WITHDRAWN. Labels are widened from ``rows``: a copy
+        ids may carry NO_LABEL; ``has_blanks``: or be BLANK. Labels are widened from ``rows``: a copy
         may take 3 times as long."""
         ids, labels = rows.astype(np.int64), rows.astype(np.int64)
         if has_masks:
@@ -195,8 +197,8 @@ class PaddedBatches:
             ids[padding] = self.pad.token_id
             labels[padding] = IGNORED
             attention_mask = (~padding).astype(np.int64)
-        if has_withdrawn:
-            self._take_out(rows == WITHDRAWN, ids, attention_mask, labels)
+        if has_blanks:
+            self._pad_blanks(ids, attention_mask, labels)
         return _batch_of(ids, attention_mask, labels)
 
 
@@ -225,21 +227,22 @@ def collate_lists(
     samples: Sequence[Ids],
     *,
     has_masks: bool = False,
-    withdrawn_id: int | None = None,
+    pad_for_blanks: int | None = None,
 ) -> Any:
-    """What a ``collate_fn`` of the user's makes of some samples; with masks, they have labels, too.
-    ``withdrawn_id`` takes the place of what is WITHDRAWN; None: nothing is."""
+    """What a ``collate_fn`` of the user's makes of some samples; with masks or blanks, they have labels, too.
+    ``pad_for_blanks`` takes the place of BLANK; None: no document is blanked."""
 
     def as_lists(ids: Ids) -> dict[str, Any]:
-        if not has_masks and withdrawn_id is None:
+        if not has_masks and pad_for_blanks is None:
             return {"input_ids": ids.tolist()}
         ids = ids.astype(np.int32, copy=False)
         labels = np.where(ids < 0, IGNORED, ids)
-        if withdrawn_id is not None:
-            is_gone = ids == WITHDRAWN
-            ids = np.where(is_gone, withdrawn_id, ids)
-            labels[1:][is_gone[:-1]] = IGNORED
-        return {"input_ids": (ids & ID_BITS).tolist(), "labels": labels.tolist()}
+        ids = ids & ID_BITS
+        if pad_for_blanks is not None:
+            is_blank = ids == BLANK
+            ids[is_blank], labels[is_blank] = pad_for_blanks, IGNORED
+            labels[1:][is_blank[:-1]] = IGNORED
+        return {"input_ids": ids.tolist(), "labels": labels.tolist()}
 
     return collate_fn([as_lists(ids) for ids in samples])
 
@@ -348,7 +351,7 @@ class StepBatches:
     collate_fn: Collate
     boundaries: tuple[str, ...] = ()
     has_masks: bool = False  # ids may carry NO_LABEL
-    withdrawn_id: int | None = None  # what a collate_fn gets for ids that are WITHDRAWN; None: none is
+    pad_for_blanks: int | None = None  # what a collate_fn gets for ids that are BLANK; None: none is
     shifts_targets: bool = False  # labels stand where the token before them stands
     origins: bool = False  # whether batches say where their documents come from
 
@@ -414,7 +417,7 @@ class StepBatches:
 
     def warn_of_no_labels(self, part: Uncollated, batch: Any) -> None:
         """Warn, once for a loader, of a batch of which a model has nothing to predict."""
-        is_masked = self.has_masks or self.withdrawn_id is not None
+        is_masked = self.has_masks or self.pad_for_blanks is not None
         is_short = part.lengths is not None and int(part.lengths.max()) < 2
         if part.is_filler is not None or not (is_masked or is_short):
             return  # no label is missing, or evaluation counts the labels itself
@@ -428,7 +431,7 @@ class StepBatches:
     @cached_property
     def _warned_of_no_labels(self) -> bool:
         logger.warning(
-            "a batch has no label left: the assistant wrote none of its tokens, or they are withdrawn, or "
+            "a batch has no label left: the assistant wrote none of its tokens, or they are blanked, or "
             "each document has one token. A loss that is a mean over labels is NaN there; divide the sum of "
             "the loss by at least 1, or raise batch_size"
         )
@@ -441,15 +444,13 @@ class StepBatches:
                 self.collate_fn,
                 part.samples(),
                 has_masks=self.has_masks,
-                withdrawn_id=self.withdrawn_id,
+                pad_for_blanks=self.pad_for_blanks,
             )
-        has_withdrawn = self.withdrawn_id is not None
+        has_blanks = self.pad_for_blanks is not None
         if self.row_tokens or part.lengths is None:
-            batch = pad.mask_rows(
-                part.ids, part.lengths, has_masks=self.has_masks, has_withdrawn=has_withdrawn
-            )
+            batch = pad.mask_rows(part.ids, part.lengths, has_masks=self.has_masks, has_blanks=has_blanks)
         else:
-            batch = pad.pad_joined(part.ids, part.lengths, has_withdrawn=has_withdrawn)
+            batch = pad.pad_joined(part.ids, part.lengths, has_blanks=has_blanks)
         if self.boundaries:
             self._add_boundaries(batch, part)
             return batch

@@ -45,7 +45,7 @@ from loader.sources import (
     choose_sizes,
     group_size,
     make_run,
-    shares_of,
+    weights_of_samples,
     whole_number,
 )
 from loader.token_loader import TokenLoader
@@ -257,10 +257,11 @@ def get_llama3_dataloader(
         for name, of_source in shards_of.items()
     }
     check_slots(tick_samples, rules.group, who.world_size)
+    of_samples = weights_of_samples(samples, weights, weights_in)
     run = make_run(
         samples,
         sizes,
-        shares_of(samples, weights, weights_in),
+        of_samples,
         tick_samples=tick_samples,
         batches_per_tick=tick_samples // (batch_size * who.world_size),
         group=rules.group,
@@ -272,6 +273,7 @@ def get_llama3_dataloader(
     plan = Plan(
         run=run,
         samples=tuple(samples.values()),
+        weights=tuple(of_samples),
         fingerprint=_fingerprint(rules, shards, run, tokenizer.fingerprint),
     )
     workers = _worker_options(
@@ -292,10 +294,10 @@ def get_llama3_dataloader(
         )
     if isinstance(pad, PadToken):
         tokenizer.pad_with(pad.token)
-    withdrawn_id = None
-    if any(each.withdrawn is not None for each in samples.values()):  # what pads stands for them
+    pad_for_blanks = None
+    if any(each.shards.blank_id is not None for each in samples.values()):
         token = pad if isinstance(pad, PadToken) else choose_pad_token(tokenizer.special)
-        withdrawn_id = token.token_id
+        pad_for_blanks = token.token_id
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=plan.row_tokens,
@@ -304,7 +306,7 @@ def get_llama3_dataloader(
         shifts_targets=shifts,
         origins=origins,
         has_masks=any(of_source.has_masks for of_source in shards_of.values()),
-        withdrawn_id=withdrawn_id,
+        pad_for_blanks=pad_for_blanks,
     )
     loader = TokenLoader(
         plan,

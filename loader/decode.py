@@ -22,7 +22,6 @@ from loader.external_tars import JSON, TOKEN_DTYPES
 from loader.order import Int32s, Int64s
 from loader.reading import SampleBytes
 from loader.shards import ShardSet
-from loader.withdrawn import places_of
 from shardprep.errors import BrokenShard
 
 DECODE_BYTES = 128 * 1024  # of text at once, so that all arrays stay in the cache
@@ -100,6 +99,15 @@ class CannotDecode(ValueError):
     def __init__(self, row: int, message: str) -> None:
         super().__init__(message)
         self.row = row  # of the SampleBytes
+
+
+def places_of(begin: Int64s, lengths: Int64s, *, stride: int = 1) -> Int64s:
+    """Return ``begin[0], begin[0] + stride ...``: all places of some stretches, one after another."""
+    within = np.arange(int(lengths.sum()), dtype=np.int64)
+    if stride > 1:
+        within *= stride
+    within += np.repeat(begin - stride * (np.cumsum(lengths) - lengths), lengths)
+    return within
 
 
 def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> Ragged:

@@ -30,7 +30,7 @@ class LossMean:
 
     @staticmethod
     def of_loader(loader: TokenLoader) -> LossMean:
-        """One for the batches of a loader."""
+        """Return one for the batches of a loader."""
         return LossMean("shifted" if loader.step_batches.shifts_targets else "same")
 
     def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ class LossMean:
             self._num_labels += num_labels
 
     def mean(self) -> float:
-        """The mean over all labels of all ranks, which must all call it; NaN where there are none."""
+        """Return the mean over all labels of all ranks, which must all call it; NaN where there are none."""
         loss_sum, num_labels = self._loss_sum, self._num_labels
         if dist.is_available() and dist.is_initialized():
             sums = torch.tensor([loss_sum, num_labels], dtype=torch.float64, device=self._device)

@@ -67,7 +67,7 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
 
 
 def attention_work(batch: Mapping[str, Any]) -> torch.Tensor:
-    """int64[batch]: the sum of the squared lengths of each row's documents."""
+    """Return the sum of the squared lengths of each row's documents, int64[batch]."""
     numbers = document_numbers(batch) + 1
     lengths = torch.bincount(numbers.flatten())
     lengths[0] = 0  # padding
@@ -75,8 +75,10 @@ def attention_work(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def even_owners(work: Int64s, size: int) -> Int64s:
-    """The rank of each row, int64[rows], equally many of each rank. From the most work on, the next ``size``
-    rows go to a rank each, the largest to the one with the least."""
+    """Return the rank of each row, int64[rows], equally many of each rank.
+
+    From the most work on, the next ``size`` rows go to a rank each, the largest to the one with the least.
+    """
     owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
     for rows in np.argsort(-work, kind="stable").reshape(-1, size):
         ranks = np.argsort(totals, kind="stable")

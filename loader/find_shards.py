@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,7 +36,6 @@ from shardprep.format.done import read_findings, refuse_found, refuse_other_plan
 from shardprep.format.index import merge_manifests, read_index
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import INDEX_NAME, PLAN_NAME, manifest_path, tar_path
-from shardprep.format.withdrawals import read_withdrawals
 
 T = TypeVar("T")
 InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -194,9 +194,9 @@ def _of_paths(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             found.extend([_scanned(tar, count_tokens=count_tokens) for tar in tars])
 
     for path in paths:
-        _retried(path, lambda path=path: add(path))
+        _retried(path, partial(add, path))
     for folder, ids in named.items():
-        found.append(_retried(folder, lambda folder=folder, ids=ids: _dataset(Path(folder), ids)))
+        found.append(_retried(folder, partial(_dataset, Path(folder), ids)))
     return found
 
 
@@ -269,7 +269,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_validation=index.column("num_validation_samples")[rows]
         if index.spec.validation_fraction
         else None,
-        withdrawn=read_withdrawals(folder, index.spec.plan_id),
+        has_blanks=bool(index.blanked),
     )
 
 

@@ -14,14 +14,14 @@ sources have which shares, and how many ticks a step has. Everything else follow
   shares is laid out to end where it ends. At the end of a round all slots stand at the same place in each
   source, which is why an amendment begins there: nothing is repeated, nothing is lost.
 
-The price: over a whole round the shares are exact to one tick, and within it a source's share varies 4.4
-times as much as under a full shuffle of 64 steps.
+The price: each source keeps windows of its own in memory, and one that has less than 1/64 of the ticks is in
+some rounds only.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -80,6 +80,15 @@ class Held(NamedTuple):
     step: int
     global_batch_size: int
     shares: dict[str, int]  # by the source's name, those above 0
+
+
+class _Mix(NamedTuple):
+    """Ticks with the same shares, from one on up to another; ``end`` is None for the last ones."""
+
+    first: int
+    end: int | None
+    shares: tuple[int, ...]  # of all sources
+    taken: Int64s  # ticks of each source before it
 
 
 class Round(NamedTuple):
@@ -147,6 +156,10 @@ class Run:
     @cached_property
     def ticks_per_epoch(self) -> int:
         return sum(source.order.ticks_per_epoch for source in self.sources if not source.added_at)
+
+    @property
+    def is_validation(self) -> bool:
+        return self._order.keeps_tail
 
     def fillers(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:
         """Return which slots hold a sample again at a step of an epoch, of a validation set; None: none."""
@@ -249,58 +262,41 @@ class Run:
 
     # Rounds.
 
-    def unbegun_tick(self, step: int) -> int:
-        """Return the tick from which on no round has begun when a run stands before a step."""
-        tick = self.tick_of_step(step)
-        first, end = self._bounds(tick)
-        return first if tick == first else end
-
     @cached_property
-    def _mixes(self) -> list[tuple[int, tuple[int, ...], Int64s]]:
-        """Stages with shares: first tick, shares of all sources, and ticks of each source before it."""
-        mixes: list[tuple[int, tuple[int, ...], Int64s]] = []
-        taken = np.zeros(len(self.sources), np.int64)
+    def _mixes(self) -> list[_Mix]:
+        mixes: list[_Mix] = []
         for stage in self.stages:
             if stage.shares is None:
                 continue
-            first = self.tick_of_step(stage.step)
+            first, taken = self.tick_of_step(stage.step), np.zeros(len(self.sources), np.int64)
             if mixes:
-                taken = taken + _counts(mixes[-1][1], first - mixes[-1][0])
+                before = mixes[-1] = mixes[-1]._replace(end=first)
+                taken = before.taken + _counts(before.shares, first - before.first)
             # Sources that were added later have no share of it.
             shares = stage.shares + (0,) * (len(self.sources) - len(stage.shares))
-            mixes.append((first, shares, taken))
+            mixes.append(_Mix(first, None, shares, taken))
         return mixes
 
-    def _mix(self, tick: int) -> int:
-        return bisect_right(self._mixes, tick, key=lambda mix: mix[0]) - 1
-
-    def _bounds(self, tick: int) -> tuple[int, int]:
-        """Return the ticks [first, end) of the round that holds a tick."""
-        number = self._mix(tick)
-        begin = self._mixes[number][0]
-        first = tick - (tick - begin) % ROUND
-        end = first + ROUND
-        if number + 1 < len(self._mixes):
-            end = min(end, self._mixes[number + 1][0])
-        return first, end
+    def _mix_at(self, tick: int) -> _Mix:
+        return self._mixes[bisect_right(self._mixes, tick, key=lambda mix: mix.first) - 1]
 
     def round_at(self, tick: int) -> Round:
-        first, end = self._bounds(tick)
-        begin, shares, taken = self._mixes[self._mix(tick)]
-        within = (first - begin) % CYCLE
-        sources = spread(shares)[within : within + end - first]  # a cycle is a multiple of a round
-        return Round(first, end, sources, taken + _counts(shares, first - begin))
+        """Return the round that holds a tick. The last one before other shares ends where these begin."""
+        mix = self._mix_at(tick)
+        first = tick - (tick - mix.first) % ROUND
+        end = first + ROUND if mix.end is None else min(first + ROUND, mix.end)
+        within = (first - mix.first) % CYCLE  # a cycle is a multiple of a round
+        sources = spread(mix.shares)[within : within + end - first]
+        return Round(first, end, sources, mix.taken + _counts(mix.shares, first - mix.first))
 
     def only_source_at(self, tick: int) -> tuple[int, int, int | None] | None:
         """Return the source that has all ticks from this one on: its number, how many ticks it has had, and
         the tick at which that ends, or None; None where several sources share the ticks."""
-        number = self._mix(tick)
-        begin, shares, taken = self._mixes[number]
-        if CYCLE not in shares:
+        mix = self._mix_at(tick)
+        if CYCLE not in mix.shares:
             return None
-        source = shares.index(CYCLE)
-        end = self._mixes[number + 1][0] if number + 1 < len(self._mixes) else None
-        return source, int(taken[source]) + tick - begin, end
+        source = mix.shares.index(CYCLE)
+        return source, int(mix.taken[source]) + tick - mix.first, mix.end
 
     def pattern(self, of_round: Round, slots: range) -> Int64s:
         """Return the source of each slot at each tick of a round: int64[len(slots), ticks]."""
@@ -355,33 +351,36 @@ class Run:
         """Return the step of the last amendment, 0 if there is none."""
         return max((stage.step for stage in self.stages if stage.is_amended), default=0)
 
-    def amended(self, position: Position, plan: Run) -> tuple[Run, int]:
+    def amended(self, position: Position, plan: Run, sources: Sequence[Source]) -> tuple[Run, int]:
         """Return this run with what a plan holds from the next border on, and the step of that border.
 
         The border is the first step, from the position on, before which each round that has begun is over. An
-        amendment that has not begun is replaced, and its sources are gone. The plan's orders have this run's
-        L, and its sizes are multiples of L. The position is behind the first step.
+        amendment that has not begun is replaced, and its sources are gone. ``sources`` are the plan's, with
+        orders of this run's L, of which its sizes are multiples. The position is behind the first step.
         """
-        step = self.step_of(position)
-        tick = self.unbegun_tick(step)
-        border = max(step, self.step_from(tick))
+        tick, step = self.tick_of(position), self.step_of(position)
+        begun = self.round_at(tick)
+        is_begun = begun.first < tick
+        free_tick = begun.end if is_begun else tick  # from which on no round has begun
+        border = max(step, self.step_from(free_tick))
         while True:
-            run = self._with_stages_of(plan, border)
-            # Smaller steps may fit into the end of an epoch that larger ones left unused. A step that begins
-            # there would be one of an epoch that is over, or of a round that has begun.
-            if run.position(step) == position and run.tick_of_step(border) >= tick:
+            run = self._with_stages_of(plan, border, sources)
+            # With other sizes a step may begin elsewhere: smaller ones may fit into the end of an epoch. What
+            # is over stays so, and a round that has begun ends where it was to end.
+            stays = not is_begun or run.round_at(tick)[:2] == begun[:2]
+            if run.position(step) == position and run.tick_of_step(border) >= free_tick and stays:
                 return run, border
             border += 1
 
-    def _with_stages_of(self, plan: Run, step: int) -> Run:
+    def _with_stages_of(self, plan: Run, step: int, sources: Sequence[Source]) -> Run:
         """Return this run up to a step, and the plan from there on."""
-        sources = [source for source in self.sources if source.added_at < step]
-        known = {source.name for source in sources}
-        for source in plan.sources:
+        kept = [source for source in self.sources if source.added_at < step]
+        known = {source.name for source in kept}
+        for source in sources:
             if source.name not in known:
-                order = replace(source.order, seed=source_seed(self.seed, len(sources)))
-                sources.append(replace(source, order=order, added_at=step))
-        numbers = {source.name: number for number, source in enumerate(sources)}
+                order = replace(source.order, seed=source_seed(self.seed, len(kept)))
+                kept.append(replace(source, order=order, added_at=step))
+        numbers = {source.name: number for number, source in enumerate(kept)}
         stages = [stage for stage in self.stages if stage.step < step]
         shares = self.held_from(step - 1)[0].shares
         # Where shares began to hold, a round may have been laid out to end: another one has to begin there.
@@ -397,7 +396,7 @@ class Run:
             if not goes_on or stage.ticks_per_step != stages[-1].ticks_per_step:
                 stages.append(stage)
             shares = held.shares
-        return replace(self, sources=tuple(sources), stages=tuple(stages))
+        return replace(self, sources=tuple(kept), stages=tuple(stages))
 
 
 def _by_number(shares: Mapping[str, int], numbers: Mapping[str, int]) -> tuple[int, ...]:

@@ -15,21 +15,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, WITHDRAWN, Chunk, Ragged
+from loader.chunks import ORIGIN, Chunk, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
     decode_samples,
     decode_starts,
     place_named,
+    places_of,
     rows_in_place,
     with_loss_masks,
 )
 from loader.order import Int32s, Int64s
 from loader.reading import ReaderIndex, SampleBytes, ShardReader
 from loader.shards import DatasetShards, ShardSet
-from loader.withdrawn import WithdrawnTokens, places_of, withdrawn_tokens
 from shardprep.errors import BrokenShard, UsageError
+from shardprep.format.dataset_spec import BLANK
 
 Window = Callable[[int, int], Chunk]  # decodes the steps from one up to another of the samples that were read
 
@@ -41,7 +42,6 @@ class Samples:
     shards: ShardSet
     vocab_size: int | None = None  # checked where it is given: ids that others made
     reader_index: ReaderIndex = ReaderIndex()  # noqa: RUF009  frozen
-    withdrawn: WithdrawnTokens | None = None  # they are masked
     origins: bool = False  # whether chunks say where each document comes from
 
     @property
@@ -77,15 +77,24 @@ class Samples:
     def decode(
         self, data: SampleBytes, rows: Int64s, max_length: int | None = None, end_ids: Int64s | None = None
     ) -> Decoded:
-        """``decode_samples``, with ids that others made checked, and WITHDRAWN in place of those that are.
-        Raises BrokenShard."""
+        """Decode samples, with ids that others made checked; those of blanked documents are BLANK, and so
+        is an EOS that is put behind one. Raises BrokenShard."""
         with place_named(self.shards, data):
             found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
-            if self.vocab_size is not None:
-                check_vocab(found.ids, found.lengths, rows, self.vocab_size)
-        if self.withdrawn is not None:
-            found.ids[self.withdrawn.places(self.shards.stored(data.sample[rows]), found.lengths)] = WITHDRAWN
+            if (blank := self.shards.blank_id) is not None:
+                found.ids[found.ids == blank] = BLANK
+                if end_ids is not None:
+                    ends = np.cumsum(found.lengths, dtype=np.int64) - 1
+                    ends = ends[(end_ids >= 0) & (found.lengths > 1)]
+                    found.ids[ends[found.ids[ends - 1] == BLANK]] = BLANK
+            self._check_vocab(found.ids, found.lengths, rows)
         return found
+
+    def _check_vocab(self, ids: npt.NDArray[np.integer[Any]], lengths: Int32s, rows: Int64s) -> None:
+        if self.vocab_size is not None:
+            if self.shards.blank_id is not None:
+                ids = np.where(ids == BLANK, np.int32(0), ids)
+            check_vocab(ids, lengths, rows, self.vocab_size)
 
     def _origins(self, samples: Int64s) -> Int32s:
         """int32[samples, ORIGIN] of the first document of each, at place 0; row and source come later."""
@@ -147,15 +156,14 @@ class WholeSamples(Samples):
         rows = rows[:, first:end]
         steps = rows.T.reshape(-1)
         ids = rows_in_place(data, rows, self.row_tokens)
+        if self.shards.blank_id not in (None, BLANK):  # ids of two bytes have another number for it
+            ids = ids.joined()
+            ids.flats[0][ids.flats[0] == self.shards.blank_id] = BLANK
         if self.vocab_size is not None:
             full = np.full(rows.size, self.row_tokens, np.int32)
             with place_named(self.shards, data):
-                check_vocab(ids.joined().flats[0], full, steps, self.vocab_size)
+                self._check_vocab(ids.joined().flats[0], full, steps)
         ids = with_loss_masks(ids, data, rows, self.row_tokens)
-        if self.withdrawn is not None:
-            ids, full = ids.joined(), np.full(rows.size, self.row_tokens)
-            gone = self.withdrawn.places(self.shards.stored(data.sample[steps]), full)
-            ids.flats[0][gone] = WITHDRAWN
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
         if not (self.starts or self.origins):
             return chunk
@@ -414,7 +422,6 @@ def make_samples(
         "shards": shards,
         "vocab_size": vocab_size,
         "reader_index": reader_index,
-        "withdrawn": withdrawn_tokens(shards),
         "origins": origins,
     }
     if rules.seq_len is not None and not shards.row_tokens:

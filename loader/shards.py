@@ -14,9 +14,8 @@ import numpy.typing as npt
 from loader.external_tars import ScannedTar
 from loader.order import Int64s
 from shardprep.errors import UsageError
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, idx_num_bytes
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, blank_id, idx_num_bytes
 from shardprep.format.names import rerun_command, tar_path
-from shardprep.format.withdrawals import Withdrawals
 
 SplitName = Literal["train", "validation"]
 
@@ -39,7 +38,7 @@ class DatasetShards:
     tar_bytes: Int64s
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
     num_validation: Int64s | None = None  # samples, where the plan has a fraction for it
-    withdrawn: Withdrawals = Withdrawals(lists=())  # noqa: RUF009  frozen
+    has_blanks: bool = False  # documents of some shards are blanked
     scanned: ScannedTar | None = None  # the one tar, where others wrote it: in place of an idx
 
     @staticmethod
@@ -180,6 +179,12 @@ class ShardSet:
             return samples
         shard = self.shard_of(samples)
         return self.first_record[shard] + self.records_of(samples, shard)
+
+    @property
+    def blank_id(self) -> int | None:
+        """Return what binary ids of blanked documents are; None where no document is blanked."""
+        blanks = [blank_id(data.spec.tokenizer.vocab_size) for data in self.sources if data.has_blanks]
+        return blanks[0] if blanks else None
 
     @property
     def tar_bytes(self) -> int:

@@ -31,7 +31,7 @@ from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.run import Position, Run
 from loader.sources import Plan, whole_number
-from loader.state import Progress, go_on, state_of, whole_number_in
+from loader.state import Progress, go_on, state_of
 from loader.tokenizer import LoaderTokenizer
 from loader.workers import ChunkDataset, cannot_share
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
@@ -169,15 +169,6 @@ class BatchStream:
             self._step_batches.warn_of_no_labels(part, batch)
             yield part, batch
         self._stands_at = Position(epoch=start.epoch + 1, step=0)
-
-    def first_batch(self, chunks: ChunkDataset, start: Position) -> Any:
-        """Return the batch at a position, of a copy of the chunks; the stream stays where it stands."""
-        run = chunks.plan.run
-        chunks.position[0], chunks.position[1] = start.epoch, run.tick_in_epoch(start)
-        within = start.num_micro % run.batches_per_tick
-        chunk = cast(Chunk, next(iter(chunks)))  # no end of an epoch: a position is before it
-        fillers = run.fillers(start.step, chunks.slots)
-        return self._step_batches.collate(next(self._step_batches.cut([chunk], 0, within, fillers)))
 
     def end(self) -> None:
         """End the workers and close the files; the next batches start them again."""
@@ -343,12 +334,8 @@ class TokenLoader(DataLoader[Batch]):
     def _next(self) -> Position:
         """Where the next ``iter()`` begins."""
         at = self._progress.delivered
-        begins_anew = self.is_validation and not self._progress.is_loaded
+        begins_anew = self.run.is_validation and not self._progress.is_loaded
         return Position(epoch=at.epoch) if begins_anew else at
-
-    @property
-    def is_validation(self) -> bool:
-        return self.run.sources[0].order.keeps_tail
 
     @property
     def tokenizer(self) -> Any:
@@ -585,8 +572,7 @@ class TokenLoader(DataLoader[Batch]):
         the step from which on its own hold. Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see
         loader/state.py.
         """
-        plan, position, amended_at = go_on(self.plan, state, self._layout, amend=self._amend)
-        num_left = whole_number_in(state, "num_left")
+        plan, position, num_left, amended_at = go_on(self.plan, state, self._layout, amend=self._amend)
         self._newest += 1
         if plan.run == self.run:
             self._end_unless_persistent()
@@ -618,8 +604,10 @@ class TokenLoader(DataLoader[Batch]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        with contextlib.closing(self._chunks_of(self.chunks.plan)) as chunks:
-            return self._stream.first_batch(chunks, self._next)
+        without_workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+        with TokenLoader(**{**self._made_with, **without_workers}) as copy:
+            copy.__setstate__((self._progress, self.chunks.plan))
+            return next(iter(copy))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
@@ -26,8 +26,13 @@ from loader.origins import SourceLosses
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer  # which stands behind the mixin among the bases
+else:
+    _Trainer = object
 
-class LoaderMixin:
+
+class LoaderMixin(_Trainer):
     """Write it before Trainer, or a subclass, among the bases, and pass ``train_loader=``.
 
     ``eval_loader=``: a loader with ``split="validation"``. ``eval_loss`` is then the mean over all labels,
@@ -73,37 +78,37 @@ class LoaderMixin:
         self._source_losses = _losses_of(train_loader)
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
         if not train_loader.run.has_sizes:  # else a state may stand in another stage
-            check_trainer_arguments(self.args, train_loader)  # type: ignore[attr-defined]  # Trainer's
+            check_trainer_arguments(self.args, train_loader)
         # The loader finds its place itself.
-        self.args.ignore_data_skip = True  # type: ignore[attr-defined]  # Trainer's
+        self.args.ignore_data_skip = True
         # Before all others, since these may save.
-        self.callback_handler.callbacks.insert(0, LoaderStateCallback())  # type: ignore[attr-defined]
+        self.callback_handler.callbacks.insert(0, LoaderStateCallback())
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's; the loader goes to its place before Trainer counts steps by it."""
+        """Train; the loader goes to its place before Trainer counts steps by it."""
         folder = resume_from_checkpoint
         if folder is True:
-            folder = get_last_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]  # Trainer's
+            folder = get_last_checkpoint(self.args.output_dir)
         # Trainer itself says so where there is no checkpoint.
         self._steps.global_step = load_checkpoint(self.train_loader, Path(folder)) if folder else 0
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def set_initial_training_values(self, args: Any, *more: Any) -> Any:
-        """Trainer's counts, with the steps that the epochs of the loader have in place of its own."""
+        """Count as Trainer does, with the steps that epochs of the loader have in place of its own."""
         given = args.max_steps
         args.max_steps = self._steps.count(args)
         try:
-            return super().set_initial_training_values(args, *more)  # type: ignore[misc]  # Trainer's
+            return super().set_initial_training_values(args, *more)
         finally:
             args.max_steps = given
 
     def get_train_dataloader(self) -> Any:
-        """What Trainer asks for, instead of a ``train_dataset``."""
+        """Return what Trainer iterates, instead of a ``train_dataset``."""
         return self._steps
 
     def _refuse_shifted(self, loader: TokenLoader | None) -> None:
         is_shifted = loader is not None and loader.step_batches.shifts_targets
-        if is_shifted and self.compute_loss_func is None:  # type: ignore[attr-defined]  # Trainer's
+        if is_shifted and self.compute_loss_func is None:
             raise UsageError(
                 'the loader has targets="shifted", and Trainer\'s loss shifts labels by one place itself, so '
                 'the model would learn the token after the next one; make the loader with targets="same", or '
@@ -111,34 +116,33 @@ class LoaderMixin:
             )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The same for ``evaluate()``; what else is evaluated is Trainer's."""
+        """Return what ``evaluate()`` iterates; whatever else is evaluated is Trainer's."""
         if self.eval_loader is not None and (eval_dataset is None or eval_dataset is self._placeholder):
             return self.eval_loader
-        return super().get_eval_dataloader(eval_dataset)  # type: ignore[misc]  # Trainer's
+        return super().get_eval_dataloader(eval_dataset)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Trainer's step; the first ones look at what the model gets, until its boundaries are checked."""
+        """Train a step; the first ones look at what the model gets, until its boundaries are checked."""
         if self._is_unchecked:
             # Before the hooks of FSDP, and with what compute_loss of a subclass makes of the batch.
             def look(module: Any, _: Any, fields: dict[str, Any]) -> None:
                 handle.remove()
-                fields = {
-                    name: each for name, each in fields.items() if name != "fused_lm_head"
-                }  # TRL's: no logits
+                # fused_lm_head is TRL's: the model would give no logits.
+                fields = {name: each for name, each in fields.items() if name != "fused_lm_head"}
                 self._is_unchecked = bool(why_unchecked(module, fields, documents=inputs))
 
             handle = model.register_forward_pre_hook(look, with_kwargs=True, prepend=True)
-        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trainer's, with the mean over all labels in place of its mean over batches."""
+        """Evaluate, with the mean over all labels in place of Trainer's mean over batches."""
         if self.eval_loader is None or dataloader is not self.eval_loader:
-            return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+            return super().evaluation_loop(dataloader, *args, **kwargs)
         losses = self._eval_losses = LossMean.of_loader(self.eval_loader)
         training, of_sources = self._source_losses, _losses_of(self.eval_loader)
         self._source_losses = of_sources
         try:
-            output = super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+            output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
             self._eval_losses, self._source_losses = None, training
         prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
@@ -148,21 +152,21 @@ class LoaderMixin:
         return output
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Trainer's; with the mean of each source since the last time beside ``loss``."""
+        """Log, with the mean of each source since the last time beside ``loss``."""
         if "loss" in logs:
             logs |= _named_means("loss", self._source_losses)
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]  # Trainer's
+        super().log(logs, *args, **kwargs)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Trainer's; while ``eval_loader`` is evaluated, the mean over the labels of a batch, and counted."""
+        """Compute the loss; while ``eval_loader`` is evaluated, a mean over labels, which is counted."""
         losses, origins, labels = self._eval_losses, inputs.pop("origins", None), inputs.get("labels")
         self._refuse_shifted(self.train_loader if losses is None else self.eval_loader)
         if losses is not None:
             num_items_in_batch = None
         with_outputs = return_outputs or origins is not None
-        found = super().compute_loss(  # type: ignore[misc]  # Trainer's
+        found: Any = super().compute_loss(
             model, inputs, return_outputs=with_outputs, num_items_in_batch=num_items_in_batch
         )
         loss, outputs = found if with_outputs else (found, {})
@@ -174,18 +178,18 @@ class LoaderMixin:
 
 
 def _losses_of(loader: TokenLoader) -> SourceLosses | None:
-    """What counts the losses of a loader's sources; None where its batches do not tell them."""
+    """Return what counts the losses of a loader's sources; None where its batches do not tell them."""
     return SourceLosses.of_loader(loader) if loader.step_batches.origins else None
 
 
 def _named_means(prefix: str, losses: SourceLosses | None) -> dict[str, float]:
-    """``loss/web`` and the like, of those that have labels; counts from 0 again."""
+    """Return ``loss/web`` and the like, of sources that have labels, and count from 0 again."""
     means = {} if losses is None else losses.means(reset=True)
     return {f"{prefix}/{name}": mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def _trl_data_set(args: Any) -> Any:
-    """A data set that TRL's trainers look at when they are made, and do not tokenize."""
+    """Return a data set that TRL's trainers look at when they are made, and do not tokenize."""
     from datasets import Dataset
 
     if args is None:
@@ -302,7 +306,7 @@ def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
 
 
 def _saved_attributes(state: Any) -> dict[str, Any]:
-    """What LoaderStateCallback put into a checkpoint."""
+    """Return what LoaderStateCallback put into a checkpoint."""
     saved = (state.stateful_callbacks or {}).get(LoaderStateCallback.__name__, {})
     attributes: dict[str, Any] = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {})
     return attributes

@@ -6,10 +6,8 @@ A loader is made as the run's was, with ``origins``; ``state_at`` puts it to the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,10 +40,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def where(args: argparse.Namespace) -> int:
-    """``where DATA --state FILE``: print which documents a step saw."""
+    """Print which documents a step saw; returns the exit code."""
     state = find_state(args.state)
     options = {**_named_sources(args.input_shards), **loader_options(state), "model_id": args.model_id}
-    with _only_errors_logged(), get_llama3_dataloader(**options) as loader:
+    with get_llama3_dataloader(**options) as loader:
         loader.load_state_dict({**state, "num_micro": 0})
         end = loader.run.step_of(loader.progress.delivered)
         step = max(end - 1, 0) if args.step is None else args.step
@@ -74,7 +72,7 @@ def where(args: argparse.Namespace) -> int:
 
 
 def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]:
-    """The documents of the next step of a loader that reads whole global batches, as the ranks had them."""
+    """Yield the documents of the next step, as the ranks had them; the loader reads whole global batches."""
     batch_size = loader.step_batches.batch_size
     of_rank = loader.run.tick_samples // world_size
     for number, batch in enumerate(loader):
@@ -93,36 +91,28 @@ def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]
 
 
 def _named_sources(input_shards: list[str]) -> dict[str, Any]:
-    """Arguments of a loader: what it reads. NAME=PATH is a source of a mixture, PATH alone no mixture."""
+    """Return what a loader reads. NAME=PATH is a source of a mixture, PATH alone no mixture."""
     named: dict[str, list[str]] = {}
+    unnamed = []
     for text in input_shards:
         name, equals, path = text.partition("=")
-        if not equals or "/" in name or Path(text).exists():
-            break
-        named.setdefault(name, []).append(path)
-    else:
-        return {"input_shards": named, "weights": dict.fromkeys(named, 1), "weights_in": "samples"}
-    if named:
-        raise UsageError(f"{text} names no source, as {input_shards[0]} does: expected NAME=PATH")
-    return {"input_shards": input_shards}
-
-
-@contextlib.contextmanager
-def _only_errors_logged() -> Iterator[None]:
-    """Leave out what the loader says of itself."""
-    logger = logging.getLogger("loader")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+        if equals and "/" not in name and not Path(text).exists():
+            named.setdefault(name, []).append(path)
+        else:
+            unnamed.append(text)
+    if not named:
+        return {"input_shards": input_shards}
+    if unnamed:
+        raise UsageError(
+            f"{unnamed[0]} names no source, as {next(iter(named))}=PATH does: expected NAME=PATH"
+        )
+    return {"input_shards": named, "weights": dict.fromkeys(named, 1), "weights_in": "samples"}
 
 
 def find_state(path: Path) -> dict[str, Any]:
-    """The loader's state in a file, however deep it lies there. Raises NotFound or BrokenShard."""
+    """Return the loader's state in a file, however deep it lies there. Raises NotFound or BrokenShard."""
     if not path.is_file():
-        raise NotFound(f"--state {path} is no file")
+        raise NotFound(f"--state {path} is no file", path=path)
     try:
         if path.suffix == ".json":
             content = load_json(path.read_bytes())
@@ -131,14 +121,13 @@ def find_state(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch and pickle raise anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BrokenShard(
-            f"--state {path} cannot be read: {reason}; expected torch.save's, or .json"
+            f"--state {path} cannot be read: {reason}; expected torch.save's, or .json", path=path
         ) from None
-    state = next(_states_in(content), None)
-    if state is None:
-        raise NotFound(
-            f"--state {path} holds no state of a loader; save loader.state_dict() with the checkpoint"
-        )
-    return dict(state)
+    for state in _states_in(content):
+        return dict(state)
+    raise NotFound(
+        f"--state {path} holds no state of a loader; save loader.state_dict() with the checkpoint", path=path
+    )
 
 
 def _states_in(content: Any) -> Iterator[Mapping[str, Any]]:
@@ -150,7 +139,7 @@ def _states_in(content: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a loader that reads the whole global batches of a state's run. Raises BrokenShard."""
+    """Return arguments of a loader that reads whole global batches of a state's run. Raises BrokenShard."""
     of_run, layout = state.get("fingerprint"), state.get("layout")
     size = state.get("tick_samples")
     ranks = [layout.get("world_size"), layout.get("batch_size")] if isinstance(layout, Mapping) else []

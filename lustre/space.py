@@ -88,7 +88,10 @@ def parse_df(blocks: str, inodes: str = "") -> Targets:
     found = Targets(answered={"OST": [], "MDT": []})
     for used, free, kind, index, flags in _DF_LINE.findall(blocks):
         left = free_inodes.get((kind, index))
-        flags += "S" * (int(free) == 0 and "S" not in flags) + "I" * (left == 0 and "I" not in flags)
+        if int(free) == 0 and "S" not in flags:
+            flags += "S"
+        if left == 0 and "I" not in flags:
+            flags += "I"
         target = Target(f"{kind} {index}", int(used) << 10, int(free) << 10, left, flags)
         found.answered[kind].append(target)
     for kind, index, said in _DF_TROUBLE.findall(blocks):

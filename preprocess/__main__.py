@@ -49,7 +49,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 def make_shard(args: argparse.Namespace) -> int:
     """``--shard_id N``: the command of a job array's task."""
-    from preprocess.attempts import Failure, append_failure
+    from shardprep.format.attempts import Failure, append_failure
 
     try:
         resources.check_address_space()  # before anything large is loaded
@@ -116,23 +116,27 @@ def make_plan(args: argparse.Namespace) -> int:
         f"a task uses up to {cores} well: --cpus-per-task={cost.num_useful_cores}",
         *space_lines(config.output_dir, need),
         *(f"warning: {warning}" for warning in warnings if warning),
-        *planning.next_lines(config.output_dir, plan.num_shards),
+        *(
+            ["nothing was written, because of --dry_run: leave it out to make this plan"]
+            if args.dry_run
+            else planning.next_lines(config.output_dir, plan.num_shards)
+        ),
     )
     return 0
 
 
 def run(args: argparse.Namespace) -> int:
     """``run DATA``: the missing shards on this machine."""
-    from preprocess.attempts import RunRecord
     from preprocess.make.local_run import run_shards
     from preprocess.make.task import means_line, total_line
     from preprocess.make.worker import missing_shards
+    from shardprep.format.attempts import RunRecord
     from shardprep.format.plan import need_plan
 
     resources.check_address_space()
     folder = args.output_dir
     plan = need_plan(folder)
-    wanted = parse_ids(args.shards, plan.num_shards) if args.shards else range(plan.num_shards)
+    wanted = range(plan.num_shards) if args.shards is None else parse_ids(args.shards, plan.num_shards)
     todo = missing_shards(plan, folder, wanted)
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")
@@ -171,20 +175,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def rewrite(args: argparse.Namespace) -> int:
-    """``rewrite DATA``: take over the shards that hold nothing withdrawn, make the others, and verify all."""
-    from preprocess.rewrite import take_over
+def blank(args: argparse.Namespace) -> int:
+    """``blank DATA``: take over the shards that hold none of the documents, make the others, and verify."""
+    from preprocess.blank import check_places, take_over
 
-    plan, num_taken = take_over(args.data_dir, args.output_dir)
-    say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold nothing withdrawn: taken as they are")
-    return run(args) or verify(args)
+    folder, new = args.data_dir, args.output_dir
+    plan, touched, are_all_found = take_over(
+        folder,
+        new,
+        args.ids,
+        input_dir=getattr(args, "input_dir", None),
+        transform_file=getattr(args, "transform", None),
+    )
+    num_taken = plan.num_shards - len(touched)
+    say(f"{num_taken} of {counted(plan.num_shards, 'shard')} hold none of them: taken as they are")
+    if code := run(args):
+        return code
+    check_places(folder, new, touched)
+    return verify(args) or (0 if are_all_found else NotFound.exit_code)
 
 
 def verify(args: argparse.Namespace) -> int:
     """``verify DATA``: prove the shards whole and write index.json."""
-    from preprocess.attempts import read_attempts, remove_finished
     from preprocess.check.verify import verify_dataset
     from shardprep.console import source_lines
+    from shardprep.format.attempts import read_attempts, remove_finished
     from shardprep.format.done import remove_findings, standing_findings
     from shardprep.format.plan import need_plan
 
@@ -225,8 +240,14 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
     """
     from shardprep.format.done import is_of_shard, publish_findings
 
+    of_kind: dict[type[ShardprepError], list[Problem]] = {}
     for problem in problems:
-        say(f"error: shard {problem.shard_id:05d}: {problem.error}")
+        of_kind.setdefault(type(problem.error), []).append(problem)
+    for same in of_kind.values():
+        for problem in same[:_MOST_TOLD]:
+            say(f"error: shard {problem.shard_id:05d}: {problem.error}")
+        if ids := id_ranges(problem.shard_id for problem in same[_MOST_TOLD:]):
+            say(f"error: {shards_text(ids)}: likewise; shardprep run {quoted(folder)} makes what is missing")
     wrong = [each for each in problems if is_of_shard(each.error)]
     others = [each for each in problems if not is_of_shard(each.error)]
     try:
@@ -336,12 +357,24 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_of(parser, WorkerSettings, groups=GROUPS)
 
 
-def _rewrite_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
-    text = "folder of the new data set; one on the same file system shares its files"
-    parser.add_argument("--output_dir", metavar="PATH", type=Path, required=True, help=text)
+def _blank_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a data set without some documents, in which all others keep their places: only the shards that "
+        "hold one of them are made again, of the input. A training run goes on with it."
+    )
+    add = parser.add_argument
+    add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
+    text = "list of the documents: ids of --id_field, or sha256:HEX of texts, one per line"
+    add("--ids", metavar="FILE", type=Path, required=True, help=text)
+    text = "folder of the new data set; one on the same file system shares the other shards' files"
+    add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)
     _making_flags(parser)
-    parser.set_defaults(shards=None, fast=False, deep=None)
+    parser.set_defaults(shards=None, fast=True, deep=None)
+
+
+def _clean_flags(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
+    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
 
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:
@@ -353,9 +386,12 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
     text = "for --deep, folder of the input, if it moved (default: the plan's)"
     parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
+    text = "for --deep, the file of the plan's --transform (default: none)"
+    parser.add_argument("--transform", metavar="PATH", type=Path, help=text)
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"
+_MOST_TOLD = 5  # problems of one kind that verify prints
 _HUB_NAME = re.compile(r"(?:(?:hf|https?):/+(?:huggingface\.co/+)?datasets/)?([\w-][\w.-]*/[\w-][\w.-]*)")
 _HUB = (
     "a data set of the hub is brought to disk first: hf download NAME --repo-type dataset --local-dir RAW; "
@@ -394,13 +430,11 @@ PROGRAM = Program(
         "doctor": _elsewhere("look.doctor", "check machine, tokenizer and folders before the work"),
         "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
         "export": _elsewhere("look.export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
-        "withdraw": _elsewhere("withdraw", "name documents that no training may see any more"),
-        "rewrite": Command(
-            "make the data set anew without the documents that are withdrawn", _rewrite_flags, rewrite
-        ),
-        "clean": _elsewhere(
-            "check.clean",
+        "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
+        "clean": Command(
             "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
+            _clean_flags,
+            "preprocess.check.clean:clean",
         ),
         "train_tokenizer": Command(
             "train a byte-level BPE like Llama 3's",

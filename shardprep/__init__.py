@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
+class LeaveOut(Exception):
+    """Raise it in a function of ``plan --transform`` to leave a document out, counted by this reason."""
+
+
 def __getattr__(name: str) -> Any:
     """``get_llama3_dataloader``, with torch: seconds that no other command pays."""
     if name == "get_llama3_dataloader":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -129,7 +128,7 @@ class Program:
             every = called[args.command]._option_string_actions  # noqa: SLF001 - as above
             flags_known = [flag for flag in every if flag.startswith("--")]
             near = [flag for flag in flags_known if len(flags[0]) > 2 and flag.startswith(flags[0])][:3]
-            near = near or difflib.get_close_matches(flags[0], flags_known, 1)
+            near = near or _nearest(flags[0], flags_known)
             hints = hints or ([f"did you mean {' or '.join(near)}?"] if near else [])
             folders = [flag for flag in flags_known if flag in ("--input_dir", "--output_dir")]
             if folders and not unknown[0].startswith("-"):
@@ -235,7 +234,6 @@ _EXTRAS = {
     "'shardprep[loader]'": ("braceexpand", "torch", "webdataset"),
     "'shardprep[slurm]'": ("submitit",),
     "'shardprep[columns]'": ("isal", "pyarrow", "backports.zstd"),
-    "'shardprep[fix_text]'": ("ftfy",),
 }
 
 
@@ -253,11 +251,17 @@ def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
     return needs(what, missing)
 
 
+def _nearest(word: str, known: Sequence[str]) -> list[str]:
+    import difflib  # 1 ms, which a task need not wait for
+
+    return difflib.get_close_matches(word, known, 1)
+
+
 def unknown_command(word: str, commands: Sequence[str]) -> str:
     """What to say of a word that is no command: the one that was perhaps meant, and all that are."""
     if word in COMMANDS:
         return f"the command {word} was removed: {COMMANDS[word]}"
-    close = difflib.get_close_matches(word, commands, 1)
+    close = _nearest(word, commands)
     meant = f"did you mean {close[0]}? " if close else ""
     if os.path.isdir(word):  # noqa: PTH112 - Path.is_dir() would raise
         meant = "it is a folder, so type a command before it, or --output_dir; "

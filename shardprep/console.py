@@ -16,7 +16,6 @@ import re
 import select
 import sys
 import time
-import unicodedata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -171,12 +170,6 @@ def _scaled(value: float) -> tuple[str, str]:
             scaled = value / size
             return f"{scaled:.{2 if scaled < 9.995 else 1 if scaled < 99.95 else 0}f}", prefix
     return f"{value:.0f}" if value == int(value) else f"{value:.3g}", ""
-
-
-def num_cells(text: str) -> int:
-    """Columns that a text takes on a terminal: two for a Korean letter, none for a combining mark."""
-    marks = sum(unicodedata.combining(char) > 0 for char in text)
-    return len(text) - marks + sum(unicodedata.east_asian_width(char) in "WF" for char in text)
 
 
 # C0 without the line end, DEL and C1; what turns the direction of text; separators of lines and paragraphs;

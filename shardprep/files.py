@@ -60,35 +60,32 @@ def check_names_are_utf8(*paths: str) -> None:
     )
 
 
-def open_regular(path: Path) -> int:
-    """A handle for reading; links are followed. Close it with ``close_read``.
+def open_regular(path: Path | str) -> int:
+    """Return a handle for reading; links are followed. Close it with ``close_read``.
 
     Raises BrokenShard for what is no regular file, without waiting for it; OSError with the path otherwise.
     """
-    return _opened(path)[0]
-
-
-def _opened(path: Path | str) -> tuple[int, os.stat_result]:
-    """``open_regular``, and what the file system says of the file."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
-        found = os.fstat(handle)
+        _refuse_others(path, os.fstat(handle).st_mode)
     except OSError as error:
         close_read(handle)
         raise OSError(error.errno, error.strerror, str(path)) from None
-    if not stat.S_ISREG(found.st_mode):
+    except BrokenShard:
         close_read(handle)
-        raise _no_regular_file(path, found.st_mode)
-    return handle, found
+        raise
+    return handle
 
 
-def _no_regular_file(path: Path | str, mode: int) -> BrokenShard:
-    kind = _KINDS.get(stat.filemode(mode)[0], "of another kind")
-    return BrokenShard(f"{path} is {kind}, expected a regular file; put the file itself there")
+def _refuse_others(path: Path | str, mode: int) -> None:
+    """Raise BrokenShard for what is no regular file."""
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.filemode(mode)[0], "a file of another kind")
+        raise BrokenShard(path=path, found=kind, expected="a regular file; put the file itself there")
 
 
 def refuse_fifos(folder: Path) -> None:
-    """That a folder holds no FIFO, device or socket, which a library would wait for; nothing is opened.
+    """Check that a folder holds no FIFO, device or socket, which a library would wait for.
 
     What cannot be looked at is left to those who open it. Raises BrokenShard naming the file.
     """
@@ -96,8 +93,8 @@ def refuse_fifos(folder: Path) -> None:
         for entry in entries:
             with contextlib.suppress(OSError):
                 mode = entry.stat().st_mode
-                if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-                    raise _no_regular_file(Path(entry.path), mode)
+                if not stat.S_ISDIR(mode):
+                    _refuse_others(entry.path, mode)
 
 
 class ReadFile:
@@ -110,8 +107,8 @@ class ReadFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle, found = _opened(path)
-        self.num_bytes = found.st_size
+        self._handle = open_regular(path)
+        self.num_bytes = self.status().st_size
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +211,7 @@ def close_read(handle: int) -> None:
 
 
 def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
-    """All bytes of a file, of which there may be ``max_bytes``. One stat and, mostly, one read.
+    """Return all bytes of a file, of which there may be ``max_bytes``.
 
     Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it is no regular
     file or too large, ReadWriteError where the file system fails.
@@ -225,19 +222,18 @@ def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
 def read_with_status(path: Path | str, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
     """``read_regular``, and what the file system says of the very file that was read."""
     try:  # not errors_named: of 10,000 manifests it would take a tenth of the time
-        handle, found = _opened(path)
-        num_bytes = found.st_size
+        handle = open_regular(path)
         try:
-            if num_bytes > max_bytes:
-                raise BrokenShard(f"{path} has {num_bytes} bytes, expected at most {max_bytes}")
-            parts: list[bytes] = []
-            num_left = num_bytes
-            while num_left > 0 and (part := os.read(handle, num_left + 1)):  # reads may be short
-                parts.append(part)
-                num_left -= len(part)
+            found = os.fstat(handle)
+            if found.st_size > max_bytes:
+                expected = f"at most {max_bytes}"
+                raise BrokenShard(path=path, found=f"{found.st_size} bytes", expected=expected)
+            content = os.read(handle, found.st_size + 1)
+            while len(content) < found.st_size and (more := os.read(handle, found.st_size - len(content))):
+                content += more  # reads may be short
+            return content, found
         finally:
-            os.close(handle)
-        return b"".join(parts), found
+            close_read(handle)
     except NOT_THERE:
         raise
     except OSError as error:
@@ -286,18 +282,33 @@ def stamp_file(path: Path) -> FileStamp:
 
 
 def size_of_file(path: Path) -> int | None:
-    """Bytes of a file, None where it is not there. Raises ReadWriteError where that cannot be known."""
-    return _unless_missing(path, lambda: path.stat().st_size, None)
+    """Return a file's bytes, None where it is not there. Raises ReadWriteError where it cannot be known."""
+    status = _status_of(path)
+    return None if status is None else status.st_size
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is there. Raises ReadWriteError where that cannot be known."""
-    return _unless_missing(path, lambda: stat.S_ISDIR(path.stat().st_mode), False)
+    """Return whether a folder is there. Raises ReadWriteError where that cannot be known."""
+    status = _status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def _status_of(path: Path) -> os.stat_result | None:
+    try:  # not errors_named, which takes as long as the stat
+        return os.stat(path)  # noqa: PTH116 - a Path's takes twice as long
+    except NOT_THERE:
+        return None
+    except OSError as error:
+        raise _read_error(path, error) from error
 
 
 def names_in(folder: Path) -> list[str]:
-    """Names of what is in a folder, sorted; none where there is no such folder. Raises ReadWriteError."""
-    return _unless_missing(folder, lambda: sorted(os.listdir(folder)), [])  # noqa: PTH208  10^5 Paths take 1 s
+    """Return the names in a folder, sorted; none where there is no such folder. Raises ReadWriteError."""
+    try:
+        with errors_named(folder):
+            return sorted(os.listdir(folder))  # noqa: PTH208 - 10^5 Paths take 1 s
+    except NOT_THERE:
+        return []
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
@@ -355,14 +366,6 @@ def append_bytes(path: Path, data: bytes) -> None:
         os.write(handle, data)
     finally:
         os.close(handle)
-
-
-def _unless_missing(path: Path, read: Callable[[], T], missing: T) -> T:
-    try:
-        with errors_named(path):
-            return read()
-    except NOT_THERE:
-        return missing
 
 
 @contextlib.contextmanager

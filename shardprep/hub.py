@@ -23,8 +23,7 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
     if os.path.isfile(model_id):  # noqa: PTH113 - Path.is_file() would raise
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
         raise NotFound(
-            f"model_id {model_id} is a file, expected the folder of a tokenizer.json; "
-            f"pass {folder} as model_id",
+            f"model_id {model_id} is a file, expected the folder of a tokenizer.json; pass {folder}",
             path=model_id,
             expected="the folder of a tokenizer.json",
             remedy=folder,
@@ -37,8 +36,7 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
     try:
         return Path(snapshot_download(model_id, allow_patterns=_FILES)), model_id
     except Exception as error:  # of the network, of the hub, of the disk
-        cause = error.__cause__ or error
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
+        reason = words_of_fault(error.__cause__ or error)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if isinstance(found := try_to_load_from_cache(model_id, name), str):
             return Path(found).parent, str(Path(found).parent)
@@ -47,21 +45,16 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
 
 def no_tokenizer(model_id: str, reason: str) -> NotFound:
     """Return the error of a model without a usable tokenizer, with what to type."""
-    if os.path.isdir(model_id) or not _NAME.fullmatch(model_id):  # noqa: PTH112 - Path.is_dir() would raise
-        where, todo = f"in the folder {model_id}", ""
-    else:
-        where = f"for {model_id!r}, which is no folder here, on the hub or in its cache"
+    where, todo = f"in the folder {model_id}", ""
+    if not os.path.isdir(model_id) and _NAME.fullmatch(model_id):  # noqa: PTH112 - Path.is_dir() would raise
+        where = f"for {model_id}, here or on the hub"
         todo = (
             ", or a model's name on the hub. If the model is gated: hf auth login. Without a network, run "
             f"this elsewhere: hf download {model_id} --include '*.json' --include '*.jinja' --local-dir MODEL"
         )
-    return NotFound(
-        f"no usable tokenizer was found {where} ({reason}); expected a folder with a tokenizer.json{todo}; "
-        "pass that folder as model_id",
-        path=model_id,
-        found=reason,
-        expected="a folder with a tokenizer.json",
-    )
+    expected = "a folder with a tokenizer.json"
+    message = f"no usable tokenizer was found {where} ({reason}); expected {expected}{todo}"
+    return NotFound(message, path=model_id, found=reason, expected=expected)
 
 
 def is_library_fault(error: BaseException) -> bool:

@@ -9,6 +9,8 @@ _STRIPE = "one flag names the layout: --stripe N[,SIZE][,POOL], or --stripe '-c 
 
 _PEEK = "peek takes addresses, such as 3:17, FILE:BYTE or id:ID, or --random; the report names the sources"
 
+_BATCHES = "a batch is what 512 KiB of text hold; export DATASET_BATCH_SIZE=N limits its documents"
+
 FLAGS = {  # by their names, or by command and name where another command has a flag of this name
     "--stripe_size": _STRIPE,
     "--stripe_pool": _STRIPE,
@@ -22,7 +24,14 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "doctor --input_dir": "shardprep plan --dry_run looks at the input and tells the cost",
     "doctor --num_shards": "shardprep plan --dry_run looks at the input and tells the cost",
     "--existing_files_keep_theirs": "new files alone: lfs setstripe ... DATA, see docs/lustre.md",
+    "--batch_size": _BATCHES,
+    "--writer_batch_size": _BATCHES,
+    "--messages_field": "--text_field names the field of the messages, too, with --record chat",
     "--num_readers": "docs/lustre.md says which layout to choose; --stripe sets it",
+    "--fix_text": "plan --transform FILE: docs/inputs.md has the function",
+    "--normalize": "plan --transform FILE: docs/inputs.md has the function",
+    "--min_chars": "plan --transform FILE: docs/inputs.md has the function",
+    "--max_chars": "plan --transform FILE: docs/inputs.md has the function",
     "--crcs": "verify and stage compare hashes; Lustre has checksums of its own on the wire",
     "--keep_fields": "--id_field keeps an id of each document, by which its record is found in the input",
     "--longest": _PEEK,
@@ -33,17 +42,27 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "--text": "the report is a page for a browser, or --json",
     "--card": "the report is a page for a browser, or --json",
     "--lang": "the report is in English",
+    "--num_examples": "shardprep peek DATA ADDRESS shows documents; DATA/quarantine names those left out",
     "--auto": "plan says what the shards cost; give --cpus_per_task, --mem_gb and --time_min",
     "--metrics": "status --json is for programs, see docs/status_json.md",
     "--exclude_shards": "name the shards that are to be read, as a list or a pattern",
     "--limit_bytes": "stage copies a whole data set; plan smaller ones",
     "--recheck": "shardprep verify DIR reads a staged copy again",
     "--find": "peek DATA ADDRESS shows a document; where DATA --state FILE --step N names those of a step",
+    "--qos": "set SBATCH_QOS, or pass --sbatch_args '--qos=NAME'",
+    "--constraint": "set SBATCH_CONSTRAINT, or pass --sbatch_args '--constraint=NAME'",
+    "submit --exclude": "pass --sbatch_args '--exclude=NODES'",
+    "retry --exclude": "pass --sbatch_args '--exclude=NODES'",
+    "--max_rounds": "--until_done sends what failed again at most five times",
+    "--max_attempts": "name the shards: retry DATA --shards IDS sends them however often they failed",
+    "--lines": "logs prints the path of each log: tail -n 100 PATH",
     "--withdrawn": "where DATA --state FILE --step N names the documents that a step saw",
     "--global_batch_size": "where takes the loader's settings from the checkpoint: --state FILE",
 }
 
 COMMANDS = {
+    "withdraw": "blank DATA --ids FILE --output NEW makes a data set without these documents",
+    "rewrite": "blank DATA --ids FILE --output NEW, or plan anew with --exclude FILE",
     "restore": "bring files back with lfs hsm_restore, see docs/lustre.md",
 }
 

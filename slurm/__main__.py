@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardprep.command_line import Command, Program, add_flags_of, given_words
-from slurm.request import FLAG_GROUPS, JobRequest
+from shardprep.format.submissions import FLAG_GROUPS, JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,6 @@ def _cancel_flags(parser: argparse.ArgumentParser) -> None:
 def _logs_flags(parser: argparse.ArgumentParser) -> None:
     _folder_flag(parser)
     parser.add_argument("shard_id", type=int, help="which shard, from 0")
-    parser.add_argument("--lines", type=int, default=20, help="lines to show from the end of each log")
 
 
 def _sending_flags(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +39,8 @@ def _sending_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_of(parser, JobRequest, groups=FLAG_GROUPS)
     shards = "shards per task (default: 1, more if the site's limits require it)"
     parser.add_argument("--shards_per_task", type=int, help=shards)
-    parser.add_argument("--shards", help="only these, such as 0-9,12 (default: all)")
+    text = "only these, such as 0-9,12, however often they failed (default: all)"
+    parser.add_argument("--shards", help=text)
     parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
     parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
     parser.add_argument(
@@ -48,14 +48,10 @@ def _sending_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave a small job on the cluster that submits failed shards again and then writes a report",
     )
-    rounds = "with --until_done, how many times to submit failed shards again"
-    parser.add_argument("--max_rounds", type=int, default=5, help=rounds)
 
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
     _sending_flags(parser)
-    attempts = "leave out a shard that failed this many times in the same way"
-    parser.add_argument("--max_attempts", type=int, default=3, help=attempts)
     parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
 
 
@@ -70,19 +66,12 @@ def _status_flags(parser: argparse.ArgumentParser) -> None:
 def _report_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "What a data set holds, how it was made and how to make it again: a page for a browser, without "
-        "scripts or network. Reads every manifest once, and no shard."
+        "scripts or network. Reads every manifest, and no shard."
     )
     parser.add_argument("output_dir", type=Path, help="folder of the data set")
     text = "write this file (default: report.html in the current folder; with --json: print)"
     parser.add_argument("--output", type=Path, help=text)
     parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/report_json.md")
-    parser.add_argument(
-        "--num_examples",
-        type=int,
-        default=3,
-        help="documents shown with their beginning, of each source and of each reason to leave one out "
-        "(default: 3; 0: none)",
-    )
 
 
 # Modules are named, not imported: what a command needs is loaded when it is called.
@@ -109,7 +98,7 @@ PROGRAM = Program(
         "report": Command(
             summary="one page of the data set: what it holds, how it was made, how to make it again",
             add_flags=_report_flags,
-            run="slurm.report.report_data:report",
+            run="slurm.report:report",
         ),
         "cancel": Command(
             summary="cancel every job of this data set that waits or runs",

@@ -10,9 +10,9 @@ from shardprep.console import print_lines, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
-from slurm.commands import SlurmRefused, slurm_output, user_name
+from shardprep.format.submissions import append_event, user_name
+from slurm.commands import SlurmRefused, slurm_output
 from slurm.state import DatasetState, chosen_shards, find_state
-from slurm.submissions import append_event
 
 
 def cancel(args: argparse.Namespace) -> int:
@@ -46,32 +46,36 @@ def cancel(args: argparse.Namespace) -> int:
     return 0
 
 
+def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
+    """``--shards``: the tasks that make these shards, and no others in them."""
+    wanted = chosen_shards(args.output_dir, args.shards) or set()
+    chosen = set()
+    for shard_id in wanted:
+        for each in state.shards[shard_id].attempts:
+            if each.state not in ("running", "pending") or each.job is None:
+                continue
+            if not wanted.issuperset(each.shards):
+                all_shards = shards_text(id_ranges(each.shards))
+                raise UsageError(
+                    f"--shards {args.shards} names a part of a task: task {each.task} makes {all_shards}; "
+                    "name all of its shards"
+                )
+            chosen.add(each.task)
+    tasks = sorted(chosen, key=lambda task: tuple(map(int, task.split("_"))))
+    if tasks:
+        _warn_of_own_task(tasks)
+        _scancel(state, tasks)
+        append_event(args.output_dir, "cancel", jobs=tasks, shards=args.shards)
+    print_lines(f"cancelled: {', '.join(tasks)}" if tasks else f"none of them is queued; {state.summary}")
+    return 0
+
+
 def _warn_of_own_task(cancelled: Collection[str]) -> None:
     """Say it before scancel ends this process, too, and with it whatever it would still print."""
     job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
     task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
     if own := next((each for each in (job_id, task) if each in cancelled), None):
         say(f"warning: this runs in job {own}, which is one of {', '.join(cancelled)}, and ends with it")
-
-
-def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
-    """``--shards``: the tasks that make these shards, and no others in them."""
-    wanted = chosen_shards(args.output_dir, args.shards) or set()
-    tasks: dict[str, set[int]] = {}
-    for shard in state.shards:
-        for each in shard.attempts:
-            if each.state in ("running", "pending") and "_" in each.task:
-                tasks.setdefault(each.task, set()).add(shard.shard_id)
-    chosen = {task: ids for task, ids in tasks.items() if ids & wanted}
-    if more := {task: ids for task, ids in chosen.items() if not ids <= wanted}:
-        words = "; ".join(f"task {task} makes {shards_text(id_ranges(ids))}" for task, ids in more.items())
-        raise UsageError(f"--shards {args.shards} names a part of a task: {words}; name all of its shards")
-    if chosen:
-        _warn_of_own_task(chosen)
-        _scancel(state, list(chosen))
-        append_event(args.output_dir, "cancel", jobs=sorted(chosen), shards=args.shards)
-    print_lines(f"cancelled: {', '.join(chosen)}" if chosen else f"none of them is queued; {state.summary}")
-    return 0
 
 
 def _scancel(state: DatasetState, jobs: list[str], cluster: str | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import math
 import os
 import re
@@ -55,14 +54,6 @@ class SlurmMissing(SlurmAway):
     """Slurm's commands are not installed here."""
 
     exit_code = NotFound.exit_code
-
-
-def user_name() -> str:
-    """Return the name of who runs this, as Slurm tells it: a number where the machine has no name for it."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # no variable and no passwd entry, as in many containers; 3.13 raises OSError
-        return str(os.getuid())
 
 
 def slurm_answer(parse: Callable[[str], T], *command: str, cluster: str | None = None) -> T:

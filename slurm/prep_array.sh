@@ -2,24 +2,21 @@
 # One shard a task of a job array: task N makes shard N of the data set in DATA.
 #
 #   sbatch slurm/prep_array.sh                                     shards 0-9 into /data/processed
-#   sbatch --array=0-99 slurm/prep_array.sh DATA [worker's flags]     shards 0-99 of the plan in DATA
+#   sbatch --array=0-99 slurm/prep_array.sh DATA [worker's flags]  shards 0-99 of the plan in DATA
 #
-# No partition line: choose it by `sbatch --partition=amx-part ...` or SBATCH_PARTITION=amx-part.
-# `--array=0-99%20` runs 20 at once. Time and memory are the site's defaults: --time=, --mem=.
+# Choose a partition by `sbatch --partition=amx-part ...` or SBATCH_PARTITION. `--array=0-99%20` runs 20 at once.
 # `--signal=B:USR1@60` gives tasks a minute before the time limit instead of KillWait (30 s).
 #
-# Environment, all optional:
 #   SHARDPREP_SETUP       a file to source first: modules, conda, a virtual environment
 #   SHARDPREP_PYTHON      the interpreter (default: python, or else python3, where the worker runs)
 #   SHARDPREP_SRUN_ARGS   more arguments of srun, split at blanks: --container-image=... (pyxis)
 #   SHARDPREP_EXEC        put before the interpreter, split at blanks: apptainer exec image.sif
 #
-# Ends with the worker's exit code: 0 done; 2 usage, or no working package; 65 bad input; 66 no such
-# shard or input; 73, 74 cannot write, or read; 75 stopped, run me again; 78 another plan. Only missing
-# shards are made, so the same line again mends whatever went wrong. It never requeues itself.
+# It ends with the worker's exit code (docs/reference.md): 0 done; 75 stopped, run me again. Only missing shards
+# are made, so the same line again mends whatever went wrong. It never requeues itself.
 #
-# `shardprep submit DATA` runs this same script with a head of its own (see it with --dry_run), which sets
-# shardprep_command, the worker's arguments for this task, and shardprep_what, their name in messages.
+# `shardprep submit DATA` sends this script with another head (see it with --dry_run): shardprep_command is the
+# worker's arguments for this task, and shardprep_what their name in messages.
 #
 #SBATCH --job-name=shardprep
 #SBATCH --array=0-9
@@ -27,13 +24,14 @@
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=8
 #SBATCH --open-mode=append
-# Not logs/...: Slurm makes no folder, and a task whose log cannot be opened dies without a word. The
-# log begins here, in the folder of submission, and is moved to logs/ below.
+# Not logs/...: Slurm makes no folder, and a task whose log cannot be opened dies without a word. The log begins
+# in the folder of submission, and is moved to logs/ below.
 #SBATCH --output=shardprep-%A_%a.log
 set -euo pipefail
 
-node=${SLURMD_NODENAME:-$(uname -n)}
-refuse() { echo "shardprep: node $node: $*" >&2; exit 2; }
+node=${SLURMD_NODENAME:-$(uname -n)} task=${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-}}_${SLURM_ARRAY_TASK_ID:-0}
+say() { echo "shardprep: node $node: $*" >&2; }
+refuse() { say "$@"; exit 2; }
 
 if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]]; then
   again=$(printf '%q ' "$(realpath -- "$0")" "$@")
@@ -42,17 +40,16 @@ if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]];
   [[ -n ${shardprep_what:-} ]] || { again="--array=0-9 $again"; (($#)) || again+=DATA; }
   refuse "not a task of a job array, so no shard to make; type: sbatch ${again% }"
 fi
-# The log moves by rename: the file stays the same, so what Slurm itself still writes (time limit, memory)
-# goes along. Another file system under logs/ would need a copy and lose that: then it stays where it is.
-task=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}_${SLURM_ARRAY_TASK_ID:-0}
+
+# The log moves by rename: what Slurm itself still writes (time limit, memory) goes along. Where logs/ is on another
+# file system it stays, as a copy would lose that. A restart must not overwrite what the run before left.
 log=shardprep-$task.log
 if [[ $log -ef /proc/self/fd/1 ]]; then # else --output= was given: the user knows better
   if mkdir -p logs && [[ $(stat -Lc %d logs) = $(stat -c %d .) ]]; then
-    # A task that Slurm started again must not overwrite what its earlier run left.
-    [[ ! -e logs/$log ]] || mv "logs/$log" "logs/shardprep-$task.before-restart-${SLURM_RESTART_COUNT:-0}.log"
+    [[ ! -e logs/$log ]] || mv "logs/$log" "logs/${log%.log}.before-restart-${SLURM_RESTART_COUNT:-0}.log"
     mv "$log" "logs/$log"
   else
-    echo "shardprep: logs/ cannot be made, or is on another file system: the log stays in $PWD/$log" >&2
+    say "logs/ cannot be made, or is on another file system: the log stays in $PWD/$log"
   fi
 fi
 
@@ -60,71 +57,55 @@ fi
 place=(--output_dir /data/processed)
 if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
 [[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
+what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
 
-# The record of this attempt, in DATA/jobs/attempts: what began and how it ended, for `shardprep status`. The
-# worker removes it when all is made, as srun may end with 0 where its node failed. Nothing of it stops the work.
+# The record of this attempt, for `shardprep status` (shardprep/format/attempts.py): what Slurm told this task, and
+# how it ended. The worker removes it when all is made. Whatever goes wrong with it, the work goes on.
 unset SHARDPREP_ATTEMPT
 record="" stage="set-up" killed_by="" stop_signal="" stopped=""
-now() { printf '%(%s)T' -1; }
 begin_record() {
-  local root=${shardprep_folder:-${place[1]}} plan="" path=/proc/$$/fd/1 log=""
-  { read -rN 400 plan <"$root/plan.json" || true; } 2>/dev/null
-  [[ $plan =~ \"plan_id\":\ ?\"([0-9a-f]+)\" ]] || return 0
-  plan=${BASH_REMATCH[1]}
-  [[ ! -f $path ]] || log=$(readlink "$path")
-  [[ $root = /* ]] || root=$PWD/$root
-  path=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
+  local root=${shardprep_folder:-${place[1]}} plan folder log=""
+  plan=$(head -c 400 "$root/plan.json" | sed -n 's/.*"plan_id": *"\([0-9a-f]*\)".*/\1/p') || true
+  [[ -n $plan ]] || return 0
+  [[ ! -f /proc/$$/fd/1 ]] || log=$(readlink "/proc/$$/fd/1")
+  folder=$(realpath -s -- "$root")/jobs/attempts
+  record=$folder/$task.r${SLURM_RESTART_COUNT:-0}
   # A link in a data set of somebody else may lead to a file of this user's.
-  [[ ! -L $root/jobs && ! -L $root/jobs/attempts && ! -L $path ]] || return 0
-  { exec {record}>>"$path"; } 2>/dev/null ||
-    { mkdir -p "$root/jobs/attempts" && exec {record}>>"$path"; } 2>/dev/null || { record=""; return 0; }
-  SHARDPREP_ATTEMPT=$path
-  cat >&"$record" <<END || true
-begin
-by=${shardprep_by:-sbatch}
-plan_id=$plan
-identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}
-shards=${shards-${SLURM_ARRAY_TASK_ID:-}}
-job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}
-index=${SLURM_ARRAY_TASK_ID:-0}
-num_restarts=${SLURM_RESTART_COUNT:-0}
-user=${SLURM_JOB_USER:-${USER:-}}
-node=$node
-time=$(now)
-end_time=${SLURM_JOB_END_TIME:-}
-num_cpus=${SLURM_CPUS_PER_TASK:-1}
-mem_mb=${SLURM_MEM_PER_NODE:-$((${SLURM_MEM_PER_CPU:-0} * ${SLURM_CPUS_PER_TASK:-1}))}
-partition=${SLURM_JOB_PARTITION:-}
-account=${SLURM_JOB_ACCOUNT:-}
-qos=${SLURM_JOB_QOS:-}
-log=${log//$'\n'/?}
-END
+  [[ ! -L ${folder%/*} && ! -L $folder && ! -L $record ]] && { [[ -d $folder ]] || mkdir -p "$folder"; } &&
+    { echo begin
+      env | grep -E '^SLURM(D_NODENAME|_(ARRAY_|RESTART_|JOB_|CPUS_PER_|MEM_PER_)[A-Z_]*)='
+      printf '%s\n' "by=${shardprep_by:-sbatch}" "plan_id=$plan" "shards=${shards-${SLURM_ARRAY_TASK_ID:-}}" \
+        "identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}" "time=$(date +%s)" \
+        "log=${log//$'\n'/?}"
+    } >>"$record" || record=""
 } 2>/dev/null
-# shellcheck disable=SC2317
+# shellcheck disable=SC2317  # the trap calls it
 end_record() {
   local code=$1
   set +e
   [[ -n $record ]] || { ((code)) && begin_record; } # the worker may have made the plan meanwhile
-  [[ -z $record ]] || printf '%s\n' end "time=$(now)" "exit_code=$code" "stage=$stage" "killed_by=$killed_by" \
-    "signal=$stop_signal" "stopped=$stopped" >&"$record"
-  # Before 24.11 a task is not told its time limit, which a retry asks for again.
-  [[ -z $record || -n ${SLURM_JOB_END_TIME:-} || $code = 0 ]] ||
-    printf 'limit=%s\n' "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l)" >&"$record"
+  [[ -f $record && ! -L $record ]] || return
+  { printf '%s\n' end "time=$(date +%s)" "exit_code=$code" "stage=$stage" "killed_by=$killed_by" \
+      "signal=$stop_signal" "stopped=$stopped"
+    # Before 24.11 a task is not told its time limit, which a retry asks for again.
+    [[ -n ${SLURM_JOB_END_TIME:-} || $code = 0 ]] ||
+      echo "limit=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%l)"
+  } >>"$record"
 } 2>/dev/null
 trap 'end_record $?' EXIT
 begin_record
 ((${SLURM_NTASKS:-1} == 1 && ${SLURM_JOB_NUM_NODES:-1} == 1)) ||
-  refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same shard" \
-    "${SLURM_ARRAY_TASK_ID:-}; leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
+  refuse "${SLURM_NTASKS:-1} tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: each would make the same $what;" \
+    "leave out --ntasks and --nodes, and use more array indices and --cpus-per-task"
 
-# Signals. On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches
-# this shell alone. Either way the worker is told by USR1, the one that srun passes on: given TERM, srun
-# kills the task at once, and its temporary file would stay.
-srun_pid="" num_signals=0 what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
+# On scancel, preemption and time limit Slurm itself sends the worker TERM; `--signal=B:` reaches this shell alone.
+# Either way the worker is told by USR1, which srun passes on: given TERM, srun kills the task at once, and its
+# temporary file would stay.
+srun_pid="" num_signals=0
 # shellcheck disable=SC2317  # the traps call it
 pass_on() {
-  num_signals=$((num_signals + 1)) stop_signal=$1 stopped=${stopped:-$(now)}
-  echo "shardprep: node $node: $1, telling $what to stop" >&2
+  num_signals=$((num_signals + 1)) stop_signal=$1 stopped=${stopped:-$(date +%s)}
+  say "$1, telling $what to stop"
   [[ -n $srun_pid ]] || exit 75
   kill -USR1 "$srun_pid" 2>/dev/null || true
 }
@@ -137,7 +118,7 @@ source_setup() {
     refuse "SHARDPREP_SETUP=$SHARDPREP_SETUP is no readable file (seen from $PWD); mend the path or unset it"
   set +euo pipefail
   # shellcheck source=/dev/null
-  source "$(realpath -- "$SHARDPREP_SETUP")" || echo "shardprep: $SHARDPREP_SETUP ended with status $?" >&2
+  source "$(realpath -- "$SHARDPREP_SETUP")" || say "$SHARDPREP_SETUP ended with status $?"
   set -euo pipefail
 }
 [[ -z ${SHARDPREP_SETUP:-} ]] || source_setup
@@ -146,8 +127,7 @@ stage=start
 read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
 read -ra container <<<"${SHARDPREP_EXEC:-}"
 
-# This runs where the worker will: inside srun, and inside the container. The current folder is looked into last:
-# it may have a preprocess.py, or a random.py, of its own. An old Python must be able to read its own refusal.
+# These two run where the worker will: inside srun, and inside the container.
 # shellcheck disable=SC2016  # srun's shell expands it
 launch='python=$1 start=$2; shift 2
 [ -n "$python" ] || python=$(command -v python || command -v python3) || python=python3
@@ -155,27 +135,25 @@ command -v "$python" >/dev/null || {
   echo "shardprep: node ${SLURMD_NODENAME:-$(uname -n)}: no $python here;" \
     "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
 exec "$python" -c "$start" "$@"'
+# The current folder is looked into last: it may have a preprocess.py, or a random.py, of its own. An old Python must
+# be able to read its own refusal.
 start='import sys
 from importlib.util import find_spec
 sys.path[:] = [place for place in sys.path if place]
 if not find_spec("preprocess"):
     sys.path.append("")
-found, why = find_spec("preprocess"), ""
+found = find_spec("preprocess")
 missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
-if sys.version_info < (3, 10):
-    why = "is too old, 3.10 is needed"
-elif found is None:
-    why = "cannot import the package preprocess"
-elif not found.submodule_search_locations or not find_spec("preprocess.plan"):
-    where = found.origin or list(found.submodule_search_locations)[0]
-    why = "finds %s in place of the package preprocess; rename it" % where
-elif missing:
-    why = "cannot import " + ", ".join(missing)
-if why:
+# To look for preprocess.plan runs preprocess: not if that is a script.
+if not (found and found.submodule_search_locations and find_spec("preprocess.plan")):
+    missing.insert(0, "preprocess.plan")
+if missing or sys.version_info < (3, 10):
     import os, platform
-    facts = (os.environ.get("SLURMD_NODENAME") or platform.node(), sys.executable, platform.python_version(), why)
-    sys.stderr.write("shardprep: node %s: python %s (%s) %s; install shardprep for this python (pip install), or set "
-        "SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment\n" % facts)
+    facts = (os.environ.get("SLURMD_NODENAME") or platform.node(), sys.executable, platform.python_version(),
+        ", ".join(missing) or "-", found.origin or list(found.submodule_search_locations)[0] if found else "nowhere")
+    sys.stderr.write("shardprep: node %s: python %s (%s) is no Python 3.10 with shardprep: not found: %s; preprocess is "
+        "found at: %s; install shardprep for this python (pip install), or set SHARDPREP_PYTHON, or SHARDPREP_SETUP to "
+        "a file that activates its environment\n" % facts)
     sys.exit(2)
 import runpy
 runpy.run_module("preprocess", run_name="__main__", alter_sys=True)'
@@ -185,7 +163,7 @@ runpy.run_module("preprocess", run_name="__main__", alter_sys=True)'
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" SLURM_DISTRIBUTION SLURM_EXACT SLURM_OVERLAP
 [[ -z ${SLURM_MEM_PER_CPU:-} || -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE
 
-[[ -z $record ]] || export SHARDPREP_ATTEMPT # behind the set-up: only the worker may remove it
+[[ -z $record ]] || export SHARDPREP_ATTEMPT=$record # behind the set-up: only the worker may remove it
 # srun does not inherit --cpus-per-task. --export=ALL: also after `sbatch --export=NONE`.
 srun --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --export=ALL ${srun_args[@]+"${srun_args[@]}"} \
   ${container[@]+"${container[@]}"} sh -c "$launch" sh "${SHARDPREP_PYTHON:-}" "$start" \
@@ -195,16 +173,15 @@ srun_pid=$! stage=work
 # A trapped signal ends `wait` before its time; only a wait that none ended has the worker's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 if ((rc == 255)); then # the worker has no such code
-  echo "shardprep: node $node: $what did not start: srun failed, its words are above" >&2
+  say "$what did not start: srun failed, its words are above"
   rc=75 stage=start
-fi
-# Above 128 a signal killed it, and Slurm mangles such codes. Whatever it had not finished does not count.
-((rc < 128)) || {
+elif ((rc >= 128)); then # killed by a signal, and Slurm mangles such codes. What was not finished does not count.
   why="by signal $((rc - 128)) (9 is often memory: try a larger --mem)"
   ((num_signals == 0)) || why="before it could clean up"
   ((num_signals)) || killed_by=$((rc - 128))
-  echo "shardprep: node $node: $what was killed $why; the same sbatch line makes it again" >&2
+  say "$what was killed $why; the same sbatch line makes it again"
   rc=75
-}
-((rc == 0)) && [[ -z ${shardprep_what:-} ]] || echo "shardprep: node $node: $what ended with exit code $rc" >&2
+fi
+if ((rc)) || [[ -n ${shardprep_what:-} ]]; then say "$what ended with exit code $rc"; fi
+! declare -F shardprep_end >/dev/null || shardprep_end "$rc" # of a verify job
 exit "$rc"

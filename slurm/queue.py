@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from preprocess.attempts import AttemptRecord
+from shardprep.format.attempts import AttemptRecord
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from slurm.commands import SlurmAway, SlurmRefused, read_config, seconds_of, slurm_answer, user_name
+from shardprep.format.submissions import Submission, user_name
+from slurm.commands import SlurmAway, SlurmRefused, read_config, seconds_of, slurm_answer
 from slurm.script import CONTROL, JOB_NAME, names_begin
-from slurm.submissions import Submission
 
 _WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
 _WAITING |= {"RESV_DEL_HOLD"}
@@ -52,30 +50,35 @@ _REASONS = (
     ("Resources", "the next free nodes are for it", ""),
     ("Priority", "other jobs go before it", ""),
     ("JobArrayTaskLimit", "as many run at once as --max_parallel allows", ""),
-    ("JobHeldUser|job requeued in held", "held; scontrol release lets it go on", "release"),
     ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
     ("launch failed requeued held", "held, as its node could not start it (a prolog failed?)", "release"),
-    ("JobHoldMaxRequeue|ReservationDeleted", "held; scontrol release lets it go on", "release"),
+    (
+        "JobHeld|job requeued in held|JobHoldMax|ReservationDel",
+        "held; scontrol release lets it go on",
+        "release",
+    ),
     ("BeginTime", "its start time has not come; one that was started again waits a little", ""),
     ("DependencyNever", "the job that it waits for failed: cancel, and submit anew", "cancel"),
     ("Dependency", "it waits for another job", ""),
-    ("ReqNodeNotAvail", "the nodes that it needs are down, drained or reserved; sinfo -R", ""),
-    ("Nodes required for job", "the nodes that it needs are down, drained or reserved; sinfo -R", ""),
-    ("PartitionDown", "the partition is down; ask an administrator", ""),
-    ("PartitionInactive", "the partition is inactive; ask an administrator", ""),
-    ("PartitionNodeLimit", f"no job of this size may ever run in the partition: {_LESS}", "cancel"),
+    ("ReqNodeNotAvail|Nodes required", "the nodes that it needs are down, drained or reserved; sinfo -R", ""),
+    ("PartitionDown|PartitionInactive", "the partition is down or inactive; ask an administrator", ""),
     ("PartitionTimeLimit", f"the partition allows no job so long: {_LESS} --time_min", "cancel"),
-    ("PartitionConfig", f"no node of the partition is so large: {_LESS}", "cancel"),
-    ("BadConstraints", "no node has what is asked for: cancel, and change --constraint", "cancel"),
+    ("PartitionNodeLimit|PartitionConfig", f"no node of the partition is so large: {_LESS}", "cancel"),
+    (
+        "BadConstraints",
+        "no node has what is asked for: cancel, and ask for others (SBATCH_CONSTRAINT)",
+        "cancel",
+    ),
     ("Reservation", "its reservation has not begun", ""),
-    ("InvalidAccount|AccountNotAllowed", "the account may not be used: change --account", "cancel"),
-    ("InvalidQOS|QOSNotAllowed", "the QOS may not be used: change --qos", "cancel"),
+    (
+        "Invalid(Account|QOS)|(Account|QOS)NotAllowed",
+        "the account or QOS may not be used: change --account or SBATCH_QOS",
+        "cancel",
+    ),
     (r"(Assoc|QOS)\w*(PerJob|MaxWall)", f"the account or QOS allows no job so large: {_LESS}", "cancel"),
     (r"(Assoc|QOS)Grp\w*RunMin", "the account or QOS has as much running as it allows", ""),
     (r"(Assoc|QOS)Grp\w*Minutes", "the hours of the account or QOS are used up: change them", "cancel"),
-    ("Assoc", "a limit of the account is reached", ""),
-    ("QOS", "a limit of the QOS is reached", ""),
-    ("MaxMem", "a limit of memory is reached", ""),
+    ("Assoc|QOS|MaxMem", "a limit of the account, the QOS or of memory is reached", ""),
 )
 
 
@@ -148,14 +151,6 @@ _FIELDS = {
     "Name": "name", "WorkDir": "work_dir", "Command": "command",
 }  # fmt: skip
 _NUM_NEEDED = 14  # up to the name
-_READERS: dict[str, Callable[[str], Any]] = {  # of the fields that are no plain texts
-    "state": lambda text: text.split(" ")[0],  # CANCELLED by 0
-    "num_restarts": int,
-    "start_time": _local_time,
-    "exit_code": _exit_code,
-    "elapsed_s": lambda text: seconds_of(text) or 0,
-    "command": lambda text: text.removesuffix("|"),
-}
 
 
 def parse_queue(text: str) -> list[Job]:
@@ -168,10 +163,16 @@ def parse_queue(text: str) -> list[Job]:
         values = line.split("|", len(_FIELDS) - 1)
         if len(values) < _NUM_NEEDED:
             raise ValueError(f"{len(values)} of {_NUM_NEEDED} fields in {line[:200]!r}")
-        named = zip(_FIELDS.values(), values, strict=False)
-        facts = {name: _READERS.get(name, str)(value) for name, value in named if name}
+        facts: dict[str, Any] = dict(zip(_FIELDS.values(), values, strict=False))
+        del facts[""]
         if not re.fullmatch(r"[0-9]{1,10}", facts["job_id"]):
             raise ValueError(f"a job id of {facts['job_id'][:40]!r}")
+        facts["state"] = facts["state"].split(" ")[0]  # CANCELLED by 0
+        facts["num_restarts"] = int(facts["num_restarts"])
+        facts["start_time"] = _local_time(facts["start_time"])
+        facts["exit_code"] = _exit_code(facts["exit_code"])
+        facts["elapsed_s"] = seconds_of(facts["elapsed_s"]) or 0
+        facts["command"] = facts.get("command", "").removesuffix("|")
         jobs += [Job(**{**facts, "index": index}) for index in _indices(facts["index"])]
     return jobs
 
@@ -214,16 +215,8 @@ class Queue:
     cluster: str = ""  # which one answered
     config: dict[str, str] = field(default_factory=dict)  # of the controller
 
-    def job_of(self, record: AttemptRecord) -> Job | None:
-        """Return what Slurm says of the task of an attempt, in whatever way the task was submitted.
-
-        squeue shows the last start of a task alone.
-        """
-        job = self._by_task.get(record.key)
-        return job if job and job.num_restarts == record.num_restarts else None
-
-    @cached_property
-    def _by_task(self) -> dict[tuple[str, int], Job]:
+    def tasks(self) -> dict[tuple[str, int], Job]:
+        """Return job and index, as a record names its task -> the last start of the task."""
         return {job.key: job for job in self.jobs.values()}
 
 
@@ -244,21 +237,17 @@ def find_queue(
     recorded = {job.job_id for sent in submissions for job in sent.jobs}
     plain = {each.key: each for each in open_records if each.job_id not in recorded}
     users = {me, *(each.user for each in (*submissions, *foreign)), *(each.user for each in plain.values())}
-    users.discard("")
-    with ThreadPoolExecutor(4) as pool:
-        has_sent = bool(submissions or foreign)
-        read = pool.submit(read_config) if has_sent and not config else None
-        asked = [pool.submit(jobs_of_user, user) for user in sorted(users)]
-        config = read.result() if read else config
-        here = [job for each in asked for job in each.result()]
+    here = [job for user in sorted(users - {""}) for job in jobs_of_user(user)]
     own = [each for each in here if each.user == me and each.is_live and each.job_id not in recorded]
-    if not config and any(each.command.endswith(_SCRIPT) for each in own):
+    if not config and (submissions or foreign or any(each.command.endswith(_SCRIPT) for each in own)):
         config = read_config()
     queue = Queue(cluster=config.get("ClusterName", ""), config=config)
+
+    # Jobs of submissions, each on the cluster that took it.
     for cluster in sorted({each.cluster for each in (*submissions, *foreign)}):
-        jobs = here
         there = [each for each in submissions if each.cluster == cluster]
         copied = [each for each in foreign if each.cluster == cluster]
+        jobs = here
         if cluster not in ("", queue.cluster):
             try:
                 names = sorted({each.user for each in (*there, *copied)})
@@ -270,52 +259,51 @@ def find_queue(
                 continue
         for sent in there:
             queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, jobs)}
-        queue.foreign += [job.job_id for sent in copied for job in _jobs_of(sent, jobs) if job.is_live]
+        for sent in copied:
+            queue.foreign += [job.job_id for job in _jobs_of(sent, jobs) if job.is_live]
     if re.search(r"\b(jobs|all)\b", config.get("PrivateData", "")):
         seen = {number for number, _, _ in queue.jobs}
         for sent in submissions:
             if sent.user != me and sent.number not in seen:
                 queue.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
-    tasks = _plain_tasks(folder, plain, here, own, config.get("SLURM_VERSION", "0"))
-    queue.jobs |= {(PLAIN, *each.key): each for each in tasks}
-    known = {each.job_id for each in tasks}
+
+    # Tasks of plain sbatch: those of records without an end, and this user's that wait to make a shard.
+    # squeue from 23 on shows a script without its arguments: a task is known once one of its array began.
+    shows_words = int(config.get("SLURM_VERSION", "0").partition(".")[0]) < 23
+    began = {(each.job_id, each.user): each.began for each in plain.values()}
+    own_keys = {each.key for each in own}
+    for job in here:
+        record = plain.get(job.key)
+        is_recorded = record is not None and record.user == job.user
+        if not is_recorded and job.key not in own_keys:
+            continue
+        has_words = shows_words or " " in job.command
+        if is_recorded or (has_words and _makes_shard_of(job, folder)) or _is_same_array(job, began):
+            queue.jobs[PLAIN, job.job_id, job.index] = job
+
+    # Jobs of ours that no record names, by their names.
+    known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
     begin = names_begin(folder, plan_id)
     copies = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in foreign)
-    for each in sorted(own, key=lambda each: int(each.job_id)):
-        if each.job_id in known:
+    for job in sorted(own, key=lambda each: int(each.job_id)):
+        if job.job_id in known:
             continue
-        if each.name.startswith(begin):
-            known.add(each.job_id)
-            others = queue.strays if "JobHeldUser" in each.reason else queue.unrecorded
-            (queue.controllers if each.name.endswith(CONTROL) else others).append(each.job_id)
-        elif each.name.endswith(CONTROL) and each.name.startswith(copies):
-            queue.foreign.append(each.job_id)
+        known.add(job.job_id)
+        if job.name.startswith(begin):
+            if job.name.endswith(CONTROL):
+                queue.controllers.append(job.job_id)
+            elif "JobHeldUser" in job.reason:
+                queue.strays.append(job.job_id)
+            else:
+                queue.unrecorded.append(job.job_id)
+        elif job.name.endswith(CONTROL) and job.name.startswith(copies):
+            queue.foreign.append(job.job_id)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue
 
 
-def _plain_tasks(
-    folder: Path,
-    records: Mapping[tuple[str, int], AttemptRecord],
-    jobs: Iterable[Job],
-    own: Sequence[Job],
-    version: str,
-) -> list[Job]:
-    """The tasks of plain sbatch: those of attempts without an end, and this user's own that make a shard."""
-    tasks = [each for each in jobs if each.key in records and each.user == records[each.key].user]
-    keys = {each.key for each in tasks}
-    began = {(each.job_id, each.user): each.began for each in records.values()}
-    # squeue from 23 on shows the script without its arguments: a task is known once one of its array began.
-    has_words = int(version.partition(".")[0]) < 23
-    for each in own:
-        is_typed = (has_words or " " in each.command) and _makes_shard_of(each, folder)
-        if each.key not in keys and (is_typed or _is_same_array(each, began)):
-            tasks.append(each)
-    return tasks
-
-
-def _is_same_array(task: Job, began: Mapping[tuple[str, str], float]) -> bool:
-    """Whether other tasks of its array have begun for this data set, after it was submitted.
+def _is_same_array(task: Job, began: dict[tuple[str, str], float]) -> bool:
+    """Return whether tasks of its array have begun for this data set, after it was submitted.
 
     A later submission of the same id is of a controller that lost its state. Clocks may differ by minutes.
     """
@@ -324,7 +312,7 @@ def _is_same_array(task: Job, began: Mapping[tuple[str, str], float]) -> bool:
 
 
 def _makes_shard_of(task: Job, folder: Path) -> bool:
-    """Whether it is a task of ``sbatch slurm/prep_array.sh FOLDER``. squeue joins the words by blanks."""
+    """Return whether it is a task of ``sbatch slurm/prep_array.sh FOLDER``; squeue joins words by blanks."""
     script, _, words = task.command.partition(" ")
     if not script or (Path(script).name != _SCRIPT and task.name != JOB_NAME):
         return False
@@ -342,7 +330,7 @@ def _makes_shard_of(task: Job, folder: Path) -> bool:
 
 
 def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:
-    """The jobs that are of a submission. One that was started again has a later time."""
+    """Return the jobs that are of a submission. One that was started again has a later time."""
     own = {job.job_id: job for job in submission.jobs}
     found = []
     for job in jobs:

@@ -17,32 +17,23 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from preprocess.attempts import AttemptRecord
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
-from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError, UsageError
+from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError
+from shardprep.format.attempts import AttemptRecord
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
+from shardprep.format.submissions import COMMANDS, JOBS_FOLDER, JobRequest, append_event
 from shardprep.own_packages import HOME
+from slurm.causes import NODE_FAIL, OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.commands import ask_patiently, minutes_of
-from slurm.request import COMMANDS, JobRequest, with_variables
-from slurm.send import Sending, check_recorded, leave_controller, prepare, send_prepared
+from slurm.send import Groups, check_recorded, leave_controller, send_groups, with_variables
 from slurm.site import check_folder, find_site
-from slurm.state import (
-    NODE_FAIL,
-    OUT_OF_MEMORY,
-    TIMEOUT,
-    DatasetState,
-    Shard,
-    chosen_shards,
-    find_state,
-    reason_to_leave,
-    remedy_of,
-)
+from slurm.state import DatasetState, Shard, chosen_shards, find_state, reason_to_leave
 from slurm.status import wait_for_jobs
-from slurm.submissions import JOBS_FOLDER, append_event
 
 REPORT_NAME = "report.html"
+_MOST_ROUNDS = 5  # of --until_done: times that what failed is sent again
 _TOGETHER_S = 600.0  # Slurm finds nodes of one power cut up to SlurmdTimeout (300 s) apart
 _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
 
@@ -60,27 +51,27 @@ def retry(args: argparse.Namespace) -> int:
 def _retry(args: argparse.Namespace) -> int:
     changes = with_variables(given_of(args, JobRequest))
 
-    def look() -> DatasetState:
+    def find() -> DatasetState:
         return find_state(args.output_dir, need_plan(args.output_dir))
 
-    def prepared() -> tuple[DatasetState, Sending | None]:
-        state = ask_patiently(look) if args.until_done else look()  # nobody else would ask again
-        return state, _prepare_retry(args, state, changes)
+    def look() -> tuple[DatasetState, Groups]:
+        state = ask_patiently(find) if args.until_done else find()  # nobody else would ask again
+        return state, shards_to_retry(args, state, changes)
 
-    state, sending = prepared()
+    state, groups = look()
     if args.until_done and not args.dry_run:
         request = _trusted(state, _base_request(state), changes)
-        if sending is None and not state.ids("running", "pending"):
+        if not groups and not state.ids("running", "pending"):
             return _end(state, _why_not_verified(args, state), request)
-        if args.round > args.max_rounds:
+        if args.round > _MOST_ROUNDS:
             missing = shards_text(id_ranges(state.ids("failed", "not submitted")))
-            rounds = counted(args.max_rounds, "round")
-            return _end(state, f"not made after {rounds} (--max_rounds): {missing}", request)
-        if sending is None:
+            rounds = counted(_MOST_ROUNDS, "round")
+            return _end(state, f"not made after {rounds}: {missing}", request)
+        if not groups:
             leave_controller(args, state, request)
             return 0
-    if sending is not None:
-        return send_prepared(args, sending, prepared)
+    if groups:
+        return send_groups(args, state, groups, look)
     num_left = len(state.ids("failed"))
     left_words = f"{counted(num_left, 'shard')} left as {'it is' if num_left == 1 else 'they are'}, "
     print_lines(f"nothing to retry: {left_words if num_left else ''}{state.summary}")
@@ -89,8 +80,8 @@ def _retry(args: argparse.Namespace) -> int:
     return ReadWriteError.exit_code if num_left else 0
 
 
-def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[str, Any]) -> Sending | None:
-    """What is missing and not queued, each as its failure asks.
+def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict[str, Any]) -> Groups:
+    """Return what is missing and not queued, by what the failures of these shards ask for.
 
     ``changes`` are the request's fields that the user gave; they win over what a cause would change.
     """
@@ -103,20 +94,19 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
             path=state.folder,
             remedy=f"shardprep submit {quoted(state.folder)}",
         )
-    if args.max_attempts < 1:
-        raise UsageError(f"--max_attempts is {args.max_attempts}, expected 1 or more")
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
     if goes_on := [each.shard_id for each in wanted if each.state in ("running", "pending")]:
         named = shards_text(id_ranges(goes_on))
         say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
     again = []
     for shard in wanted:
-        if why := reason_to_leave(shard, args.max_attempts, changes):
+        # A controller has the shards of the first submission, which nobody names anew.
+        if why := reason_to_leave(shard, changes, is_named=shard_ids is not None and not args.until_done):
             say(f"left: shard {shard.shard_id:05d}: {shard.cause}; {why}; {remedy_of(shard.cause or '')}")
         elif shard.state in ("failed", "not submitted"):
             again.append(shard)
     if not again:
-        return None
+        return []
     base = _base_request(state)
     max_mem_mb = find_site(_trusted(state, base, changes).partition).max_mem_mb
     nodes = failing_nodes(state.records.own)
@@ -126,11 +116,11 @@ def _prepare_retry(args: argparse.Namespace, state: DatasetState, changes: dict[
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
-    return prepare(state, list(groups.items()), args.shards_per_task, until_done=args.until_done)
+    return list(groups.items())
 
 
 def _base_request(state: DatasetState) -> JobRequest:
-    """The newest submission's request; without one what a plain task had."""
+    """Return the newest submission's request; without one what a plain task had."""
     if state.submissions:
         return _without_dependency(state.submissions[-1].arrays[0].request)
     plain = [each for each in state.records.own if each.job_id and each.num_cpus]
@@ -143,7 +133,7 @@ def _base_request(state: DatasetState) -> JobRequest:
         qos=had.qos or None,
         cpus_per_task=had.num_cpus or 1,
         mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
-        time_min=had.time_min or minutes_of(had.limit),
+        time_min=had.time_min or minutes_of(had.time_limit),
     )
 
 
@@ -180,23 +170,22 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
 def retry_request(
     shard: Shard, base: JobRequest, max_mem_mb: int | None, failing: Sequence[str] = ()
 ) -> JobRequest:
-    """The last attempt's request, with what its failure asks for.
+    """Return the last attempt's request, with what its failure asks for.
 
     Memory is doubled after OUT_OF_MEMORY, up to ``max_mem_mb`` (of the largest node; None if not known), time
     is doubled after TIMEOUT, and the nodes in ``failing`` are excluded.
     """
     last = shard.attempts[-1] if shard.attempts else None
-    array = last.array if last else None
+    array, record, cause = (last.array, last.record, shard.cause) if last else (None, None, None)
     request = _without_dependency(array.request) if array else base
-    if last and last.cause == OUT_OF_MEMORY:
-        mem_mb = array.mem_mb if array else last.record.mem_mb if last.record else None
-        if mem_mb:
-            mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
-            if request.mem_per_cpu_gb is None:
-                request = request.changed(mem_gb=round(mem_gb, 3))
-            else:
-                request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
-    if last and last.cause == TIMEOUT:
+    mem_mb = array.mem_mb if array else record.mem_mb if record else None
+    if cause == OUT_OF_MEMORY and mem_mb:
+        mem_gb = min(2 * mem_mb, max_mem_mb or 2 * mem_mb) / 1024
+        if request.mem_per_cpu_gb is None:
+            request = request.changed(mem_gb=round(mem_gb, 3))
+        else:
+            request = request.changed(mem_per_cpu_gb=round(mem_gb / (request.num_cpus or 1), 3))
+    if cause == TIMEOUT and last:
         # Somebody may have given it more meanwhile (scontrol update timelimit=); a plain task told no limit.
         given, had = (array and array.time_min) or 0, round(last.elapsed_s / 60)
         if had - given <= _LATE_KILL_MIN:
@@ -209,13 +198,13 @@ def retry_request(
     return request
 
 
-def failing_nodes(attempts: Iterable[AttemptRecord], at_least: int = 2) -> list[str]:
-    """Nodes that went down alone ``at_least`` times, with tasks of this data set: a retry leaves them out.
+def failing_nodes(records: Iterable[AttemptRecord], at_least: int = 2) -> list[str]:
+    """Return nodes that went down alone ``at_least`` times, with tasks of this data set: a retry avoids them.
 
     What ended within ten minutes of the one before is one incident: a node that goes down takes all its tasks
     with it. A power cut takes many nodes at once; that is nobody's fault, and none would be left.
     """
-    failed = [each for each in attempts if each.stopped_by in (NODE_FAIL, "node failure") and each.node]
+    failed = [each for each in records if each.stopped_by == NODE_FAIL and each.node]
     incidents: list[set[str]] = []
     last_s = float("-inf")
     for ended, node in sorted((each.ended or each.began, each.node) for each in failed):
@@ -239,14 +228,13 @@ def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
         return "verify fails, its words are in this log" if code else ""
     words = []
     for cause, shards in state.failed_by_cause().items():
-        why = reason_to_leave(shards[0], args.max_attempts, {}) or "left out"
+        why = reason_to_leave(shards[0], {}) or "left out"
         ids = id_ranges(each.shard_id for each in shards)
         words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
     wanted = chosen_shards(args.output_dir, args.shards)
     if wanted is not None and not missing & wanted:
-        words.append(
-            f"made are {shards_text(args.shards)}, as asked for; {shards_text(id_ranges(missing))} are not"
-        )
+        others = shards_text(id_ranges(missing))
+        words.append(f"made are {shards_text(args.shards)}, as asked for; {others} are not")
     return "; ".join(words) or "shards are missing that may run where it cannot be seen"
 
 

@@ -15,19 +15,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from preprocess.attempts import folder_identity
 from shardprep.errors import UsageError
+from shardprep.format.attempts import LOGS_FOLDER, folder_identity
+from shardprep.format.submissions import JobRequest
 from shardprep.own_packages import HOME
 from slurm.commands import REQUEST_VARIABLES
-from slurm.request import JobRequest
 
 JOB_NAME = "shardprep"
 VERIFY, CONTROL = "-verify", "-control"  # end the names of such jobs
-LOG_FOLDER = "logs"  # in DATA/jobs
 
 
 def names_begin(folder: Path, plan_id: str) -> str:
-    """What the names of all jobs of a data set begin with, before the number of the submission.
+    """Return what the names of all jobs of a data set begin with, before the number of the submission.
 
     It has the plan's id and the folder's identity, as a copy of the data set has the same plan.
     """
@@ -37,7 +36,7 @@ def names_begin(folder: Path, plan_id: str) -> str:
 def controller_script(
     folder: Path, name: str, command: str, request: JobRequest, *, time_min: int | None
 ) -> str:
-    """The script of a job that runs ``command``, which needs Slurm's commands: in no container."""
+    """Return the script of a job that runs ``command``, which needs Slurm's commands: in no container."""
     small = request.changed(
         cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1, time_min=time_min
     )
@@ -48,7 +47,7 @@ def controller_script(
 
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
-    """The script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
+    """Return the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
 
     A task of one shard is the plain worker; several are ``run DATA --shards``. ``name``: of the job.
     Raises UsageError for values that cannot stand in a script.
@@ -80,7 +79,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
 def verify_script(
     folder: Path, name: str, num_shards: int, request: JobRequest, *, time_min: int | None = None
 ) -> str:
-    """The script of the job that runs ``verify DATA`` when the arrays have ended, however they did.
+    """Return the script of the job that runs ``verify DATA`` when the arrays have ended, however they did.
 
     In its log stands "shardprep: verified 1000 shards of DATA" then, or "shardprep: not verified: 1000 ...".
     """
@@ -94,23 +93,21 @@ def verify_script(
     ]
     head += [f"shardprep_notify={shlex.quote(request.notify)}"] if request.notify else []
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'verify-%j')}"]
-    first, _, last = _script(options, small, head).rpartition(_LAST_LINES)
-    return f"{first}{_VERIFY_END}{_LAST_LINES}{last}"
+    return _script(options, small, [*head, _VERIFY_END])
 
 
-# What a verify job's script has before its last lines: a line to grep, and whom to tell.
-_VERIFY_END = """SHARDPREP_RESULT=verified
-((rc == 0)) || SHARDPREP_RESULT="not verified:"
-echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
-export SHARDPREP_RESULT=${SHARDPREP_RESULT%:} SHARDPREP_EXIT_CODE=$rc
-[[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" ||
-  echo "shardprep: node $node: --notify ended with exit code $?" >&2
-"""
-_LAST_LINES = "((rc == 0)) && [["
+# What prep_array.sh calls at its end: a line to grep, and whom to tell.
+_VERIFY_END = """shardprep_end() {
+  export SHARDPREP_RESULT=verified SHARDPREP_EXIT_CODE=$1
+  (($1 == 0)) || SHARDPREP_RESULT="not verified:"
+  echo "shardprep: $SHARDPREP_RESULT $shardprep_verified" >&2
+  SHARDPREP_RESULT=${SHARDPREP_RESULT%:}
+  [[ -z ${shardprep_notify:-} ]] || bash -c "$shardprep_notify" || say "--notify ended with exit code $?"
+}"""
 
 
 def _settings(request: JobRequest) -> dict[str, str]:
-    """The script's SHARDPREP_ variables; the Python is the environment's or this one.
+    """Return the script's SHARDPREP_ variables; the Python is the environment's or this one.
 
     A container or a set-up file brings its own Python, so then this one is not named.
     """
@@ -126,11 +123,11 @@ def _log_pattern(folder: Path, name: str) -> str:
             f"{folder} has a backslash, with which Slurm puts no job's number into a log's name; rename "
             "the folder, or submit through a link of another name"
         )
-    return f"{str(folder).replace('%', '%%')}/jobs/{LOG_FOLDER}/{name}.log"
+    return f"{str(folder).replace('%', '%%')}/{LOGS_FOLDER}/{name}.log"
 
 
 def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) -> str:
-    """``prep_array.sh`` with another head, behind which it begins with its first command."""
+    """Return ``prep_array.sh`` with another head, behind which it begins with its first command."""
     prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
     first = "set -euo pipefail\n"
     options = ["--open-mode=append", *options, *request.sbatch_options()]

@@ -17,19 +17,30 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import lustre
-from preprocess.attempts import LOGS_FOLDER, folder_identity
-from preprocess.plan.cost_estimate import estimate_of
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
-from shardprep.errors import ShardprepError
+from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import make_subfolder, publish_bytes
-from shardprep.format.names import id_ranges
+from shardprep.format.attempts import LOGS_FOLDER, folder_identity
+from shardprep.format.names import MAX_SHARDS, id_ranges
+from shardprep.format.submissions import (
+    JOBS_FOLDER,
+    MEMORY_FIELDS,
+    JobArray,
+    JobRequest,
+    SentJob,
+    Submission,
+    SubmittedMeanwhile,
+    append_event,
+    publish_submission,
+    with_changes,
+)
 from slurm.commands import (
     REQUEST_VARIABLES,
     SlurmAway,
@@ -39,21 +50,22 @@ from slurm.commands import (
     minutes_of,
     slurm_answer,
     slurm_output,
-    user_name,
 )
-from slurm.request import JobRequest, with_variables
 from slurm.script import CONTROL, VERIFY, array_script, controller_script, names_begin, verify_script
-from slurm.site import Site, TooManyTasks, check_folder, check_script, find_site, refusal, tasks_of_shards
+from slurm.site import (
+    Site,
+    TooManyTasks,
+    check_folder,
+    check_script,
+    find_site,
+    refusal,
+    tasks_of_shards,
+)
 from slurm.state import DatasetState, chosen_shards, find_state
 from slurm.status import wait_for_jobs
-from slurm.submissions import (
-    JOBS_FOLDER,
-    JobArray,
-    Submission,
-    SubmittedMeanwhile,
-    append_event,
-    publish_submission,
-)
+
+Groups = list[tuple[JobRequest, list[int]]]
+"""Shards that are to be sent, by what their tasks ask for."""
 
 _RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
 _MOST_SUBMITTERS = 5  # of one data set at the same time, before this one gives up
@@ -70,29 +82,44 @@ def submit(args: argparse.Namespace) -> int:
     if args.dry_run:
         for name, value in given.items():
             say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")
-
-    def prepared() -> tuple[DatasetState, Sending | None]:
-        shard_ids = chosen_shards(args.output_dir, args.shards)
-        return prepare_submit(
-            args.output_dir,
-            request,
-            args.shards_per_task,
-            shard_ids=shard_ids,
-            dry_run=args.dry_run,
-            until_done=args.until_done,
-        )
-
+    look = partial(missing_shards, args, request)
     try:
-        state, sending = prepared()
+        state, groups = look()
     except SlurmMissing as error:
         error.remedy = f"shardprep run {quoted(args.output_dir)}"
         raise
-    if sending is not None:
-        return send_prepared(args, sending, prepared)
+    if groups:
+        return send_groups(args, state, groups, look)
     print_lines(f"nothing to submit: {state.summary}")
     if args.until_done and not args.dry_run:
         leave_controller(args, state, request)
     return wait_for_jobs(args.output_dir) if args.wait and not args.dry_run else 0
+
+
+def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the user gave by flags, or else by sbatch's and prep_array.sh's own variables.
+
+    A set-up file's path becomes absolute. Raises UsageError for a time or memory that cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for name, variable in REQUEST_VARIABLES.items():
+        text = os.environ.get(variable)
+        if not text or name in flags:
+            continue
+        value: Any = text
+        if name in ("time_min", *MEMORY_FIELDS):
+            value = minutes_of(text) if name == "time_min" else (megabytes_of(text) or 0) / 1024
+            if not value:
+                expected = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
+                raise UsageError(
+                    f"{variable} is {text!r:.60}, expected a value such as {expected}; "
+                    f"unset it, or give the flag --{name} too"
+                )
+        found[name] = value
+    given = with_changes(found, flags)
+    if given.get("setup"):
+        given["setup"] = os.path.abspath(os.path.expanduser(given["setup"]))  # noqa: PTH100, PTH111 - text
+    return given
 
 
 def _fitted_to_nodes(request: JobRequest) -> JobRequest:
@@ -107,67 +134,57 @@ def _fitted_to_nodes(request: JobRequest) -> JobRequest:
     return request.changed(cpus_per_task=most)
 
 
-def prepare_submit(
-    folder: Path,
-    request: JobRequest,
-    shards_per_task: int | None,
-    *,
-    shard_ids: Container[int] | None = None,
-    dry_run: bool = False,
-    until_done: bool = False,
-) -> tuple[DatasetState, Sending | None]:
-    """Check everything and choose the missing shards that are not queued; None where there are none.
+def missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[DatasetState, Groups]:
+    """Check the folder, and choose the missing shards that are not queued.
 
-    ``shard_ids``: no others, and these also where it cannot be seen whether they run. A dry run only says so
-    where Slurm gives no answer, and goes on without what Slurm would know.
+    --shards: no others, and these also where it cannot be seen whether they run. A dry run only says so where
+    Slurm gives no answer, and goes on without what Slurm would know.
     """
+    folder, wanted = args.output_dir, chosen_shards(args.output_dir, args.shards)
     plan = check_folder(folder, request)
-    state = find_state(folder, plan, if_away=_warn_of_dry_run if dry_run else None)
+    state = find_state(folder, plan, if_away=_warn_of_dry_run if args.dry_run else None)
     check_recorded(state)
     if queued := state.ids("running", "pending"):
         say(f"{counted(len(queued), 'shard')} wait or run already: {id_ranges(queued)}")
     missing = state.ids("failed", "not submitted")
     unseen = state.ids("not visible")
-    if shard_ids is not None or (dry_run and state.queue.away):
+    if wanted is not None or (args.dry_run and state.queue.away):
         missing, unseen = sorted([*missing, *unseen]), []
     if unseen:
         say(
             f"left out: {len(unseen)} shards may wait or run where it cannot be seen from here "
             f"({state.why_not_visible()}); if they do not: --shards {id_ranges(unseen)}"
         )
-    if shard_ids is not None:
-        missing = [shard_id for shard_id in missing if shard_id in shard_ids]
-    if not missing:
-        return state, None
-    for line in _room_lines(state, missing):
-        say(line)
-    groups = [(request, missing)]
-    return state, prepare(state, groups, shards_per_task, dry_run=dry_run, until_done=until_done)
+    if wanted is not None:
+        missing = [shard_id for shard_id in missing if shard_id in wanted]
+    if missing:
+        _tell_room(state, missing)
+    return state, [(request, missing)] if missing else []
 
 
 def _warn_of_dry_run(error: SlurmAway) -> None:
     say(f"warning: {error}. What is queued, and what this site allows, is left out of this dry run")
 
 
-def _room_lines(state: DatasetState, shard_ids: Sequence[int]) -> list[str]:
-    """What these shards need against quotas and free space; empty off Lustre, where nothing is asked.
+def _tell_room(state: DatasetState, shard_ids: Sequence[int]) -> None:
+    """Say what these shards need against quotas and free space; nothing off Lustre. Never raises.
 
-    The need is measured on a sample of the input, as planning did: a second or two of CPU. Never raises.
+    The need is that of the shards that are done, by bytes of input; before any is done, at least the input's.
     """
     if lustre.why_not_usable(state.folder):
-        return []
-    try:
-        whole = estimate_of(state.plan, state.folder).output_bytes
-    except (ShardprepError, OSError) as error:
-        return [f"note: whether the shards will fit cannot be told: {error}"]
+        return
+    done = state.made.done.values()
+    input_bytes = sum(each.input_bytes for each in done)
     sizes = state.plan.shard_bytes()
-    part = sum(sizes[shard_id] for shard_id in shard_ids) / max(1, sum(sizes))
-    need = lustre.Need(num_bytes=round(whole * part), num_shards=len(shard_ids))
-    return lustre.space_lines(state.folder, need)
+    num_bytes = sum(sizes[shard_id] for shard_id in shard_ids)
+    if input_bytes:
+        num_bytes = round(num_bytes * sum(each.tar_bytes for each in done) / input_bytes)
+    for line in lustre.space_lines(state.folder, lustre.Need(num_bytes=num_bytes, num_shards=len(shard_ids))):
+        say(line)
 
 
 def check_recorded(state: DatasetState) -> None:
-    """Raises SlurmRefused where jobs run of which nobody can say what they make: it would be made twice."""
+    """Raise SlurmRefused where jobs run of which nobody can say what they make: it would be made twice."""
     if state.queue.unrecorded:
         raise SlurmRefused(
             f"jobs {', '.join(state.queue.unrecorded)} of this data set wait or run, and no file in "
@@ -176,126 +193,20 @@ def check_recorded(state: DatasetState) -> None:
         )
 
 
-def prepare(
-    state: DatasetState,
-    groups: Sequence[tuple[JobRequest, list[int]]],
-    shards_per_task: int | None,
-    *,
-    most_tasks: int | None = None,
-    dry_run: bool = False,
-    until_done: bool = False,
-) -> Sending:
-    """Preflight of every group, of shards that are asked for in the same way. Writes and submits nothing.
-
-    ``most_tasks``: of each array, where Slurm is known to take no more. With ``until_done`` the verify job
-    notifies nobody: the controller does, when all is over.
-    """
-    name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}"
-    arrays: list[ArrayToSend] = []
-    cluster, limit = "", None
-    for request, shard_ids in groups:
-        site = None
-        try:
-            site = find_site(request.partition)
-        except SlurmAway as error:
-            if not dry_run:
-                raise
-            _warn_of_dry_run(error)
-        per_task = shards_per_task
-        if request.num_cpus is None and site and per_task is None:
-            per_task = site.max_cpus  # a process on each of the node's CPUs
-        array = _fitting_array(state.folder, name, request, shard_ids, per_task, site, most_tasks)
-        arrays.append(array)
-        if site:
-            cluster, limit = site.cluster, site.max_time_min
-    request = groups[0][0]
-    verify_min = _verify_min(state, request, limit)
-    quiet = request.changed(notify=None) if until_done else request
-    verify = verify_script(state.folder, name + VERIFY, state.plan.num_shards, quiet, time_min=verify_min)
-    return Sending(
-        state=state,
-        groups=groups,
-        shards_per_task=shards_per_task,
-        arrays=arrays,
-        verify=verify,
-        cluster=cluster,
-    )
-
-
-def _fitting_array(
-    folder: Path,
-    name: str,
-    request: JobRequest,
-    shard_ids: Sequence[int],
-    shards_per_task: int | None,
-    site: Site | None,
-    most_tasks: int | None,
-) -> ArrayToSend:
-    """Return an array that Slurm takes: its tasks are made larger until ``sbatch --test-only`` agrees.
-
-    Raises SlurmRefused where it takes none.
-    """
-    wanted = -(-len(shard_ids) // (shards_per_task or 1))
-    most, why = most_tasks or wanted, "of a submit limit"
-    if site and site.max_array_size < most:
-        most, why = site.max_array_size, "of MaxArraySize"
-    while True:
-        tasks = tasks_of_shards(shard_ids, most, shards_per_task)
-        script = array_script(folder, name, tasks, request)
-        try:
-            if site:
-                check_script(request, script, site)
-            break
-        except TooManyTasks:
-            if len(tasks) == 1:
-                raise
-            most, why = len(tasks) // 2, "of a submit limit"
-    if len(tasks) < wanted:
-        num_shards = -(-len(shard_ids) // len(tasks))
-        tasks_text = counted(len(tasks), "task")
-        say(f"{len(shard_ids)} shards become {tasks_text} of up to {num_shards} each, because {why}")
-    return ArrayToSend(request, tasks, script)
-
-
-def _verify_min(state: DatasetState, request: JobRequest, limit: int | None) -> int | None:
-    """Return the time limit of a verify job: of all bytes, where a task's limit is for a shard."""
-    if request.time_min is None:
-        return None
-    num_bytes = sum(state.plan.shard_bytes())
-    wanted = request.time_min + math.ceil(num_bytes / _VERIFIED_BYTES_PER_S / 60)
-    return min(wanted, limit or wanted)
-
-
-class ArrayToSend(NamedTuple):
-    """A job array before it is submitted, its script as sbatch will get it."""
-
-    request: JobRequest
-    tasks: list[str]
-    script: str
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Sending:
-    """What one command is about to send."""
+    """What one command is about to send; checked, and rendered as sbatch will get it."""
 
     state: DatasetState
-    groups: Sequence[tuple[JobRequest, list[int]]]
-    shards_per_task: int | None
-    arrays: list[ArrayToSend]
+    arrays: list[tuple[JobRequest, list[str], str]]  # request, tasks, script
     verify: str  # script of the verify job
+    controller: str  # script of the job of --until_done, or ""
     cluster: str
-    controller: str = ""  # script of the job of --until_done
 
     @property
     def scripts(self) -> list[str]:
         """Return the scripts in the order in which they are sent."""
-        return [*(array.script for array in self.arrays), self.verify, *filter(None, [self.controller])]
-
-    def with_fewer_tasks(self) -> Sending:
-        """Return the same shards in half as many tasks. Raises SlurmRefused where Slurm takes none."""
-        most = max(len(array.tasks) for array in self.arrays) // 2
-        until_done = bool(self.controller)
-        return prepare(self.state, self.groups, self.shards_per_task, most_tasks=most, until_done=until_done)
+        return [*(script for _, _, script in self.arrays), self.verify, *filter(None, [self.controller])]
 
     def send(self) -> tuple[Submission, str]:
         """Submit the arrays held, a verify job after them and what is queued already, and the controller.
@@ -312,15 +223,15 @@ class Sending:
             if self.controller:
                 # Here, not behind the release: a limit of jobs that leaves no room for it is met in time.
                 after = f"--dependency=afterany:{':'.join(job_ids)}"
-                controller = submit_script(self.controller, after, known=job_ids)
+                controller = submit_script(self.controller, after)
                 job_ids.append(controller)
             publish_submission(self.state.folder, submission)
         except BaseException as error:
             if job_ids:
                 with contextlib.suppress(ShardprepError):
                     slurm_output("scancel", *job_ids)
-            if isinstance(error, SlurmRefused) and max(len(array.tasks) for array in self.arrays) > 1:
-                raise refusal(error) from None
+            if isinstance(error, SlurmRefused):
+                raise refusal(error, max(len(tasks) for _, tasks, _ in self.arrays)) from None
             raise
         # For people: Slurm has copies of its own, and forgets them.
         for job_id, script in zip(job_ids, self.scripts, strict=True):
@@ -339,7 +250,7 @@ class Sending:
                 here = [f"--clusters={self.cluster}"]
 
         def submitted(script: str, *options: str) -> dict[str, Any]:
-            job_ids.append(submit_script(script, "--hold", *here, *options, known=job_ids))
+            job_ids.append(submit_script(script, "--hold", *here, *options))
             return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
 
         arrays = []
@@ -347,7 +258,7 @@ class Sending:
             shown = submitted(script)
             del shown["user"]
             arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
-        verify_ids = {submission.verify_job_id for submission in self.state.submissions}
+        verify_ids = {submission.verify.job_id for submission in self.state.submissions}
         queued = [each for each in self.state.live_jobs().get(self.cluster, []) if each not in verify_ids]
         verify = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
         return Submission(
@@ -357,39 +268,82 @@ class Sending:
             user=verify["user"],
             submitted=round(time.time(), 3),
             arrays=arrays,
-            verify_job_id=job_ids[-1],
-            verify_name=verify["name"],
-            verify_submit_time=verify["submit_time"],
+            verify=SentJob(job_id=job_ids[-1], name=verify["name"], submit_time=verify["submit_time"]),
             identity=folder_identity(self.state.folder),
         )
 
 
-def send_prepared(
-    args: argparse.Namespace,
-    sending: Sending | None,
-    prepared: Callable[[], tuple[DatasetState, Sending | None]],
-) -> int:
-    """Send it; where somebody else submitted meanwhile, look again what is left to send."""
-    num_meanwhile = 0
-    while sending is not None:
-        if args.until_done:
-            controller = _controller(args, sending.state, sending.groups[0][0])
-            sending = replace(sending, controller=controller)
-        if args.dry_run:
-            print_lines(*"\n".join(sending.scripts).split("\n"))
-            return 0
+def prepare(args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int) -> Sending:
+    """Have Slurm test the script of every group. Writes and submits nothing. Raises SlurmRefused, SlurmAway.
+
+    ``most_tasks``: of each array, where Slurm is known to take no more.
+    """
+    folder, request = state.folder, groups[0][0]
+    name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
+    arrays, site = [], None
+    for asked, shard_ids in groups:
+        per_task, most = args.shards_per_task, most_tasks
         try:
+            site = find_site(asked.partition)
+            most = min(most, site.max_array_size)
+        except SlurmAway as error:
+            if not args.dry_run:
+                raise
+            _warn_of_dry_run(error)
+        if asked.num_cpus is None and site and per_task is None:
+            per_task = site.max_cpus  # a process on each of the node's CPUs
+        tasks = tasks_of_shards(shard_ids, most, per_task)
+        script = array_script(folder, name, tasks, asked)
+        if site:
+            check_script(asked, script, len(tasks), site)
+        arrays.append((asked, tasks, script))
+    # The controller notifies, when all is over.
+    quiet = request.changed(notify=None) if args.until_done else request
+    time_min = _verify_min(state, request, site)
+    num_shards = state.plan.num_shards
+    return Sending(
+        state=state,
+        arrays=arrays,
+        verify=verify_script(folder, name + VERIFY, num_shards, quiet, time_min=time_min),
+        controller=_controller(args, state, request, time_min) if args.until_done else "",
+        cluster=site.cluster if site else "",
+    )
+
+
+def _verify_min(state: DatasetState, request: JobRequest, site: Site | None) -> int | None:
+    """Return the time limit of a verify job: of all bytes, where a task's limit is for a shard."""
+    if request.time_min is None:
+        return None
+    num_bytes = sum(state.plan.shard_bytes())
+    wanted = request.time_min + math.ceil(num_bytes / _VERIFIED_BYTES_PER_S / 60)
+    return min(wanted, site.max_time_min or wanted) if site else wanted
+
+
+def send_groups(
+    args: argparse.Namespace,
+    state: DatasetState,
+    groups: Groups,
+    look: Callable[[], tuple[DatasetState, Groups]],
+) -> int:
+    """Send shards; where somebody else submitted meanwhile, ``look`` again what is left to send."""
+    most_tasks, num_meanwhile = MAX_SHARDS, 0
+    while groups:
+        try:
+            sending = prepare(args, state, groups, most_tasks)
+            if args.dry_run:
+                print_lines(*"\n".join(sending.scripts).split("\n"))
+                return 0
             submission, controller = sending.send()
+        except TooManyTasks as error:
+            most_tasks = error.num_tasks // 2
         except SubmittedMeanwhile as error:
             say(f"note: {error}")
             num_meanwhile += 1
             if num_meanwhile == _MOST_SUBMITTERS:
                 raise
-            _, sending = prepared()
-        except TooManyTasks:
-            sending = sending.with_fewer_tasks()
+            state, groups = look()
         else:
-            _tell(args, sending.state, submission, controller)
+            _tell(args, state, submission, controller)
             break
     else:
         print_lines("nothing more to submit")
@@ -398,11 +352,13 @@ def send_prepared(
 
 def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission, controller: str) -> None:
     """Write what was sent into the history, and say it."""
-    facts: dict[str, Any] = {
-        "number": submission.number,
-        "jobs": [job.job_id for job in submission.jobs],
-        "causes": state.causes_of(submission),
-    }
+    sent = {shard_id for array in submission.arrays for ids in array.shards_of_tasks() for shard_id in ids}
+    causes = {}
+    for cause, failed in state.failed_by_cause().items():
+        if again := [each.shard_id for each in failed if each.shard_id in sent]:
+            causes[cause] = id_ranges(again)
+    job_ids = [job.job_id for job in submission.jobs]
+    facts: dict[str, Any] = {"number": submission.number, "jobs": job_ids, "causes": causes}
     if controller:
         facts["controller"] = controller
         if args.command == "retry":
@@ -411,49 +367,56 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
     for array in submission.arrays:
         mem = "no memory limit" if array.mem_mb is None else f"{array.mem_mb} MB"
         limit = "no time limit" if array.time_min is None else f"{array.time_min} min"
-        shards = id_ranges(shard_id for ids in array.shards_of_tasks() for shard_id in ids)
+        ids = [shard_id for of_task in array.shards_of_tasks() for shard_id in of_task]
         tasks = counted(len(array.tasks), "task")
-        print_lines(f"job {array.job_id}: {tasks} of {mem}, {limit}, for {shards_text(shards)}")
-    print_lines(f"job {submission.verify_job_id}: verify, when they have ended")
+        if len(ids) > len(array.tasks):
+            tasks += f" of up to {-(-len(ids) // len(array.tasks))} shards"
+        print_lines(f"job {array.job_id}: {tasks}, {mem}, {limit}, for {shards_text(id_ranges(ids))}")
+    print_lines(f"job {submission.verify.job_id}: verify, when they have ended")
     if controller:
         _tell_controller(state, controller)
     if not args.wait:
         print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
 
 
-def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> str:
+def _controller(
+    args: argparse.Namespace, state: DatasetState, request: JobRequest, time_min: int | None
+) -> str:
     """Return the script of the job that looks at what became of the others, and goes on: --until_done."""
     is_retry = args.command == "retry"
-    flags = ["--max_rounds", args.max_rounds, "--round", args.round + 1 if is_retry else 1]
-    for name in ("max_attempts", "shards", "shards_per_task"):
+    flags = ["--round", args.round + 1 if is_retry else 1]
+    for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
     name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
-    limit = None
-    with contextlib.suppress(SlurmAway):
-        limit = find_site(request.partition).max_time_min
-    time_min = _verify_min(state, request, limit)  # it verifies, where no job has
     return controller_script(state.folder, name, shlex.join(map(str, command)), request, time_min=time_min)
 
 
 def leave_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
     """Leave a controller behind the jobs that wait or run, where there is none."""
-    own = os.environ.get("SLURM_JOB_ID")
-    if others := [each for each in state.queue.controllers if each != own]:
+    if others := _other_controllers(state):
         print_lines(f"job {others[0]} waits already to send again what fails (--until_done)")
         return
+    site = None
+    with contextlib.suppress(SlurmAway):
+        site = find_site(request.partition)
     job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
-    job_id = submit_script(_controller(args, state, request), *after)
+    # It verifies, where no job has.
+    job_id = submit_script(_controller(args, state, request, _verify_min(state, request, site)), *after)
     append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
     _tell_controller(state, job_id)
 
 
+def _other_controllers(state: DatasetState) -> list[str]:
+    own = os.environ.get("SLURM_JOB_ID")
+    return [each for each in state.queue.controllers if each != own]
+
+
 def _tell_controller(state: DatasetState, job_id: str) -> None:
     """Say what a new controller does, and cancel those before it: two would both send what fails."""
-    own = os.environ.get("SLURM_JOB_ID")
-    if before := [each for each in state.queue.controllers if each != own]:
+    if before := _other_controllers(state):
         with contextlib.suppress(ShardprepError):
             slurm_output("scancel", *before)
     print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
@@ -481,11 +444,12 @@ def release(job_ids: Sequence[str]) -> None:
             return
 
 
-def submit_script(script: str, *options: str, known: Sequence[str] = ()) -> str:
-    """Return the id of a new job; ``known``: the ids of this submission's other jobs.
+def submit_script(script: str, *options: str) -> str:
+    """Return the id of a new job.
 
     A site's sbatch may print a banner, so the id is looked for on the last line. Where it is not there, or no
-    answer came, a job that Slurm took all the same is found by its name and cancelled.
+    answer came, Slurm may have taken the job all the same. It waits, held: ``status`` names it, and
+    ``cancel`` finds it by its name.
     """
     try:
         said = slurm_output("sbatch", "--parsable", *options, text=script)
@@ -495,31 +459,15 @@ def submit_script(script: str, *options: str, known: Sequence[str] = ()) -> str:
         why = f"sbatch answered {last[:80]!r}, expected a job id on the last line (--parsable)"
     except SlurmAway as error:
         why = str(error)
-    raise SlurmAway(f"{why}. Nothing was recorded. {_cancel_by_name(script, known)}")
-
-
-def _cancel_by_name(script: str, known: Sequence[str]) -> str:
-    """Cancel this user's waiting job of the script's name, and say what was done."""
     name = re.findall(r"^#SBATCH --job-name=(.*)$", script, re.MULTILINE)[0]
-    asked = ("--noheader", f"--user={user_name()}", f"--name={name}", "--states=PENDING", "--format=%A")
-    try:
-        found = re.findall(r"^\s*([0-9]+)\s*$", slurm_output("squeue", *asked), re.MULTILINE)
-        if job_ids := sorted({*found} - {*known}):
-            slurm_output("scancel", *job_ids)
-            return f"job {' and job '.join(job_ids)} was cancelled before it began"
-    except ShardprepError as error:
-        return (
-            f"Whether a job is left could not be seen ({error}); if there is one it waits, held, and does "
-            f"nothing: squeue --me --name={name}, then scancel its number"
-        )
-    return (
-        f"No job of the name {name} is there; if the site renames jobs, one may wait, held: squeue --me, "
-        "then scancel its number"
+    raise SlurmAway(
+        f"{why}. Nothing was recorded. If Slurm took the job it waits, held, and does nothing: squeue --me "
+        f"--name={name}, then scancel its number"
     )
 
 
 def parse_job(text: str) -> dict[str, Any]:
-    """``scontrol --oneliner show job`` -> what Slurm made of a job: the fields of JobArray, and its user.
+    """Return the fields of JobArray, and the job's user, of ``scontrol --oneliner show job``.
 
     Raises ValueError where it is cut short or no job.
     """

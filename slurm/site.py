@@ -1,9 +1,8 @@
 """What is checked before anything is written or submitted: the data set's folder, and Slurm's own word.
 
-``check_folder`` looks at the data set, ``find_site`` asks for MaxArraySize and the partition's nodes,
-``tasks_of_shards`` fits the shards into one array, and ``check_script`` has ``sbatch --test-only`` judge the
-script. Limits of accounts, QOS and partitions are not read: Slurm refuses what is beyond them, or says why a
-job waits.
+``check_folder`` looks at the data set, ``find_site`` asks for MaxArraySize and the partition's nodes, and
+``check_script`` has ``sbatch --test-only`` judge the script. Limits of accounts, QOS and partitions are not
+read: Slurm refuses what is beyond them, or says why a job waits.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from shardprep.console import quoted, say
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
+from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import Plan, need_plan
+from shardprep.format.submissions import JOBS_FOLDER, JobRequest
 from shardprep.format.tokenizer_files import check_tokenizer_files
 from slurm.commands import SlurmRefused, minutes_of, read_config, slurm_answer, slurm_output
-from slurm.request import JobRequest
-from slurm.script import LOG_FOLDER
-from slurm.submissions import JOBS_FOLDER
 
 _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
 # Slurm's words for more jobs than MaxArraySize, a QOS or an account allows. It has the same words for a size
@@ -38,10 +35,16 @@ _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|
 class TooManyTasks(SlurmRefused):
     """Slurm takes no array of so many tasks; fewer, larger ones may do."""
 
+    num_tasks = 0  # of the largest array
 
-def refusal(error: SlurmRefused) -> SlurmRefused:
-    """Return the error, as TooManyTasks where that may be the cause."""
-    return TooManyTasks(str(error)) if _TOO_MANY.search(str(error)) else error
+
+def refusal(error: SlurmRefused, num_tasks: int) -> SlurmRefused:
+    """Return the error, as TooManyTasks where fewer tasks may be taken."""
+    if num_tasks < 2 or not _TOO_MANY.search(str(error)):
+        return error
+    found = TooManyTasks(str(error))
+    found.num_tasks = num_tasks
+    return found
 
 
 def check_folder(folder: Path, request: JobRequest) -> Plan:
@@ -51,18 +54,17 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)
-    jobs = folder / JOBS_FOLDER
-    for place in (folder, jobs, jobs / LOG_FOLDER):
+    for place in (folder, folder / JOBS_FOLDER, folder / LOGS_FOLDER):
         try:
             is_folder = stat.S_ISDIR(place.stat().st_mode)
-            if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
-                raise CannotWrite(f"{place} is a link; put a folder in its place")
         except FileNotFoundError:
             continue
         except OSError as error:
             raise CannotWrite(
                 f"{place} cannot be looked at ({error.strerror}); it must be a folder you can write to"
             ) from None
+        if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
+            raise CannotWrite(f"{place} is a link; put a folder in its place")
         if not (is_folder and os.access(place, os.W_OK | os.X_OK)):
             raise CannotWrite(
                 f"{place} is no folder that you can write to; for a group's data set its owner can type: "
@@ -82,32 +84,24 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     return plan
 
 
-class Nodes(NamedTuple):
-    """Nodes of one state and size."""
-
-    state: str
-    mem_mb: int
-    num_cpus: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """What a submission is fitted to: the largest array, and the partition's nodes."""
 
     cluster: str
     max_array_size: int  # it bounds the index, which is why arrays of ours begin at 0
-    nodes: list[Nodes]  # of the named or the default partition; empty where there is none of that name
+    nodes: list[tuple[str, int, int]]  # (state, MB, CPUs), of the named or the default partition
     max_time_min: int | None = None  # of a job in it; None for no limit
 
     @property
     def max_cpus(self) -> int | None:
         """Return the CPUs of the largest node."""
-        return max((each.num_cpus for each in self.nodes), default=None)
+        return max((num_cpus for _, _, num_cpus in self.nodes), default=None)
 
     @property
     def max_mem_mb(self) -> int | None:
         """Return the memory of the largest node."""
-        return max((each.mem_mb for each in self.nodes), default=None)
+        return max((mem_mb for _, mem_mb, _ in self.nodes), default=None)
 
 
 def find_site(partition: str | None) -> Site:
@@ -121,7 +115,7 @@ def find_site(partition: str | None) -> Site:
             # sinfo marks the default partition; a request may name several, separated by commas.
             is_asked = name.endswith("*") if partition is None else name.rstrip("*") in partition.split(",")
             if is_asked:
-                nodes.append(Nodes(state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
+                nodes.append((state, int(mem.rstrip("+")), int(cpus.rstrip("+"))))
                 limit = minutes_of(time)
         return Site(
             cluster=config.get("ClusterName", ""),
@@ -144,7 +138,7 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
     return [id_ranges(shard_ids[start:end]) for start, end in itertools.pairwise(bounds)]
 
 
-def check_script(request: JobRequest, script: str, site: Site) -> None:
+def check_script(request: JobRequest, script: str, num_tasks: int, site: Site) -> None:
     """Have Slurm test the script. Raises SlurmRefused, or TooManyTasks.
 
     Nodes that are drained or down come back: of these it is only said that jobs wait for them.
@@ -152,21 +146,14 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
     try:
         slurm_output("sbatch", "--test-only", text=script)
     except SlurmRefused as error:
-        fitting = [
-            each
-            for each in site.nodes
-            if each.mem_mb >= request.least_mem_gb * 1024 and each.num_cpus >= (request.num_cpus or 1)
-        ]
-        if fitting and all(_NODES_AWAY.search(each.state) for each in fitting):
+        mem_mb, num_cpus = request.least_mem_gb * 1024, request.num_cpus or 1
+        fitting = [node for node in site.nodes if node[1] >= mem_mb and node[2] >= num_cpus]
+        if fitting and all(_NODES_AWAY.search(state) for state, _, _ in fitting):
             say(
                 f"warning: {error}; the jobs wait until such nodes are back (sinfo -R says why they are away)"
             )
             return
-        has = f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB" if site.nodes else ""
-        kind, hint = type(refusal(error)), ""
-        if kind is TooManyTasks:
-            hint = "A limit of jobs? Wait for your others (squeue --me), or give another --qos or --account. "
-        raise kind(
-            f"{error}. Asked for: {shlex.join(request.sbatch_options())}{has}. {hint}"
-            "Nothing was written or submitted"
-        ) from None
+        words = f"{error}. Asked for: {shlex.join(request.sbatch_options())}"
+        if site.nodes:
+            words += f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB"
+        raise refusal(SlurmRefused(f"{words}. Nothing was written or submitted"), num_tasks) from None

@@ -1,7 +1,7 @@
-"""``status``: a report as data (``--json``) and text, drawn again and again (``--watch``); ``logs``.
+"""``status``: where every shard is, as data (``--json``) or text, and again (``--watch``); ``logs``.
 
-States and causes come from ``slurm.state``; tokens, times, memory and nodes from the manifests of the shards
-that are done.
+States and causes come from ``slurm.state``; tokens, times and nodes from the manifests of the shards that are
+done.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from shardprep.console import (
     Progress,
     counted,
     draw,
-    num_cells,
     output_is_read,
     print_lines,
-    printable,
     quoted,
     shards_text,
     short_time,
@@ -36,37 +34,35 @@ from shardprep.console import (
 )
 from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.manifest import ShardMaking, sum_of_sources
-from shardprep.format.names import WITHDRAWN_DIR, id_ranges
+from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
-from slurm.commands import ask_patiently, user_name
-from slurm.queue import meaning_of
-from slurm.state import (
+from shardprep.format.submissions import event_line, read_events, user_name
+from slurm.causes import (
     BAD_INPUT,
     NODE_FAIL,
     OUT_OF_MEMORY,
     TIMEOUT,
     VANISHED,
-    Attempt,
-    DatasetState,
-    Shard,
-    StateName,
-    cause_of,
-    find_state,
+    cause_of_record,
     last_lines,
     log_tail,
-    reason_to_leave,
     remedy_of,
 )
-from slurm.submissions import event_line, read_events
+from slurm.commands import ask_patiently
+from slurm.queue import PLAIN, SUSPENDED, meaning_of
+from slurm.state import Attempt, DatasetState, Shard, StateName, find_state, reason_to_leave
 
+STATUS_VERSION = 3  # of --json: it grows where a field goes or changes its meaning, not where one is added
 POLL_S = 5.0
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
+_PERCENT = r"\(([0-9]{1,3}\.[0-9]+)%\)"
 _MAX_BAD_FRACTION = r"--max[_-]bad[_-]fraction[ =]([0-9]*\.?[0-9]+)"
-STATUS_VERSION = 2  # of --json: it grows where a field goes or changes its meaning, not where one is added
-MOST_TAILS = 8  # logs whose last lines are read
 # Of --until_done: the last of these in the history says whether a controller should be there.
 _ENDS_OF_CONTROLLERS = {"submit", "retry", "cancel", "finished", "stopped"}
-_MOST_SLOW = 3  # shards and nodes that are named
+_MOST_SLOW = 3  # shards that are named
+_MOST_FAILURES = 8  # shown with the last lines of their logs
+_MOST_EVENTS = 5  # of the history
+_CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
 
 def status(args: argparse.Namespace) -> int:
@@ -74,13 +70,14 @@ def status(args: argparse.Namespace) -> int:
     plan, state = need_plan(args.output_dir), None
     while True:
         state = find_state(args.output_dir, plan, if_away=lambda _: None, before=state)
-        data = report(state)
-        lines = [json.dumps(data)] if args.json else report_lines(data)
-        goes_on = state.live_job_ids() or (state.queue.away and state.ids("not visible"))
+        data = status_data(state)
+        lines = [json.dumps(data)] if args.json else status_lines(data)
+        is_hidden = state.queue.away and state.ids("not visible")
+        goes_on = state.live_job_ids() or state.ids("running") or is_hidden  # running: by ``run`` alone, too
         if args.watch and not args.json and sys.stdout.isatty():
             last = "Ctrl-C ends this look, the jobs go on" if goes_on else lines[-1]
-            rows = screen_rows([*lines[:-1], last], *shutil.get_terminal_size())
-            draw("\033[H" + "".join(f"{row}\033[K\n" for row in rows) + "\033[J")
+            draw("\033[H\033[2J")
+            print_lines(*lines[:-1], last)  # where they are too many, what scrolls away is their beginning
         else:
             print_lines(*lines)
         if not args.watch or not goes_on or not output_is_read():
@@ -89,7 +86,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def wait_for_jobs(folder: Path) -> int:
-    """One bar over the whole data set until no job of it is queued; 0 only where it is verified then.
+    """Show one bar over the whole data set until no job of it is queued; 0 only where it is verified then.
 
     It ends, too, where jobs wait for what only a person can do, and no other job goes on.
     """
@@ -106,45 +103,69 @@ def wait_for_jobs(folder: Path) -> int:
             fresh = set(state.ids("done")) - done
             done |= fresh
             progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.jobs_to_wait_for() or state.waits_for_a_person():
+            if not state.jobs_to_wait_for() or _waits_for_a_person(state):
                 break
             time.sleep(POLL_S)
-    print_lines(*report_lines(report(state)))
+    print_lines(*status_lines(status_data(state)))
     return 0 if state.is_verified else ReadWriteError.exit_code
+
+
+def _waits_for_a_person(state: DatasetState) -> bool:
+    """Return whether jobs wait that never begin by themselves, and no other goes on."""
+    jobs = [job for job in state.queue.jobs.values() if job.is_live]
+    # Verify jobs and controllers wait for the others.
+    reasons = [job.reason for job in jobs if not re.match("Dependency$|None$", job.reason)]
+    return bool(reasons) and all(job.is_waiting for job in jobs) and all(meaning_of(it)[1] for it in reasons)
 
 
 def logs(args: argparse.Namespace) -> int:
     """``logs DATA N``: the attempts at one shard, newest last, with the ends of their logs."""
-    plan = need_plan(args.output_dir)
-    if not 0 <= args.shard_id < plan.num_shards:
+    plan, shard_id = need_plan(args.output_dir), args.shard_id
+    if not 0 <= shard_id < plan.num_shards:
         raise NotFound(
-            f"there is no shard {args.shard_id}: the plan has {plan.num_shards}, 0 to {plan.num_shards - 1}",
-            found=f"shard {args.shard_id}",
+            f"there is no shard {shard_id}: the plan has {plan.num_shards}, 0 to {plan.num_shards - 1}",
+            found=f"shard {shard_id}",
             expected=f"0 to {plan.num_shards - 1}",
         )
     state = find_state(args.output_dir, plan, if_away=lambda _: None)
-    shard = state.shards[args.shard_id]
+    shard = state.shards[shard_id]
     told = "" if shard.state == "done" else f", {counted(len(shard.attempts), 'attempt')}"
-    lines = [f"shard {shard.shard_id:05d}: {shard.state}{told}"]
-    lines += [f"  {state.why_not_visible()}"] if shard.state == "not visible" else []
+    lines = [f"shard {shard_id:05d}: {shard.state}{told}"]
+    if shard.state == "not visible":
+        lines.append(f"  {state.why_not_visible()}")
     for each in shard.attempts:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.record.began)) if each.record else ""
         where = f" on {each.node}" if each.node else ""
-        lines.append(f"{when or 'task'} {each.task}{where}: {each.cause or each.state}")
-        lines += [f"  {each.message}"] if each.message else []
+        lines.append(f"{when or 'task'} {each.task}{where}: {each.cause(shard_id) or each.state}")
+        if message := each.message(shard_id):
+            lines.append(f"  {message}")
         if each.log:
-            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), args.lines)]
+            lines += [f"  | {line[:300]}" for line in last_lines(log_tail(Path(each.log)), 20)]
             lines.append(f"  {each.log}")
-        lines += [f"  {remedy_of(each.cause)}"] if each.cause and each is shard.attempts[-1] else []
+    if shard.cause:
+        lines.append(f"  {remedy_of(shard.cause)}")
     print_lines(*lines)
     return 0
 
 
-def report(state: DatasetState) -> dict[str, Any]:
-    """Everything that ``status`` says, as plain data."""
+def status_data(state: DatasetState) -> dict[str, Any]:
+    """Return everything that ``status`` says, as plain data: docs/status_json.md."""
     made = list(state.made.done.values())
     failed = [shard for shard in state.shards if shard.state == "failed"]
     by_cause = state.failed_by_cause()
+    queue = state.queue
+    held = {
+        job.job_id
+        for (number, *_), job in queue.jobs.items()
+        if number != PLAIN and job.is_waiting and meaning_of(job.reason)[1] == "release"
+    }
+    suspended = [
+        shard.shard_id
+        for shard in state.shards
+        if any(
+            each.state == "running" and each.job and each.job.state in SUSPENDED for each in shard.attempts
+        )
+    ]
     return {
         "format": "shardprep-status",
         "version": STATUS_VERSION,
@@ -154,115 +175,153 @@ def report(state: DatasetState) -> dict[str, Any]:
         **{f"num_{name.replace(' ', '_')}": len(state.ids(name)) for name in _STATES},
         "causes": {cause: id_ranges(each.shard_id for each in of) for cause, of in by_cause.items()},
         "remedies": {cause: remedy_of(cause) for cause in by_cause},
-        "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, 3, {})),
+        "can_retry": id_ranges(each.shard_id for each in failed if not reason_to_leave(each, {})),
         "not_begun": id_ranges(shard.shard_id for shard in state.shards if shard.without_record),
         "failures": _failures(failed),
         "restarts": _restarts(state),
+        "unexplained": _unexplained(state),
         "other_plan": id_ranges(state.made.other_plan),
         "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
-        "verify": state.verify,
-        "verify_trouble": _verify_trouble(state),
+        "wrong": id_ranges(state.made.wrong),
+        "findings": {str(number): each.message for number, each in state.made.wrong.items()},
+        **_verify_job(state),
         "verified": state.is_verified,
-        "foreign_jobs": state.queue.foreign,
         "can_write": os.access(state.folder, os.W_OK),
         "accepting_args": _accepting_args(state),
-        "num_foreign_attempts": len(state.records.foreign),
         "unreadable": state.records.unreadable,
         "has_slurm": shutil.which("sbatch") is not None,
         "has_jobs": bool(state.submissions or any(each.job_id for each in state.records.own)),
-        "history": read_events(state.folder),
-        "controller_jobs": state.queue.controllers,
-        "held_jobs": sorted(state.held_jobs(), key=int),
-        "stray_jobs": state.queue.strays,
-        "unrecorded_jobs": state.queue.unrecorded,
-        "slurm_away": state.queue.away,
-        "why_not_visible": state.why_not_visible(),
-        "suspended": id_ranges(
-            each.shard_id for each in state.shards if any(attempt.is_suspended for attempt in each.attempts)
-        ),
-        "waits_for": waits_for(state),
-        "wrong": id_ranges(state.made.wrong),
-        "findings": {str(number): each.message for number, each in state.made.wrong.items()},
-        **_speed(state, made),
+        "waits_for": _waits_for(state),
+        "held_jobs": sorted(held, key=int),
+        "suspended": id_ranges(suspended),
+        "stray_jobs": queue.strays,
+        "unrecorded_jobs": queue.unrecorded,
+        "foreign_jobs": queue.foreign,
+        "num_foreign_attempts": len(state.records.foreign),
+        "controller_jobs": queue.controllers,
         "controller_lost": _lost_controller(state),
+        "slurm_away": queue.away,
+        "why_not_visible": state.why_not_visible(),
+        "history": read_events(state.folder),
         "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
-        "withdrawn": _withdrawn(state),
+        **_speed(state, made),
         "slow_shards": _slow_shards(made),
-        "slow_nodes": _slow_nodes(made),
-        "unexplained": _unexplained(state),
     }
 
 
-def _verify_trouble(state: DatasetState) -> str:
-    """Return how the newest verify job ended that left the data set unverified, or why it never begins."""
-    if not state.submissions or state.is_verified or state.queue.away:
+def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
+    """Return the last attempt at each failed shard, with the end of its log for the newest few."""
+    newest = sorted(failed, key=lambda shard: shard.attempts[-1].ended, reverse=True)[:_MOST_FAILURES]
+    has_tail = {shard.shard_id for shard in newest}
+    failures = []
+    for shard in failed:
+        last, message = shard.attempts[-1], shard.attempts[-1].message(shard.shard_id)
+        lines = [message] if message else []
+        if not message and last.log and shard.shard_id in has_tail:
+            lines = last_lines(log_tail(Path(last.log)))
+        failures.append(
+            {
+                "shard": shard.shard_id,
+                "cause": shard.cause,
+                "num_attempts": sum(attempt.state == "failed" for attempt in shard.attempts),
+                "task": last.task,
+                "node": last.node,
+                "log": last.log,
+                "message": message,
+                "ended": last.ended,
+                "last_lines": lines,
+            }
+        )
+    return failures
+
+
+def _restarts(state: DatasetState) -> dict[str, int]:
+    """Count the attempts of tasks that Slurm started again afterwards, by how they ended."""
+    own = [each for each in state.records.own if each.job_id and each.shards]
+    last = {each.key: each for each in own}
+    found: Counter[str] = Counter()
+    for each in own:
+        made = [state.made.done.get(shard_id) for shard_id in each.shards]
+        if last[each.key] is not each or all(of and of.job_id == each.job_id for of in made):
+            cause = cause_of_record(each, each.shards[0])
+            found[f"{cause} on {each.node}" if cause == NODE_FAIL else cause] += 1
+    return dict(found)
+
+
+def _unexplained(state: DatasetState) -> str:
+    """Return the command that may tell how tasks ended of which no record does; "" where there are none."""
+    tasks = {shard.without_record for shard in state.shards if shard.without_record}
+    for shard in state.shards:
+        if shard.cause == VANISHED and (record := shard.attempts[-1].record) and record.job_id:
+            tasks.add(shard.attempts[-1].task)
+    if not tasks:
         return ""
+    listed = shlex.quote(",".join(sorted(tasks)[:_MOST_FAILURES]))
+    return f"sacct -D -j {listed} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
+
+
+def _verify_job(state: DatasetState) -> dict[str, str]:
+    """Return the state of the newest verify job, and why it did not or never will verify."""
+    found = {"verify": "", "verify_trouble": ""}
+    if not state.submissions:
+        return found
     last = state.submissions[-1]
-    job = state.queue.jobs.get((last.number, last.verify_job_id, 0))
+    job = state.queue.jobs.get((last.number, last.verify.job_id, 0))
+    found["verify"] = job.state if job else "not visible" if last.number in state.queue.hidden else "unknown"
+    if state.is_verified or state.queue.away:
+        return found
     if job and job.is_live:
         means, who = meaning_of(job.reason) if job.is_waiting else ("", "")
-        return f"waits for {job.reason}: {means}" if who else ""
-    records = [each for each in state.records.own if each.job_id == last.verify_job_id]
-    return f"ended, {cause_of(records[-1], job, -1)}; its log: {records[-1].log}" if records else ""
+        if who:
+            found["verify_trouble"] = f"waits for {job.reason}: {means}"
+        return found
+    for record in state.records.own:
+        if record.job_id == last.verify.job_id:
+            found["verify_trouble"] = f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
+    return found
 
 
 def _accepting_args(state: DatasetState) -> str:
-    """The worker's arguments that let shards of bad input leave out more; "" where they allow all already."""
-    array = next((each.attempts[-1].array for each in state.failed_by_cause().get(BAD_INPUT, [])), None)
+    """Return the worker's arguments that let shards of bad input leave out more; "" where all is allowed."""
+    failed = state.failed_by_cause().get(BAD_INPUT, [])
+    array = next((each.attempts[-1].array for each in failed), None)
     args = array.request.worker_args if array else ""
+    shares = [0.0]  # of each shard's documents, as its message says it: "51 documents (5.10%) cannot be ..."
+    for shard in failed:
+        shares += [float(it) / 100 for it in re.findall(_PERCENT, shard.attempts[-1].message(shard.shard_id))]
     given = re.findall(_MAX_BAD_FRACTION, args)
     had = float(given[-1]) if given else state.plan.max_bad_fraction
     kept = re.sub(_MAX_BAD_FRACTION, "", args).strip()
-    more = next((each for each in (0.05, 0.5, 1) if each > had), None)
+    more = next((each for each in (0.05, 0.5, 1) if each > had and each >= max(shares)), None)
     return f"{kept} --max_bad_fraction {more}".strip() if more else ""
 
 
-def _withdrawn(state: DatasetState) -> dict[str, Any]:
-    if not (state.folder / WITHDRAWN_DIR).exists():  # the lists' reader needs numpy, which takes 0.1 s
-        return {"num_documents": 0, "num_lists": 0, "newest": "", "error": ""}
-    from shardprep.format.withdrawals import withdrawn_counts
-
-    return withdrawn_counts(state.folder, state.plan.plan_id)
-
-
-def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
-    """Tokens, and the speed since the newest submission; time left from input bytes."""
-    numbers: dict[str, Any] = {"num_tokens": sum(each.num_tokens for each in made)}
-    newest = state.submissions[-1] if state.submissions else None
-    since = newest.submitted if newest else 0.0
-    recent = [each for each in made if newest is None or newest.made(each) or each.began >= since]
-    # No shard can have been begun before it was submitted, nor be finished in the future.
-    ahead_s = max((each.ended - time.time() for each in recent), default=0.0)
-    behind_s = max((since - each.began for each in recent), default=0.0)
-    clock_s = ahead_s if ahead_s > 0 else min(0.0, -behind_s)  # of the nodes, against this one's
-    numbers["clock_difference_s"] = round(clock_s)
-    if not recent:
-        return {**numbers, "tokens_per_s": None, "left_s": None}
-    queued = state.ids("running", "pending")
-    until = time.time() if queued else max(each.ended for each in recent) - clock_s
-    took_s = max(until - (since or min(each.began for each in recent)), 1e-3)
-    sizes = state.plan.shard_bytes() if queued else []  # it reads every part of the plan
-    queued_bytes = sum(sizes[shard_id] for shard_id in queued)
-    bytes_per_s = sum(each.input_bytes for each in recent) / took_s
-    running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
-    if max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent):
-        bytes_per_s = 0  # a task takes much longer than any so far: nobody knows how long
-    left_s = round(queued_bytes / bytes_per_s) if queued_bytes and bytes_per_s else None
-    waits = waits_for(state)
-    if not running or any(each["to_type"] for each in waits):
-        left_s = None  # what waits begins nobody knows when
-    elif left_s is not None:  # what begins later is not made earlier
-        starts = [
-            time.mktime(time.strptime(each["starts"], "%Y-%m-%dT%H:%M:%S"))
-            for each in waits
-            if each["starts"]
-        ]
-        left_s = max([left_s, *(round(each - time.time()) for each in starts)])
-    return {
-        **numbers,
-        "tokens_per_s": round(sum(each.num_tokens for each in recent) / took_s),
-        "left_s": left_s,
-    }
+def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
+    """Return why shards are pending, in Slurm's word and in ours, and what a person must type, if so."""
+    found: dict[str, list[tuple[int, Attempt]]] = {}
+    for shard in state.shards:
+        if shard.state == "pending":
+            attempt = next(each for each in shard.attempts if each.state == "pending" and each.job)
+            found.setdefault(attempt.job.reason if attempt.job else "", []).append((shard.shard_id, attempt))
+    waits = []
+    for reason, waiting in found.items():
+        means, who = meaning_of(reason)
+        jobs = sorted({attempt.task.partition("_")[0] for _, attempt in waiting}, key=int)
+        commands = {
+            "release": f"scontrol release {','.join(jobs)}",
+            "cancel": f"shardprep cancel {quoted(state.folder)}",
+        }
+        starts = [each.job.start_time for _, each in waiting if each.job and each.job.start_time]
+        waits.append(
+            {
+                "reason": reason,
+                "means": means,
+                "to_type": commands.get(who, ""),
+                "shards": id_ranges(shard_id for shard_id, _ in waiting),
+                "starts": min(starts, default=""),
+            }
+        )
+    return waits
 
 
 def _lost_controller(state: DatasetState) -> str:
@@ -277,163 +336,103 @@ def _lost_controller(state: DatasetState) -> str:
     return "" if job_id in state.queue.controllers else job_id
 
 
+def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
+    """Return tokens, the speed since the newest submission, and the time left by input bytes."""
+    numbers: dict[str, Any] = {"num_tokens": sum(each.num_tokens for each in made)}
+    newest = state.submissions[-1] if state.submissions else None
+    since = newest.submitted if newest else 0.0
+    # By the job's number, as the nodes' clocks may be wrong.
+    recent = [each for each in made if newest is None or newest.has_array(each.job_id) or each.began >= since]
+    # No shard can have been begun before it was submitted, nor be finished in the future.
+    ahead_s = max((each.ended - time.time() for each in recent), default=0.0)
+    behind_s = max((since - each.began for each in recent), default=0.0)
+    clock_s = ahead_s if ahead_s > 0 else min(0.0, -behind_s)  # of the nodes, against this one's
+    numbers |= {"clock_difference_s": round(clock_s), "tokens_per_s": None, "left_s": None}
+    if not recent:
+        return numbers
+    queued = state.ids("running", "pending")
+    until = time.time() if queued else max(each.ended for each in recent) - clock_s
+    took_s = max(until - (since or min(each.began for each in recent)), 1e-3)
+    numbers["tokens_per_s"] = round(sum(each.num_tokens for each in recent) / took_s)
+
+    running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
+    waits = _waits_for(state)
+    is_stuck = not running or any(each["to_type"] for each in waits)
+    # A task that takes much longer than any so far: nobody knows how long.
+    is_late = max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent)
+    num_bytes = sum(each.input_bytes for each in recent)
+    if is_stuck or is_late or not num_bytes:
+        return numbers
+    sizes = state.plan.shard_bytes()  # it reads every part of the plan
+    left_s = [round(sum(sizes[shard_id] for shard_id in queued) * took_s / num_bytes)]
+    for each in waits:  # what begins later is not made earlier
+        if each["starts"]:
+            starts = time.mktime(time.strptime(each["starts"], "%Y-%m-%dT%H:%M:%S"))
+            left_s.append(round(starts - time.time()))
+    numbers["left_s"] = max(left_s)
+    return numbers
+
+
 def _slow_shards(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
-    """Those that took more than twice the median time per byte, slowest first."""
+    """Return those that took more than twice the median time per byte, slowest first."""
     timed = [each for each in made if each.input_bytes and each.wall_s > 1]
     if len(timed) < 4:
         return []
+    timed.sort(key=lambda each: each.bytes_per_s)
     median = statistics.median(each.bytes_per_s for each in timed)
-    slow = sorted(
-        (each for each in timed if each.bytes_per_s * 2 < median), key=lambda each: each.bytes_per_s
-    )
-    return [{"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow[:_MOST_SLOW]]
+    slow = [each for each in timed if each.bytes_per_s * 2 < median][:_MOST_SLOW]
+    return [{"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow]
 
 
-def _slow_nodes(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
-    """Those with less than 0.7 of the others' median speed, slowest first."""
-    speeds: dict[str, list[float]] = {}
-    for each in made:
-        if each.input_bytes and each.wall_s > 1:
-            speeds.setdefault(each.node, []).append(each.bytes_per_s)
-    found = []
-    for node, own in speeds.items():
-        others = [speed for name, each in speeds.items() if name != node for speed in each]
-        if others and len(own) > 1 and (share := statistics.median(own) / statistics.median(others)) < 0.7:
-            found.append((share, node))
-    return [{"node": node, "speed": round(share, 2)} for share, node in sorted(found)[:_MOST_SLOW]]
-
-
-def _unexplained(state: DatasetState) -> str:
-    """Return the command that may tell how tasks ended of which no record does; "" where there are none."""
-    tasks = {shard.without_record for shard in state.shards if shard.without_record}
-    for shard in state.shards:
-        if shard.cause == VANISHED and shard.attempts[-1].record and shard.attempts[-1].record.job_id:
-            tasks.add(shard.attempts[-1].task)
-    if not tasks:
-        return ""
-    listed = shlex.quote(",".join(sorted(tasks)[:_MOST_FAILURES]))
-    return f"sacct -D -j {listed} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
-
-
-def waits_for(state: DatasetState) -> list[dict[str, Any]]:
-    """Return why shards are pending, in Slurm's word and in ours, and what a person must type, if so."""
-    found: dict[str, list[tuple[int, Attempt]]] = {}
-    for shard in state.shards:
-        if shard.state == "pending":
-            attempt = next(each for each in shard.attempts if each.state == "pending")
-            found.setdefault(attempt.reason, []).append((shard.shard_id, attempt))
-    folder, waits = quoted(state.folder), []
-    for reason, waiting in found.items():
-        means, remedy = meaning_of(reason)
-        jobs = sorted({attempt.task.partition("_")[0] for _, attempt in waiting}, key=int)
-        commands = {"release": f"scontrol release {','.join(jobs)}", "cancel": f"shardprep cancel {folder}"}
-        waits.append(
-            {
-                "reason": reason,
-                "means": means,
-                "to_type": commands.get(remedy, ""),
-                "shards": id_ranges(shard_id for shard_id, _ in waiting),
-                "starts": min((each.start_time for _, each in waiting if each.start_time), default=""),
-            }
-        )
-    return waits
-
-
-def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
-    """The last attempt at each failed shard; the end of its log for the newest few."""
-    last = {shard.shard_id: shard.attempts[-1] for shard in failed}
-    ended = {
-        number: (each.record.ended or each.record.began) if each.record else 0.0
-        for number, each in last.items()
-    }
-    newest = sorted(last, key=lambda number: ended[number], reverse=True)[:MOST_TAILS]
-    tails = {number: last_lines(log_tail(Path(last[number].log))) for number in newest if last[number].log}
-    return [
-        {
-            "shard": shard.shard_id,
-            "cause": each.cause,
-            "num_attempts": sum(attempt.state == "failed" for attempt in shard.attempts),
-            "task": each.task,
-            "node": each.node,
-            "log": each.log,
-            "message": each.message,
-            "ended": ended[shard.shard_id],
-            "last_lines": [each.message] if each.message else tails.get(shard.shard_id, []),
-        }
-        for shard, each in zip(failed, last.values(), strict=True)
-    ]
-
-
-def _restarts(state: DatasetState) -> dict[str, int]:
-    """Attempts of tasks that Slurm started again afterwards, counted by how they ended."""
-    own = [each for each in state.records.own if each.job_id and each.shards]
-    last = {each.key: each for each in own}
-    found: Counter[str] = Counter()
-    for each in own:
-        made = [state.made.done.get(shard_id) for shard_id in each.shards]
-        if last[each.key] is not each or all(of and of.job_id == each.job_id for of in made):
-            cause = cause_of(each, state.queue.job_of(each), each.shards[0])
-            found[f"{cause} on {each.node}" if cause == NODE_FAIL else cause] += 1
-    return dict(found)
-
-
-_MOST_FAILURES = 8  # shown with their last lines
-_MOST_EVENTS = 5  # of the history
-_CLOCKS_DIFFER_S = 30  # less is told by --json alone
-
-
-def report_lines(data: dict[str, Any]) -> list[str]:
-    """The report for people."""
+def status_lines(data: dict[str, Any]) -> list[str]:
+    """Return the lines for people: totals, then what goes on, then what failed, and what to type next."""
     total, done = data["num_shards"], data["num_done"]
-    lines = [f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})"]
     speed = "" if not data["tokens_per_s"] else f", {data['tokens_per_s']:,} tokens/s"
     left = "" if data["left_s"] is None else f", about {short_time(data['left_s'])} left"
-    lines.append(f"  {data['num_tokens']:,} tokens{speed}{left}")
-    lines += source_lines(data["sources"], all_in="--json")
-    withdrawn = data["withdrawn"]
-    if withdrawn["num_lists"]:
-        lists = counted(withdrawn["num_lists"], "list")
-        documents = counted(withdrawn["num_documents"], "document")
-        lines.append(f"  withdrawn: {documents} by {lists}, the newest of {withdrawn['newest']}")
-    lines += [f"  withdrawn: not known: {withdrawn['error']}"] if withdrawn["error"] else []
-    queued = ("running", "pending", "not_submitted")
-    lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in queued if data[name]]
+    lines = [
+        f"{data['folder']}: {done} of {total} shards are done ({done / total:.1%})",
+        f"  {data['num_tokens']:,} tokens{speed}{left}",
+        *source_lines(data["sources"], all_in="--json"),
+    ]
+    shown = [name for name in ("running", "pending", "not_submitted") if data[name]]
+    lines += [f"  {name.replace('_', ' ')}: {shards_text(data[name])}" for name in shown]
     for item in data["waits_for"]:
         means = f": {item['means']}" if item["means"] else ""
-        means += f"; type: {item['to_type']}" if item["to_type"] else ""
+        to_type = f"; type: {item['to_type']}" if item["to_type"] else ""
         starts = f"; expected to start at {item['starts'].replace('T', ' ')}" if item["starts"] else ""
         wait = "waits" if item["shards"].isdecimal() else "wait"
-        lines.append(f"    {shards_text(item['shards'])} {wait} for {item['reason']}{means}{starts}")
-    unseen = f"  not visible: {shards_text(data['not_visible'])} ({data['why_not_visible']})"
-    lines += [unseen] if data["not_visible"] else []
-    lines += [f"  what waits and runs is not known: {data['slurm_away']}"] if data["slurm_away"] else []
+        lines.append(f"    {shards_text(item['shards'])} {wait} for {item['reason']}{means}{to_type}{starts}")
+    if data["not_visible"]:
+        lines.append(f"  not visible: {shards_text(data['not_visible'])} ({data['why_not_visible']})")
+    if data["slurm_away"]:
+        lines.append(f"  what waits and runs is not known: {data['slurm_away']}")
     lines += [f"  {note}" for note in notes(data)]
+
     for cause, ids in data["causes"].items():
         lines += [f"  failed, {cause}: {shards_text(ids)}", f"    {data['remedies'][cause]}"]
-    lines += [
-        f"  started again by Slurm after {how}: {counted(n, 'task')}" for how, n in data["restarts"].items()
-    ]
-    others = f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says what to do"
-    lines += [others] if data["other_plan"] else []
+    for how, number in data["restarts"].items():
+        lines.append(f"  started again by Slurm after {how}: {counted(number, 'task')}")
+    if data["other_plan"]:
+        lines.append(
+            f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says what to do"
+        )
     lines += [f"  not done, {why}" for why in data["broken"].values()][:_MOST_FAILURES]
     slow = [f"{it['shard']:05d} ({short_time(it['wall_s'])} on {it['node']})" for it in data["slow_shards"]]
-    nodes = [f"{it['node']} ({it['speed']:.0%} of the others' speed)" for it in data["slow_nodes"]]
     lines += [f"  slowest shards: {', '.join(slow)}"] if slow else []
-    lines += [f"  slow nodes: {', '.join(nodes)}"] if nodes else []
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
-        lines.append(
-            f"  shard {failure['shard']:05d}, task {failure['task']}{node}{tries}: {failure['cause']}"
-        )
+        what = f"shard {failure['shard']:05d}, task {failure['task']}{node}{tries}"
+        lines.append(f"  {what}: {failure['cause']}")
         lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
         lines.append(f"    {failure['log']}")
+    if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
+        lines.append(f"  and {more} more failures: --json has them all")
+
     lines += [f"  job {each} sends again what fails (--until_done)" for each in data["controller_jobs"]]
     for event in data["history"][-_MOST_EVENTS:] if len(data["history"]) > 1 else []:
         when = time.strftime("%m-%d %H:%M", time.localtime(float(event.get("time", 0))))
         lines.append(f"  {when} {event_line(event)}")
-    if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
-        lines.append(f"  and {more} more failures: --json has them all")
     return [*lines, next_line(data)]
 
 
@@ -453,12 +452,12 @@ _NOTES = {  # field -> what it says to people, most pressing first
 
 
 def notes(data: dict[str, Any]) -> list[str]:
-    """What somebody should look at, a text each."""
+    """Return what somebody should look at, a text each."""
     found = []
     for name, text in _NOTES.items():
         if value := data[name]:
-            of_shards = name in ("suspended", "wrong", "not_begun")
             words = value if isinstance(value, str) else " ".join(value)
+            of_shards = name in ("suspended", "wrong", "not_begun")
             found.append(text.format(shards_text(words) if of_shards else words))
     mend = f"its owner can type: chmod -R a+rX {shlex.quote(data['folder'])}"
     hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
@@ -473,7 +472,7 @@ def notes(data: dict[str, Any]) -> list[str]:
 
 
 def next_line(data: dict[str, Any]) -> str:
-    """What to type next: a command that the program would not refuse, from any folder."""
+    """Return what to type next: a command that the program would not refuse, from any folder."""
     folder = shlex.quote(data["folder"])
     if data["slurm_away"] and data["has_jobs"]:
         return f"next: the same again, when Slurm answers: shardprep status {folder}"
@@ -497,14 +496,15 @@ def next_line(data: dict[str, Any]) -> str:
     if data["can_retry"] or data["failed"]:
         return f"next: {_retry_command(data, folder)}"
     if data["not_submitted"]:
-        return f"next: shardprep {'submit' if data['has_slurm'] else 'run'} {folder}"
+        has_answer = data["has_slurm"] and not data["slurm_away"]
+        return f"next: shardprep {'submit' if has_answer else 'run'} {folder}"
     if data["other_plan"] or not data["verified"]:
         return f"next: shardprep verify {folder}"
     return f"verified: {data['folder']}/index.json is there"
 
 
 def _retry_command(data: dict[str, Any], folder: str) -> str:
-    """What makes failed shards again; what only people can help with is said by its cause's remedy."""
+    """Return what makes failed shards again; what only people can help with is said by its cause's remedy."""
     args = data["accepting_args"] if BAD_INPUT in data["causes"] else ""
     if not data["has_slurm"]:
         flags = f" {args}" if args and not data["can_retry"] else ""
@@ -515,33 +515,5 @@ def _retry_command(data: dict[str, Any], folder: str) -> str:
         return f"shardprep retry {folder} --worker_args {shlex.quote(args)}"
     if {*data["causes"]} == {BAD_INPUT}:
         return "correct the input and plan into a new folder"
-    most = max(each["num_attempts"] for each in data["failures"])
-    again = f"shardprep retry {folder} --max_attempts {most + 3}"
+    again = f"shardprep retry {folder} --shards {data['failed']}"
     return again if {*data["causes"]} <= {OUT_OF_MEMORY, TIMEOUT} else f"correct the cause, then: {again}"
-
-
-def screen_rows(lines: Sequence[str], width: int, height: int) -> list[str]:
-    """Return lines as rows of a terminal: broken at blanks, the last line at the bottom, whole.
-
-    A Korean letter takes two cells. Where there are more rows than the terminal has, those before the last
-    line are left out; ``status`` without ``--watch`` prints them all.
-    """
-    rows = [row for line in lines[:-1] for row in _rows_of(line, width)]
-    last = _rows_of(lines[-1], width)
-    return [*rows[: max(height - 1 - len(last), 0)], *last]
-
-
-def _rows_of(line: str, width: int) -> list[str]:
-    """Break a line at blanks, where it has any, into rows of at most ``width`` cells, indented as it is."""
-    text = printable(line)
-    indent = " " * min(len(text) - len(text.lstrip(" ")) + 2, width // 2)
-    rows = [""]
-    for word in re.findall(r" *[^ ]+", text):
-        if rows[-1].strip() and num_cells(rows[-1] + word) > width:
-            rows.append(indent)
-            word = word.lstrip(" ")
-        for char in word:  # one that is wider than the terminal, such as a path
-            if num_cells(rows[-1] + char) > width:
-                rows.append(indent)
-            rows[-1] += char
-    return rows

@@ -55,19 +55,13 @@ def submit_with_submitit(
     missing = sorted(set(range(plan.num_shards)) - find_made_shards(folder, plan.spec).done.keys())
     if not missing:
         return []
-    parts = tasks_of_shards(missing, _most_tasks(executor, len(missing)), shards_per_task)
+    most_tasks = len(missing)
+    if "slurm" in getattr(executor, "cluster", type(executor).__name__).lower():
+        with contextlib.suppress(SlurmAway):  # submitit's own test executors; sbatch itself still decides
+            most_tasks = int(read_config()["MaxArraySize"])
+    parts = tasks_of_shards(missing, most_tasks, shards_per_task)
     jobs: list[Any] = executor.map_array(MakeShards(), [str(folder)] * len(parts), parts)
     return jobs
-
-
-def _most_tasks(executor: Any, num_shards: int) -> int:
-    """Of one array: MaxArraySize where the executor sends to Slurm, else no limit."""
-    if "slurm" not in getattr(executor, "cluster", type(executor).__name__).lower():
-        return num_shards
-    try:
-        return int(read_config()["MaxArraySize"])
-    except SlurmAway:  # submitit's own test executors; sbatch itself still decides
-        return num_shards
 
 
 @dataclass
@@ -77,7 +71,7 @@ class MakeShards:
     _worker: subprocess.Popen[bytes] | None = None
 
     def __call__(self, folder: str, shards: str) -> list[Manifest]:
-        """The manifests of these shards. Raises ShardsFailed."""
+        """Make these shards and return their manifests. Raises ShardsFailed."""
         # Slurm sends submitit's USR2 to all processes of a step, and it would kill the worker.
         self._worker = subprocess.Popen(
             [sys.executable, "-c", _WORKER, "run", folder, "--shards", shards],

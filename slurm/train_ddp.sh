@@ -1,24 +1,16 @@
 #!/bin/bash
-# DDP training on any number of nodes; before the time limit it saves, and goes on in a new run.
+# DDP training on any number of nodes; before the time limit it saves, and goes on in a new run: docs/cluster.md.
 #
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --time=12:00:00 \
 #       slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS [its flags]
 #
-# The first argument is a Python program, its third word a folder in which new checkpoints appear as
-# files (by rename, so that a file is a whole checkpoint). Two minutes before the time limit, on
-# `scancel --batch --signal=USR1 JOB`, and on the TERM of a preemption with GraceTime, the program is asked to
-# stop: SHARDPREP_STOP_FILE appears. It saves and exits 75; then this job is requeued, at most
-# SHARDPREP_MAX_REQUEUES times, never without a newer checkpoint, and never after `scancel`. The ranks get the
-# TERM, too: a program should take it as it takes USR1 (examples/train_llama.py does). To go on with another
-# number of nodes while it waits:
-#   scontrol update jobid=JOB numnodes=1 numtasks=8
-# Where a node dies Slurm itself starts the job again. Processes that live on there are asked to stop, and end.
+# The program puts whole checkpoints into CHECKPOINTS, by rename. It is asked to stop by the file
+# SHARDPREP_STOP_FILE: two minutes before the time limit, on `scancel --batch --signal=USR1 JOB`, and on the TERM
+# of a preemption with GraceTime, which its ranks get, too. It saves and exits 75, and the job is requeued, at most
+# SHARDPREP_MAX_REQUEUES (20) times, never without a newer checkpoint, and never after `scancel`.
 #
-# Environment, all optional:
 #   SHARDPREP_LAUNCHER      srun (default): one task a process, from --ntasks-per-node.
 #                           torchrun: one task a node, SHARDPREP_PROCS processes in it (default: its GPUs, or 1)
-#   PET_MAX_RESTARTS        of torchrun: how often it starts its ranks again by itself when one fails (0)
-#   SHARDPREP_MAX_REQUEUES  (20)
 #   SHARDPREP_SETUP         a file to source first: modules, conda, a virtual environment
 #   SHARDPREP_PYTHON        the interpreter (python)
 #   SHARDPREP_SRUN_ARGS     more arguments of srun: --container-image=... (pyxis)
@@ -131,7 +123,7 @@ esac
 srun "${common[@]}" ${srun_args[@]+"${srun_args[@]}"} ${container[@]+"${container[@]}"} \
   bash -c "$launch" bash "${command[@]}" "$@" &
 srun_pid=$!
-# A trapped signal ends `wait` before its time; only a wait that none ended has the program's exit code.
+# Only a `wait` that no trapped signal ended has the program's exit code.
 until seen=$num_signals rc=0; wait "$srun_pid" || rc=$?; ((num_signals == seen)); do :; done
 
 code_file=$(find "$place" -maxdepth 1 -name "${SHARDPREP_CODE_FILE##*/}-*" | sort -V | tail -n 1)

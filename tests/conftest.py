@@ -42,6 +42,7 @@ from tests.children import run_child
 from tests.waiting import HANG_S
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
+LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_w", "tests/loader/test_loader_")
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -74,9 +75,13 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the tests of the layer that is asked for.
 
-    Those on a cluster come first: side by side with others they would end last.
+    Side by side with others the longest would end last: those on a cluster come first, then these modules.
     """
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        return item.get_closest_marker("slurm") is None, not item.nodeid.startswith(LONGEST)
+
+    items.sort(key=place)
     wants_frameworks, is_quick = config.getoption("--frameworks"), config.getoption("--quick")
     others = set()
     for item in items:
@@ -132,6 +137,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             module = nodeid.partition("::")[0]
             text = (ROOT / module).read_text(encoding="utf-8")
             waits = "\npytestmark = pytest.mark.slurm\n" in text and "operations" not in module
+            if module.startswith("tests/project/test_wheel"):
+                return "wheel"  # one process that has imported the wheel serves both modules
             return "clusters" if waits else module
 
     return ByModule(config, log)
@@ -221,14 +228,19 @@ class Prep:
             self.make(root / name)
         return root
 
-    def command(self, *args: object) -> Ended:
-        """``python -m preprocess`` in this process; signal handlers and affinity are put back."""
+    def command(self, *args: object, **variables: str) -> Ended:
+        """``python -m preprocess`` in this process; signal handlers and affinity are put back.
+
+        ``variables``: of the environment.
+        """
         out = io.StringIO()
         handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         cpus = os.sched_getaffinity(0)
         with pytest.MonkeyPatch.context() as patch:
             for name in set(os.environ) - set(self.environ()):
                 patch.delenv(name)
+            for name, value in variables.items():
+                patch.setenv(name, value)
             try:
                 with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                     code: Any = main([str(item) for item in args])

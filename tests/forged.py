@@ -41,3 +41,22 @@ def rewrite_json(path: Path, **changes: Any) -> None:
     if "content_sha256" in values:
         values["content_sha256"] = content_sha256(values)
     path.write_text(json.dumps(values), encoding="utf-8")
+
+
+def rewrite_plan(path: Path, old: str, new: str) -> None:
+    """Replace a JSON text in plan.json, in its head or in a table, with all hashes and places that follow."""
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, old
+    line, _, behind = text.replace(old, new).partition("\n")
+    head = json.loads(line + "}")
+    data = behind.encode()
+    for name, table in head["tables"].items():
+        opening = f'"{name}":[\n'.encode()
+        table["offset"] = at = data.index(opening) + len(opening)
+        for block in table["blocks"]:
+            # Rows have no line ends, and a block ends where the next one or the table does.
+            end = min(place for place in (data.find(b"]\n", at), data.find(b"],\n", at)) if place >= 0) + 1
+            block[:] = [end - at, hashlib.sha256(data[at:end]).hexdigest()]
+            at = end + len(b",\n")
+    head["content_sha256"] = content_sha256(head)
+    path.write_bytes(json.dumps(head, separators=(",", ":")).encode()[:-1] + b"\n" + data)

@@ -46,7 +46,7 @@ class PlainOptions:
     encoding: str = "utf-8"
     text_field: str = "text"
     text_template: str = ""
-    messages_field: str = ""
+    record: str = "documents"
     id_field: str = ""
 
 
@@ -266,7 +266,7 @@ class _Fields:
     """The fields of the text and of the id."""
 
     def __init__(self, options: PlainOptions) -> None:
-        self._literals, names = ["", ""], [options.messages_field or options.text_field]
+        self._literals, names = ["", ""], [options.text_field]
         if options.text_template:
             letters = {"n": "\n", "t": "\t", "r": "\r"}
             unescaped = re.sub(r"\\([ntr\\])", lambda m: letters.get(m[1], m[1]), options.text_template)
@@ -276,7 +276,7 @@ class _Fields:
                 if name is not None:
                     names.append(name)
                     self._literals.append("")
-        self._is_chat = bool(options.messages_field)
+        self._is_chat = options.record == "chat"
         self._text = [name.split(".") for name in names]
         self._id = options.id_field.split(".") if options.id_field else []
 

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from preprocess.attempts import LOGS_FOLDER
 from shardprep.console import counted, print_lines, say, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
 from shardprep.files import (
@@ -27,18 +26,13 @@ from shardprep.files import (
     remove_tree,
     size_of_file,
 )
+from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.done import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, PLAN_NAME, QUARANTINE_DIR
 from shardprep.format.plan import Plan, read_plan
 
 _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command; ``clean`` takes what the parser makes of them."""
-    parser.add_argument("output_dir", type=Path, metavar="DATA", help="folder of the data set")
-    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
 
 
 def clean(args: argparse.Namespace) -> int:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from preprocess.look.addresses import InInput, shards_of_input
 from shardprep.console import printable
 from shardprep.errors import ShardprepError
 from shardprep.files import ReadFile, read_beginning
@@ -20,13 +19,13 @@ _MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
 _EXCERPT_BYTES, _DETAIL_CHARS = 480, 300
 
 
-def left_out_at(folder: Path, plan: Plan, place: InInput) -> list[str]:
-    """What is known of a document that was left out, in lines; none where none begins at this place."""
-    for shard in shards_of_input(folder, plan, place.input_number):
-        for reason, entry in quarantined(folder, shard.shard_id):
-            if (entry["input"], entry["offset"]) == (plan.inputs[place.input_number].path, place.offset):
+def left_out_at(folder: Path, plan: Plan, shard_ids: Sequence[int], path: str, offset: int) -> list[str]:
+    """Return what is known of a document that was left out, in lines; none where none begins there."""
+    for shard_id in shard_ids:
+        for reason, entry in quarantined(folder, shard_id):
+            if (entry["input"], entry["offset"]) == (path, offset):
                 size = "" if entry["num_bytes"] is None else f", {entry['num_bytes']} bytes"
-                why = f"left out of shard {shard.shard_id:05d} as {reason}{size}: {entry['detail']}"
+                why = f"left out of shard {shard_id:05d} as {reason}{size}: {entry['detail']}"
                 text = excerpt_of(plan, entry)
                 return [f"{entry['address']} was {why}", *([f"  {text}"] if text else []), ""]
     return []

@@ -17,24 +17,23 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.look.addresses import (
-    InInput,
-    find_address,
-    made_shards,
-    num_train_samples,
-    samples_at,
-)
 from preprocess.look.left_out import left_out_at
-from preprocess.make.engines import Ids, Numbers, load_tokenizer
-from shardprep.console import output_is_read, print_lines
+from preprocess.make.engines import Ids, load_tokenizer
+from shardprep.console import Progress, counted, output_is_read, print_lines, quoted
 from shardprep.errors import NotFound, UsageError
-from shardprep.format.idx import read_idx
-from shardprep.format.input_formats import name_of_input, place_text
-from shardprep.format.names import TOKENIZER_DIR, shard_name
+from shardprep.format.dataset_spec import BLANK, blank_id
+from shardprep.format.document_names import kept_ids
+from shardprep.format.idx import read_idx, samples_holding
+from shardprep.format.input_formats import input_kind, name_of_input, place_text
+from shardprep.format.manifest import manifest_ids, read_manifest
+from shardprep.format.names import TOKENIZER_DIR, manifest_path, shard_name
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.format.tokenizer_files import TOKENIZER_FILE
-from shardprep.format.withdrawals import read_withdrawals
+
+_KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
+_IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
+Sample = tuple[int, int]  # shard, number in it
 
 
 class Decoder:
@@ -44,9 +43,16 @@ class Decoder:
         self._tokenizer = load_tokenizer(folder / TOKENIZER_DIR / TOKENIZER_FILE)
         added = self._tokenizer.get_added_tokens_decoder()
         self._names = {number: token.content for number, token in added.items() if token.special}
+        self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def are_blank(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Tell which ids are of a blanked document: bool[ids]."""
+        return (ids == BLANK) | (ids == blank_id(self._vocab_size))
 
     def text(self, ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
-        """The text of some ids, of which ``mask`` have labels."""
+        """Return the text of some ids, of which ``mask`` have labels."""
+        if len(ids) and self.are_blank(ids).all():
+            return f"⟦{counted(len(ids), 'blanked token')}⟧"
         cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
         parts = [
             (self._text(ids[begin:end]), bool(mask[begin:end].all()))
@@ -62,151 +68,6 @@ class Decoder:
             else "".join(f"⟦{name}⟧" for _ in some)
             for name, some in groups
         )
-
-
-def sample_places(folder: Path, plan: Plan, *, is_random: bool) -> Iterator[tuple[int, int]]:
-    """Yield shard and number of all samples: in their order, or at random, of each shard by turns.
-
-    Raises NotFound where no shard is made.
-    """
-    shard_ids = made_shards(folder)
-    if not is_random:
-        for shard_id in shard_ids:
-            yield from ((shard_id, number) for number in range(len(read_idx(folder, plan.spec, shard_id))))
-        return
-    random.shuffle(shard_ids)
-    left: dict[int, list[int]] = {}  # samples of each shard that was looked at, not shown yet
-    while shard_ids:
-        for shard_id in list(shard_ids):
-            if shard_id not in left:
-                left[shard_id] = list(range(len(read_idx(folder, plan.spec, shard_id))))
-                random.shuffle(left[shard_id])
-            if left[shard_id]:
-                yield shard_id, left[shard_id].pop()
-            else:
-                shard_ids.remove(shard_id)
-
-
-def asked_documents(
-    folder: Path, plan: Plan, args: argparse.Namespace
-) -> tuple[dict[tuple[int, int], set[int]], list[str]]:
-    """The samples at some addresses, and of each the documents that are asked for (none: all); and lines on
-    documents that were left out. Raises NotFound, UsageError."""
-    flags = ("grep", "random")
-    if args.addresses and (given := [name for name in flags if getattr(args, name)]):
-        raise UsageError(f"an address says which sample to show; leave out --{given[0]}")
-    wanted: dict[tuple[int, int], set[int]] = {}
-    left_out: list[str] = []
-    for address in args.addresses:
-        found = find_address(folder, plan, address)
-        if isinstance(found, InInput):
-            if lines := left_out_at(folder, plan, found):
-                left_out += lines
-                continue
-            wanted |= {place: set() for place in samples_at(folder, plan, found)}
-            continue
-        documents = wanted.setdefault((found.shard_id, found.sample), set())
-        if found.document is not None:
-            documents.add(found.document)
-    return wanted, left_out
-
-
-class Beside(NamedTuple):
-    """What is known of a shard's samples beside their ids."""
-
-    num_train: int  # those behind are for validation
-    withdrawn: Numbers  # as Withdrawals.marks_of has it
-
-    @staticmethod
-    def of_shard(folder: Path, plan: Plan, shard_id: int, num_samples: int) -> Beside:
-        withdrawn = read_withdrawals(folder, plan.plan_id).marks_of(shard_id, plan.spec.seq_len)
-        return Beside(num_train_samples(folder, shard_id, num_samples), withdrawn)
-
-
-def is_withdrawn(marks: Numbers, sample: int, place: int) -> bool:
-    """Whether a token of a shard is; ``marks``: as Withdrawals.marks_of has them."""
-    number, begin, end = marks.T
-    return bool(((number == sample) & (begin <= place) & (place < end)).any())
-
-
-def sample_lines(
-    plan: Plan,
-    samples: ShardSamples,
-    number: int,
-    documents: list[str],
-    chars: int,
-    beside: Beside,
-    only: set[int],
-) -> Iterator[str]:
-    """A sample for people; ``only``: these of its documents (none: all).
-
-    Of each document ``chars`` characters at most; 0: all.
-    """
-    record = samples.records[number]
-    begins_inside = len(documents) > len(samples.starts(number))
-    num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
-    what = "row" if plan.spec.has_rows else "document"
-    trained = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
-    came = "begins in the document at" if begins_inside else "from"
-    path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
-    place = place_text(path, int(record["source_offset"]))
-    name = f"{shard_name(samples.shard_id)} {what} {number}"
-    side = ", for validation" if number >= beside.num_train else ""
-    begins = [0] * begins_inside + samples.starts(number).tolist()
-    yield f"{name}: {num_tokens} tokens{trained}{side}, {came} {place}"
-    for position, text in enumerate(documents):
-        if only and position not in only:
-            continue
-        cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
-        withdrawn = ", withdrawn" if is_withdrawn(beside.withdrawn, number, begins[position]) else ""
-        if plan.spec.has_rows:
-            is_rest = begins_inside and position == 0
-            yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}{withdrawn}"
-        elif withdrawn:
-            yield f"  ---{withdrawn.removeprefix(',')}"
-        yield from (f"  {line}" for line in cut.split("\n"))
-    yield ""
-
-
-class Excerpt(NamedTuple):
-    """The beginning of a document."""
-
-    address: str
-    text: str
-
-
-def excerpts(
-    folder: Path,
-    plan: Plan,
-    shard_id: int,
-    input_numbers: Sequence[int],
-    decoder: Decoder,
-    *,
-    num: int,
-    chars: int,
-) -> list[Excerpt]:
-    """The first documents of some inputs in a shard that are not withdrawn. Raises what reading raises."""
-    found: list[Excerpt] = []
-    withdrawn = read_withdrawals(folder, plan.plan_id).marks_of(shard_id, plan.spec.seq_len)
-    with ShardSamples(folder, plan.spec, shard_id) as samples:
-        is_wanted = np.append(np.isin(samples.records["source"], input_numbers), False)
-        for number in np.flatnonzero(is_wanted).tolist():
-            if len(found) == num:
-                break
-            address, begin, ids = f"{shard_id}:{number}", 0, samples.ids(number)
-            if plan.spec.has_rows:
-                starts = samples.starts(number).tolist()
-                # Behind the end of another document the next row tells that the input is still the same.
-                if not starts or (starts[0] and not is_wanted[number + 1]):
-                    continue
-                begin, end = [*starts, len(ids)][:2]
-                address, ids = f"{address}:{int(begin > 0)}", ids[:end]
-            if is_withdrawn(withdrawn, number, begin):
-                continue
-            ids = ids[begin : begin + chars]
-            text = " ".join(decoder.text(ids, np.ones(len(ids), np.bool_)).split())
-            found.append(Excerpt(address, text if len(text) <= chars else f"{text[:chars]}..."))
-    return found
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -243,22 +104,26 @@ def peek(args: argparse.Namespace) -> int:
             found=f"--grep {args.grep!r}",
             expected="regular expression",
         ) from None
-    asked, left_out = asked_documents(folder, plan, args)
-    print_lines(*left_out)
-    places = iter(asked) if args.addresses else sample_places(folder, plan, is_random=args.random)
+    asked: dict[Sample, set[int]] = {}  # of each sample the documents that are asked for; none: all
+    for address in args.addresses:
+        if args.grep or args.random:
+            flag = "--grep" if args.grep else "--random"
+            raise UsageError(f"an address says which sample to show; leave out {flag}", found=flag)
+        for sample, document in _samples_at(folder, plan, address):
+            asked.setdefault(sample, set()).update(() if document is None else (document,))
+    samples = iter(asked) if args.addresses else _samples(folder, plan, is_random=args.random)
     decoder, num_shown = Decoder(folder), 0
-    for shard_id, of_shard in itertools.groupby(places, key=lambda place: place[0]):
-        with ShardSamples(folder, plan.spec, shard_id) as samples:
-            beside = Beside.of_shard(folder, plan, shard_id, len(samples.records))
+    for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
+        with ShardSamples(folder, plan.spec, shard_id) as shard:
             for _, number in of_shard:
-                documents = _documents(samples, number, decoder)
+                documents = _documents(shard, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
                     continue
                 only = asked.get((shard_id, number), set())
                 if max(only, default=0) >= len(documents):
                     address = f"{shard_id}:{number}:{max(only)}"
                     raise NotFound(f"{address}: that sample has documents 0 to {len(documents) - 1}")
-                print_lines(*sample_lines(plan, samples, number, documents, args.chars, beside, only))
+                print_lines(*_sample_lines(folder, plan, shard, number, documents, args.chars, only))
                 num_shown += 1
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0
@@ -267,10 +132,205 @@ def peek(args: argparse.Namespace) -> int:
     return 0
 
 
+def _samples(folder: Path, plan: Plan, *, is_random: bool) -> Iterator[Sample]:
+    """Yield all samples: in their order, or at random, of each shard by turns. Raises NotFound."""
+    shard_ids = _made_shards(folder)
+    if not is_random:
+        for shard_id in shard_ids:
+            yield from ((shard_id, number) for number in range(len(read_idx(folder, plan.spec, shard_id))))
+        return
+    random.shuffle(shard_ids)
+    left: dict[int, list[int]] = {}  # samples of each shard that was looked at, not shown yet
+    while shard_ids:
+        for shard_id in list(shard_ids):
+            if shard_id not in left:
+                left[shard_id] = list(range(len(read_idx(folder, plan.spec, shard_id))))
+                random.shuffle(left[shard_id])
+            if left[shard_id]:
+                yield shard_id, left[shard_id].pop()
+            else:
+                shard_ids.remove(shard_id)
+
+
+def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
+    """Yield the samples at an address, and the document if it names one. Raises NotFound, UsageError.
+
+    Of a document that was left out it prints why, and yields none.
+    """
+    if found := _IN_SHARD.fullmatch(address):
+        shard_id, number = int(found[1]), int(found[2])
+        if shard_id >= plan.num_shards:
+            raise UsageError.of_value(
+                f"the shard of {address}", shard_id, f"ids of 0 to {plan.num_shards - 1}"
+            )
+        if shard_id not in manifest_ids(folder):
+            path, again = manifest_path(folder, shard_id), f"shardprep run {quoted(folder)}"
+            raise NotFound(f"shard {shard_id:05d} is not made: {path} is missing", path=path, remedy=again)
+        if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
+            expected = f"samples 0 to {num_samples - 1}"
+            raise NotFound(
+                f"{address}: {shard_name(shard_id)} has {expected}", found=address, expected=expected
+            )
+        yield (shard_id, number), int(found[3]) if found[3] else None
+        return
+    is_id = address.startswith("id:")
+    place = _place_of_id(folder, plan, address) if is_id else _place_in_input(plan, address)
+    name = plan.inputs[place[0]].path
+    shards = [each for each in map(plan.shard, _made_shards(folder)) if place[0] in each.input_numbers]
+    if lines := left_out_at(folder, plan, [each.shard_id for each in shards], name, place[1]):
+        print_lines(*lines)
+        return
+    samples: list[Sample] = []
+    for shard_id in (each.shard_id for each in shards):
+        records = read_idx(folder, plan.spec, shard_id)
+        num_train = len(records) - _num_validation(folder, shard_id)
+        # A document is in the last shard in which one begins at the place or before.
+        samples = [(shard_id, number) for number in samples_holding(records, place, num_train)] or samples
+    if not samples:
+        raise NotFound(f"{name}:{place[1]}: no document of a finished shard begins there or before")
+    yield from ((sample, None) for sample in samples)
+
+
+def _place_in_input(plan: Plan, address: str) -> tuple[int, int]:
+    """Return the number of the input, and the place in it, of FILE:BYTE. Raises NotFound, UsageError."""
+    name, _, offset = address.rpartition(":")
+    if not (name and offset.isdecimal() and len(offset) < 19):
+        raise UsageError(
+            f"{address} is no address, expected {_KINDS}, such as 3:17", found=address, expected=_KINDS
+        )
+    paths = [item.path for item in plan.inputs]
+    if name not in paths:
+        raise NotFound(
+            f"{address}: {name} is no input of the plan; the inputs are named as {paths[0]}",
+            found=name,
+            expected=paths[0],
+        )
+    number, place = paths.index(name), int(offset)
+    # Of other inputs a place counts decompressed bytes, or rows, and nobody has counted these.
+    if input_kind(name).is_in_bytes and place >= plan.inputs[number].num_bytes:
+        expected = f"bytes 0 to {plan.inputs[number].num_bytes - 1}"
+        raise NotFound(f"{address}: {name} has {expected}", path=name, found=place, expected=expected)
+    return number, place
+
+
+def _place_of_id(folder: Path, plan: Plan, address: str) -> tuple[int, int]:
+    wanted = address.removeprefix("id:")
+    if not plan.options.id_field:
+        raise UsageError(
+            f"{folder} keeps no ids of its documents: its plan has no --id_field; name the document by "
+            "SHARD:SAMPLE or FILE:BYTE",
+            path=folder,
+            expected="SHARD:SAMPLE or FILE:BYTE",
+        )
+    if not wanted:
+        raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
+    shard_ids = _made_shards(folder)
+    with Progress("looking for an id", len(shard_ids), unit="shards") as progress:
+        for shard_id in shard_ids:
+            for input_number, offset, kept in kept_ids(folder, shard_id):
+                if kept == wanted and 0 <= input_number < len(plan.inputs):
+                    return input_number, offset
+            progress.add(1)
+    raise NotFound(f"no document of a finished shard has the id {wanted}")
+
+
+def _made_shards(folder: Path) -> list[int]:
+    """Return the finished shards of a data set, at least one. Raises NotFound."""
+    if not (made := sorted(manifest_ids(folder))):
+        again = f"shardprep run {quoted(folder)}"
+        raise NotFound(f"{folder} has no finished shard", path=folder, remedy=again)
+    return made
+
+
+def _num_validation(folder: Path, shard_id: int) -> int:
+    """Count the samples for validation, which are the last ones of a shard."""
+    held = read_manifest(folder, shard_id).counts.validation
+    return 0 if held is None else held.num_samples
+
+
 def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str]:
-    """The texts of a sample; of a row, the end of one that began before it, if any, comes first."""
+    """Return the texts of a sample; of a row, the end of one that began before it, if any, comes first."""
     ids, mask = samples.ids(number), samples.loss_mask(number)
     if not len(ids):  # a document that the tokenizer drops wholly
         return [""]
     cuts = sorted({0, *samples.starts(number).tolist(), len(ids)})
     return [decoder.text(ids[begin:end], mask[begin:end]) for begin, end in itertools.pairwise(cuts)]
+
+
+def _sample_lines(
+    folder: Path,
+    plan: Plan,
+    samples: ShardSamples,
+    number: int,
+    documents: list[str],
+    chars: int,
+    only: set[int],
+) -> Iterator[str]:
+    """Yield a sample for people, of each document ``chars`` characters at most (0: all).
+
+    ``only``: these of its documents (none: all).
+    """
+    record = samples.records[number]
+    begins_inside = len(documents) > len(samples.starts(number))
+    num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
+    num_train = len(samples.records) - _num_validation(folder, samples.shard_id)
+    path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
+    yield "".join(
+        [
+            f"{shard_name(samples.shard_id)} {'row' if plan.spec.has_rows else 'document'} {number}: ",
+            f"{num_tokens} tokens",
+            "" if num_trained == num_tokens else f" ({num_trained} with labels)",
+            ", for validation" if number >= num_train else "",
+            f", {'begins in the document at' if begins_inside else 'from'} ",
+            place_text(path, int(record["source_offset"])),
+        ]
+    )
+    for position, text in enumerate(documents):
+        if only and position not in only:
+            continue
+        cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
+        if plan.spec.has_rows:
+            is_rest = begins_inside and position == 0
+            yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}"
+        yield from (f"  {line}" for line in cut.split("\n"))
+    yield ""
+
+
+class Excerpt(NamedTuple):
+    """The beginning of a document."""
+
+    address: str
+    text: str
+
+
+def excerpts(
+    folder: Path,
+    plan: Plan,
+    shard_id: int,
+    input_numbers: Sequence[int],
+    decoder: Decoder,
+    *,
+    num: int,
+    chars: int,
+) -> list[Excerpt]:
+    """Return the first documents of some inputs in a shard, without blanked ones, for the report."""
+    found: list[Excerpt] = []
+    with ShardSamples(folder, plan.spec, shard_id) as samples:
+        is_wanted = np.append(np.isin(samples.records["source"], input_numbers), False)
+        for number in np.flatnonzero(is_wanted).tolist():
+            if len(found) == num:
+                break
+            address, begin, ids = f"{shard_id}:{number}", 0, samples.ids(number)
+            if plan.spec.has_rows:
+                starts = samples.starts(number).tolist()
+                # Behind the end of another document the next row tells that the input is still the same.
+                if not starts or (starts[0] and not is_wanted[number + 1]):
+                    continue
+                begin, end = [*starts, len(ids)][:2]
+                address, ids = f"{address}:{int(begin > 0)}", ids[:end]
+            ids = ids[begin : begin + chars]
+            if decoder.are_blank(ids).any():
+                continue
+            text = " ".join(decoder.text(ids, np.ones(len(ids), np.bool_)).split())
+            found.append(Excerpt(address, text if len(text) <= chars else f"{text[:chars]}..."))
+    return found

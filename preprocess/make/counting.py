@@ -11,7 +11,7 @@ from preprocess.make.engines import Numbers
 from preprocess.read.documents import BadDocument, Documents
 from shardprep.errors import BadInput
 from shardprep.format.manifest import LENGTH_BITS, ShardCounts, SourceCounts, TextCounts, ValidationCounts
-from shardprep.format.names import source_of_path
+from shardprep.format.names import is_chosen, source_of_path
 
 _MOST_SOURCES = 1000  # of one shard: its manifest names each
 _MOST_LENGTHS = 64 << (LENGTH_BITS - 1)
@@ -61,15 +61,16 @@ class Counting:
         self._shard_id = shard_id
         self._input_paths = input_paths  # by their position in the plan
         self.num_documents = self.num_tokens = 0  # without padding
-        self._num_lines = self._num_empty_lines = self._num_filtered = self._input_bytes = 0
+        self._num_lines = self._num_empty_lines = self._input_bytes = 0
         self._histogram = np.zeros(64, np.int64)
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
         self.bad: list[BadDocument] = []
 
     @property
     def bad_fraction(self) -> float:
-        """Share of the documents so far that were left out."""
-        return len(self.bad) / max(1, len(self.bad) + self.num_documents)
+        """Share of the documents so far that could not be used; those that the user left out do not count."""
+        num_bad = sum(not is_chosen(bad.reason) for bad in self.bad)
+        return num_bad / max(1, num_bad + self.num_documents)
 
     @property
     def bad_reasons(self) -> set[str]:
@@ -78,12 +79,11 @@ class Counting:
 
     def add(self, documents: Documents, num_tokens: Numbers) -> None:
         """Count a batch, given the tokens of each document. Raises BadInput for too many sources."""
-        num_documents, num_filtered = len(documents.texts), len(documents.filtered)
+        num_documents = len(documents.texts)
         self.num_documents += num_documents
         self.num_tokens += int(num_tokens.sum())
         self._num_lines += documents.num_lines
-        self._num_empty_lines += documents.num_lines - num_documents - len(documents.bad) - num_filtered
-        self._num_filtered += num_filtered
+        self._num_empty_lines += documents.num_lines - num_documents - len(documents.bad)
         self._input_bytes += documents.num_bytes
         self._histogram += np.bincount(np.frexp(num_tokens)[1], minlength=64)
         self.bad += documents.bad
@@ -108,7 +108,7 @@ class Counting:
             self._source(bad.named, number).num_quarantined += 1
 
     def _source(self, name: str, input_number: int) -> _Source:
-        """A source by the name that a record gives; without one it is the file's."""
+        """Return a source by the name that a record gives; without one it is the file's."""
         name = name or source_of_path(self._input_paths[input_number])
         source = self._sources[name]
         if len(self._sources) > _MOST_SOURCES:
@@ -128,7 +128,6 @@ class Counting:
             num_tokens=self.num_tokens,
             num_lines=self._num_lines,
             num_empty_lines=self._num_empty_lines,
-            num_filtered=self._num_filtered,
             input_bytes=self._input_bytes,
             num_pad_tokens=num_padding,
             num_documents_across_rows=num_split,
@@ -139,6 +138,6 @@ class Counting:
         )
 
     def text_counts(self) -> dict[str, TextCounts]:
-        """The texts of each source that has any, by name."""
+        """Return the texts of each source that has any, by name."""
         found = {name: source.text_counts() for name, source in sorted(self._sources.items())}
         return {name: counts for name, counts in found.items() if counts.lengths}

@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
-from preprocess.attempts import Failure, append_failure
 from preprocess.make.resources import WorkerSettings, bind_to
 from preprocess.make.task import engine_line, part_line, speed_line
 from preprocess.make.worker import Work, Worker, load_worker
 from shardprep.console import Progress, guard_streams
 from shardprep.errors import ReadWriteError, ShardprepError
+from shardprep.format.attempts import Failure, append_failure
 from shardprep.format.plan import need_plan
 from shardprep.signals import start_child
 

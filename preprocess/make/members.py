@@ -20,7 +20,7 @@ from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.make.packing import START, RowGroup, Starts, packer_of, rows_per_member
 from preprocess.read.documents import Documents
 from shardprep.errors import BadInput
-from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.dataset_spec import BLANK, DatasetSpec
 from shardprep.format.digests import DIGEST, are_for_validation
 from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
 from shardprep.format.names import (
@@ -114,7 +114,8 @@ class DocumentMembers:
         self._options = options
         self._tar_bytes = 0
         self._field = token_field("documents", spec.token_format)
-        self._json = json_ids(spec.tokenizer.vocab_size) if spec.token_format == "json" else None
+        vocab_size, has_blanks = spec.tokenizer.vocab_size, bool(options.blanked)
+        self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
@@ -210,19 +211,19 @@ def _place(buffer: Bytes, starts: Numbers, pieces: Sequence[bytes | memoryview])
 
 
 def ustar_header(name: str, num_bytes: int) -> bytes:
-    """The 512 bytes before a member: mode 0644, owner 0, mtime 0."""
+    """Return the 512 bytes before a member: mode 0644, owner 0, mtime 0."""
     member = tarfile.TarInfo(name)
     member.size = num_bytes
     return member.tobuf(tarfile.USTAR_FORMAT)
 
 
 def _padded(num_bytes: Numbers) -> Numbers:
-    """Sizes rounded up to whole blocks."""
+    """Return sizes rounded up to whole blocks."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbers) -> Bytes:
-    """Headers of one field of many documents: uint8[documents, 512].
+    """Return the headers of one field of many documents: uint8[documents, 512].
 
     ``lines`` ascend. Line numbers of more than eight digits, which are rare, are written one by one.
     """
@@ -244,9 +245,9 @@ def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbe
 
 
 @functools.cache
-def json_ids(vocab_size: int) -> JsonIds:
-    """The table of a vocabulary, made once a process (9 ms for 128,256 tokens)."""
-    return JsonIds(vocab_size)
+def json_ids(vocab_size: int, *, has_blanks: bool = False) -> JsonIds:
+    """Return the table of a vocabulary, made once a process (9 ms for 128,256 tokens)."""
+    return JsonIds(vocab_size, has_blanks=has_blanks)
 
 
 class JsonIds:
@@ -257,11 +258,16 @@ class JsonIds:
     arrays (one core), and orjson leaves out the spaces.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        width = 8 if vocab_size <= 10**6 else 16
-        texts = np.zeros((vocab_size, width), np.uint8)
+    def __init__(self, vocab_size: int, *, has_blanks: bool = False) -> None:
+        width = 8 if vocab_size <= 10**6 and not has_blanks else 16
+        texts = np.zeros((vocab_size + has_blanks, width), np.uint8)
         texts[:, :2] = list(b", ")
-        self._widths = np.empty(vocab_size, np.uint8)
+        self._widths = np.empty(len(texts), np.uint8)
+        self._row_of_blank = vocab_size if has_blanks else None
+        if has_blanks:
+            text = b", %d" % BLANK
+            texts[-1, : len(text)] = list(text)
+            self._widths[-1] = len(text)
         for num_digits in range(1, width - 1):
             first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min(10**num_digits, vocab_size)
             if first >= last:
@@ -271,17 +277,20 @@ class JsonIds:
             self._widths[first:last] = 2 + num_digits
         self._table: npt.NDArray[np.void] = texts.view(f"V{width}").ravel()
 
+    def _rows(self, ids: Ids) -> Ids:
+        return ids if self._row_of_blank is None else np.where(ids == BLANK, self._row_of_blank, ids)
+
     def lengths(self, batch: TokenBatch) -> Numbers:
         """int64[documents]: bytes of each document's JSON text."""
         ends = np.zeros(len(batch.ids) + 1, np.int64)
-        np.cumsum(self._widths[batch.ids], out=ends[1:])
+        np.cumsum(self._widths[self._rows(batch.ids)], out=ends[1:])
         # "[" takes the place of the first ", ", and "]" the byte that this saves.
         return np.maximum(np.diff(ends[batch.offsets]), 2)
 
     def separated(self, ids: Ids) -> bytearray:
-        """All ids, each with ``, `` before it."""
+        """Return all ids, each with ``, `` before it."""
         wide = bytearray(len(ids) * self._table.itemsize)
-        np.take(self._table, ids, out=np.frombuffer(wide, self._table.dtype))
+        np.take(self._table, self._rows(ids), out=np.frombuffer(wide, self._table.dtype))
         return wide.translate(None, b"\0")
 
 
@@ -319,7 +328,7 @@ class RowMembers:
         return self._packed(batch.tokens, starts)
 
     def _packed(self, tokens: TokenBatch, starts: Starts) -> Iterator[Piece]:
-        """The members that documents fill.
+        """Return the members that documents fill.
 
         Those for validation are held until they fill a member, so that the order of members follows from the
         documents alone, however they are batched, and consecutive ones for training are packed together.
@@ -342,7 +351,7 @@ class RowMembers:
             first, before = end, int(sums[end - 1])
 
     def _release(self) -> Iterator[Piece]:
-        """The members that the documents held for validation fill."""
+        """Return the members that the documents held for validation fill."""
         held, self._held, self._num_held = self._held, [], 0
         if held:
             tokens = TokenBatch.joined([tokens for tokens, _ in held])
@@ -361,7 +370,7 @@ class RowMembers:
                 yield self._member(group, is_validation=side == 1)
 
     def _member(self, group: RowGroup, *, is_validation: bool) -> Piece:
-        """One member: its bytes, and the idx records of its rows."""
+        """Return one member: its bytes, and the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
             token_field("packed", "npy"): group.rows,

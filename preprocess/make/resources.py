@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.read.format import BATCH_BYTES
+from preprocess.read import BATCH_BYTES
 from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
 from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
@@ -32,7 +32,7 @@ _MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at onc
 
 
 def allowed_cpus(environ: Mapping[str, str], affinity: set[int], *, offset: int) -> list[int]:
-    """The CPUs to use, given the environment and the kernel's affinity mask.
+    """Return the CPUs to use, given the environment and the kernel's affinity mask.
 
     Where Slurm counts CPUs without binding tasks to them, the mask is the whole node; then a
     run of SLURM_CPUS_PER_TASK of them is taken, beginning at the ``offset``-th such run so that
@@ -77,7 +77,7 @@ def share_heaps() -> None:
 
 
 def text_bytes_within(memory_gb: float | None) -> int:
-    """Bytes of raw text that there is room for with this memory in GiB (None: enough memory)."""
+    """Return the bytes of raw text that there is room for with this memory in GiB (None: enough memory)."""
     if memory_gb is None:
         return sys.maxsize
     return (int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
@@ -87,7 +87,7 @@ LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BY
 
 
 def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
-    """What to say where a worker will need more memory than it may have, else None."""
+    """Return what to say where a worker will need more memory than it may have, else None."""
     least = LEAST_WORKER_BYTES / 2**30
     if memory_gb >= least:
         return None
@@ -105,7 +105,7 @@ def memory_limit_gb(environ: Mapping[str, str], root: Path = Path("/")) -> float
 
 
 def memory_limits(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
-    """Bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
+    """Return the bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
     limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{each}", "") for each in ("NODE", "CPU"))
     cpus = environ.get("SLURM_CPUS_ON_NODE") or environ.get("SLURM_CPUS_PER_TASK") or "1"
@@ -164,29 +164,20 @@ class WorkerSettings:
     input_dir: Path | None = option(
         None, "folder of the raw input files, if they moved", shown="the plan's", group=INPUT
     )
+    transform: Path | None = option(
+        None, "the file of the plan's --transform, wherever it is now; no other one runs", group=TEXT
+    )
     engine: EngineName = option("auto", ENGINE_HELP, group=TOKENS)
     max_bad_fraction: float | None = option(None, BAD_HELP, shown="the plan's", group=TEXT)
-    batch_size: int | None = option(
-        None,
-        "encode at most this many documents at once",
-        shown="DATASET_BATCH_SIZE, or no limit",
-        group=RESOURCES,
-    )
-    writer_batch_size: int | None = option(
-        None,
-        "write at most this many documents at once",
-        shown="DATASET_WRITER_BATCH_SIZE, or no limit",
-        group=RESOURCES,
-    )
     memory_gb: float | None = option(
         None, "memory of a process, in GiB", shown="the limit of Slurm and the cgroup", group=RESOURCES
     )
 
+    most_documents: int | None = option(None)  # encoded and laid out at once; no flag
+
     def __post_init__(self) -> None:
-        for name in ("batch_size", "writer_batch_size", "memory_gb"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UsageError.of_value(f"--{name}", value, "more than 0, and a number")
+        if self.memory_gb is not None and not 0 < self.memory_gb < math.inf:
+            raise UsageError.of_value("--memory_gb", self.memory_gb, "more than 0, and a number")
 
     @property
     def batch_bytes(self) -> int:
@@ -200,7 +191,7 @@ class WorkerSettings:
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int | None:
-    """A positive whole number of the environment, None where it is not set. Raises UsageError."""
+    """Return a positive whole number of the environment, None where it is not set. Raises UsageError."""
     text = environ.get(name, "")
     if not text:
         return None
@@ -210,10 +201,8 @@ def environment_number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def worker_settings(args: argparse.Namespace) -> WorkerSettings:
-    """The worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
-    settings: dict[str, Any] = {
-        "batch_size": environment_number(os.environ, "DATASET_BATCH_SIZE"),
-        "writer_batch_size": environment_number(os.environ, "DATASET_WRITER_BATCH_SIZE"),
-        "memory_gb": memory_limit_gb(os.environ),
-    }
-    return WorkerSettings(**settings | given_of(args, WorkerSettings))
+    """Return the worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
+    names = ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE")
+    numbers = [number for name in names if (number := environment_number(os.environ, name)) is not None]
+    settings: dict[str, Any] = {"memory_gb": memory_limit_gb(os.environ)} | given_of(args, WorkerSettings)
+    return WorkerSettings(most_documents=min(numbers, default=None), **settings)

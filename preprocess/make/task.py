@@ -6,20 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from preprocess.make.resources import (
-    WorkerSettings,
-    memory_note,
-)
+from preprocess.make.resources import WorkerSettings, memory_note
 from preprocess.make.worker import Work, Worker, finished_manifest, load_worker
 from shardprep.console import Progress, counted, quoted, say, shards_text, short_bytes, short_number
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import id_ranges, quarantine_path
-from shardprep.format.plan import (
-    ByteRange,
-    Plan,
-    PlannedShard,
-)
+from shardprep.format.plan import ByteRange, Plan, PlannedShard
 
 _NUM_NAMED = 3  # inputs that are named, of a shard
 
@@ -28,12 +21,14 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
     """Make one shard of a plan, on the CPUs that this process is bound to; returns the exit code."""
     from lustre import layout_line
 
+    # Open: the way ends here where the shard is done.
     if note := array_note(os.environ, plan.num_shards, folder):
         say(f"note: {note}")
     shard = plan.shard(shard_id)
     if finished_manifest(plan, folder, shard_id):
         say(f"shard {shard_id:05d} is done already")
         return 0
+    # Load: the tokenizer's files are the plan's, and its ids those of planning.
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
     say(part_line(plan, shard))
@@ -42,8 +37,10 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
     say(engine_line(worker))
     if line := layout_line(folder):
         say(line)
+    # Make.
     with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
         manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
+    # Tell: all that was made is in the manifest.
     counts = manifest.counts
     say(speed_line(manifest))
     say(f"shard {shard_id:05d} is done: {counts.num_documents} documents, {counts.num_tokens} tokens")
@@ -53,7 +50,7 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
 
 
 def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str | None:
-    """What this task's job array leaves out of the plan, with the line that submits it; else None.
+    """Return what this task's job array leaves out of the plan, with the line that submits it; else None.
 
     The line names ``submit``, which fits an array to the site: MaxArraySize may refuse these indices.
     """
@@ -120,26 +117,28 @@ def means_line(settings: WorkerSettings, num_cpus: int, *, num_processes: int = 
     """CPUs, sizes of batches and the memory limit of a process."""
     each = "" if num_processes == 1 else f"{num_processes} processes, each with "
     sizes = f"batches of {settings.batch_bytes >> 10} KiB of text"
-    if settings.batch_size is not None:
-        sizes += f", at most {settings.batch_size} documents encoded at once"
-    if settings.writer_batch_size is not None:
-        sizes += f", at most {settings.writer_batch_size} documents laid out at once"
+    if settings.most_documents is not None:
+        sizes += f", at most {settings.most_documents} documents at once"
     memory = "no memory limit" if settings.memory_gb is None else f"memory limit {settings.memory_gb:.2f} GiB"
     return f"{each}{counted(num_cpus, 'CPU')}, {sizes}, {memory}"
 
 
 def speed_line(manifest: Manifest) -> str:
     """How fast a shard was made, at what price, and what was written."""
-    run = manifest.run
+    run, transform = manifest.run, ""
+    if (transform_s := run.get("transform_cpu_s")) is not None:
+        rate = short_number(manifest.counts.num_documents / max(transform_s, 1e-3))
+        share = transform_s / max(run["cpu_s"], 1e-3)
+        transform = f" ({share:.0%} in --transform: {rate} documents per second)"
     return (
         f"made in {run['wall_s']:.1f} s: {_speeds(run['wall_s'], Work.of(manifest))}; "
-        f"{run['cpu_s']:.1f} s of CPU, "
+        f"{run['cpu_s']:.1f} s of CPU{transform}, "
         f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"
     )
 
 
 def total_line(works: Sequence[Work], wall_s: float) -> str:
-    """What several shards made side by side hold, and how fast they were made together."""
+    """Return what several shards made side by side hold, and how fast they were made together."""
     total = Work(*(sum(column) for column in zip(Work(0, 0, 0), *works, strict=True)))
     made = f"{counted(total.num_documents, 'document')}, {counted(total.num_tokens, 'token')}"
     return f"{made} in {wall_s:.1f} s: {_speeds(wall_s, total)}"

@@ -7,6 +7,7 @@ numpy, which share the interpreter's lock for a part of the time: see benchmarks
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
@@ -21,16 +22,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import preprocess
+import numpy as np
+import numpy.typing as npt
+
+import shardprep
 from preprocess.make.counting import Counting
-from preprocess.make.engines import Engine, equal_fast_engine, ids_sha256, tokenizers_engine
+from preprocess.make.engines import (
+    NO_LOSS,
+    Engine,
+    TokenBatch,
+    equal_fast_engine,
+    ids_sha256,
+    tokenizers_engine,
+)
 from preprocess.make.members import Batch, Members, members_of
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
+from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ROLES, check_chat_versions
-from preprocess.read.documents import Documents, load_libraries, read_documents, without
-from preprocess.read.format import BATCH_BYTES, MOST_DOCUMENT_BYTES
-from preprocess.read.text_changes import check_text_versions
+from preprocess.read.documents import Documents, load_libraries, read_documents
+from preprocess.read.format import MOST_DOCUMENT_BYTES
+from preprocess.read.transform import Transform, transform_of
 from shardprep.console import counted
 from shardprep.errors import (
     BadInput,
@@ -42,13 +54,16 @@ from shardprep.errors import (
     UsageError,
 )
 from shardprep.files import size_of_file
+from shardprep.format.blanked import BlankedDocuments, blank_digests, blanked_shards, read_blanked
+from shardprep.format.dataset_spec import BLANK
+from shardprep.format.digests import are_for_validation
+from shardprep.format.document_names import read_excluded
 from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import TOKENIZER_DIR
 from shardprep.format.options import EngineName, PlanOptions
 from shardprep.format.plan import Plan, PlannedShard
 from shardprep.format.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
-from shardprep.format.withdrawals import read_left_out
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 
@@ -73,7 +88,7 @@ class Work(NamedTuple):
 
     @staticmethod
     def of(manifest: Manifest) -> Work:
-        """All of a shard."""
+        """Return all of a shard."""
         counts = manifest.counts
         return Work(counts.input_bytes, counts.num_documents, counts.num_tokens)
 
@@ -92,6 +107,7 @@ class Worker:
     settings: WorkerSettings
     engine: Engine
     num_cpus: int
+    transform: Transform | None = None  # that documents go through
 
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
@@ -113,17 +129,26 @@ class Worker:
 
     def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None], folder: Path) -> Manifest:
         began, cpu_began = time.time(), time.process_time()
+        transform_began_s = self.transform.cpu_s if self.transform else 0.0
         options, spec, settings = self.plan.options, self.plan.spec, self.settings
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
         digest = None if shard.sha256 is None else hashlib.sha256()
         documents = documents_of_shard(
-            self.plan, self.folder, shard, batch_bytes=settings.batch_bytes, digest=digest
+            self.plan,
+            self.folder,
+            shard,
+            batch_bytes=settings.batch_bytes,
+            digest=digest,
+            transform=self.transform,
         )
-        if most := min(filter(None, (settings.batch_size, settings.writer_batch_size)), default=None):
-            documents = (part for batch in documents for part in batch.parts(most))
+        if settings.most_documents is not None:
+            documents = (part for batch in documents for part in batch.parts(settings.most_documents))
         members = members_of(spec, shard.shard_id, options)
-        make = functools.partial(self._encode_and_lay_out, members)
+        blanked: BlankedDocuments | None = None
+        if shard.shard_id in blanked_shards(options.blanked):
+            blanked = read_blanked(self.folder, self.plan.plan_id, shard.shard_id)
+        make = functools.partial(self._encode_and_lay_out, members, blanked)
         with (
             ThreadPoolExecutor(1) as reader,
             ThreadPoolExecutor(num_makers) as makers,
@@ -141,17 +166,28 @@ class Worker:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.texts), len(batch.tokens.ids)
                 progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
+                del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             if digest is not None and digest.hexdigest() != shard.sha256:
                 raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
-            return writer.commit(self._run_facts(began, cpu_began))
+            made_from = None if blanked is None else blanked.made_from
+            facts = self._run_facts(began, cpu_began)
+            if self.transform is not None:
+                facts["transform_cpu_s"] = round(self.transform.cpu_s - transform_began_s, 3)
+            return writer.commit(facts, made_from=made_from)
 
-    def _encode_and_lay_out(self, members: Members, documents: Documents) -> Batch:
+    def _encode_and_lay_out(
+        self, members: Members, blanked: BlankedDocuments | None, documents: Documents
+    ) -> Batch:
         """Make a batch ready to be written. Runs in a thread: depends on no other batch."""
         plan = self.plan
         tokens = self.engine.encode_documents(
             documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
         )
+        if blanked is not None:
+            is_blanked = blanked.are_at(documents.input_number, documents.offsets)
+            if is_blanked.any():
+                return _blanked_batch(members, documents, tokens, is_blanked, plan)
         return members.lay_out(documents, tokens)
 
     def _changed_input(self, shard: PlannedShard, found: str) -> Refused:
@@ -173,10 +209,10 @@ class Worker:
         raise _too_many_bad(self.plan.options, counting, shard_id, limit, quarantine.path)
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
-        """What may differ between equal shards; for reports, never for decisions."""
+        """Return what may differ between equal shards; for reports, never for decisions."""
         return {
             "engine": f"{self.engine.name} {self.engine.version}",
-            "shardprep": preprocess.__version__,
+            "shardprep": shardprep.__version__,
             "python": platform.python_version(),
             "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
             "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
@@ -195,7 +231,10 @@ def _too_many_bad(
     if "undecodable" in reasons:
         hint = "Is it another --encoding? "
     elif reasons & _OTHER_FIELD:
-        hint = f"Is it another --{'messages' if options.is_chat else 'text'}_field? "
+        hint = "Is it another --text_field? "
+    first = next((bad.detail for bad in counting.bad if bad.reason == "transform_error"), "")
+    if first:
+        hint = f"The function failed first so: {first}. "
     return BadInput(
         f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
         f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine}. "
@@ -214,28 +253,61 @@ def documents_of_shard(
     *,
     batch_bytes: int = BATCH_BYTES,
     digest: hashlib._Hash | None = None,
+    transform: Transform | None = None,
 ) -> Iterator[Documents]:
-    """The documents of a shard's input, without those that ``rewrite`` leaves out; see ``read_documents``."""
-    found = read_documents(
+    """Yield the documents of a shard's input, without those that the plan excludes."""
+    excluded = plan.options.excluded
+    return read_documents(
         shard.ranges,
         plan.options,
         batch_bytes=batch_bytes,
         digest=digest,
         most_documents=shard.most_documents,
+        excluded=_excluded(folder, excluded) if excluded else None,
+        transform=transform,
     )
-    if plan.options.rewritten:
-        numbers = _left_out(folder, plan.options.rewritten).documents_of(shard.shard_id)
-        if len(numbers):
-            return without(found, numbers)
-    return found
 
 
-_left_out = functools.lru_cache(maxsize=1)(read_left_out)  # the same for all shards
+_excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
+
+
+def _blanked_batch(
+    members: Members,
+    documents: Documents,
+    tokens: TokenBatch,
+    is_blanked: npt.NDArray[np.bool_],
+    plan: Plan,
+) -> Batch:
+    """Lay out a batch of which some documents are blanked: as many BLANKs as they have ids, nothing else.
+
+    What is counted is that of the documents, as in the shard that this one is made from.
+    """
+    columns = dict(documents.columns)
+    if "id" in columns:
+        ids = zip(columns["id"], is_blanked.tolist(), strict=True)
+        columns["id"] = ["" if blank else name for name, blank in ids]
+    texts = zip(documents.texts, is_blanked.tolist(), strict=True)
+    laid_out = dataclasses.replace(documents, texts=[b"" if blank else text for text, blank in texts])
+    blank_ids = np.uint32(BLANK)
+    if plan.options.is_chat:  # the loss mask stays as it is
+        blank_ids = (tokens.ids & NO_LOSS) | blank_ids
+    ids_or_blank = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
+    batch = members.lay_out(laid_out, dataclasses.replace(tokens, ids=ids_or_blank))
+    digests = batch.digests
+    if len(digests):
+        digests = documents.digests()
+        sides = are_for_validation(digests, plan.spec.validation_fraction)
+        digests = np.where(is_blanked, blank_digests(sides), digests)
+    return batch._replace(
+        documents=dataclasses.replace(documents, columns=columns),
+        digests=digests,
+        piece=batch.piece and batch.piece._replace(digests=digests),
+    )
 
 
 def bad_words(options: PlanOptions, reasons: set[str]) -> str:
-    """Why documents are left out, as the end of a sentence."""
-    what = options.text_template or options.text_field or options.messages_field
+    """Return why documents are left out, as the end of a sentence."""
+    what = options.text_template or options.text_field
     words = {
         "undecodable": f"cannot be decoded as {options.encoding}",
         "too_long": f"have more than {MOST_DOCUMENT_BYTES >> 20} MiB",
@@ -251,7 +323,7 @@ def bad_words(options: PlanOptions, reasons: set[str]) -> str:
         "template_error": "make the chat template fail",
         "too_many_answers": "have so many answers that rendering takes too long",
         "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
-        "mojibake": "were read in a wrong encoding and cannot be restored",
+        "transform_error": "make the function of --transform fail",
     }
     return " or ".join(text for reason, text in words.items() if reason in reasons)
 
@@ -274,16 +346,17 @@ def load_worker(
         [item.path for item in plan.inputs] if shard is None else [part.path.name for part in shard.ranges]
     )
     check_tokenizer_files(folder, plan.tokenizer_files)
-    if plan.options.changes_text:
-        check_text_versions(plan.options)
+    transform = transform_of(plan.options, settings.transform)
     if plan.options.is_chat:
-        check_chat_versions(plan.options.chat_versions, plan.options.chat_mask_rule)
+        check_chat_versions(plan.options.chat_versions)
     engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
-    return Worker(plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus)
+    return Worker(
+        plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus, transform=transform
+    )
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
-    """The engine of a worker, once it has given the reference's ids for the plan's probe.
+    """Return the engine of a worker, once it has given the reference's ids for the plan's probe.
 
     Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
     that was asked for by name cannot be had.
@@ -324,7 +397,7 @@ def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
 
 
 def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
-    """Those that are not done. What attempts at the others left is removed, by one look at the folder.
+    """Return those that are not done. What attempts at the others left is removed, by one look at the folder.
 
     Raises as ``finished_manifest`` does.
     """

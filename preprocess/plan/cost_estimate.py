@@ -1,7 +1,8 @@
 """What a plan will cost, measured on a sample of its own input with the stages of a worker.
 
-The sample is 2 MiB from 8 evenly spread places, so planning takes a second or two longer for it, however
-large the input is. A sample without one usable record stops planning: the fields are not those of the input.
+The sample is 2 MiB from 8 places, one in each eighth of the input, so planning takes a second or two longer
+for it, however large the input is. Of a file that can be read from its beginning alone (gzip), it is the
+head. A sample without one usable record stops planning: the fields are not those of the input.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from preprocess.make.engines import Engine, tokenizers_engine
 from preprocess.make.members import members_of
 from preprocess.make.shard_writer import ShardWriter
 from preprocess.make.worker import bad_words
+from preprocess.read import BATCH_BYTES
 from preprocess.read.documents import Documents, read_documents, read_records, starts_in
-from preprocess.read.format import BATCH_BYTES, SHORT_LINE_BYTES, Start
+from preprocess.read.format import SHORT_LINE_BYTES, Start
 from preprocess.read.inputs import OpenInput
 from preprocess.read.text_fields import TextFields, UnusableText
+from preprocess.read.transform import Transform
 from shardprep.console import printable
 from shardprep.errors import BadInput, CannotWrite
 from shardprep.format.input_formats import input_kind
@@ -35,6 +38,7 @@ from shardprep.format.plan import ByteRange, Plan
 from shardprep.format.tokenizer_files import TOKENIZER_FILE
 
 _NUM_PLACES = 8  # of the input that are sampled
+_GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
 _SAMPLE_BYTES = 2 << 20  # in all
 _NUM_SHOWN = 20  # fields
 _LOCKED_LAYOUT = 0.4  # of it holds the interpreter's lock: 14 of 38 ms for 512 KiB of Korean
@@ -53,15 +57,18 @@ class CostEstimate:
     notes: tuple[str, ...] = ()  # what in the sample is not as the options expect it
 
 
-def sample_texts(plan: Plan, *, num_bytes: int) -> list[str]:
-    return [text.decode() for documents in _sample(plan, num_bytes) for text in documents.texts]
+def sample_texts(plan: Plan, *, num_bytes: int, transform: Transform | None = None) -> list[str]:
+    """Return the texts of a sample of a plan's input."""
+    return [text.decode() for documents in _sample(plan, num_bytes, transform) for text in documents.texts]
 
 
-def _sample(plan: Plan, num_bytes: int) -> Iterator[Documents]:
+def _sample(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
     """Documents of the sample; of a very long one, all of it."""
     for part in _sample_ranges(plan, num_bytes // _NUM_PLACES):
         num_left = num_bytes // _NUM_PLACES
-        found = read_documents([part], plan.options, batch_bytes=min(BATCH_BYTES, num_left))
+        found = read_documents(
+            [part], plan.options, batch_bytes=min(BATCH_BYTES, num_left), transform=transform
+        )
         with contextlib.closing(found):
             for documents in found:
                 yield documents
@@ -73,7 +80,11 @@ def _sample(plan: Plan, num_bytes: int) -> Iterator[Documents]:
 def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
     """Parts from evenly spread places, as long as their format allows them to be cut; else whole files."""
     total = sum(item.num_bytes for item in plan.inputs)
-    targets = iter([total * place // _NUM_PLACES for place in range(_NUM_PLACES)])
+    # Each place lies elsewhere in its eighth: at its beginning, equal files would show their heads alone.
+    # Of an input that is taken whole, or nearly, the places are at the beginnings: so its first line counts.
+    is_small = total <= num_bytes * _NUM_PLACES
+    within = [0 if is_small else (0.5 + place * _GOLDEN_RATIO) % 1 for place in range(_NUM_PLACES)]
+    targets = iter([int(total * (place + within[place]) / _NUM_PLACES) for place in range(_NUM_PLACES)])
     target, begin = next(targets), 0
     for number, item in enumerate(plan.inputs):
         end = begin + item.num_bytes
@@ -105,7 +116,7 @@ def _part_at(plan: Plan, number: int, target: int, num_bytes: int) -> ByteRange:
     )
 
 
-def measure(plan: Plan, engine: Engine) -> CostEstimate:
+def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> CostEstimate:
     """Run a sample through the worker's own stages into a scratch folder; scale their CPU seconds up."""
     input_paths = {number: item.path for number, item in enumerate(plan.inputs)}
     with contextlib.ExitStack() as stack:
@@ -119,7 +130,7 @@ def measure(plan: Plan, engine: Engine) -> CostEstimate:
         num_bytes, fields = 0, _OtherFields(plan.options)
         read_s = encode_s = layout_s = write_s = 0.0  # of CPU
         at = time.process_time()
-        for documents in _sample(plan, _SAMPLE_BYTES):
+        for documents in _sample(plan, _SAMPLE_BYTES, transform):
             at, read_s = _add_cpu(at, read_s)
             tokens = engine.encode_documents(
                 documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
@@ -183,10 +194,10 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     next(read_records(parts, options, seen, batch_bytes=_SAMPLE_BYTES // _NUM_PLACES), None)
     if not seen.num_chars:
         return
-    wanted = options.text_template or options.text_field or options.messages_field
+    wanted = options.text_template or options.text_field
     flags = [f"--text_field {name}" for name, number in seen.num_chars.most_common(1) if number]
     for name in dict.fromkeys(seen.messages):
-        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --messages_field {name}"))
+        flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
     names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
     raise BadInput(
         f"no record of a sample of {plan.input_dir} has {wanted!r} as "

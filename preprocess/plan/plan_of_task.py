@@ -16,7 +16,7 @@ from preprocess.read.inputs import OpenInput, sample_sha256
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.files import size_of_file
-from shardprep.format.names import PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import PLAN_NAME
 from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
 from shardprep.format.plan import InputFile, Plan, is_one_file_a_shard, read_plan
 from shardprep.format.tokenizer_files import TOKENIZER_FILE
@@ -102,12 +102,9 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
         base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
     differing = option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
     if differing:
+        expected = "the options of its plan: leave them out, or use a new --output_dir"
         raise Refused(
-            f"{given['output_dir']} was planned with other options: {'; '.join(differing)}; leave them out, "
-            "or use a new --output_dir",
-            path=given["output_dir"],
-            found="; ".join(differing),
-            remedy="--output_dir",
+            path=given["output_dir"], found="; ".join(differing), expected=expected, remedy="--output_dir"
         )
     model_id = given.get("model_id", plan.tokenizer.model_id)
     if model_id == plan.tokenizer.model_id:
@@ -116,14 +113,12 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     is_local = size_of_file(folder / TOKENIZER_FILE) is not None
     found = describe_tokenizer(folder, model_id).fingerprint if is_local else None
     if found != plan.tokenizer.fingerprint:
+        what = found[:12] if found else "not a local folder, so it cannot be compared"
         raise OtherTokenizer(
-            f"{given['output_dir']} was planned with the tokenizer of {plan.tokenizer.model_id} (fingerprint "
-            f"{plan.tokenizer.fingerprint[:12]}, files in {TOKENIZER_DIR}/), --model_id is {model_id} "
-            f"({found[:12] if found else 'not a local folder, so it cannot be compared'}); "
-            "leave --model_id out, or use a new --output_dir",
             path=given["output_dir"],
-            found=f"--model_id {model_id}",
-            expected=plan.tokenizer.fingerprint[:12],
+            found=f"--model_id {model_id} ({what})",
+            expected=f"the tokenizer of {plan.tokenizer.model_id} ({plan.tokenizer.fingerprint[:12]}), as "
+            "planned: leave --model_id out, or use a new --output_dir",
             remedy="--output_dir",
         )
 
@@ -178,12 +173,10 @@ def _refuse_other_inputs(plan: Plan, input_dir: Path, differing: list[str]) -> N
         return
     more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
     raise Refused(
-        f"{input_dir} does not hold the {counted(len(plan.inputs), 'planned input file')}: "
-        f"{'; '.join(differing[:_NUM_NAMED])}{more}. "
-        "A plan is never changed: bring the planned files back, or put new files into a folder of their own, "
-        "with an --output_dir of its own, and give the loader a list of folders",
         path=input_dir,
-        found="; ".join(differing[:_NUM_NAMED]),
-        expected=counted(len(plan.inputs), "planned input file"),
+        found="; ".join(differing[:_NUM_NAMED]) + more,
+        expected=f"the {counted(len(plan.inputs), 'planned input file')}, as a plan is never changed: bring "
+        "them back, or put new files into a folder and an --output_dir of their own, and give the loader a "
+        "list of folders",
         remedy="--output_dir",
     )

@@ -50,12 +50,13 @@ from preprocess.read.chat import chat_template_of, chat_versions, template_notes
 from preprocess.read.documents import format_of, load_libraries, starts_in
 from preprocess.read.format import Inspected, Start
 from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sample_sha256
-from preprocess.read.text_changes import text_versions
+from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted, quoted
 from shardprep.errors import CannotWrite, NotFound, Refused, UsageError
-from shardprep.files import STALE_AFTER_S, make_folder, remove_temporaries
+from shardprep.files import STALE_AFTER_S, make_folder, publish_bytes, remove_temporaries
+from shardprep.format.document_names import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind, known_suffixes
-from shardprep.format.names import INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
 from shardprep.format.options import PlanOptions, PrepConfig
 from shardprep.format.plan import (
     Cut,
@@ -116,21 +117,12 @@ def find_inputs(
     """
     try:
         if not input_dir.is_dir():
-            raise NotFound(
-                f"--input_dir {input_dir} is no folder; expected one that holds input files",
-                path=input_dir,
-                expected="one that holds input files",
-            )
+            raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
         walk = _Walk(input_dir, recursive=recursive, follow_links=follow_links, also=also, split=split)
         listing = walk.run()
     except OSError as error:
-        where = error.filename or input_dir
-        raise NotFound(
-            f"--input_dir {where} cannot be listed: {error.strerror}; expected a folder that you can read",
-            path=where,
-            found=error.strerror,
-            expected="a folder that you can read",
-        ) from None
+        where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
+        raise NotFound(path=where, found=found, expected="a folder that you can read") from None
     if not listing.paths:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
         raise NotFound(
@@ -468,13 +460,9 @@ def _check_apart(config: PrepConfig) -> None:
     """Raises UsageError where the files of the data set would be among its inputs."""
     made, raw = config.output_dir.resolve(), config.input_dir.resolve()
     if made == raw or (config.recursive and made.is_relative_to(raw)):
-        where = "is --input_dir" if made == raw else f"lies in --input_dir {raw}, and --recursive looks there"
-        raise UsageError(
-            f"--output_dir {config.output_dir} {where}, so plan.json would be an input; "
-            "give a folder outside of the raw text",
-            path=config.output_dir,
-            expected="a folder outside of the raw text",
-        )
+        found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
+        expected = "a folder outside of the raw text, as plan.json would be an input"
+        raise UsageError(path=config.output_dir, found=found, expected=expected)
 
 
 def make_plan(
@@ -494,6 +482,11 @@ def make_plan(
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)  # an impossible one is told first
     _check_apart(config)
+    transform = None
+    if config.transform is not None:
+        transform = Transform(config.transform, config.transform_files)
+        config = dataclasses.replace(config, transform_sha256=transform.sha256)
+    names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
     listing = find_inputs(
         config.input_dir,
         recursive=config.recursive,
@@ -516,19 +509,15 @@ def make_plan(
                 "PreTrainedTokenizerFast in the tokenizer_config.json of a copy, and pass that as --model_id"
             )
         if config.append_eos and tokenizer.eos_token_id is None:
-            raise UsageError(
-                f"the tokenizer of {config.model_id} names no eos_token, so documents cannot end with one; "
-                "add --no-append_eos, or set eos_token in its tokenizer_config.json",
-                path=config.model_id,
-                expected="eos_token",
-                remedy="--no-append_eos",
-            )
+            found = "a tokenizer without eos_token, so documents cannot end with one"
+            expected = "eos_token in its tokenizer_config.json, or --no-append_eos"
+            raise UsageError(path=config.model_id, found=found, expected=expected, remedy="--no-append_eos")
         if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
             say(
                 f"warning: PAD is EOS ({tokenizer.eos_token_id}) in this tokenizer: loaders that mask labels "
                 "by PAD lose those of EOS; this project's loader masks by length and keeps them"
             )
-        plan, engine = _plan_of(config, listing, division, resolved, say)
+        plan, engine = _plan_of(config, listing, division, resolved, names, transform, say)
         for line in document_ends_lines(plan, resolved.folder):
             say(line)
         if not (plan.options.has_rows or plan.options.append_eos or tokenizer.eos_token_id is None):
@@ -536,14 +525,13 @@ def make_plan(
                 "note: documents end without EOS, so a model fine-tuned on them never learns to stop; "
                 "add --append_eos, or train with seq_len=, which puts EOS behind each document"
             )
-        estimate = measure(plan, engine)
+        estimate = measure(plan, engine, transform)
         if not dry_run:
             _prepare_folder(config.output_dir)
         frozen = read_plan(config.output_dir)
         if dry_run and frozen is not None and frozen.plan_id != plan.plan_id:
-            raise Refused(
-                f"{config.output_dir} has another plan: {'; '.join(plan_differences(frozen, plan))}"
-            )
+            differences = "; ".join(plan_differences(frozen, plan))
+            raise Refused(f"{config.output_dir} has another plan: {differences}", path=config.output_dir)
         _set_layout(config.output_dir, stripe, say, is_planned=bool(frozen), dry_run=dry_run)
         if dry_run:
             return plan, estimate
@@ -553,6 +541,10 @@ def make_plan(
         frozen = publish_plan(plan, config.output_dir)
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
         publish_tokenizer(files, config.output_dir, tokenizer, frozen.tokenizer_files)
+        if transform is not None:
+            transform.publish_copy(config.output_dir)
+        if names is not None:
+            publish_bytes(config.output_dir / EXCLUDED_NAME, names.keys.tobytes())
         return frozen, estimate
 
 
@@ -574,13 +566,8 @@ def _prepare_folder(folder: Path) -> None:
     try:
         make_folder(folder, parents=True)
     except CannotWrite as error:
-        raise CannotWrite(
-            f"--output_dir {folder} cannot be made: {error.found}; expected a folder that you can write "
-            "to, or a place where you can make one",
-            path=folder,
-            found=error.found,
-            expected="a folder that you can write to",
-        ) from None
+        found = f"it cannot be made: {error.found}"
+        raise CannotWrite(path=folder, found=found, expected="a folder that you can write to") from None
     stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)
     remove_temporaries(folder, *stems, older_than_s=STALE_AFTER_S)
 
@@ -609,13 +596,8 @@ def _divided(
     paths = listing.paths
     plain = [path for path in paths if config.is_chat and not input_kind(path.name).format.has_fields]
     if plain:
-        raise UsageError(
-            f"--record chat reads messages out of JSON lines and tables, and {plain[0]} is text; move it "
-            "away",
-            path=plain[0],
-            found="text",
-            expected="JSON lines and tables",
-        )
+        expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
+        raise UsageError(path=plain[0], found="text", expected=expected)
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}")
     for line in left_out_lines(listing.left_out):
@@ -659,13 +641,9 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
         num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // sharding.shard_bytes))
     if num_shards > MAX_SHARDS:
         smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
-        raise UsageError(
-            f"{num_shards} shards are too many, at most {MAX_SHARDS} can be named; make them larger: "
-            f"--num_shards {MAX_SHARDS}, or --shard_bytes {-(-smallest // 2**20)}M",
-            found=f"{num_shards} shards",
-            expected=f"at most {MAX_SHARDS}",
-            remedy=f"--num_shards {MAX_SHARDS}",
-        )
+        remedy = f"--num_shards {MAX_SHARDS}"
+        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
+        raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
     return None if sharding == Sharding() else num_shards
 
 
@@ -677,12 +655,17 @@ def ends_itself(resolved: ResolvedTokenizer) -> bool:
 
 
 def _settled_options(
-    config: PrepConfig, listing: InputListing, resolved: ResolvedTokenizer, say: Callable[[str], None]
+    config: PrepConfig,
+    listing: InputListing,
+    resolved: ResolvedTokenizer,
+    names: DocumentNames | None,
+    say: Callable[[str], None],
 ) -> PlanOptions:
     """The options with what planning found out, such as a conversation's template. Raises UsageError."""
     options = config.plan_options()
     found: dict[str, Any] = {"also": listing.also, "follow_links": listing.follow_links}
-    found["text_versions"] = text_versions(options)
+    if names is not None:
+        found["excluded"] = hashlib.sha256(names.keys.tobytes()).hexdigest()
     if options.is_chat:
         template, mask_rule = chat_template_of(
             resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
@@ -692,10 +675,7 @@ def _settled_options(
         found |= {"chat_template": template.text, "chat_tokens": template.tokens}
         found |= {"chat_versions": chat_versions(), "chat_mask_rule": mask_rule}
     elif options.add_special_tokens and ends_itself(resolved):
-        # Shards of a plan from before this was known go on as they began.
-        frozen = read_plan(config.output_dir)
-        if frozen is None or frozen.options.own_eos:
-            found |= {"append_eos": True, "own_eos": True}
+        found |= {"append_eos": True, "own_eos": True}
     return dataclasses.replace(options, **found)
 
 
@@ -704,13 +684,15 @@ def _plan_of(
     listing: InputListing,
     division: Division,
     resolved: ResolvedTokenizer,
+    names: DocumentNames | None,
+    transform: Transform | None,
     say: Callable[[str], None],
 ) -> tuple[Plan, Engine]:
     """The plan, with the engines' self-check, and the engine that workers will use."""
     plan = Plan(
         plan_id="",
         input_dir=config.input_dir.resolve(),
-        options=_settled_options(config, listing, resolved, say),
+        options=_settled_options(config, listing, resolved, names, say),
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=resolved.spec,
         tokenizer_files=stamp_tokenizer(resolved.folder),
@@ -728,10 +710,12 @@ def _plan_of(
         ]
         plan = dataclasses.replace(plan, cuts=cuts)
     plan = dataclasses.replace(plan, plan_id=plan_id(plan))
+    if transform is not None:
+        _check_gives_the_same(plan, transform)
     engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
     if not (config.engine == "tokenizers" or plan.options.is_chat or is_little):
-        texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18)]
+        texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18, transform=transform)]
         fast = equal_fast_engine(
             resolved.folder / TOKENIZER_FILE,
             allow_special_tokens=resolved.allow_special_tokens,
@@ -747,6 +731,19 @@ def _plan_of(
                 f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"
             )
     return plan, engine if plan.options.add_special_tokens else engine.bare()
+
+
+def _check_gives_the_same(plan: Plan, transform: Transform) -> None:
+    """Raise UsageError where the function gives other texts of a sample the second time."""
+    first, second = (sample_texts(plan, num_bytes=1 << 18, transform=transform) for _ in range(2))
+    if first != second:
+        raise UsageError(
+            f"--transform {transform.path} gave other texts the second time that it was given the same "
+            "sample, so no shard could be made again: it must depend on nothing but the record, such as no "
+            "time, chance or documents before",
+            path=transform.path,
+            expected="the same text for the same record",
+        )
 
 
 def _input_sha256s(plan: Plan) -> list[str]:

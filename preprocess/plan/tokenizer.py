@@ -30,7 +30,7 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer, processors
 
-import preprocess
+import shardprep
 from preprocess.make import engines
 from preprocess.read.inputs import what_fetches
 from shardprep.errors import (
@@ -186,7 +186,7 @@ def _num_altered(files: Files, saved: Files, probe: list[str], ids: list[engines
 
 def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path | None:
     """Where such a tokenizer is kept; None for a user without a home."""
-    versions: list[str | None] = [preprocess.__version__]
+    versions: list[str | None] = [shardprep.__version__]
     for name in _LIBRARIES:
         try:
             versions.append(version(name))
@@ -256,10 +256,9 @@ def read_files(folder: Path) -> Files | None:
         with contextlib.suppress(*NOT_THERE):
             files[name] = read_regular(folder / name, max_bytes=MAX_TOKENIZER_BYTES)
             if (command := what_fetches(files[name])) is not None:
-                raise NotFound(
-                    f"{folder / name} is a pointer to a file that was not fetched, expected the tokenizer's "
-                    f"file itself; run in its repository: {command}"
-                )
+                found = "a pointer to a file that was not fetched"
+                expected = f"the tokenizer's file itself; run in its repository: {command}"
+                raise NotFound(path=folder / name, found=found, expected=expected)
     return files if TOKENIZER_FILE in files else None
 
 
@@ -398,7 +397,7 @@ def _read(path: Path) -> bytes:
     try:
         return read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
     except NOT_THERE:
-        raise NotFound(f"{path} is missing") from None
+        raise NotFound(path=path, found="missing") from None
 
 
 def _save_in_own_process(model_id: str, folder: Path) -> None:

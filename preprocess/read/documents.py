@@ -16,15 +16,17 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
 from preprocess.read.compressed import COMPRESSIONS, load_zstd
-from preprocess.read.format import BATCH_BYTES, Format, Records, Start, starts_among
+from preprocess.read.format import Format, Records, Start, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader
-from preprocess.read.text_changes import change_text
 from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
+from preprocess.read.transform import Transform
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.digests import canonical_conversation, digests_of
+from shardprep.format.document_names import DocumentNames, keys_of_ids
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
@@ -63,7 +65,6 @@ class Documents:
     num_lines: int
     num_bytes: int  # of the file
     bad: list[BadDocument] = field(default_factory=list)
-    filtered: list[int] = field(default_factory=list)  # lines that the user's own limits leave out
 
     def only(self, numbers: Numbers) -> Documents:
         """Return some of the documents; the counts stay."""
@@ -100,7 +101,6 @@ class Documents:
             num_lines=end_line - first_line,
             num_bytes=num_bytes,
             bad=[one for one in self.bad if first_line <= one.line < end_line],
-            filtered=[line for line in self.filtered if first_line <= line < end_line],
         )
 
     def digests(self) -> npt.NDArray[np.void]:
@@ -109,33 +109,33 @@ class Documents:
             return digests_of(canonical_conversation(each).encode() for each in self.columns["messages"])
         return digests_of(self.texts)
 
-    def sorted_out(self, results: Iterable[T | UnusableText | None]) -> tuple[Documents, list[T]]:
+    def sorted_out(
+        self, results: Iterable[T | UnusableText], sizes: Numbers | None = None
+    ) -> tuple[Documents, list[T]]:
         """Return the documents with a result that is not empty, and these results.
 
-        An UnusableText says why one is left out; None leaves out one that the user's own limits do not let
-        through.
+        An UnusableText says why one is left out. ``sizes``: bytes of each in the input, those of their texts
+        by default.
         """
-        kept, found, bad, filtered = list[int](), list[T](), [*self.bad], [*self.filtered]
+        kept, found, bad = list[int](), list[T](), [*self.bad]
         for number, result in enumerate(results):
             if isinstance(result, UnusableText):
                 bad.append(
                     BadDocument(
                         source=self.input_number,
                         source_offset=int(self.offsets[number]),
-                        num_bytes=len(self.texts[number]),
+                        num_bytes=len(self.texts[number]) if sizes is None else int(sizes[number]),
                         line=int(self.lines[number]),
                         reason=result.reason,
                         detail=result.detail,
                         named=self.columns["source"][number] if "source" in self.columns else "",
                     )
                 )
-            elif result is None:
-                filtered.append(int(self.lines[number]))
             elif result:
                 kept.append(number)
                 found.append(result)
         bad.sort(key=lambda one: one.line)
-        return dataclasses.replace(self.only(np.array(kept, np.int64)), bad=bad, filtered=filtered), found
+        return dataclasses.replace(self.only(np.array(kept, np.int64)), bad=bad), found
 
 
 def read_documents(
@@ -145,22 +145,28 @@ def read_documents(
     batch_bytes: int = BATCH_BYTES,
     digest: hashlib._Hash | None = None,
     most_documents: int | None = None,
+    excluded: DocumentNames | None = None,
+    transform: Transform | None = None,
 ) -> Generator[Documents, None, None]:
     """Yield the documents of byte ranges in order, in batches of about ``batch_bytes``.
 
     ``digest`` is told all bytes of the ranges, in order. Reading ends behind ``most_documents`` documents.
+    ``excluded``: names of documents that are left out. ``transform``: what they go through, if the options
+    have its hash.
 
     Ranges begin and end where their format allows it. Raises NotFound where a file cannot be opened,
     ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
     written to while it was read and nobody hashes it.
     """
     found = read_records(ranges, options, text_fields_of(options), batch_bytes=batch_bytes, digest=digest)
-    if options.changes_text:
-        found = (_changed(documents, options) for documents in found)
+    names = {part.input_number: part.path.name for part in ranges}
+    if transform is not None:
+        found = _transformed(found, transform, ranges, options)
     if options.is_chat:
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
-        names = {part.input_number: part.path.name for part in ranges}
         found = (_rendered(documents, template, names[documents.input_number]) for documents in found)
+    if excluded is not None:
+        found = (_without_named(documents, excluded) for documents in found)
     yield from found if most_documents is None else _first_ones(ranges, found, most_documents)
 
 
@@ -200,31 +206,25 @@ def _documents_of(records: Records, input_number: int, first_line: int) -> Docum
     )
     if all(texts) and {bytes}.issuperset(map(type, texts)):
         return documents
-    bad, kept = [], []
-    named = records.columns.get("source")
-    for number, text in enumerate(texts):
-        if isinstance(text, UnusableText):
-            bad.append(
-                BadDocument(
-                    source=input_number,
-                    source_offset=int(records.starts[number]),
-                    num_bytes=int(records.sizes[number]),
-                    line=first_line + number,
-                    reason=text.reason,
-                    detail=text.detail,
-                    named=named[number] if named else "",
-                )
-            )
-        elif text:
-            kept.append(number)
-    return dataclasses.replace(documents.only(np.array(kept, np.int64)), bad=bad)
+    return documents.sorted_out(texts, records.sizes)[0]
 
 
-def _changed(documents: Documents, options: PlanOptions) -> Documents:
-    """Do the user's changes to the texts."""
-    texts = (change_text(text.decode(), options) for text in documents.texts)
-    kept, changed = documents.sorted_out(texts)
-    return dataclasses.replace(kept, texts=[text.encode() for text in changed])
+def _transformed(
+    found: Iterable[Documents], transform: Transform, ranges: list[ByteRange], options: PlanOptions
+) -> Iterator[Documents]:
+    """Put documents through the user's function."""
+    inputs = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
+    reasons: set[str] = set()
+    for documents in found:
+        name = inputs[documents.input_number]
+        columns = dict(documents.columns)
+        records = columns.pop("record", None)  # of lines of text there are none
+        if records is None:
+            records = [{"text": text.decode()} for text in documents.texts]
+        given = zip(records, documents.offsets.tolist(), strict=True)
+        results = transform.texts(given, name, reasons, is_chat=options.is_chat)
+        kept, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
+        yield dataclasses.replace(kept, texts=texts)
 
 
 def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:
@@ -261,7 +261,7 @@ def _first_ones(
     for documents in found:
         if num_left == 0:  # a trial of no document of this shard
             nothing = documents.only(np.empty(0, np.int64))
-            yield dataclasses.replace(nothing, num_lines=0, num_bytes=bytes_left, bad=[], filtered=[])
+            yield dataclasses.replace(nothing, num_lines=0, num_bytes=bytes_left, bad=[])
             return
         if len(documents.texts) >= num_left:
             yield documents.beginning(num_left, bytes_left)
@@ -271,21 +271,26 @@ def _first_ones(
         yield documents
 
 
-def without(found: Iterable[Documents], numbers: Numbers) -> Iterator[Documents]:
-    """Leave out some documents, by their numbers, ascending; as if the input had not their lines."""
-    num_documents = num_gone = 0
-    for documents in found:
-        gone = np.isin(num_documents + np.arange(len(documents.texts)), numbers)
-        kept, gone_lines = documents.only(np.flatnonzero(~gone)), documents.lines[gone]
-        bad = [(one, one.line - int(np.searchsorted(gone_lines, one.line))) for one in documents.bad]
-        yield dataclasses.replace(
-            kept,
-            lines=kept.lines - num_gone - np.searchsorted(gone_lines, kept.lines),
-            first_line=documents.first_line - num_gone,
-            num_lines=documents.num_lines - len(gone_lines),
-            bad=[dataclasses.replace(one, line=line - num_gone) for one, line in bad],
-        )
-        num_documents, num_gone = num_documents + len(gone), num_gone + len(gone_lines)
+_EXCLUDED = UnusableText("excluded", "--exclude names it")
+
+
+def find_names(documents: Documents, names: DocumentNames) -> npt.NDArray[np.intp]:
+    """Return the name of each document, by its id or its text: intp[n], -1 for one that has none."""
+    ids = documents.columns.get("id")
+    by_id = None if ids is None or not names.has_ids else names.find(keys_of_ids(ids))
+    if by_id is not None and not names.has_texts:
+        return by_id
+    by_text = names.find(documents.digests())
+    return by_text if by_id is None else np.maximum(by_id, by_text)
+
+
+def _without_named(documents: Documents, names: DocumentNames) -> Documents:
+    """Leave out the documents that are named; the quarantine file lists them as ``excluded``."""
+    is_named = find_names(documents, names) >= 0
+    if not is_named.any():
+        return documents
+    texts = zip(documents.texts, is_named.tolist(), strict=True)
+    return documents.sorted_out(_EXCLUDED if named else text for text, named in texts)[0]
 
 
 def starts_in(
@@ -298,7 +303,7 @@ def starts_in(
 
 
 def format_of(name: str) -> Format:
-    """What reads a file of this name. Its module is imported when it is first needed.
+    """Return what reads a file of this name. Its module is imported when it is first needed.
 
     Raises UsageError where a library is missing.
     """

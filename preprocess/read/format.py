@@ -19,7 +19,6 @@ from shardprep.format.options import PlanOptions
 
 # A longer document is left out by name. The same on all machines, so that all leave out the same documents.
 MOST_DOCUMENT_BYTES = 64 << 20
-BATCH_BYTES = 512 << 10  # of raw text in a batch; 128 KiB to 2 MiB take the same time
 # A batch of shorter lines, on average, is cut by their number: a million lines of one letter took 0.35 GB.
 SHORT_LINE_BYTES = 32
 

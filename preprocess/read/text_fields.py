@@ -58,7 +58,7 @@ class TextFields:
         self.plain_name = self.text_paths[0][0] if is_plain else None
 
     def at(self, places: Mapping[FieldPath, FieldPath]) -> TextFields:
-        """The same fields, where a table has them; those that ``places`` does not name stay."""
+        """Return these fields where a table has them; those that ``places`` does not name stay."""
         other = copy.copy(self)
         other.text_paths = [places.get(path, path) for path in self.text_paths]
         other.id_path = places.get(self.id_path, self.id_path)
@@ -89,7 +89,7 @@ class TextFields:
         return self.text_of_values([value_at(record, path) for path in self.text_paths])
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
-        """The text, given the value of each of ``text_paths``."""
+        """Return the text, given the value of each of ``text_paths``."""
         for path, value in zip(self.text_paths, values, strict=True):
             if type(value) is not str:
                 return unusable(path, value)
@@ -115,16 +115,13 @@ class TextFields:
                 literal = ""
         except ValueError as error:
             raise UsageError(
-                f"--text_template {template!r} cannot be read ({error}); such as "
-                "'{input}\\n\\n{output}'; braces are {{ and }}",
-                found=f"--text_template {template!r}",
-                expected="'{input}\\n\\n{output}'",
+                found=f"--text_template {template!r}, which cannot be read ({error})",
+                expected="one such as '{input}\\n\\n{output}'; braces are {{ and }}",
             ) from None
         if not self.text_paths:
             raise UsageError(
-                f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'",
-                found=f"--text_template {template!r}",
-                expected="'{input}\\n\\n{output}'",
+                found=f"--text_template {template!r}, which names no field",
+                expected="one such as '{input}\\n\\n{output}'",
             )
         self._literals.append(literal)
 
@@ -133,12 +130,11 @@ class MessageFields(TextFields):
     """The same of conversations: the text is their list of messages as JSON, to be rendered later."""
 
     def __init__(self, messages_field: str, **others: str) -> None:
-        super().__init__("text", **others)
-        self.text_paths = [_path(messages_field, "--messages_field")]
+        super().__init__(messages_field, **others)
         self.plain_name = None
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
-        """The messages as JSON, given the value of the field."""
+        """Return the messages as JSON, given the value of the field."""
         (value,), (path,) = values, self.text_paths
         if value is _MISSING or value is None or isinstance(value, UnusableText):
             return unusable(path, value)
@@ -152,6 +148,40 @@ class MessageFields(TextFields):
             return _json_of(messages)
         except (TypeError, ValueError) as error:  # a NaN of a table
             return UnusableText("wrong_type", f"the field {name} cannot be JSON ({error})")
+
+
+class RecordFields(TextFields):
+    """Takes whole records, for the function of ``--transform``: a column "record" beside the texts."""
+
+    def __init__(self, **others: str) -> None:
+        super().__init__("text", **others)
+        self.text_paths = []  # of a table: its columns
+        self.plain_name = None
+
+    def of_columns(self, names: Sequence[str]) -> RecordFields:
+        """Return the fields of a table with these columns."""
+        other = copy.copy(self)
+        other.text_paths = [(name,) for name in names]
+        return other
+
+    def text(self, record: Any) -> str | UnusableText:
+        if not isinstance(record, dict):
+            return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
+        return "a record"
+
+    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
+        return "a record"
+
+    def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {**super().columns(values)}
+        if self.text_paths:  # a value that cannot be read is null
+            of_column = [
+                [None if isinstance(value, UnusableText) else value for value in values[path]]
+                for path in self.text_paths
+            ]
+            names = [name for (name,) in self.text_paths]
+            found["record"] = [dict(zip(names, row, strict=True)) for row in zip(*of_column, strict=True)]
+        return found
 
 
 def from_json(text: str) -> Any:
@@ -199,7 +229,7 @@ def _path(name: str, flag: str) -> FieldPath:
 
 
 def value_at(record: Any, path: FieldPath) -> Any:
-    """The value of a field, however deep; what ``unusable`` knows as missing where there is none."""
+    """Return the value of a field, however deep; what ``unusable`` knows as missing where there is none."""
     for name in path:
         if not isinstance(record, dict) or name not in record:
             return _MISSING
@@ -219,7 +249,7 @@ def unusable(path: FieldPath, value: Any) -> UnusableText:
 
 
 def name_of(value: Any) -> str:
-    """An id or a source as text: strings as they are, other values as JSON; "" for none."""
+    """Return an id or a source as text: strings as they are, other values as JSON; "" for none."""
     if value is _MISSING or value is None or isinstance(value, UnusableText):
         return ""
     if isinstance(value, str):
@@ -237,6 +267,8 @@ def _kind(value: Any) -> str:
 def text_fields_of(options: PlanOptions) -> TextFields:
     """Return what of a record is the text. Raises UsageError where the names or the template are none."""
     others = {"id_field": options.id_field, "source_field": options.source_field}
-    if options.messages_field:
-        return MessageFields(options.messages_field, **others)
+    if options.transform_sha256:
+        return RecordFields(**others)
+    if options.is_chat:
+        return MessageFields(options.text_field, **others)
     return TextFields(options.text_field, options.text_template, **others)

@@ -33,7 +33,7 @@ class TextLines(LineFormat):
     line_ends = LineEnds(with_cr=True)
 
     def can_be_split(self, options: PlanOptions) -> bool:
-        """Not where a document is a whole file."""
+        """Return False where a document is a whole file."""
         return options.doc == "line"
 
     def read(
@@ -43,7 +43,7 @@ class TextLines(LineFormat):
         fields: TextFields,  # noqa: ARG002 - lines have none
         batch_bytes: int,
     ) -> Iterator[Records]:
-        """A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
+        """Yield lines, which end as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
         start, pieces = self.text_of_part(reader, options, batch_bytes)
         codec = options.encoding
         if codec == "utf-8-sig":
@@ -59,7 +59,7 @@ class TextLines(LineFormat):
 
 
 def _without_mark(pieces: Iterator[TextPiece]) -> tuple[int, Iterator[TextPiece]]:
-    """The bytes of a text's byte order mark, and what stands behind it."""
+    """Return the bytes of a text's byte order mark, and what stands behind it."""
     head, num_bytes = b"", 0
     for piece in pieces:
         head, num_bytes = head + piece.data, num_bytes + piece.num_bytes
@@ -70,13 +70,15 @@ def _without_mark(pieces: Iterator[TextPiece]) -> tuple[int, Iterator[TextPiece]
 
 
 def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
-    """A file as one document."""
+    """Return a file as one document."""
     held: list[bytes] = []
     size = num_bytes = 0
     for piece in pieces:
         size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
         held = [*held, piece.data] if size <= MOST_DOCUMENT_BYTES else []
-    text = _text_of(b"".join(held), start, codec) if size <= MOST_DOCUMENT_BYTES else too_long("its text")
+    text: bytes | UnusableText = too_long("its text")
+    if size <= MOST_DOCUMENT_BYTES:
+        text = _text_of(b"".join(held), start, codec)
     return Records(texts=[text], starts=np.array([start]), sizes=np.array([size]), num_bytes=num_bytes)
 
 
@@ -103,7 +105,7 @@ def _stripped(block: bytes, text: str) -> Texts:
 
 
 def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
-    """The text of a document that begins at byte ``at``."""
+    """Return the text of a document that begins at byte ``at``."""
     try:
         text = data.decode(codec)
     except UnicodeDecodeError as error:

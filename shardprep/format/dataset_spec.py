@@ -33,8 +33,18 @@ _Number = TypeVar("_Number", int, "npt.NDArray[np.int64]")
 
 
 def token_bytes(vocab_size: int) -> int:
-    """Bytes of a binary token id: 2 where every id fits into uint16, else 4 (uint32)."""
-    return 2 if vocab_size <= 1 << 16 else 4
+    """Return the bytes of a binary token id: 2 where all ids and ``blank_id`` fit into uint16, else 4."""
+    return 2 if vocab_size < 1 << 16 else 4
+
+
+# In place of each id of a blanked document: no vocabulary has it, and no embedding, however it is padded. So
+# a reader that does not know of blanked documents fails, and never trains on them.
+BLANK = 2**31 - 1
+
+
+def blank_id(vocab_size: int) -> int:
+    """Return BLANK as binary ids say it; those of two bytes have their largest value for it."""
+    return BLANK if token_bytes(vocab_size) == 4 else 2**16 - 1
 
 
 def tokenizer_fingerprint(tokenizer_json: str) -> str:
@@ -92,17 +102,17 @@ class DatasetSpec:
         if self.has_rows and self.token_format != "npy":
             raise ValueError(f"token_format is {self.token_format}, expected npy for {self.record}")
 
-    @cached_property
+    @property
     def has_rows(self) -> bool:
         """Whether a sample is a row of ``seq_len`` tokens, and no document."""
         return self.record != "documents"
 
-    @cached_property
+    @property
     def kind(self) -> str:
         """How a sample's ids are stored: a key of RECORD_BYTES."""
         return self.record if self.has_rows else self.token_format
 
-    @cached_property
+    @property
     def token_bytes(self) -> int:
         """Bytes of a binary id."""
         return token_bytes(self.tokenizer.vocab_size)

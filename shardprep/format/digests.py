@@ -14,7 +14,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-DIGEST_BYTES = 16
+from shardprep.format.names import DIGEST_BYTES
+
 DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 
 

@@ -15,7 +15,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,6 +52,7 @@ _MAX_BYTES = 64 << 20
 _MOST_MESSAGE_CHARS = 2000
 _MOST_MESSAGES_CHARS = 8 << 20  # of all together: what is written must be readable
 _PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
+_PART = 64  # shards that a thread looks at in one turn
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 
 
@@ -143,12 +143,18 @@ def find_made_shards(folder: Path, spec: DatasetSpec, *, known: MadeShards | Non
     ids = [each for each in ids if each not in made]
     findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in names else {}
     broken: dict[int, str] = {}
-    with ThreadPoolExecutor(_NUM_THREADS if len(ids) > 1 else 1) as pool:
-        for shard_id, found in zip(ids, pool.map(partial(_look_at, folder), ids), strict=True):
-            if isinstance(found, str):
-                broken[shard_id] = found
-            else:
-                made[shard_id] = found
+
+    def look(part: list[int]) -> list[ShardMaking | str]:
+        return [_look_at(folder, shard_id) for shard_id in part]
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        parts = [ids[first : first + _PART] for first in range(0, len(ids), _PART)]
+        for part, looks in zip(parts, pool.map(look, parts), strict=True):
+            for shard_id, found in zip(part, looks, strict=True):
+                if isinstance(found, str):
+                    broken[shard_id] = found
+                else:
+                    made[shard_id] = found
     of_plan = {shard_id for shard_id, making in made.items() if making.plan_id == spec.plan_id}
     return MadeShards(
         done={shard_id: made[shard_id] for shard_id in sorted(of_plan - findings.keys())},

@@ -18,7 +18,7 @@ from msgspec import Meta
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, quoted
 from shardprep.files import NOT_THERE, size_of_file
 from shardprep.format.dataset_spec import DatasetSpec, idx_num_bytes, least_tar_bytes
-from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
+from shardprep.format.json_files import Count, Text, read_file, with_content_hash, wrong_value
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
 from shardprep.format.names import (
     BLOCK_BYTES,
@@ -45,6 +45,7 @@ class _IndexFile:
     sources: dict[str, SourceCounts]
     columns: list[str]
     shards: list[tuple[Count, Count, Count, Count, Count, Count, _ShortHash]]
+    blanked: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,11 @@ class DatasetIndex:
 
     spec: DatasetSpec
     columns: npt.NDArray[np.int64]  # int64[num_shards, len(COLUMNS)]
-    tar_sha256: tuple[str, ...]  # the first 16 hex digits
+    # The first 16 hex digits. Of a shard with blanked documents those of the tar that it was made from: by
+    # them a state of the loader knows its shards, and blanking moves no sample.
+    tar_sha256: tuple[str, ...]
     sources: Mapping[str, SourceCounts] = field(default_factory=dict)  # of the whole data set, by name
+    blanked: str = ""  # shards of which documents are blanked: "0-2,5"
 
     def column(self, name: str) -> npt.NDArray[np.int64]:
         """Return one of COLUMNS: int64[num_shards]."""
@@ -69,6 +73,8 @@ class DatasetIndex:
             "columns": [*COLUMNS, "tar_sha256"],
             "shards": rows,
         }
+        if self.blanked:
+            content["blanked"] = self.blanked
         head = with_content_hash(_FORMAT, content)
         del head["shards"]
         lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
@@ -101,7 +107,9 @@ def _read_index_file(path: Path) -> DatasetIndex:
             number = int(rows.argmax())
             raise wrong_value(path, f"shards[{number}]", columns[number].tolist(), f"other {what}")
     hashes = tuple(row[-1] for row in file.shards)
-    return DatasetIndex(spec=spec, columns=columns, tar_sha256=hashes, sources=file.sources)
+    return DatasetIndex(
+        spec=spec, columns=columns, tar_sha256=hashes, sources=file.sources, blanked=file.blanked
+    )
 
 
 @contextmanager
@@ -124,6 +132,7 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
     spec: DatasetSpec | None = None
     rows: list[tuple[int, ...]] = []
     hashes: list[str] = []
+    blanked: list[int] = []
     sources: list[Mapping[str, SourceCounts]] = []
     for manifest in manifests:
         spec = spec or manifest.spec
@@ -138,7 +147,8 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
         num_validation = counts.validation.num_samples if counts.validation else 0
         found = (counts.num_samples, counts.num_documents, counts.num_tokens)
         rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, num_validation))
-        hashes.append(manifest.tar.sha256[:_HASH_DIGITS])
+        hashes.append((manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS])
+        blanked += [manifest.shard_id] if manifest.made_from else []
         sources.append(counts.sources)
     if spec is None:
         raise MissingShard("no manifest was given")
@@ -147,6 +157,7 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
         columns=np.array(rows, np.int64),
         tar_sha256=tuple(hashes),
         sources=sum_of_sources(sources),
+        blanked=id_ranges(blanked),
     )
 
 

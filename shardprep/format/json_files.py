@@ -39,14 +39,14 @@ MAX_JSON_DEPTH = 512
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
           "array": "a list", "object": "an object"}  # fmt: skip
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of the place in an error of msgspec, such as $.shards[3]
 
 
 def content_sha256(data: Mapping[str, Any]) -> str:
     """Return the sha256, in hex, of an object's values, without its hash and ``run``."""
     kept = {name: value for name, value in data.items() if name not in {CONTENT_HASH, RUN}}
-    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+    return hashlib.sha256(_canonical(kept).encode("ascii")).hexdigest()
 
 
 def with_content_hash(
@@ -75,25 +75,26 @@ def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict
         data: Any = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # a ValueError: it is no UTF-8
         raise BrokenShard(path=path, found=str(error), expected="JSON") from None
-    found = data.pop("format", None) if isinstance(data, dict) else type(data).__name__
+    found = data.get("format") if isinstance(data, dict) else type(data).__name__
     if found != file_format:
         raise BrokenShard(path=path, found=f"format {_shown(found)}", expected=file_format)
-    version = data.pop("version", None)
+    version = data.get("version")
     if type(version) is not int or version != FORMAT_VERSION:
         raise unknown_version(path, version)
-    _check_hash(path, CONTENT_HASH, data, {"format": file_format, "version": version})
+    _check_hash(path, CONTENT_HASH, data)
     if isinstance(data.get(RUN), dict):
-        _check_hash(path, RUN_HASH, data[RUN], {})
+        _check_hash(path, RUN_HASH, data[RUN])
     fields: dict[str, Any] = data
+    del fields["format"], fields["version"]
     return fields
 
 
-def _check_hash(path: Path, name: str, data: dict[str, Any], more: dict[str, Any]) -> None:
-    found, expected = data.pop(name, None), content_sha256({**more, **data})
+def _check_hash(path: Path, name: str, data: dict[str, Any]) -> None:
+    """Take the hash out of an object, and compare it. Raises BrokenShard."""
+    found, expected = data.pop(name, None), content_sha256(data)
     if found != expected:
-        raise BrokenShard(
-            path=path, found=f"altered since it was written: {name} {_shown(found)}", expected=expected[:12]
-        )
+        what = f"altered since it was written: {name} {_shown(found)}"
+        raise BrokenShard(path=path, found=what, expected=expected[:12])
 
 
 def as_type(path: Path, data: Any, kind: type[T]) -> T:

@@ -16,9 +16,8 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from shardprep.errors import BrokenShard, MissingShard, OtherPlan
-from shardprep.files import NOT_THERE, FileStamp, names_in, size_of_file, stamp_file
+from shardprep.files import NOT_THERE, Digest, FileStamp, names_in, size_of_file, stamp_file
 from shardprep.format.dataset_spec import DatasetSpec, idx_num_bytes, least_tar_bytes
-from shardprep.format.digests import DIGEST_BYTES
 from shardprep.format.json_files import (
     Count,
     Seconds,
@@ -29,6 +28,7 @@ from shardprep.format.json_files import (
     wrong_value,
 )
 from shardprep.format.names import (
+    DIGEST_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_SAMPLES,
     MAX_SHARDS,
@@ -100,7 +100,6 @@ class ShardCounts:
     num_tokens: Count  # padding excluded
     num_lines: Count  # lines or rows of the input, the empty ones included
     num_empty_lines: Count  # left out because nothing is left of them after str.strip
-    num_filtered: Count  # documents left out by --min_chars and --max_chars
     num_pad_tokens: Count  # in the rows that are not full
     num_documents_across_rows: Count  # those that do not lie whole in one row
     input_bytes: Count
@@ -138,10 +137,13 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: RunFacts, engine, versions
     digests: FileStamp | None = None  # of --digests
+    made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see blanked.py
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. The part before ``run`` is equal for equal shards; each has its hash."""
         content = dataclasses.asdict(self)
+        if self.made_from is None:
+            del content["made_from"]
         data = with_content_hash(_FORMAT, content, run=content.pop("run"))
         return json.dumps(data, ensure_ascii=False, indent=1).encode() + b"\n"
 
@@ -274,7 +276,6 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
     Raises MissingShard, BrokenShard, ReadWriteError.
     """
     shard_id = manifest.shard_id
-    remedy = rerun_command(shard_id, folder)
     for name in names:
         stamp: FileStamp | None = getattr(manifest, name)
         if stamp is None:
@@ -282,8 +283,9 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
         path = VOUCHED_PATHS[name](folder, shard_id)
         found = size_of_file(path)
         if found is None:
-            raise MissingShard(path=path, found="missing", remedy=remedy)
+            raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder))
         if found != stamp.num_bytes:
+            remedy = rerun_command(shard_id, folder)
             raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
 
 

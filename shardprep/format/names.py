@@ -21,6 +21,7 @@ MAX_SAMPLES = 2**40  # of a shard
 MAX_SEQ_LEN = 2**27
 LEAST_FRACTION, MOST_FRACTION = 1e-6, 0.5  # of the documents, for validation
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks
+DIGEST_BYTES = 16  # of a document's hash in DATA/digests
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
 MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 MAX_MANIFEST_BYTES = 4 << 20  # one has about 3 KB, and as much for each source beyond the first
@@ -37,8 +38,9 @@ CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as 
 QUARANTINE_DIR = "quarantine"
 IDS_DIR = "ids"
 DIGESTS_DIR = "digests"
-WITHDRAWN_DIR = "withdrawn"
-LEFT_OUT_DIR = "left_out"  # of a data set that rewrite made: the lists of the one that it was made from
+EXCLUDED_NAME = "excluded.keys"  # names of documents that a plan leaves out, see --exclude
+BLANKED_DIR = "blanked"  # of a data set that blank made: which documents of a shard are blanked
+TRANSFORM_DIR = "transform"  # a copy of what --transform names, for people: it never runs
 DOC_STARTS_FIELD = "doc_starts.npy"
 LOSS_MASK_FIELD = "loss_mask.npy"  # of chat rows: 1 where the assistant wrote the token
 ROW_TOKENS_FIELD = "row_tokens.npy"
@@ -61,6 +63,7 @@ manifest_path = _path_of("{}.json")
 quarantine_path = _path_of(f"{QUARANTINE_DIR}/{{}}.jsonl")
 ids_path = _path_of(f"{IDS_DIR}/{{}}.jsonl")
 digests_path = _path_of(f"{DIGESTS_DIR}/{{}}.digests")
+blanked_path = _path_of(f"{BLANKED_DIR}/{{}}.json")
 # Of the files that a manifest vouches for, by their names there.
 VOUCHED_PATHS = {
     "tar": tar_path,
@@ -69,6 +72,11 @@ VOUCHED_PATHS = {
     "ids": ids_path,
     "digests": digests_path,
 }
+
+
+def is_chosen(reason: str) -> bool:
+    """Return whether a document is left out by the user's choice, and not because it cannot be used."""
+    return reason in ("excluded", "transform") or reason.startswith("transform: ")
 
 
 def source_of_path(path: str) -> str:
@@ -125,13 +133,13 @@ def id_ranges(ids: Iterable[int]) -> str:
 def ids_of_ranges(text: str, *, end: int = 10**7) -> list[int]:
     """``0-2,5`` -> [0, 1, 2, 5], each below ``end``, in the order written; one named twice comes twice.
 
-    Raises ValueError for anything else, and for more than ``end`` ids. A range that runs backwards is empty.
+    Raises ValueError for anything else: no ids, more than ``end``, or a range that runs backwards.
     """
     ids: list[int] = []
     for part in text.split(","):
         match = _PART.fullmatch(part)
         last = int(match[2] or match[1]) if match else end
-        if not match or last >= end or len(ids) > end:
+        if not match or not int(match[1]) <= last < end or len(ids) > end:
             raise ValueError(f"{text[:40]!r} is no list of ids such as 0-2,5")
         ids += range(int(match[1]), last + 1)
     return ids

@@ -48,9 +48,7 @@ ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
 
 
-@functools.cache
-def option_types(options: Any) -> dict[str, Any]:
-    return typing.get_type_hints(options)
+_option_types = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,6 @@ class PlanOptions:
             Of the others the id has those that are not the default, so a new option changes no older id.
         span: the least and the largest number; 0 stands for none.
         of: ``rows``, ``chat`` or ``texts`` (documents and packed), where it is for these records only.
-        changes_text: ``change_text`` applies it.
     """
 
     recursive: bool = _input(False, "also take the input files of subfolders")
@@ -85,28 +82,19 @@ class PlanOptions:
         span=(10, 31),
         shown="27",
     )
-    text_field: str = _fields(None, "field of the text, a.b if nested", shown="text", of="texts")
+    text_field: str = _fields(
+        None,
+        "field of the text, or with --record chat of the list of messages; a.b if nested",
+        shown="text, or messages",
+    )
     text_template: str = _fields(
         "", r"text of several fields, instead of --text_field: '{input}\n\n{output}'", of="texts"
-    )
-    messages_field: str = _fields(
-        None,
-        "with --record chat, field of the list of messages",
-        shown="messages",
-        of="chat",
     )
     id_field: str = _fields("", "field of a document's id, which is kept in DATA/ids")
     source_field: str = _fields(
         "", "field of a document's source, for counts per source", shown="the first subfolder"
     )
-    fix_text: bool = _text(
-        False,
-        "repair wrongly decoded text with ftfy; drop documents that cannot be fully repaired",
-        changes_text=True,
-    )
-    normalize: Normalize = _text("", "apply a Unicode normalization", changes_text=True)
-    min_chars: int = _text(0, "drop shorter documents", span=(1, MOST), changes_text=True)
-    max_chars: int = _text(0, "drop longer documents", span=(1, MOST), changes_text=True)
+    transform_files: str = _text("", "files beside --transform that it uses: 'words.txt,helpers.py'")
     limit: int = _text(
         0, "for a trial: take at most this many documents in total, spread evenly over shards", span=(1, MOST)
     )
@@ -135,13 +123,15 @@ class PlanOptions:
     token_format: TokenFormat = _samples("json", "how a document's token ids are stored; rows are npy")
     keep_text: bool = _samples(None, "also store the text of each document", shown="on for documents")
     # What planning finds out; no flags.
-    text_versions: str = option("")  # of the libraries that change text
+    transform_sha256: str = option("")  # of the function of --transform, and of its files
     chat_template: str = option("")  # its Jinja text
     chat_tokens: str = option("")  # the special tokens that a template may name, as JSON
     chat_versions: str = option("")  # of the libraries that render it
     chat_mask_rule: MaskRule = option("")  # of transformers at planning; characters without tags
     own_eos: bool = option(False)  # the tokenizer ends each document with EOS by itself, so none is appended
-    rewritten: str = option("")  # sha256 of the last list in DATA/left_out, whose documents are left out
+    excluded: str = option("")  # sha256 of DATA/excluded.keys, whose documents are left out: see --exclude
+    # Shards of which documents are blanked, "0-2,5"; not in the id, for blanking moves nothing.
+    blanked: str = option("", is_in_id=False)
 
     def __post_init__(self) -> None:
         """Check the options and settle those that are None; a settled object passes unchanged."""
@@ -161,16 +151,12 @@ class PlanOptions:
             "keep_text": not has_rows if self.keep_text is None else self.keep_text,
             "append_eos": has_rows and not is_chat if self.append_eos is None else self.append_eos,
         }
-        if self.text_field is None or is_chat or self.text_template:
-            settled["text_field"] = "" if is_chat or self.text_template else "text"
-        if self.messages_field is None:
-            settled["messages_field"] = "messages" if is_chat else ""
+        if self.text_field is None or self.text_template:
+            settled["text_field"] = "" if self.text_template else "messages" if is_chat else "text"
         for name, value in settled.items():
             object.__setattr__(self, name, value)
         if has_rows and not 1 <= self.seq_len <= MAX_SEQ_LEN:
             raise UsageError.of_value("--seq_len", self.seq_len, f"1 to {MAX_SEQ_LEN}")
-        if self.max_chars and self.max_chars < self.min_chars:
-            raise UsageError(f"--max_chars {self.max_chars} is below --min_chars {self.min_chars}")
 
     @property
     def is_chat(self) -> bool:
@@ -186,10 +172,6 @@ class PlanOptions:
     def encodes_control_tokens(self) -> bool:
         """Whether control tokens written out in a text become control tokens: a chat template's have to."""
         return self.allow_special_tokens or self.is_chat
-
-    @property
-    def changes_text(self) -> bool:
-        return any(item.metadata.get("changes_text") and getattr(self, item.name) for item in PLAN_FIELDS)
 
     def side_files(self) -> list[str]:
         """The files of a shard that only some options ask for, by their names in its manifest."""
@@ -210,7 +192,7 @@ class PlanOptions:
         }
 
     def _check_values(self) -> None:
-        kinds = option_types(type(self))  # type: ignore[arg-type]  # a class can be hashed
+        kinds = _option_types(type(self))  # type: ignore[arg-type]  # a class can be hashed
         for item in dataclasses.fields(self):
             value, span = getattr(self, item.name), item.metadata.get("span")
             if isinstance(value, (str, Path)) and "\0" in str(value):
@@ -228,42 +210,29 @@ class PlanOptions:
     def _check_record(self) -> None:
         """That no option is given which this record does not have."""
         if self.text_template and self.text_field:
-            raise UsageError(
-                "--text_field and --text_template are two ways to say the same; give one",
-                found="--text_field and --text_template",
-                expected="one",
-            )
+            raise UsageError(found="--text_field and --text_template", expected="one of the two")
         if self.has_rows and self.keep_text:
-            raise UsageError(
-                "--keep_text is for documents, and packed rows hold no text; leave it out, or take --record "
-                "documents",
-                found="--keep_text",
-                remedy="--record documents",
-            )
-        if self.is_chat and self.messages_field == "":
-            raise UsageError("--messages_field is empty, expected the name of a field, such as messages")
+            raise _wrong_record("keep_text", "documents, as packed rows hold no text", "--record documents")
         for item in dataclasses.fields(self):
             value, of = getattr(self, item.name), item.metadata.get("of")
             if value == item.default or not (value or item.default):
                 continue
             if of == "rows" and not self.has_rows:
-                raise UsageError(
-                    f"--{item.name} is for packed rows; add --record packed, or leave it out",
-                    found=f"--{item.name}",
-                    remedy="--record packed",
-                )
+                raise _wrong_record(item.name, "packed rows", "--record packed")
             if of == "chat" and not self.is_chat:
-                raise UsageError(
-                    f"--{item.name} is for conversations; add --record chat, or leave it out",
-                    found=f"--{item.name}",
-                    remedy="--record chat",
+                raise _wrong_record(item.name, "conversations", "--record chat")
+            if self.is_chat and of == "texts":
+                raise _wrong_record(
+                    item.name,
+                    "texts, and a template alone decides how a conversation reads; leave it out",
+                    None,
                 )
-            if self.is_chat and (of == "texts" or item.metadata.get("changes_text")):
-                raise UsageError(
-                    f"--{item.name} is for texts; the template alone decides how a conversation reads and "
-                    "ends: leave it out with --record chat",
-                    found=f"--{item.name}",
-                )
+
+
+def _wrong_record(name: str, meant: str, remedy: str | None) -> UsageError:
+    """Return the error of an option that is for another record."""
+    more = f"; add {remedy}, or leave it out" if remedy else ""
+    return UsageError(f"--{name} is for {meant}{more}", found=f"--{name}", remedy=remedy)
 
 
 PLAN_FIELDS = dataclasses.fields(PlanOptions)
@@ -283,6 +252,12 @@ class PrepConfig(PlanOptions):
     )
     engine: EngineName = _tokens("auto", ENGINE_HELP)
     max_bad_fraction: float = _text(0.01, BAD_HELP)
+    transform: Path | None = _text(
+        None, "Python file whose function transform(record) returns the text, or None to leave it out"
+    )
+    exclude: Path | None = _text(
+        None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
+    )
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 
     def __post_init__(self) -> None:
@@ -297,16 +272,12 @@ class PrepConfig(PlanOptions):
             raise UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
             raise UsageError(
-                f"--engine {self.engine} tells no places of tokens, which a loss mask needs; take --engine "
-                "tokenizers, or leave it out",
                 found=f"--engine {self.engine}",
+                expected="--engine tokenizers, which tells the places of tokens for loss masks, or none",
                 remedy="--engine tokenizers",
             )
         if self.limit and self.hash_inputs:
-            raise UsageError(
-                "--limit reads a part of the input, --hash_inputs all of it; leave out one",
-                found="--limit --hash_inputs",
-            )
+            raise UsageError(found="--limit --hash_inputs", expected="one: a part of the input, or all of it")
 
     def plan_options(self) -> PlanOptions:
         """The options without where things are and how they are checked."""
@@ -339,15 +310,9 @@ def _python_encoding(name: str) -> str:
         if not known.startswith(disguised) and ascii_bytes.decode(known) == ascii_bytes.decode("ascii"):
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
-        raise UsageError(
-            f"--encoding {name!r} is no text encoding of Python; try utf-8 or cp949",
-            found=f"--encoding {name}",
-            expected="utf-8 or cp949",
-        ) from None
+        raise UsageError(found=f"--encoding {name}", expected="an encoding, such as utf-8 or cp949") from None
     raise UsageError(
-        f"--encoding {name} is no superset of ASCII, so line ends cannot be found in its bytes; convert the "
-        f"files first: iconv -f {name} -t utf-8",
         found=f"--encoding {name}",
-        expected="a superset of ASCII",
+        expected="a superset of ASCII, in whose bytes line ends can be found; convert the files first",
         remedy=f"iconv -f {name} -t utf-8",
     )

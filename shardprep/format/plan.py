@@ -175,13 +175,10 @@ class Plan:
     def ranges(self, shard_id: int) -> list[ByteRange]:
         """Return the byte ranges of a shard, in order. Raises NotFound for a shard past the plan's end."""
         if not 0 <= shard_id < self.num_shards:
-            raise NotFound(
-                f"there is no shard {shard_id}: the plan has {self.num_shards}, 0 to {self.num_shards - 1}; "
-                f"as a job array that is --array=0-{self.num_shards - 1}",
-                found=f"shard {shard_id}",
-                expected=f"0 to {self.num_shards - 1}",
-                remedy=f"--array=0-{self.num_shards - 1}",
-            )
+            last = self.num_shards - 1
+            remedy = f"--array=0-{last}"
+            expected = f"0 to {last}; as a job array that is {remedy}"
+            raise NotFound(found=f"no shard {shard_id}", expected=expected, remedy=remedy)
         begin, end = self.cuts[shard_id], self.cuts[shard_id + 1]
         _check_cuts([begin, end], len(self.inputs))
         ranges = []
@@ -452,17 +449,13 @@ def need_plan(output_dir: Path) -> Plan:
     """Return the plan of a data set. Raises NotFound, with the command that makes one; as ``read_plan``."""
     plan = read_plan(output_dir)
     if plan is None:
-        missing = "" if is_folder(output_dir) else "does not exist, so it "
+        found = f"no {PLAN_NAME}" if is_folder(output_dir) else "no such folder"
         raw, made = "RAW", quoted(output_dir)
         names = names_in(output_dir)
         if any(map(known_input_kind, names)) and not any(name.startswith("shard-") for name in names):
             raw, made = made, quoted(f"{os.path.abspath(output_dir)}_shards")  # noqa: PTH100 - as in quoted
-        raise NotFound(
-            f"{output_dir} {missing}has no {PLAN_NAME}",
-            path=output_dir,
-            expected=PLAN_NAME,
-            remedy=f"shardprep plan --input_dir {raw} --output_dir {made} --model_id MODEL --num_shards N",
-        )
+        remedy = f"shardprep plan --input_dir {raw} --output_dir {made} --model_id MODEL --num_shards N"
+        raise NotFound(path=output_dir, found=found, expected=PLAN_NAME, remedy=remedy)
     return plan
 
 
@@ -527,10 +520,10 @@ def _refuse_unknown_options(path: Path, options: dict[str, Any]) -> None:
         value = options.pop(name)
         if value not in (False, "", None):  # 0 is False
             raise UnknownVersion(
-                f"{path}: options.{name!a} is {value!r:.60}, an option that this shardprep does not know: a "
-                "newer one planned this data set; install that one, or plan anew into a new folder",
                 path=path,
-                found=f"{name!a}",
+                found=f"options.{name!a} is {value!r:.60}",
+                expected="options known here: install the newer shardprep that planned this, or plan "
+                "anew into a new folder",
             )
 
 

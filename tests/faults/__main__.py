@@ -47,7 +47,7 @@ CAMPAIGNS = {
     "full_disks": Campaign(full_disks.outcomes, _TWO),
     "kills": Campaign(at_calls.kills, _ALL, ("best_fit", "formats")),
     "stop_signals": Campaign(at_calls.stop_signals, _ALL, ("best_fit", "formats")),
-    "power_loss": Campaign(power_loss.outcomes, _TWO),
+    "power_loss": Campaign(power_loss.outcomes, _TWO, num_quick=1),
     "races": Campaign(races.outcomes, _TWO),
     "clocks": Campaign(clocks.outcomes, _TWO),
     "altered_inputs": Campaign(altered_inputs.outcomes, ("formats",), ("formats",)),

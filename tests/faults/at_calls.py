@@ -91,6 +91,7 @@ _ERROR_HITS = (
     Hit("doctor", "planned", "doctor", 0.5),
     Hit("train_tokenizer", "raw", "train_tokenizer", 0.5),
     Hit("report", "verified", "report", 0.5),
+    Hit("blank", "verified", "blank", 0.12),
     Hit("clean", "littered", "clean", 0.5),
     *(Hit(name, "verified", name, 0.12) for name in EXPORTS),
 )
@@ -103,6 +104,7 @@ _KILL_HITS = (
     Hit("stage", "verified", "stage", 1),
     Hit("submit", "planned", "submit", 0.5),
     Hit("report", "verified", "report", 0.5),
+    Hit("blank", "verified", "blank", 0.12),
     Hit("clean", "littered", "clean", 0.5),
     *(Hit(name, "verified", name, 0.12) for name in EXPORTS),
 )

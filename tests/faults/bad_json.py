@@ -115,7 +115,7 @@ def _states(data_set: SmallDataSet, num_faults: int) -> Iterator[Outcome]:
     for chosen in spread(len(places), 2 * num_faults):
         (path, start, end), value = places[chosen]
         state = json.loads(text[:start] + value + text[end:])
-        ended = run_forked(lambda state=state: (0, resumed(data, state)))
+        ended = run_forked(lambda: (0, resumed(data, state)))  # noqa: B023 - it runs at once
         if how := not_ended(ended):
             kind, what = how
         elif ended.code == _USAGE:  # a state comes from the caller

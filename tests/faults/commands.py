@@ -14,7 +14,9 @@ LITTER = ".{}.other-{}-0123abcd.tmp"  # what attempts left that died, and clean 
 REPORT_NAME = "report.json"
 STATE_NAME = "state.json"  # of a loader, as a training script keeps it
 EXPORTS = ("export megatron", "export nanogpt", "export hf")
-# DATA and the like are folders of the workplace; OPTIONS are those of the form.
+BLANKED_NAME = "blanked.txt"  # the documents that go
+_FILES = {"REPORT": REPORT_NAME, "BLANKED": BLANKED_NAME}
+# DATA and the like are folders of the workplace, or files; OPTIONS are those of the form.
 _WORDS: Mapping[str, str] = {
     "plan": "plan --input_dir RAW --output_dir DATA --model_id MODEL --num_shards 2 OPTIONS",
     "shard": "shard --shard_id 0 --output_dir DATA",
@@ -30,6 +32,7 @@ _WORDS: Mapping[str, str] = {
     "clean": "clean DATA",
     "submit": "submit DATA --mem_gb 1",
     "report": "report DATA --json --output REPORT",
+    "blank": "blank DATA --ids BLANKED --output_dir STAGED --num_proc 1 --max_bad_fraction 0.5",
     "export megatron": "export DATA --to megatron --output_dir EXPORTED/megatron",
     "export nanogpt": "export DATA --to nanogpt --output_dir EXPORTED/nanogpt",
     "export hf": "export DATA --to hf --output_dir EXPORTED/hf",
@@ -65,8 +68,8 @@ def run_command(words: str, place: Path, options: list[str]) -> int:
         head, _, rest = word.partition("/")
         if word == "OPTIONS":
             argv += options
-        elif word == "REPORT":
-            argv.append(str(place / REPORT_NAME))
+        elif word in _FILES:
+            argv.append(str(place / _FILES[word]))
         elif head.isupper():
             argv.append(str(place / head.lower() / rest))
         else:

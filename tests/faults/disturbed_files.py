@@ -219,7 +219,11 @@ def _edits(file: DisturbedFile, number: int, data: bytes) -> Iterator[Fault]:
     for seed in range(number):
         edited = _edited(data, random.Random(seed))
         if edited != data and data[free.start : free.stop] in edited:
-            yield f"edits of seed {seed}", lambda path, edited=edited: path.write_bytes(edited)
+            yield f"edits of seed {seed}", partial(_write, edited)
+
+
+def _write(data: bytes, path: Path) -> None:
+    path.write_bytes(data)
 
 
 def _edited(data: bytes, chance: random.Random) -> bytes:

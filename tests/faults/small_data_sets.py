@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -16,7 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.faults.commands import LITTER, REPORT_NAME, STATE_NAME, command, open_loader, published_below
+from tests.faults.commands import (
+    BLANKED_NAME,
+    LITTER,
+    REPORT_NAME,
+    STATE_NAME,
+    command,
+    open_loader,
+    published_below,
+)
 from tests.faults.every_format import write_every_format
 from tests.faults.forked_case import Ended, ForkedRun, run_forked
 
@@ -133,7 +142,7 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     for form in sorted(forms, key=lambda form: form == "formats"):  # it comes last, for it adds to raw/
         if form == "formats":
             write_every_format(place / "raw")
-        options = [*FORMS[form], "--max_bad_fraction", "0.5"]
+        options = [*FORMS[form], "--digests", "--max_bad_fraction", "0.5"]
         templates = folder / form
         for name in ("data", "staged", "exported"):  # what the form before left
             shutil.rmtree(place / name, ignore_errors=True)
@@ -204,12 +213,14 @@ def _keep(place: Path, template: Path) -> None:
 def _write_raw(folder: Path) -> None:
     """Two files, some 70 documents of both scripts, a long one, an empty one, one that is not UTF-8."""
     folder.mkdir(parents=True)
-    lines = [f"문서 {number} of a small set {'word ' * (number % 13)}\n".encode() for number in range(70)]
+    lines = [f"문서 {number} of a small set{' word' * (number % 13)}\n".encode() for number in range(70)]
     lines[20] = b"\n"
     lines[30] = b"a long document " * 40 + b"\n"
     lines[50] = _BAD_LINE
     (folder / "a.txt").write_bytes(b"".join(lines[:40]))
     (folder / "b.txt").write_bytes(b"".join(lines[40:]))
+    blanked = hashlib.sha256(lines[3].removesuffix(b"\n")).hexdigest()
+    (folder.parent / BLANKED_NAME).write_text(f"sha256:{blanked}\n", encoding="ascii")
 
 
 def _fake_slurm(folder: Path) -> Path:

@@ -32,7 +32,7 @@ CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
     "full_disks": (3, {"refused", "equal"}),
     "kills": (12, {"equal"}),
     "stop_signals": (12, {"refused"}),
-    "power_loss": (40, {"equal"}),
+    "power_loss": (28, {"equal"}),
     "races": (3, {"equal"}),
     "changes": (3, {"refused"}),
     "clocks": (8, {"equal"}),

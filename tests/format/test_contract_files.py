@@ -130,38 +130,35 @@ def test_what_is_no_json_of_ours_is_refused(whole_dir: Path, name: str, content:
     assert caught.value.path == str(whole_dir / name)
 
 
+def found_there(name: str, folder: Path) -> str | None:
+    """What stands in the place of a file, as the error says."""
+    with pytest.raises(BrokenShard) as caught:
+        READERS[name](folder)
+    assert caught.value.path == str(folder / name)
+    return caught.value.found
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_what_is_no_regular_file_is_refused_and_never_waited_for(whole_dir: Path, name: str) -> None:
     path = whole_dir / name
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(BrokenShard, match=f"{name} is a FIFO, expected a regular file"):
-        READERS[name](whole_dir)
+    assert found_there(name, whole_dir) == "a FIFO"
     path.unlink()
     path.mkdir()
-    with pytest.raises(BrokenShard, match=f"{name} is a folder, expected a regular file"):
-        READERS[name](whole_dir)
+    assert found_there(name, whole_dir) == "a folder"
     path.rmdir()
     path.symlink_to("/dev/zero")
-    with pytest.raises(BrokenShard, match=f"{name} is a character device, expected a regular file"):
-        READERS[name](whole_dir)
+    assert found_there(name, whole_dir) == "a character device"
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_too_large_is_refused_before_it_is_read(whole_dir: Path, name: str) -> None:
     os.truncate(whole_dir / name, 1 << 40)
-    with pytest.raises(BrokenShard, match=rf"{name} has 1099511627776 bytes, expected at most \d+"):
-        READERS[name](whole_dir)
+    assert found_there(name, whole_dir) == "1099511627776 bytes"
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        (name, call)
-        for name, call in itertools.product(READERS, ["open", "fstat", "read", "close"])
-        if (name, call) != ("plan.json", "close")  # it stays open, as its lists are read later
-    ],
-)
+@pytest.mark.parametrize(("name", "call"), itertools.product(READERS, ["open", "fstat", "read"]))
 def test_an_error_of_the_file_system_is_a_read_error_that_names_the_file(
     whole_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str
 ) -> None:

@@ -125,34 +125,18 @@ def test_other_options_are_refused_and_a_preprocess_py_of_the_users_own_is_not_r
     monkeypatch.chdir(data_dir.parent)
     (data_dir.parent / "preprocess.py").write_text("raise SystemExit('of the user')")
     assert prepared(0) == prepared(1)
-    for rank in (0, 1):
-        with pytest.raises(Refused, match="--append_eos"):
-            prepared(rank, append_eos=True)
+    with pytest.raises(Refused, match="--append_eos"):
+        prepared(1, append_eos=True)
 
 
-def add(raw: Path) -> None:
-    (raw / "new.txt").write_text("more\n")
-
-
-def change(raw: Path) -> None:
-    (raw / "ko_0.txt").write_bytes((raw / "ko_0.txt").read_bytes() + b"more\n")
-
-
-def rewrite(raw: Path) -> None:
-    data = (raw / "ko_0.txt").read_bytes()
-    (raw / "ko_0.txt").write_bytes(data[:-2] + b"x\n")
-
-
-def remove(raw: Path) -> None:
-    (raw / "ko_0.txt").unlink()
-
-
-CHANGES: dict[Callable[[Path], Any], str] = {
-    add: "new.txt",
-    change: "ko_0.txt",
-    rewrite: "ko_0.txt",
-    remove: "ko_0.txt",
-    shutil.rmtree: "raw",
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "new.txt was added": lambda raw: (raw / "new.txt").write_text("more\n"),
+    "ko_0.txt has": lambda raw: (raw / "ko_0.txt").write_bytes((raw / "ko_0.txt").read_bytes() + b"more\n"),
+    "ko_0.txt holds": lambda raw: (raw / "ko_0.txt").write_bytes(
+        (raw / "ko_0.txt").read_bytes()[:-2] + b"x\n"
+    ),
+    "ko_0.txt is missing": lambda raw: (raw / "ko_0.txt").unlink(),
+    "no folder": shutil.rmtree,
 }
 
 
@@ -176,18 +160,23 @@ def verified(prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_raw_folder_that_is_no_longer_the_planned_one_is_refused_on_every_rank(
-    verified: Call, tmp_path: Path, sample_dir: Path
+    verified: Call, prep: Prep, tmp_path: Path, sample_dir: Path
 ) -> None:
     raw = tmp_path / "raw"
     for path in raw.iterdir():
         path.touch()  # which changes nothing
     assert verified(0) == verified(1)
-    for number, (change_input, words) in enumerate(CHANGES.items()):
+    # Each rank runs this command, and ends with its error.
+    compare = ["--shard_id", 0, "--output_dir", tmp_path / "data", "--input_dir", raw, "--check_inputs"]
+    for words, change_input in CHANGES.items():
         shutil.rmtree(raw)
         shutil.copytree(sample_dir, raw)
         change_input(raw)
-        with pytest.raises(Refused, match=words):
-            verified(rank=number % 2)
+        ended = prep.command(*compare)
+        assert (ended.code, words in ended.text) == (78, True), ended.text
+    for rank in (0, 1):
+        with pytest.raises(Refused, match=str(raw)):
+            verified(rank)
 
 
 def test_one_rank_alone_leaves_nothing_beside_the_data_set(prepared: Call, tmp_path: Path) -> None:

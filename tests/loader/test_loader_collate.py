@@ -65,6 +65,7 @@ def test_batches_equal_transformers_own_bit_for_bit_where_pad_is_distinct(
             assert torch.equal(found[name], tensor)
 
 
+@pytest.mark.slow  # transformers imports a lot for it
 def test_numpy_batches_are_the_same_numbers() -> None:
     examples = [{"input_ids": [1, EOS]}, {"input_ids": [3]}]
     collator = CausalLMCollator(tokenizer(pad="w99"))

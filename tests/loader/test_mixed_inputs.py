@@ -14,7 +14,6 @@ import lzma
 import os
 import random
 import re
-import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -211,40 +210,27 @@ def test_a_source_has_the_documents_that_were_written_for_it(mixed: Mixed) -> No
         assert counts[source] == len(of_source)
 
 
-def test_a_document_that_was_left_out_is_told_and_cannot_be_withdrawn(mixed: Mixed) -> None:
+def test_a_document_that_was_left_out_is_told(mixed: Mixed) -> None:
     for path in mixed.data.glob("quarantine/*.jsonl"):
         for left_out in map(json.loads, path.read_text().splitlines()):
             at = f"{left_out['source']}:{left_out['source_offset']}"
             assert "was left out of shard" in mixed.prep.command("peek", mixed.data, at).text
-            assert mixed.prep.command("withdraw", mixed.data, "--at", at).code == 66
 
 
-@pytest.mark.parametrize("way", ["--ids", "--sha256", "--source", "--at"])
-def test_what_is_withdrawn_is_loaded_no_more_and_nothing_else_is(
+@pytest.mark.parametrize("way", ["id", "sha256"])
+def test_what_is_blanked_is_loaded_no_more_and_nothing_else_is(
     mixed: Mixed, tmp_path: Path, way: str
 ) -> None:
-    prep, documents, data = mixed.prep, mixed.documents, tmp_path / "data"
-    shutil.copytree(mixed.data, data)
+    prep, documents, new = mixed.prep, mixed.documents, tmp_path / "new"
     asked = {*mixed.chance.sample(range(len(documents)), -(-len(documents) // 3))}
-    given: list[object] = [tmp_path / "asked"]
-    if way == "--source":
-        given = [documents[0].source]
-        asked = {word for word, one in enumerate(documents) if one.source == given[0]}
-    elif way == "--at":
-        given = [mixed.loaded.origins[word].address for word in sorted(asked)]
-    elif way == "--ids":
+    if way == "id":
         asked = {word for word in asked if documents[word].id}
-        (tmp_path / "asked").write_text("\n".join(documents[word].id for word in asked))
+        names = [documents[word].id for word in asked]
     else:
-        hashes = [hashlib.sha256(documents[word].text.encode()).hexdigest() for word in asked]
-        (tmp_path / "asked").write_text("\n".join(hashes))
-    assert prep.command("withdraw", data, way, *given).code == 0
-    kept = {*range(len(documents))} - asked
-    for word in mixed.some_words():
-        shown = prep.command("peek", data, mixed.loaded.origins[word].address).text
-        assert (word in asked) == bool(re.search(r"^  ---.* withdrawn$", shown, re.MULTILINE))
-    assert Loaded(data).steps.keys() == kept
-    if way == "--at" and kept:
-        assert prep.command("rewrite", data, "--output_dir", tmp_path / "new").code == 0
-        assert prep.command("verify", tmp_path / "new", "--deep", 99).code == 0
-        assert Loaded(tmp_path / "new").steps.keys() == kept
+        names = [f"sha256:{hashlib.sha256(documents[word].text.encode()).hexdigest()}" for word in asked]
+    (tmp_path / "names").write_text("\n".join(names))
+    ended = prep.command("blank", mixed.data, "--ids", tmp_path / "names", "--output", new)
+    assert ended.code == (0 if asked else 65), ended.text
+    if asked:
+        assert prep.command("verify", new, "--deep", 99).code == 0
+        assert Loaded(new).steps.keys() == {*range(len(documents))} - asked

@@ -124,12 +124,15 @@ def test_an_amendment_holds_from_the_first_step_at_which_no_round_is_half_done(d
     for _ in range(3):
         step = data.draw(st.integers(1, 200))
         position = run.position(step)
-        amended, border = run.amended(position, make_run(some_stages(step + 1), 2, ticks_per_epoch=size))
+        plan = make_run(some_stages(step + 1), 2, ticks_per_epoch=size)
+        amended, border = run.amended(position, plan, plan.sources)
         assert amended.position(step) == position
         assert step <= border <= step + 2 * ROUND
-        for tick in range(run.tick_of(position)):
+        tick = 0
+        while tick < run.tick_of(position):
             old, new = run.round_at(tick), amended.round_at(tick)
             assert [*map(str, old)] == [*map(str, new)]
+            tick = old.end
         run = amended
 
 

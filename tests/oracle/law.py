@@ -234,8 +234,9 @@ class Run:
         border = next(later for later in count(step) if self.tick_of(later) >= free)
         while True:
             run = self._from(border, sources, sizes, weights)
-            # Smaller steps may fit into the end of an epoch, and so begin before the border of larger ones.
-            if run.position(step) == self.position(step) and run.tick_of(border) >= free:
+            # With other sizes a step may begin elsewhere. What is over and what has begun stays as it was.
+            is_over = run.position(step) == self.position(step) and run.tick_of(border) >= free
+            if is_over and (not is_begun or run._round_at(first) == (first, end)):
                 return run, border
             border += 1
 

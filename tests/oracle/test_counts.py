@@ -92,7 +92,6 @@ def test_a_manifest_counts_what_its_shard_holds(tmp_path: Path, form: str, num_s
     assert counts["num_tokens"] == sum(sizes)
     assert counts["num_lines"] == len(every)
     assert counts["num_empty_lines"] == sum(1 for line in every if not line.text and not line.reason)
-    assert counts["num_filtered"] == 0
     assert counts["input_bytes"] == sum(len(line.raw) + 1 for line in every)
     across = sum(size > SEQ_LEN for size in sizes)
     if form == "concat" and num_shards == 1:

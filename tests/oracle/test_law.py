@@ -177,6 +177,7 @@ class Pair:
             form.sizes or [(0, form.size)],
             form.weights,
         )  # as the loaders are given them
+        self.as_given: list[tuple[Weights, Weights]] = []  # of the law, in samples, and of the loaders
         self.step = 0
         self.ranks = self.load(None, form.sources)
 
@@ -232,10 +233,29 @@ class Pair:
         return [tokens[place % len(tokens)] for place in range(first, first + ROW)]
 
     def resume(self, step: int, **options: Any) -> None:
-        """Go on from the state after ``step`` steps, with new loaders."""
+        """Go on from the state after ``step`` steps, with new loaders.
+
+        They are made as the last ones were, or as the run became, where something that was asked for was over
+        before it would have begun.
+        """
         state = self.ranks.loaders[0].state_at(step)
         self.ranks.close()
+        if not self.law.holds(step, self.sizes, self.of_law(self.weights)):
+            self.sizes = self.law.sizes
+            if self.weights:
+                self.weights = [(first, self.given(held)) for first, held in self.law.weights]
         self.ranks, self.step = self.load(state, self.sources_from(step), **options), step
+
+    def of_law(self, weights: Sequence[tuple[int, Weights]]) -> list[tuple[int, Weights]]:
+        """Return weights as shares of samples."""
+        found = [(step, self.data.in_samples(self.form, held)) for step, held in weights]
+        self.as_given += [(held, given) for (_, held), (_, given) in zip(found, weights, strict=True)]
+        return found
+
+    def given(self, weights: Weights) -> Weights:
+        """Return shares of samples as the loaders were given them."""
+        known = [given for held, given in self.as_given if held == weights]
+        return known[0] if known else dict(weights)
 
     def first_of_epoch(self, epoch: int) -> int:
         return next(step for step in range(10**6) if self.law.position(step)[0] == epoch)
@@ -247,19 +267,15 @@ class Pair:
         weights: Sequence[tuple[int, Weights]] = (),
     ) -> int:
         """Amend the run where it stands, and return the border. Both are schedules, from step 0 on."""
-        before, run = (self.sizes, self.weights), self.law
         self.sizes, self.weights = sizes or self.sizes, weights or self.weights
-        sources = self.sources_from(self.step)
-        of_law = [(step, self.data.in_samples(self.form, held)) for step, held in self.weights]
+        sources, of_law = self.sources_from(self.step), self.of_law(self.weights)
         state = self.ranks.loaders[0].state_at(self.step)
         border = self.step
-        if not run.holds(self.step, self.sizes, of_law):
+        if not self.law.holds(self.step, self.sizes, of_law):
             of_sources = {name: self.data.source(name, self.form) for name in sources}
-            self.law, border = run.amended(self.step, of_sources, self.sizes, of_law)
+            self.law, border = self.law.amended(self.step, of_sources, self.sizes, of_law)
         self.ranks.close()
         self.ranks = self.load(state, sources, amend=True)
-        if (self.law.sizes, self.law.weights) == (run.sizes, run.weights):
-            self.sizes, self.weights = before  # what was asked for is over before it would begin
         return border
 
 
@@ -304,7 +320,9 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
         )
         def amend(self, drawn: st.DataObject, what: str, num_steps: int) -> None:
             """Wherever the run stands; the next rule may amend it again at the same step."""
-            pair, sizes, weights = self.pair, (), ()
+            pair = self.pair
+            sizes: Any = ()
+            weights: Any = ()
             largest = max(form.later_ticks) * form.size
             if what != "weights" or not form.weights:
                 ticks = [n for n in form.later_ticks if n * pair.law.size <= largest]

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from preprocess.look.train_tokenizer import train_tokenizer
-
 if TYPE_CHECKING:
     from tests.conftest import Ended, Prep
 
@@ -45,47 +43,6 @@ def raw_dir(sample_dir: Path, tmp_path: Path) -> Path:
 
 def plan_args(prep: Prep, raw: Path, out: Path) -> list[object]:
     return ["plan", "--input_dir", raw, "--output_dir", out, "--model_id", prep.model_dir]
-
-
-@pytest.mark.processes
-def test_no_input_folder_is_66(prep: Prep, tmp_path: Path) -> None:
-    ended = prep.command(*plan_args(prep, tmp_path / "none", tmp_path / "data"))
-    ends(ended, 66, r"--input_dir .*/none is no folder; expected one that holds input files")
-    plain = ["--shard_id", 0, "--input_dir", tmp_path / "none", "--output_dir", tmp_path / "data"]
-    ends(prep.cli(*plain, "--model_id", prep.model_dir), 66, "is no folder")
-    assert not (tmp_path / "data").exists()
-
-
-def test_no_txt_file_is_66(prep: Prep, tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "a.txt").write_text("a\n")
-    ended = prep.command(*plan_args(prep, tmp_path, tmp_path / "data"))
-    ends(ended, 66, r"holds no \.txt file, nor any other input .*sub; for what it holds add --recursive")
-    assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize("shard_id", ["5", "99999"])
-def test_a_shard_past_the_plan_is_66_and_the_right_array_is_named(
-    prep: Prep, data_dir: Path, shard_id: str
-) -> None:
-    ended = prep.command("--shard_id", shard_id, "--output_dir", data_dir)
-    ends(ended, 66, rf"there is no shard {shard_id}: the plan has 5, 0 to 4; .*--array=0-4")
-    assert prep.contents(data_dir) == {}
-
-
-def test_a_negative_shard_is_66(prep: Prep, data_dir: Path) -> None:
-    ends(
-        prep.command("--shard_id", "-1", "--output_dir", data_dir),
-        66,
-        "there is no shard -1: the plan has",
-    )
-
-
-def test_no_folder_of_the_plan_and_no_input_is_66(prep: Prep, tmp_path: Path) -> None:
-    for command in ("run", "verify"):
-        ends(prep.command(command, tmp_path / "none"), 66, r"has no plan\.json; run: shardprep plan")
-    (tmp_path / "file").touch()
-    ends(prep.command("verify", tmp_path / "file"), 66, "is no folder")
 
 
 @pytest.mark.processes
@@ -154,29 +111,6 @@ def test_undecodable_documents_below_the_limit_are_left_out_counted_and_named(
     assert "sample_0_00000002.text.txt" in keys
 
 
-@pytest.mark.slow
-def test_undecodable_documents_above_the_limit_are_65_until_they_are_accepted(
-    prep: Prep, bad_dir: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "data"
-    prep.plan(bad_dir, data)
-    refused = prep.command("--shard_id", 0, "--output_dir", data)
-    quarantine = data / "quarantine" / "shard-00000.jsonl"
-    ends(
-        refused, 65,
-        r"shard 00000: 2 documents \(1\.40%\) cannot be decoded as utf-8, the limit is 1\.00%",
-        f"named in {quarantine}.*--max_bad_fraction",
-    )  # fmt: skip
-    named = quarantine.read_bytes()
-    assert len(named.splitlines()) == 2
-    assert prep.names(data) == ["plan.json", "quarantine", "tokenizer"]
-    assert prep.temporaries(data) == []
-    accepted = prep.command("--shard_id", 0, "--output_dir", data, "--max_bad_fraction", "0.02")
-    ends(accepted, 0, "2 documents were left out")
-    assert quarantine.read_bytes() == named
-    assert (data / "shard-00000.json").exists()
-
-
 def test_a_file_of_another_encoding_is_65_and_asks_for_it(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.txt").write_bytes("한국어 문장\n두 번째\n".encode("cp949"))
@@ -205,22 +139,6 @@ def test_a_folder_without_a_tokenizer_is_66(prep: Prep, raw_dir: Path, tmp_path:
     args = plan_args(prep, raw_dir, tmp_path / "data")
     args[-1] = tmp_path / "model"
     ends(prep.command(*args), 66, f"no usable tokenizer was found in the folder {tmp_path / 'model'}")
-
-
-def test_a_tokenizers_file_is_66_and_its_folder_is_named_without_asking_the_hub(
-    prep: Prep, raw_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``folder/tokenizer.json`` could be a name on the hub, too."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    args = plan_args(prep, raw_dir, tmp_path / "data")
-    args[-1] = "model/tokenizer.json"
-    ends(
-        prep.command(*args), 66,
-        "model_id model/tokenizer.json is a file, expected the folder .*; pass model as model_id",
-    )  # fmt: skip
-    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.processes
@@ -305,12 +223,6 @@ def test_a_plan_that_cannot_be_read_is_74(prep: Prep, data_dir: Path) -> None:
     ends(ended, 74, words)
 
 
-def test_an_output_folder_of_another_plan_is_78(prep: Prep, raw_dir: Path, data_dir: Path) -> None:
-    (raw_dir / "more.txt").write_text("more\n")
-    ended = prep.command(*plan_args(prep, raw_dir, data_dir), "--num_shards", 5)
-    ends(ended, 78, r"1 input\(s\) added, such as more\.txt.*plan into a new folder")
-
-
 def test_shards_of_another_plan_in_the_way_are_78_and_stay(
     prep: Prep, data_dir: Path, sample_dir: Path, tmp_path: Path
 ) -> None:
@@ -323,26 +235,6 @@ def test_shards_of_another_plan_in_the_way_are_78_and_stay(
     ends(ended, 78, r"shard-00001\.json is shard 1 of plan \w{12}, expected shard 1 of")
     ends(prep.command("run", data_dir), 78)
     assert prep.contents(data_dir) == before
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--no-keep_text"], "--keep_text was True, now False"),
-        (["--encoding", "cp949"], "--encoding was utf-8, now cp949"),
-        (["--record", "packed"], "--record was documents, now packed"),
-        (["--record", "packed", "--seq_len", "9"], "--seq_len was 0, now 9"),
-        (
-            ["--doc", "file", "--token_format", "npy"],
-            "--doc was line, now file; --token_format was json, now npy",
-        ),
-    ],
-    ids=str,
-)
-def test_other_options_than_the_plans_are_78(prep: Prep, data_dir: Path, flags: list[str], said: str) -> None:
-    ended = prep.command("--shard_id", 0, "--output_dir", data_dir, *flags)
-    ends(ended, 78, f"was planned with other options: .*{said}", "leave them out, or use a new --output_dir")
-    assert prep.contents(data_dir) == {}
 
 
 @pytest.mark.slow
@@ -360,46 +252,3 @@ def test_the_plans_own_options_and_tokenizer_may_be_given_again(
     copy = shutil.copytree(prep.model_dir, tmp_path / "copy")
     given = ["--encoding", "UTF8", "--record", "documents", "--keep_text", "--model_id", copy]
     ends(prep.command("--shard_id", 0, "--output_dir", data_dir, *given), 0)
-
-
-def test_another_model_than_the_plans_is_78(
-    prep: Prep, data_dir: Path, sample_dir: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
-    train_tokenizer(input_dir=sample_dir, vocab_size=300, output_dir=other)
-    for model_id, said in ((other, r"\(\w{12}\)"), ("hub/name", "not a local folder")):
-        ended = prep.command("--shard_id", 0, "--output_dir", data_dir, "--model_id", model_id)
-        ends(ended, 78, f"was planned with the tokenizer of {prep.model_dir}", said, "leave --model_id out")
-
-
-def test_a_listing_that_changed_since_the_plain_forms_plan_is_78(
-    prep: Prep, raw_dir: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "data"
-    prep.plan(raw_dir, data)
-    plain = ["--input_dir", raw_dir, "--output_dir", data, "--model_id", prep.model_dir]
-    ends(prep.command("--shard_id", 0, *plain), 0)
-    (raw_dir / "aa_new.txt").write_text("new\n")
-    ended = prep.command("--shard_id", 1, *plain)
-    ends(ended, 78, r"does not hold the 6 planned input files: aa_new\.txt was added", "a list of folders")
-    assert not (data / "shard-00001.json").exists()
-
-
-def test_utf_7_is_refused_with_2(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
-    ended = prep.command(*plan_args(prep, raw_dir, tmp_path / "data"), "--encoding", "utf-7")
-    ends(ended, 2, "its line ends cannot be found; convert the files first: iconv")
-    assert not (tmp_path / "data").exists()
-
-
-def test_an_altered_tokenizer_of_the_data_set_is_78_in_the_worker(prep: Prep, data_dir: Path) -> None:
-    path = data_dir / "tokenizer" / "tokenizer.json"
-    data = json.loads(path.read_bytes())
-    data["post_processor"] = None
-    path.write_text(json.dumps(data))
-    ends(
-        prep.command("--shard_id", 0, "--output_dir", data_dir),
-        78,
-        r"tokenizer\.json has \d+ bytes of sha256",
-    )
-    path.unlink()
-    ends(prep.command("--shard_id", 0, "--output_dir", data_dir), 66, r"tokenizer\.json is missing")

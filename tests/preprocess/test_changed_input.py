@@ -95,16 +95,6 @@ def test_the_hashes_are_part_of_the_plan_id_and_change_no_shard(
     assert tars[0] == tars[1]
 
 
-def test_the_command_takes_hash_inputs(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    flags = ["--input_dir", raw_dir, "--output_dir", folder, "--model_id", prep.model_dir, "--hash_inputs"]
-    assert prep.command("plan", *flags).code == 0
-    change_unseen(raw_dir / "a.txt")
-    ended = prep.command("--shard_id", 0, "--output_dir", folder)
-    assert ended.code == 78, ended.text
-    assert "changed since it was planned" in ended.text
-
-
 def test_a_touch_changes_nothing(prep: Prep, raw_dir: Path, tmp_path: Path) -> None:
     prep.plan(raw_dir, tmp_path / "data", hash_inputs=True)
     os.utime(raw_dir / "a.txt", ns=(1, 1))
@@ -156,10 +146,10 @@ def test_a_file_put_in_the_place_of_the_one_being_read_is_never_mixed_with_it(
 
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "fifo": (os.mkfifo, "is a FIFO, expected a regular file"),
-    "zero": (lambda path: path.symlink_to("/dev/zero"), "is a character device, expected a regular file"),
-    "folder": (lambda path: path.symlink_to("/"), "is a folder, expected a regular file"),
-    "dangling": (lambda path: path.symlink_to("nowhere"), "cannot be opened: it is a link to nothing"),
+    "fifo": (os.mkfifo, "a FIFO"),
+    "zero": (lambda path: path.symlink_to("/dev/zero"), "a character device"),
+    "folder": (lambda path: path.symlink_to("/"), "a folder"),
+    "dangling": (lambda path: path.symlink_to("nowhere"), "a link to nothing"),
 }
 
 
@@ -171,6 +161,8 @@ def test_an_input_that_becomes_no_regular_file_is_named_by_the_worker(
     make, said = KINDS[kind]
     (raw_dir / "a.txt").unlink()
     make(raw_dir / "a.txt")
-    with pytest.raises(NotFound, match=rf"a\.txt {said}"):
+    with pytest.raises(NotFound) as caught:
         make_all(tmp_path / "data")
+    assert str(raw_dir / "a.txt") in str(caught.value)
+    assert said in str(caught.value)
     assert nothing_is_made(tmp_path / "data")

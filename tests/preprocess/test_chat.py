@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from preprocess.read import chat as chat_rendering
 from shardprep.errors import BadInput, OtherTokenizer, ReadWriteError, Refused, UsageError
-from shardprep.format.plan import need_plan, plan_id, publish_plan
+from shardprep.format.plan import need_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.own_packages import HOME
 from tests import chat_sets
@@ -132,7 +128,7 @@ def test_parquet_gives_what_json_lines_give(
     (tmp_path / "raw").mkdir()
     table = arrow.table({"chat": CHATS, "n": list(range(len(CHATS)))})
     parquet.write_table(table, tmp_path / "raw" / "chats.parquet", row_group_size=20)
-    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], messages_field="chat")
+    columns = make(prep, tmp_path / "raw", tmp_path / "a", models["tagged"], text_field="chat")
     assert joined(columns) == joined(make(prep, raw, tmp_path / "b", models["tagged"]))
 
 
@@ -201,88 +197,6 @@ def test_one_bad_conversation_of_a_table_is_left_out_and_the_others_stay(
     assert (json.loads(line)["reason"], json.loads(line)["source_offset"]) == ("undecodable", 3)
     expected = chat_sets.expected(models["tagged"], chats[:3] + chats[4:])
     assert joined(out) == expected
-
-
-def test_masks_are_members_of_their_own_and_numpy_reads_them(
-    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    folder = make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1)
-    members = dict(prep.members(folder / "shard-00000.tar"))
-    assert {name.partition(".")[2] for name in members} == {
-        "doc_starts.npy", "loss_mask.npy", "row_tokens.npy", "token_ids.npy"
-    }  # fmt: skip
-    (name,) = [name for name in members if name.endswith("loss_mask.npy")]
-    (tmp_path / "mask.npy").write_bytes(members[name])
-    mask = np.load(tmp_path / "mask.npy")
-    rows = rows_of(folder)
-    assert (mask.dtype, mask.shape) == (np.uint8, (len(rows), 64))
-    assert [row[: len(of_row)].tolist() for row, (_, of_row, _) in zip(mask, rows, strict=True)] == [
-        of_row for _, of_row, _ in rows
-    ]
-    assert not mask[-1, len(rows[-1][0]) :].any(), "padding has no label"
-
-
-def test_a_shard_made_twice_has_equal_bytes_and_verify_finds_nothing(
-    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    one = make(prep, raw, tmp_path / "one", models["tagged"])
-    other = make(prep, raw, tmp_path / "other", models["tagged"])
-    assert prep.contents(one) == prep.contents(other)
-
-
-CALLS = ("fsync", "rename", "replace", "link")
-
-
-def killed_at(number: int, make_shard: Callable[[], object]) -> bool:
-    """Run in a process that is killed just before its ``number``-th call of CALLS; whether it came so far."""
-
-    def child() -> None:
-        # tokenizers would wait for threads that are not there after a fork, where a task was bound before.
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        left = itertools.count(number, -1)
-        for name in CALLS:
-            setattr(os, name, dying(getattr(os, name), left))
-        make_shard()
-
-    def dying(call: Any, left: Iterator[int]) -> Any:
-        def count(*args: Any, **options: Any) -> Any:
-            if next(left) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **options)
-
-        return count
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(HANG_S)
-    code = process.exitcode  # None where it hangs
-    process.kill()
-    process.join()
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
-
-
-def test_a_shard_of_conversations_that_is_killed_anywhere_and_made_again_has_equal_bytes(
-    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    planned, whole = tmp_path / "planned", tmp_path / "whole"
-    prep.plan(raw, planned, **{**OPTIONS, "pack": "best_fit"}, model_id=str(models["plain"]))
-    shutil.copytree(planned, whole)
-    prep.make(whole, 1)
-    expected = prep.contents(whole)
-    num_kills = 0
-    for number in itertools.count(1):
-        out = tmp_path / "out"
-        shutil.copytree(planned, out)
-        if not killed_at(number, lambda out=out: prep.make(out, 1)):  # type: ignore[misc]
-            break
-        num_kills += 1
-        found = prep.contents(out)
-        assert found in ({}, expected) or "shard-00001.json" not in found, number
-        prep.make(out, 1)
-        assert prep.contents(out) == expected, number
-        shutil.rmtree(out)
-    assert num_kills >= 6, "each file is synced and renamed"
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -558,18 +472,6 @@ def test_another_version_of_what_renders_is_refused(
         prep.make(out)
 
 
-def test_a_plan_that_names_no_rule_for_masks_is_refused(
-    prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    out = tmp_path / "out"
-    plan = prep.plan(raw, out, **OPTIONS, model_id=str(models["tagged"]))
-    older = dataclasses.replace(plan, options=dataclasses.replace(plan.options, chat_mask_rule=""))
-    (out / "plan.json").unlink()
-    publish_plan(dataclasses.replace(older, plan_id=plan_id(older)), out)
-    with pytest.raises(Refused, match="loss masks"):
-        prep.make(out)
-
-
 def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
     prep: Prep, raw: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
@@ -583,30 +485,6 @@ def test_a_renderer_that_died_is_an_error_and_the_next_attempt_starts_another(
     assert prep.names(out) == ["plan.json", "tokenizer"], "nothing is left of the attempt"
     prep.make(out)
     assert joined(out) == chat_sets.expected(models["tagged"], CHATS)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"text_field": "t"}, "--text_field is for texts"),
-        ({"append_eos": True}, "--append_eos is for texts"),
-        ({"fix_text": True}, "--fix_text is for texts"),
-        ({"engine": "gigatoken"}, "--engine gigatoken"),
-        ({"record": "packed", "messages_field": "m"}, "--messages_field is for conversations"),
-    ],
-)
-def test_options_that_do_not_go_with_chat_are_refused(
-    prep: Prep, raw: Path, tmp_path: Path, options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        prep.plan(raw, tmp_path / "out", **{**OPTIONS, **options})
-
-
-def test_plain_text_holds_no_messages(
-    prep: Prep, sample_dir: Path, tmp_path: Path, models: dict[str, Path]
-) -> None:
-    with pytest.raises(UsageError, match=r"\.txt is text"):
-        prep.plan(sample_dir, tmp_path / "out", **OPTIONS, model_id=str(models["tagged"]))
 
 
 def test_an_export_that_would_lose_the_mask_is_refused(

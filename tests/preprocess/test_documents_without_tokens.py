@@ -70,5 +70,5 @@ def test_the_report_of_documents_without_tokens_is_written(
     data = made(prep, raw, tmp_path, texts, *flags)
     capsys.readouterr()
     assert report(data, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["data"]["num_documents"] == len(texts)
+    assert json.loads(capsys.readouterr().out)["counts"]["num_documents"] == len(texts)
     assert report(data, "--output", str(tmp_path / "page.html")) == 0

@@ -24,12 +24,11 @@ from preprocess.make.engines import (
     TokenBatch,
     gate_texts,
     gigatoken_engine,
-    ids_sha256,
     probe_texts,
     tokenizers_engine,
 )
 from preprocess.make.worker import load_engine
-from shardprep.errors import NotFound, OtherTokenizer, UsageError
+from shardprep.errors import OtherTokenizer, UsageError
 from shardprep.format.options import EngineName
 from shardprep.format.plan import Plan, need_plan
 from tests.word_tokenizers import save_word_tokenizer
@@ -200,12 +199,6 @@ def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(
             load(need_plan(data_dir), json_path, wanted, [], probe_sha256="0" * 64)
 
 
-def test_missing_tokenizer_files_are_named(data_dir: Path, json_path: Path) -> None:
-    json_path.unlink()
-    with pytest.raises(NotFound, match=r"tokenizer\.json is missing; run the plan command again"):
-        load(need_plan(data_dir), json_path, "auto", [])
-
-
 @pytest.mark.slow
 def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(
     prep: Any, sample_dir: Path, tmp_path: Path
@@ -231,12 +224,6 @@ def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(
     assert json.loads(ids) == tokenizer.encode(text).ids
     run = json.loads((tmp_path / "data" / "shard-00000.json").read_bytes())["run"]
     assert run["engine"].startswith("tokenizers") or plan.fast_engine_is_equal
-
-
-def test_the_sha256_of_ids_tells_documents_apart() -> None:
-    ids = np.array([1, 2, 3], np.uint32)
-    one = ids_sha256([TokenBatch(ids=ids, offsets=np.array([0, 1, 3]))])
-    assert one != ids_sha256([TokenBatch(ids=ids, offsets=np.array([0, 2, 3]))])
 
 
 @pytest.fixture

@@ -1,22 +1,23 @@
-"""``shardprep export``: other tools read the loader's tokens; one that was stopped goes on."""
+"""``shardprep export``: other tools read the tokens; one that was stopped goes on; two at once agree."""
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import struct
+import tarfile
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from preprocess.look import export as layouts
-from shardprep.errors import ReadWriteError
-from shardprep.format.plan import need_plan
-from shardprep.format.shards import ShardSamples
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
+from tests.killed_calls import killed_at
+from tests.world import EOS, Ended, World, call_main, hostile_text, tokenizer_dir
 
 FORMS: dict[str, dict[str, Any]] = {
     "json": {},
@@ -24,39 +25,64 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed": {"record": "packed", "seq_len": 64},
     "best_fit": {"record": "packed", "seq_len": 64, "pack": "best_fit"},
 }
+EOS_ID = int(Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).token_to_id(EOS) or 0)
 
 
 @pytest.fixture(scope="module")
-def folders(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = prep.make_forms(sample_dir, tmp_path_factory.mktemp("data"), FORMS, num_shards=3)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("data")
+    for name, options in FORMS.items():
+        world = World(root, data_dir=root / name).raw(
+            {"a.txt": hostile_text(120), "b.txt": hostile_text(80, 1)}
+        )
+        world.plan(num_shards=3, **options).run()
     return {name: root / name for name in FORMS}
 
 
-def rows_of(folder: Path) -> list[list[int]]:
-    """The stored samples of all shards, without padding: what the loader's batches are made of."""
-    plan, rows = need_plan(folder), []
-    for shard_id in range(plan.num_shards):
-        with ShardSamples(folder, plan.spec, shard_id) as samples:
-            rows += [samples.ids(number).tolist() for number in range(len(samples.records))]
-    return rows
+def samples_of(folder: Path) -> list[list[int]]:
+    """Return the stored documents, or rows without padding, as the tars have them."""
+    samples: list[list[int]] = []
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+        for name, raw in members.items():
+            if name.endswith(".json"):
+                samples.append(json.loads(raw))
+            elif name.endswith(".token_ids.npy"):
+                ids = np.load(io.BytesIO(raw))
+                lengths = members.get(name.replace("token_ids", "row_tokens"))
+                full = [ids.shape[-1]] * len(ids)
+                of_rows = np.load(io.BytesIO(lengths)).tolist() if lengths else full
+                rows = ids[None] if ids.ndim == 1 else ids
+                samples += [row[:size].tolist() for row, size in zip(rows, of_rows, strict=False)]
+    return samples
 
 
 def stream_of(folder: Path) -> list[int]:
-    """All ids one after another, each document ended by EOS."""
-    plan = need_plan(folder)
-    rows = rows_of(folder)
-    eos = [] if plan.options.append_eos else [plan.tokenizer.eos_token_id or 0]
-    return list(chain(*(row + eos for row in rows)))
+    """Return all ids one after another, each document ended by EOS."""
+    put = [EOS_ID] if folder.name == "json" else []
+    return list(chain(*(sample + put for sample in samples_of(folder))))
 
 
-def export(prep: Prep, folder: Path, to: str, out: Path, *flags: object) -> Path:
-    ended = prep.command("export", folder, "--to", to, "--output_dir", out, *flags)
+def export(folder: Path, to: str, out: Path, *flags: object) -> Ended:
+    return call_main("export", folder, "--to", to, "--output_dir", out, *flags)
+
+
+def exported(folder: Path, to: str, out: Path, *flags: object) -> Path:
+    ended = export(folder, to, out, *flags)
     assert ended.code == 0, ended.text
     return out
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    """Return what an export holds, but its settings, and the list that holds paths."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    return {name: found[name] for name in found if name not in ("export.json", "data_args.txt")}
+
+
 def megatron_sequences(out: Path, shard_id: int) -> list[list[int]]:
-    """As megatron-core documents its files."""
+    """Read a shard as megatron-core documents its files."""
     raw = (out / f"shard-{shard_id:05d}_document.idx").read_bytes()
     magic, version, code, num_sequences, num_documents = struct.unpack_from("<9sQBQQ", raw)
     assert (magic, version, code) == (b"MMIDIDX\x00\x00", 1, 8)
@@ -72,157 +98,149 @@ def megatron_sequences(out: Path, shard_id: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_megatrons_files_hold_the_documents_ended_by_eos(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str
+    folders: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    out = export(prep, folders[name], "megatron", tmp_path / "out")
+    out = exported(folders[name], "megatron", tmp_path / "out")
     sequences = list(chain(*(megatron_sequences(out, shard_id) for shard_id in range(3))))
     assert list(chain(*sequences)) == stream_of(folders[name])
-    spec = need_plan(folders[name]).tokenizer
     if name != "best_fit":
-        assert {sequence[0] for sequence in sequences} == {spec.bos_token_id}
-        assert {sequence[-1] for sequence in sequences} == {spec.eos_token_id}
-    weights = (out / "data_args.txt").read_text().split()
-    assert sum(map(int, weights[::2])) == len(stream_of(folders[name]))
+        assert {sequence[-1] for sequence in sequences} == {EOS_ID}
+        assert all(EOS_ID not in sequence[:-1] for sequence in sequences)
+    sizes = (out / "data_args.txt").read_text().split()[::2]
+    assert sum(map(int, sizes)) == len(stream_of(folders[name]))
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_nanogpts_file_is_the_stream(prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str) -> None:
-    out = export(prep, folders[name], "nanogpt", tmp_path / "out")
-    assert np.memmap(out / "train.bin", np.uint16, "r").tolist() == stream_of(folders[name])
-    assert names_of(out) == ["export.json", "train.bin"]
+def test_nanogpts_file_is_the_stream(folders: dict[str, Path], tmp_path: Path, name: str) -> None:
+    out = exported(folders[name], "nanogpt", tmp_path / "out")
+    assert np.fromfile(out / "train.bin", np.uint16).tolist() == stream_of(folders[name])
+    assert sorted(path.name for path in out.iterdir()) == ["export.json", "train.bin"]
 
 
-def names_of(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+def test_a_document_of_more_than_is_read_at_once_is_exported_whole(tmp_path: Path) -> None:
+    text = " ".join(str(number) for number in range(150_000))
+    world = World(tmp_path, data_dir=tmp_path / "json").raw({"a.txt": f"short\n{text}\nshort\n"})
+    world.plan(num_shards=1).run()
+    stream = np.fromfile(exported(world.data_dir, "nanogpt", tmp_path / "out") / "train.bin", np.uint16)
+    assert (world.data_dir / "shard-00000.tar").stat().st_size > 4 << 20
+    assert stream.tolist() == stream_of(world.data_dir)
 
 
-@pytest.mark.parametrize("to", ["megatron", "nanogpt", "hf"])
-def test_a_stopped_export_goes_on_with_the_shards_that_are_missing(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
-) -> None:
-    whole = export(prep, folders["json"], to, tmp_path / "whole")
-    written: list[int] = []
-    kind, original = layouts.EXPORTERS[to], layouts.EXPORTERS[to].write
-
-    def write(self: Any, shard: Any) -> None:
-        if len(written) == 1:
-            raise ReadWriteError("the disk is full")
-        original(self, shard)
-        written.append(shard.samples.shard_id)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "write", write)
-        ended = prep.command("export", folders["json"], "--to", to, "--output_dir", tmp_path / "part")
-        assert (ended.code, written) == (74, [0])
-    monkeypatch.setattr(
-        kind, "write", lambda self, shard: written.append(shard.samples.shard_id) or original(self, shard)
-    )
-    export(prep, folders["json"], to, tmp_path / "part")
-    assert written == [0, 1, 2]
-    files = [path.name for path in whole.iterdir() if path.name != "data_args.txt"]
-    assert names_of(tmp_path / "part") == names_of(whole)
-    for name in files:
-        assert (tmp_path / "part" / name).read_bytes() == (whole / name).read_bytes(), name
-    export(prep, folders["json"], to, tmp_path / "part")
-    assert written == [0, 1, 2], "what is done is left alone"
-
-
-def test_an_export_that_was_killed_before_its_settings_stood_begins_anew_and_leaves_nothing_of_it(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    left = [out / ".export.json.node-1-123-0a1b2c3d.tmp", out / ".shard-00000_document.bin.n-1-0a1b2c3d.tmp"]
-    for path in left:
-        path.write_bytes(b"half of it")
-    export(prep, folders["json"], "megatron", out)
-    assert [path.name for path in left if path.exists()] == []
-    assert megatron_sequences(out, 0)
-
-
-def test_an_export_to_nanogpt_that_was_killed_while_it_marked_a_shard_goes_on(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    export(prep, folders["json"], "nanogpt", tmp_path / "whole")
-    out = tmp_path / "out"
-    (out / ".done").mkdir(parents=True)
-    (out / "export.json").write_bytes((tmp_path / "whole" / "export.json").read_bytes())
-    (out / ".done" / ".shard-00000.node-1-123-0a1b2c3d.tmp").touch()
-    export(prep, folders["json"], "nanogpt", out)
-    assert names_of(out) == names_of(tmp_path / "whole")
-    assert (out / "train.bin").read_bytes() == (tmp_path / "whole" / "train.bin").read_bytes()
-
-
-def test_another_export_another_folder_and_missing_shards_are_refused(
-    prep: Prep, folders: dict[str, Path], data_dir: Path, tmp_path: Path
-) -> None:
-    export(prep, folders["json"], "nanogpt", tmp_path / "out")
-    for flags in (["--to", "megatron"], ["--to", "nanogpt", "--no-put_eos"]):
-        ended = prep.command("export", folders["json"], *flags, "--output_dir", tmp_path / "out")
-        assert (ended.code, "holds another export" in ended.text) == (78, True)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "a.txt").write_text("mine")
-    mine = prep.command("export", folders["json"], "--to", "hf", "--output_dir", tmp_path / "full")
-    assert (mine.code, "holds a.txt and no export.json" in mine.text) == (78, True)
-    missing = prep.command("export", data_dir, "--to", "hf", "--output_dir", tmp_path / "none")
-    assert (missing.code, "shard 00000 is not done" in missing.text) == (66, True)
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_folder_that_megatron_could_not_read_again_is_refused_before_anything_is_written(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path
-) -> None:
-    flags = ["--to", "megatron", "--output_dir", tmp_path / "my data"]
-    ended = prep.command("export", folders["json"], *flags)
-    assert (ended.code, "white space" in ended.text) == (2, True)
-    assert not (tmp_path / "my data").exists()
-    export(prep, folders["json"], "nanogpt", tmp_path / "my data")
-
-
-@pytest.mark.slow
-def test_eos_is_put_where_it_is_asked_for(prep: Prep, folders: dict[str, Path], tmp_path: Path) -> None:
-    out = export(prep, folders["json"], "nanogpt", tmp_path / "without", "--no-put_eos")
-    assert np.memmap(out / "train.bin", np.uint16, "r").tolist() == list(chain(*rows_of(folders["json"])))
-    pa = pytest.importorskip("pyarrow", exc_type=ImportError)
-    out = export(prep, folders["json"], "hf", tmp_path / "with", "--put_eos")
-    tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in sorted(out.glob("*.arrow"))]
-    eos = need_plan(folders["json"]).tokenizer.eos_token_id
-    rows = list(chain(*(table["input_ids"].to_pylist() for table in tables)))
-    assert rows == [[*row, eos] for row in rows_of(folders["json"])]
-
-
-@pytest.mark.frameworks
-@pytest.mark.parametrize("name", ["json", "packed"])
-def test_datasets_reads_the_stored_samples(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str
-) -> None:
-    datasets = pytest.importorskip("datasets", exc_type=ImportError)
-    out = export(prep, folders[name], "hf", tmp_path / "out")
-    found = datasets.load_from_disk(str(out))
-    assert found["input_ids"][:] == rows_of(folders[name])
-
-
+@pytest.mark.parametrize("flags", [[], ["--put_eos"]])
 @pytest.mark.parametrize("name", ["json", "packed"])
 def test_arrow_files_hold_the_stored_samples(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    folders: dict[str, Path], tmp_path: Path, name: str, flags: list[str]
 ) -> None:
     pa = pytest.importorskip("pyarrow", exc_type=ImportError)
-    monkeypatch.setattr(layouts, "_ARROW_ROWS_TOKENS", 2000)
-    out = export(prep, folders[name], "hf", tmp_path / "out")
+    out = exported(folders[name], "hf", tmp_path / "out", *flags)
     tables = [pa.ipc.open_stream(path.read_bytes()).read_all() for path in sorted(out.glob("*.arrow"))]
-    assert list(chain(*(table["input_ids"].to_pylist() for table in tables))) == rows_of(folders[name])
-    assert len(tables[0].to_batches()) > 1
+    put = [EOS_ID] if flags and name == "json" else []
+    rows = [row + put for row in samples_of(folders[name])]
+    assert list(chain(*(table["input_ids"].to_pylist() for table in tables))) == rows
+    assert len(json.loads((out / "state.json").read_text())["_data_files"]) == 3
 
 
-@pytest.mark.frameworks
-@pytest.mark.parametrize("name", FORMS)
-def test_megatron_core_reads_the_documents(
-    prep: Prep, folders: dict[str, Path], tmp_path: Path, name: str
-) -> None:
+def test_datasets_and_megatron_core_read_them(folders: dict[str, Path], tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", exc_type=ImportError)
+    out = exported(folders["packed"], "hf", tmp_path / "hf")
+    assert datasets.load_from_disk(str(out))["input_ids"][:] == samples_of(folders["packed"])
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset", exc_type=ImportError)
-    out = export(prep, folders[name], "megatron", tmp_path / "out")
-    ids: list[int] = []
-    for shard_id in range(3):
-        found = indexed.IndexedDataset(str(out / f"shard-{shard_id:05d}_document"))
-        ids += chain(*(found[number].tolist() for number in range(len(found))))
-    assert ids == stream_of(folders[name])
+    out = exported(folders["json"], "megatron", tmp_path / "megatron")
+    found = [indexed.IndexedDataset(str(out / f"shard-{shard_id:05d}_document")) for shard_id in range(3)]
+    ids = chain(*(each[number].tolist() for each in found for number in range(len(each))))
+    assert list(ids) == stream_of(folders["json"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("to", ["megatron", "nanogpt", "hf"])
+def test_an_export_that_was_killed_goes_on_and_leaves_nothing_else(
+    folders: dict[str, Path], tmp_path: Path, to: str
+) -> None:
+    whole = files(exported(folders["json"], to, tmp_path / "whole"))
+    out = tmp_path / "part"
+    words = ["export", str(folders["json"]), "--to", to, "--output_dir", str(out)]
+    at = 1
+    while os.WIFSIGNALED(killed_at(at, words)):
+        at += 5
+    assert at > 15
+    assert files(out) == whole
+    times = {path: path.stat().st_mtime_ns for path in out.iterdir() if path.suffix in (".bin", ".arrow")}
+    exported(folders["json"], to, out)
+    assert {path: path.stat().st_mtime_ns for path in times} == times, "what is done is left alone"
+    for path in times:
+        path.unlink()
+    exported(folders["json"], to, out)
+    assert files(out).keys() <= whole.keys()
+
+
+def at_open(number: int, folder: Path, meanwhile: Callable[[], object]) -> Callable[..., int]:
+    """Return ``os.open`` that does something else just before it opens the ``number``-th file of a folder."""
+    real, left = os.open, [number]
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).startswith(str(folder)):
+            left[0] -= 1
+            if left[0] == 0:
+                meanwhile()
+        return real(path, *args, **kwargs)
+
+    return opened
+
+
+@pytest.mark.parametrize("to", ["nanogpt", "megatron"])
+@pytest.mark.parametrize("flags", [["--no-put_eos"], ["--put_eos"]], ids=["other", "equal"])
+def test_at_whatever_file_the_other_export_comes_none_ends_well_with_bytes_of_neither(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, flags: list[str]
+) -> None:
+    data = folders["json"]
+    first = files(exported(data, to, tmp_path / "first", "--put_eos"))
+    other = files(exported(data, to, tmp_path / "other", *flags))
+    for number in range(1, 40):
+        out = tmp_path / "out" / str(number)
+        codes: list[int] = []
+        with monkeypatch.context() as patch:
+            meanwhile = lambda out=out, codes=codes: codes.append(export(data, to, out, *flags).code)  # noqa: E731
+            patch.setattr(os, "open", at_open(number, out, meanwhile))
+            codes.append(export(data, to, out, "--put_eos").code)
+        if len(codes) == 1:
+            break
+        assert sorted(codes) == ([0, 0] if flags == ["--put_eos"] else [0, 78]), number
+        assert files(out) == (first if codes[-1] == 0 else other), number
+    assert number > 3
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    data, out = folders["json"], exported(folders["json"], "nanogpt", tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.txt").write_text("mine")
+    refusals: list[tuple[int, Ended]] = [
+        (78, export(data, "megatron", out)),
+        (78, export(data, "nanogpt", out, "--no-put_eos")),
+        (78, export(data, "hf", tmp_path / "full")),
+        (2, export(data, "megatron", tmp_path / "my data")),
+        (2, export(data, "hf", tmp_path / "none", "--split", "train")),
+    ]
+    for content in ("", "[]", "3", '{"to": 3}', "[" * 10**5, "\0"):
+        (out / "export.json").write_text(content)
+        refusals.append((78, export(data, "nanogpt", out)))
+    world = World(tmp_path / "unmade").raw({"a.txt": "one\n"}).plan(num_shards=1)
+    refusals.append((66, export(world.data_dir, "hf", tmp_path / "none")))
+    assert [(code, ended.code, ended.text) for code, ended in refusals if ended.code != code] == []
+    assert not (tmp_path / "none").exists()
+    assert not (tmp_path / "my data").exists()
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["a.txt"]
+
+
+def test_one_side_of_a_split_is_exported_apart_from_the_whole(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": hostile_text(60)})
+    world.plan(num_shards=1, validation_fraction=0.3).run()
+    sizes = []
+    for side in ("train", "validation"):
+        out = exported(world.data_dir, "nanogpt", tmp_path / side, "--split", side)
+        sizes.append((out / "train.bin").stat().st_size)
+    assert export(world.data_dir, "nanogpt", tmp_path / "train").code == 78
+    whole = exported(world.data_dir, "nanogpt", tmp_path / "both") / "train.bin"
+    assert sum(sizes) == whole.stat().st_size
+    assert min(sizes) > 0

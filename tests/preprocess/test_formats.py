@@ -26,7 +26,6 @@ from preprocess.plan.planning import list_inputs
 from preprocess.read import arrow
 from preprocess.read.documents import read_documents
 from preprocess.read.inputs import OpenInput
-from preprocess.read.text_changes import undo_mojibake
 from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.format.idx import read_idx
 from shardprep.format.index import read_index
@@ -365,27 +364,6 @@ def test_empty_files_of_every_format_hold_no_documents(prep: Prep, tmp_path: Pat
     assert [(name, text) for name, text, _ in documents(prep, tmp_path / "data")] == [("j.txt", "one")]
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--text_template", "{input"], "cannot be read"),
-        (["--text_template", "no field"], "names no field"),
-        (["--text_template", "{a}", "--text_field", "b"], "two ways to say the same"),
-        (["--text_field", "a..b"], "an empty part between its dots"),
-        (["--min_chars", "9", "--max_chars", "3"], "--max_chars 3 is below --min_chars 9"),
-        (["--limit", "-1"], "--limit is -1"),
-        (["--limit", "5", "--hash_inputs"], "--limit reads a part of the input"),
-    ],
-)
-def test_fields_and_limits_that_cannot_be_are_refused(
-    prep: Prep, sample_dir: Path, tmp_path: Path, flags: list[str], said: str
-) -> None:
-    where = ("--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir)
-    ended = prep.command("plan", *where, *flags)
-    assert ended.code == 2, ended.text
-    assert said in ended.text
-
-
 def test_ids_are_kept_with_their_place_and_sources_are_counted(prep: Prep, tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     for folder, name in (("web", "a.jsonl"), ("code", "b.jsonl.gz")):
@@ -444,80 +422,6 @@ def test_more_sources_than_a_manifest_can_name_are_refused(prep: Prep, tmp_path:
         prep.plan(raw, tmp_path / "data", source_field="from")
 
 
-def test_lengths_and_trials_leave_out_and_count(
-    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = ["x" * (number % 10 + 1) for number in range(50)]
-    (raw / "a.txt").write_text("\n\n".join(texts) + "\n")
-    (raw / "b.jsonl").write_bytes(json_lines(texts))
-    prep.plan(raw, tmp_path / "data", min_chars=3, max_chars=8)
-    prep.make(tmp_path / "data")
-    kept = [text for text in texts if 3 <= len(text) <= 8]
-    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == kept * 2
-    counts = read_manifest(tmp_path / "data", 0).counts
-    assert (counts.num_filtered, counts.num_empty_lines, counts.quarantined) == (20, 49, {})
-    made = []
-    for batch_bytes in (1 << 19, 20):
-        monkeypatch.setattr(WorkerSettings, "batch_bytes", batch_bytes)
-        trial = tmp_path / f"trial-{batch_bytes}"
-        prep.plan(raw, trial, min_chars=3, limit=15)
-        prep.make(trial)
-        assert prep.command("verify", trial).code == 0
-        made.append(prep.contents(trial))
-    assert made[0] == made[1], "whatever is read at once"
-    kept = [text for text in texts if len(text) >= 3]
-    assert [text for _, text, _ in documents(prep, trial)] == kept[:8] + kept[:7]
-
-
-def test_normalization_is_done_and_its_version_lies_in_the_plan(
-    prep: Prep, tmp_path: Path, raw: Path
-) -> None:
-    (raw / "a.txt").write_text("e\u0301 가\n")
-    plan = prep.plan(raw, tmp_path / "data", normalize="NFC")
-    prep.make(tmp_path / "data")
-    assert [text for _, text, _ in documents(prep, tmp_path / "data")] == ["\u00e9 가"]
-    assert plan.options.text_versions.startswith("Unicode ")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unicodedata.unidata_version", "1.0.0")
-        (tmp_path / "data" / "shard-00000.json").unlink()
-        ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data")
-    assert ended.code == 78
-    assert "the plan changes text with Unicode" in ended.text
-
-
-MENTIONS = [
-    "Ã is a letter",
-    "Ã is",
-    "Â is a letter of French, Ã of Portuguese",
-    "read as Latin-1, é looks like Ã©",
-    "한국어 문서에서 Ã© 라는 글자가 보이면 깨진 것이다",
-    "a right quote, ’, often comes out as â€™",
-    "깨진 글자 ì•ˆë…• 은 안녕이다",
-]
-MISREAD = [
-    ("cafÃ© â€œquotedâ€\x9d", "café “quoted”"),
-    ("ì•ˆë…•í•˜ì„¸ìš”", "안녕하세요"),
-    ("naïve cafÃ© and â€œquotedâ€?", None),
-    ("ê°? cafÃ© ê±?", None),
-]
-
-
-@pytest.mark.parametrize(("text", "right"), [*MISREAD, *zip(MENTIONS, MENTIONS, strict=True)])
-def test_a_misread_text_is_restored_wholly_or_not_at_all_and_one_that_mentions_such_is_kept(
-    text: str, right: str | None
-) -> None:
-    assert undo_mojibake(text) == right
-
-
-def test_a_json_file_of_one_list_is_told_its_conversion(prep: Prep, tmp_path: Path, raw: Path) -> None:
-    (raw / "a.json").write_text(' [\n {"text": "a"}]')
-    ended = prep.command(
-        "plan", "--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir
-    )
-    assert ended.code == 65
-    assert f"jq -c '.[]' {raw}/a.json > {raw}/a.jsonl" in ended.text
-
-
 def test_the_notes_that_datasets_puts_beside_its_files_are_no_input(tmp_path: Path) -> None:
     for name in ("dataset_info.json", "state.json", "dataset_dict.json", "README.md"):
         (tmp_path / name).write_text("{}")
@@ -555,22 +459,6 @@ def test_a_worker_says_which_field_too_many_documents_lack(prep: Prep, tmp_path:
     )
     with pytest.raises(BadInput, match=r"have no field for 'text', .* Is it another --text_field\?"):
         worker.run_shard(worker.plan.shard(0), lambda _: None)
-
-
-@pytest.mark.parametrize(
-    ("flag", "said"),
-    [
-        ("--packing", "--record packed --seq_len 8192"),
-        ("--dataset=nvidia/OpenCodeGeneticInstruct", "hf download NAME --repo-type dataset --local-dir RAW"),
-        ("--max_length", "the loader cuts"),
-    ],
-)
-def test_flags_of_other_tools_are_told_where_their_meaning_is_here(
-    prep: Prep, tmp_path: Path, flag: str, said: str
-) -> None:
-    ended = prep.command("plan", "--input_dir", tmp_path, flag)
-    assert ended.code == 2
-    assert said in ended.text
 
 
 def test_planning_warns_of_a_sample_without_the_field(prep: Prep, tmp_path: Path, raw: Path) -> None:

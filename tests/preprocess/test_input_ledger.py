@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import random
-import shutil
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import slurm.__main__
 from preprocess.plan.planning import find_inputs
 from shardprep.errors import NotFound
 from shardprep.format.plan import need_plan
@@ -158,16 +155,6 @@ def test_suffixes_are_known_in_any_case_and_by_their_usual_synonyms(
     assert texts == [b"one"]
 
 
-def test_what_is_left_out_changes_no_plan_id(prep: Prep, raw: Path, tmp_path: Path) -> None:
-    with_it = prep.plan(raw, tmp_path / "with")
-    (tmp_path / "clean").mkdir()
-    shutil.copyfile(raw / "a.txt", tmp_path / "clean" / "a.txt")
-    without = prep.plan(tmp_path / "clean", tmp_path / "without")
-    assert with_it.left_out
-    assert not without.left_out
-    assert with_it.plan_id == without.plan_id
-
-
 def test_flags_that_took_nothing_are_not_in_the_plan(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.txt").write_text("a\n")
@@ -183,9 +170,9 @@ def test_flags_that_took_nothing_are_not_in_the_plan(prep: Prep, tmp_path: Path)
 def test_a_data_set_among_its_own_inputs_is_refused(prep: Prep, raw: Path) -> None:
     options = ["--input_dir", raw, "--model_id", prep.model_dir, "--num_shards", 1, "--output_dir"]
     same = prep.command("plan", *options, raw / ".." / raw.name)
-    assert (same.code, "is --input_dir" in same.text) == (2, True)
+    assert (same.code, "--input_dir" in same.text) == (2, True)
     below = prep.command("plan", *options, raw / "made", "--recursive")
-    assert (below.code, "--recursive looks there" in below.text) == (2, True)
+    assert (below.code, "--recursive" in below.text) == (2, True)
     assert not (raw / "made").exists()
     assert prep.command("plan", *options, raw / "made").code == 0
 
@@ -247,16 +234,3 @@ def test_the_plain_form_takes_the_nth_of_all_txt_files_that_are_not_hidden(
         members = prep.members(tmp_path / "data" / f"shard-{number:05d}.tar")
         assert (f"sample_{number}_00000000.text.txt", f"This is {name}.".encode()) in members
     assert number == 2
-
-
-def test_the_report_has_what_was_left_out(
-    prep: Prep, raw: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prep.plan(raw, tmp_path / "data")
-    prep.make(tmp_path / "data")
-    assert slurm.__main__.main(["report", str(tmp_path / "data"), "--json"]) == 0
-    left_out = json.loads(capsys.readouterr().out)["data"]["inputs_left_out"]
-    assert left_out["unknown suffix"] == {"num_names": 3, "names": ["more.md", "notes.md", "x.csv"]}
-    assert {reason: entry["num_names"] for reason, entry in left_out.items()} == {
-        reason: len(names) for reason, names in need_plan(tmp_path / "data").left_out.items()
-    }

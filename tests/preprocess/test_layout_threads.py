@@ -38,23 +38,6 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WorkerSettings, "batch_bytes", property(lambda _: 4_000))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("small_batches")
-@pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 64}, {"token_format": "npy"}])
-def test_a_shard_has_the_same_bytes_whatever_the_number_of_cpus(
-    prep: Prep, sample_dir: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    found = []
-    for num_cpus in (1, 2, NUM_CPUS):
-        folder = tmp_path / str(num_cpus)
-        prep.plan(sample_dir, folder, num_shards=2, **options)
-        worker = worker_of(folder, num_cpus=num_cpus)
-        worker.run_shard(worker.plan.shard(1), lambda _: None)
-        found.append(prep.contents(folder))
-    assert found[0] == found[1] == found[2]
-    assert len(found[0]) == 3
-
-
 @pytest.mark.usefixtures("small_batches")
 def test_batches_that_are_laid_out_early_wait_for_those_before_them(
     prep: Prep, data_dir: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "documents": {},
     "concat": {"record": "packed", "seq_len": 2048},
     "best_fit": {"record": "packed", "seq_len": 2048, "pack": "best_fit"},
-    "chat": {"record": "chat", "seq_len": 2048, "messages_field": "messages"},
+    "chat": {"record": "chat", "seq_len": 2048},
 }
 ENGINES = ("gigatoken", "tokenizers")
 CASES = [case for case in itertools.product(FORMS, ENGINES) if case != ("chat", "gigatoken")]
@@ -101,30 +101,26 @@ def test_a_cgroup_of_300_mb_is_enough_for_each_form_and_engine(
     assert "shard 00000 is done" in said
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"token_format": "npy"}, {"record": "packed", "seq_len": 2048}],
-    ids=["json", "npy", "rows"],
-)
-def test_a_line_of_100_mb_is_made_in_a_cgroup_of_400(
-    prep: Prep, shared_dir: Path, corpora_dir: Path, tmp_path: Path, options: dict[str, Any]
+def test_a_line_of_100_mb_is_left_out_in_a_cgroup_of_300_mb_and_a_document_of_4_mb_is_made(
+    prep: Prep, shared_dir: Path, corpora_dir: Path, tmp_path: Path
 ) -> None:
-    """Its ids are held, 4 bytes for each; of its text and its JSON a piece."""
     text = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
     (tmp_path / "raw").mkdir()
     with (tmp_path / "raw" / "a.txt").open("wb") as file:
+        file.write(text + b"\n")
         for _ in range(25):
             file.write(text)
     prep.plan(
         tmp_path / "raw",
         tmp_path / "data",
         num_shards=1,
+        max_bad_fraction=0.5,
         model_id=str(shared_dir / "tokenizers" / "llama3"),
-        **options,
     )
-    with cgroup(400 << 20) as processes:
+    with cgroup(300 << 20) as processes:
         code, said = made(tmp_path / "data", "gigatoken", f"echo $$ > {processes}")
     assert code == 0, said
+    assert "1 documents were left out" in said
 
 
 @pytest.mark.parametrize(("form", "engine"), CASES)

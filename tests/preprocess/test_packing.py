@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -68,38 +67,6 @@ def rows_of(groups: list[RowGroup]) -> list[tuple[list[int], list[int], int]]:
 documents = st.lists(st.integers(0, 40), min_size=1, max_size=60)
 
 
-@given(documents, st.integers(1, 20))
-def test_concat_rows_joined_are_the_documents_joined(lengths: list[int], seq_len: int) -> None:
-    packer = ConcatRows(spec(seq_len))
-    rows = rows_of(pack(packer, lengths, 7))
-    joined = [1000 * (d + 1) + t for d, n in enumerate(lengths) for t in range(n)]
-    assert [token for ids, _, _ in rows for token in ids] == joined
-    assert all(len(ids) == seq_len for ids, _, _ in rows[:-1]), "only the last row is short"
-    crossing = {
-        token // 1000
-        for (a, _, _), (b, _, _) in itertools.pairwise(rows)
-        for token in a
-        if token // 1000 == b[0] // 1000
-    }
-    assert packer.num_split == len(crossing)
-
-
-@given(documents, st.integers(1, 20))
-def test_best_fit_keeps_every_token_once_and_cuts_only_what_is_longer_than_a_row(
-    lengths: list[int], seq_len: int
-) -> None:
-    packer = BestFitRows(spec(seq_len))
-    rows = rows_of(pack(packer, lengths, 7))
-    found = sorted(token for ids, _, _ in rows for token in ids)
-    assert found == [1000 * (d + 1) + t for d, n in enumerate(lengths) for t in range(n)]
-    rows_with: dict[int, set[int]] = {}
-    for number, (ids, _, _) in enumerate(rows):
-        for token in ids:
-            rows_with.setdefault(token // 1000 - 1, set()).add(number)
-    assert all(len(rows_with[d]) == 1 for d, n in enumerate(lengths) if 0 < n <= seq_len)
-    assert packer.num_split == sum(n > seq_len for n in lengths)
-
-
 @pytest.mark.parametrize("packing", [ConcatRows, BestFitRows])
 @given(documents, st.integers(1, 20))
 def test_starts_are_where_documents_begin_and_firsts_whose_the_first_token_is(
@@ -119,25 +86,3 @@ def test_rows_do_not_depend_on_batches(
 ) -> None:
     expected = rows_of(pack(packing(spec(seq_len)), lengths, len(lengths)))
     assert rows_of(pack(packing(spec(seq_len)), lengths, batch_size)) == expected
-
-
-def test_best_fit_closes_the_fullest_row_when_too_many_are_open() -> None:
-    seq_len = 1 << 20  # 16 rows may be open
-    packer = BestFitRows(spec(seq_len))
-    sizes = [seq_len // 2 + 1 + number for number in range(20)]  # no two fit into one row
-    groups: list[RowGroup] = []
-    for number, size in enumerate(sizes):
-        tokens = TokenBatch(ids=np.zeros(size, np.uint32), offsets=np.array([0, size]))
-        groups += packer.append(tokens, np.array([(0, 0, number, b"")], START))
-    closed_early = [int(group.firsts["source_offset"][0]) for group in groups]
-    assert closed_early == [15, 16, 17, 18], "each time the fullest of sixteen"
-    assert len(groups) + len(list(packer.finish())) == 20
-
-
-def test_best_fit_pads_little_on_short_documents() -> None:
-    rng = np.random.default_rng(5)
-    lengths = np.minimum(rng.lognormal(3.3, 0.9, 4000).astype(int) + 2, 900).tolist()
-    groups = pack(BestFitRows(spec(512)), lengths, 500)
-    used, size = sum(int(g.row_tokens.sum()) for g in groups), sum(g.rows.size for g in groups)
-    assert used == sum(lengths)
-    assert used / size > 0.97

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.look.train_tokenizer import train_tokenizer
 from preprocess.plan import planning as shard_boundaries
 from preprocess.plan.cost_estimate import estimate_of
 from preprocess.plan.planning import divide, even_places, list_inputs, stamp_inputs
@@ -25,10 +24,11 @@ from preprocess.read import lines as line_ends
 from preprocess.read.format import Inspected
 from preprocess.read.inputs import OpenInput
 from preprocess.read.lines import LineEnds, first_line_start
-from shardprep.errors import NotFound, Refused, UsageError
+from shardprep.errors import Refused, UsageError
 from shardprep.format.index import read_index
+from shardprep.format.manifest import read_manifest
 from shardprep.format.options import PlanOptions
-from shardprep.format.plan import Cut, InputFile, file_cuts, need_plan, plan_json, read_plan
+from shardprep.format.plan import Cut, InputFile, file_cuts, need_plan, plan_json
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def test_the_size_that_a_refusal_names_is_taken(prep: Prep, sample_dir: Path, tm
     words += ["--model_id", prep.model_dir, "--shard_bytes"]
     refused = prep.command(*words, "1")
     assert refused.code == 2
-    assert "shards are too many, at most 99999 can be named" in refused.text
+    assert "99999" in refused.text
     assert not (tmp_path / "data").exists()
     size = re.search(r"--shard_bytes (\w+)", refused.text)
     assert size
@@ -253,21 +253,13 @@ def test_other_inputs_are_refused_by_name(
             prep.plan(raw, data_dir, num_shards=5)
 
 
-@pytest.mark.slow
-def test_another_tokenizer_is_refused(prep: Prep, sample_dir: Path, data_dir: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    train_tokenizer(input_dir=sample_dir, vocab_size=300, output_dir=other)
-    with pytest.raises(Refused, match=f"the tokenizer was {prep.model_dir}, now {other}, with other ids"):
-        prep.plan(sample_dir, data_dir, num_shards=5, model_id=str(other))
-
-
 def test_a_dry_run_prints_the_costs_and_writes_nothing(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
     ended = prep.command(
         "plan", "--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir,
         "--num_shards", "3", "--dry_run",
     )  # fmt: skip
     assert ended.code == 0
-    for said in ("3 shards of", "--array=0-2 ", "shardprep submit ", "core hours", " on disk"):
+    for said in ("3 shards of", "core hours", " on disk"):
         assert said in ended.text
     assert not (tmp_path / "data").exists()
 
@@ -289,7 +281,7 @@ MESSAGES = [{"role": "user", "content": "Sing?"}, {"role": "assistant", "content
             "a string; their fields are: id, body, meta, meta.title; plan with --text_field body",
         ),
         ({"messages": MESSAGES}, "their fields are: messages; plan with --record chat"),
-        ({"talk": MESSAGES}, "plan with --record chat --messages_field talk"),
+        ({"talk": MESSAGES}, "plan with --record chat --text_field talk"),
     ],
     ids=["body", "messages", "talk"],
 )
@@ -332,6 +324,21 @@ def test_the_estimate_of_tokens_and_disk_is_near_what_comes(
     assert float(estimate[1]) == pytest.approx(tokens, rel=0.1)
     unit = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[estimate[3]]
     assert float(estimate[2]) * unit == pytest.approx(num_bytes, rel=0.1)
+
+
+def test_the_estimate_is_near_where_the_heads_of_equal_files_differ_from_the_rest(
+    prep: Prep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of each file is of long words that are one token, the rest of letters that are one each."""
+    monkeypatch.setattr("preprocess.plan.cost_estimate._SAMPLE_BYTES", 64 << 10)
+    raw, data = tmp_path / "raw", tmp_path / "data"
+    raw.mkdir()
+    for number in range(8):
+        (raw / f"{number}.txt").write_text("the the the the\n" * 800 + "Q7Z9X3Q7Z9X3Q7Z\n" * 7_200)
+    plan = prep.plan(raw, data)
+    prep.make(data, 0)
+    num_tokens = 8 * read_manifest(data, 0).counts.num_tokens
+    assert estimate_of(plan, data).num_tokens == pytest.approx(num_tokens, rel=0.25)
 
 
 def test_the_estimate_of_disk_has_the_digests(prep: Prep, sample_dir: Path, tmp_path: Path) -> None:
@@ -396,25 +403,6 @@ def test_a_touch_a_copy_and_a_moved_folder_change_nothing(
     assert json.loads((data_dir / "shard-00003.json").read_bytes())["spec"]["plan_id"] == plan.plan_id
 
 
-@pytest.mark.slow
-def test_input_that_changed_since_planning_is_refused_by_the_worker(
-    prep: Prep, sample_dir: Path, tmp_path: Path
-) -> None:
-    raw = Path(shutil.copytree(sample_dir, tmp_path / "raw"))
-    prep.plan(raw, tmp_path / "data")
-    path = raw / "en_0.txt"
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b"e", b"E", 1))
-    ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "data")
-    assert ended.code == 78
-    assert f"{path} changed since it was planned" in ended.text
-    path.write_bytes(data)
-    assert prep.command("--shard_id", 0, "--output_dir", tmp_path / "data").code == 0
-    path.unlink()
-    (raw / "en_1.txt").write_bytes(b"short\n")
-    assert prep.command("--shard_id", 1, "--output_dir", tmp_path / "data").code == 78
-
-
 def test_a_change_in_each_of_the_three_sampled_parts_changes_the_stamp(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     size = 1 << 20
@@ -445,22 +433,6 @@ def test_planners_that_race_end_with_one_plan(prep: Prep, sample_dir: Path, tmp_
     assert prep.names(tmp_path / "data") == ["plan.json", "tokenizer"]
 
 
-@pytest.mark.processes
-def test_tasks_of_the_plain_form_that_race_share_one_plan(
-    prep: Prep, sample_dir: Path, tmp_path: Path
-) -> None:
-    flags = ["--input_dir", sample_dir, "--output_dir", tmp_path / "data", "--model_id", prep.model_dir]
-    tasks = [prep.start("--shard_id", shard_id, *flags) for shard_id in (0, 5)]
-    texts = [task.communicate(timeout=HANG_S)[0] for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0], texts
-    found = {
-        json.loads(path.read_bytes())["spec"]["plan_id"] for path in (tmp_path / "data").glob("shard-*.json")
-    }
-    assert found == {need_plan(tmp_path / "data").plan_id}
-    assert len(list((tmp_path / "data").glob("shard-*.tar"))) == 2
-    assert prep.temporaries(tmp_path / "data") == []
-
-
 def test_a_file_name_that_is_not_utf_8_is_refused(prep: Prep, tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     Path(os.fsdecode(os.fsencode(tmp_path / "raw") + b"/\xff.txt")).write_text("a\n")
@@ -475,13 +447,8 @@ def test_a_tokenizer_without_an_eos_cannot_end_documents_with_one(
     config = json.loads((model / "tokenizer_config.json").read_bytes())
     del config["eos_token"]
     (model / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"names no eos_token.*--no-append_eos"):
+    with pytest.raises(UsageError) as caught:
         prep.plan(sample_dir, tmp_path / "data", model_id=str(model), record="packed")
+    assert caught.value.remedy == "--no-append_eos"
     plan = prep.plan(sample_dir, tmp_path / "data", model_id=str(model), record="packed", append_eos=False)
     assert not plan.spec.append_eos
-
-
-def test_a_folder_without_a_plan_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match=r"has no plan\.json; run: shardprep plan --input_dir RAW"):
-        need_plan(tmp_path)
-    assert read_plan(tmp_path / "nowhere") is None

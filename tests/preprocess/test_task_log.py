@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.task import engine_line, means_line, part_line
+from preprocess.make.task import part_line
 from preprocess.make.worker import Work, load_worker
 from shardprep import console
 from shardprep.console import counted, progress_line, short_bytes, short_number, short_time
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_works(
-    prep: Prep, data_dir: Path, sample_dir: Path
+    prep: Prep, data_dir: Path, sample_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2", "--batch_size", "50")
+    words = ["--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "2"]
+    ended = prep.command(*words, DATASET_BATCH_SIZE="50")
     plan = need_plan(data_dir)
     begin, stop = plan.cuts[1:3]
     first, start, last, end = begin.input_number, begin.byte, stop.input_number, stop.byte
@@ -34,7 +35,7 @@ def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_w
     assert part.startswith(f"shard 00001 of 5: {short_bytes(plan.shard_bytes()[1])} of {sample_dir}: ")
     assert f"{plan.inputs[first].path} bytes {start} to {plan.inputs[first].num_bytes}, " in part
     assert part.endswith(f"{plan.inputs[last].path} bytes 0 to {end}")
-    assert re.search(r"\d CPUs?, batches of 512 KiB of text, at most 50 documents encoded at once, ", means)
+    assert re.search(r"\d CPUs?, batches of 512 KiB of text, at most 50 documents at once, ", means)
     assert means.endswith("memory limit 2.00 GiB")
     assert re.fullmatch(r"engine: gigatoken [\d.]+: its ids equal those of tokenizers.*", engine)
     assert re.match(r"made in [\d.]+ s: .*B/s, .* documents/s, .* tokens/s; [\d.]+ s of CPU, ", speed)
@@ -66,13 +67,6 @@ def test_a_part_that_is_no_bytes_of_text_says_what_its_bytes_are(prep: Prep, tmp
     assert re.search(r"b\.arrow record batches in bytes \d+ to \d+", lines)
     assert re.search(r"c\.txt\.gz compressed bytes \d+ to \d+ \(from about byte [1-9]\d* of the text", lines)
     assert not re.search(r"(parquet|arrow|gz) bytes", lines)
-
-
-def test_the_engine_line_says_why_it_is_the_slow_one(prep: Prep, planned_dir: Path) -> None:
-    plan = need_plan(planned_dir)
-    settings = WorkerSettings(engine="tokenizers")
-    worker = load_worker(plan, planned_dir, settings, num_cpus=1, warn=lambda _: None)
-    assert "as --engine asks" in engine_line(worker)
 
 
 @pytest.mark.processes
@@ -118,12 +112,6 @@ def test_a_worker_that_may_have_less_memory_than_it_needs_is_told(prep: Prep, da
     assert "note: a worker needs about 0.31 GB" in ended.text
     enough = prep.command("--shard_id", 1, "--output_dir", data_dir, "--memory_gb", "0.4")
     assert "note: " not in enough.text
-
-
-def test_means_of_several_processes_are_those_of_each() -> None:
-    line = means_line(WorkerSettings(writer_batch_size=7), 2, num_processes=3)
-    assert line.startswith("3 processes, each with 2 CPUs, ")
-    assert line.endswith(", at most 7 documents laid out at once, no memory limit")
 
 
 def test_numbers_are_short_and_keep_three_digits() -> None:

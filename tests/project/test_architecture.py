@@ -24,11 +24,11 @@ ARROWS = {
     "shardprep/format": {"shardprep", "shardprep.format"},
     "lustre": {"lustre", "shardprep"},
     "loader": {"loader", "shardprep"},
-    "slurm": {"slurm", "shardprep", "preprocess", "lustre"},
+    "slurm": {"slurm", "shardprep", "lustre"},
     "preprocess": {"preprocess", "shardprep", "lustre"},
     "preprocess/read": {"preprocess.read", "shardprep"},
     "preprocess/plan": {"preprocess.read", "preprocess.make", "preprocess.plan", "shardprep", "lustre"},
-    "preprocess/make": {"preprocess.read", "preprocess.make", "preprocess.attempts", "shardprep", "lustre"},
+    "preprocess/make": {"preprocess.read", "preprocess.make", "shardprep", "lustre"},
 }
 # The one place of shardprep that lends a name of another package: ``from shardprep import ...``.
 LENT = {"shardprep/__init__.py": {"loader"}, "shardprep/__main__.py": set[str]()}

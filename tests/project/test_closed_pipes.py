@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,9 +46,8 @@ def run_into(number: int, words: str, world: World, *, is_buffered: bool) -> tup
     places = {"DATA": world.data_dir, "NEW": world.data_dir.with_name("new"), "RAW": world.raw_dir}
     places["MODEL"] = tokenizer_dir()
     err = io.StringIO()
-    out = io.TextIOWrapper(io.FileIO(os.dup(number), "w"), write_through=not is_buffered)
-    if is_buffered:
-        out = io.TextIOWrapper(io.BufferedWriter(io.FileIO(os.dup(number), "w")))
+    raw: Any = io.FileIO(os.dup(number), "w")
+    out = io.TextIOWrapper(io.BufferedWriter(raw) if is_buffered else raw, write_through=not is_buffered)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("stdout", "__stdout__"):  # as it is when Python starts
             patch.setattr(sys, name, out)

@@ -9,10 +9,8 @@ import errno
 import functools
 import hashlib
 import json
-import os
 import random
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import pytest
 
 from loader import BrokenShard, ShardprepError, get_llama3_dataloader
 from tests.forged import rewrite_json
+from tests.project.conftest import Fail
 from tests.world import World
 
 WRONG = 1  # the shard that is found wrong, of three
@@ -158,7 +157,7 @@ def test_findings_that_cannot_be_read_are_refused_and_verify_writes_them_anew(
     [
         ("shard", "1"), ("shard", -1), ("shard", 2**70), ("shard", None), ("shard", True), ("shard", 1.0),
         ("exit_code", "65"), ("exit_code", None), ("message", 3), ("message", ["x"]), ("message", None),
-        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"), ("more", 1),
+        ("manifest_sha256", 7), ("manifest_sha256", "x"), ("check", "never"),
     ],
 )  # fmt: skip
 def test_findings_of_wrong_types_are_refused_in_words_though_the_hash_is_right(
@@ -209,25 +208,6 @@ def test_shards_of_another_plan_are_no_ones_done_shards(whole: World, tmp_path: 
 # Errors of reading. ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``fail("shard-00001.tar", errno.EIO, times=1)``: opening files of that name fails, so often."""
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-
-    def apply(name: str, code: int, *, times: int = 10**9) -> None:
-        real, left = os.open, [times]
-
-        def opened(path: Any, *args: Any, **kwargs: Any) -> int:
-            if Path(os.fspath(path)).name == name and left[0]:
-                left[0] -= 1
-                raise OSError(code, os.strerror(code), os.fspath(path))
-            return real(path, *args, **kwargs)
-
-        monkeypatch.setattr(os, "open", opened)
-
-    return apply
-
-
 ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ETIMEDOUT", "ENODEV")
 
 
@@ -239,45 +219,43 @@ ERRORS = ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "EACCES", "ETIMEDOUT", 
     ],
 )
 def test_an_error_of_reading_says_nothing_of_the_shard(
-    whole: World, fail: Callable[..., None], error: str, suffix: str
+    whole: World, fail: Fail, error: str, suffix: str
 ) -> None:
     before = (whole.data_dir / "index.json").read_bytes()
-    fail(f"shard-00001.{suffix}", getattr(errno, error))
+    fail("open", f"shard-00001.{suffix}", getattr(errno, error))
     ended = whole.main("verify", whole.data_dir)
     assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
     assert not (whole.data_dir / "findings.json").exists()
     assert (whole.data_dir / "index.json").read_bytes() == before
 
 
-def test_an_error_that_goes_away_is_tried_again(whole: World, fail: Callable[..., None]) -> None:
-    fail("shard-00001.tar", errno.ESTALE, times=1)
+def test_an_error_that_goes_away_is_tried_again(whole: World, fail: Fail) -> None:
+    fail("open", "shard-00001.tar", errno.ESTALE, times=1)
     whole.verify()
 
 
-def test_what_is_wrong_is_written_though_another_shard_cannot_be_read(
-    whole: World, fail: Callable[..., None]
-) -> None:
+def test_what_is_wrong_is_written_though_another_shard_cannot_be_read(whole: World, fail: Fail) -> None:
     flip_id(whole)
-    fail("shard-00002.tar", errno.EIO)
+    fail("open", "shard-00002.tar", errno.EIO)
     assert whole.main("verify", whole.data_dir).code == 65
     found = json.loads((whole.data_dir / "findings.json").read_bytes())["findings"]
     assert [each["shard"] for each in found] == [WRONG]
 
 
 def test_a_finding_of_a_shard_that_cannot_be_read_now_stands(
-    wrong: World, fail: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    wrong: World, fail: Fail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail("shard-00001.tar", errno.EIO)
+    fail("open", "shard-00001.tar", errno.EIO)
     assert wrong.main("verify", wrong.data_dir).code == 74
     monkeypatch.undo()
     assert status(wrong)["wrong"] == "1"
 
 
-def test_a_manifest_that_cannot_be_read_is_no_missing_shard(whole: World, fail: Callable[..., None]) -> None:
+def test_a_manifest_that_cannot_be_read_is_no_missing_shard(whole: World, fail: Fail) -> None:
     (whole.data_dir / "index.json").unlink()
     tar = whole.data_dir / f"shard-{WRONG:05d}.tar"
     before = tar.stat().st_mtime_ns
-    fail("shard-00001.json", errno.EACCES)
+    fail("open", "shard-00001.json", errno.EACCES)
     ended = whole.main("status", whole.data_dir)
     assert (ended.code, "shard-00001.json" in ended.err) == (74, True)
     assert whole.main("run", whole.data_dir).code == load(whole) == 74

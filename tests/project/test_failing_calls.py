@@ -8,9 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +16,9 @@ import pytest
 
 from tests.children import run_child
 from tests.conftest import Prep
+from tests.project.conftest import Fail
 from tests.slurm.fake_slurm import install_fake_slurm
 from tests.world import World, call_main, tokenizer_dir
-
-Fail = Callable[..., list[str]]
-
-
-@pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
-    """``fail("open", "a.txt", errno.EIO, times=2)``: that call of ``os`` fails for files of that name.
-
-    For a path, and for a descriptor that is open. Returns a list that gets the path of each failure.
-    """
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-
-    def apply(call: str, name: str, error: int, *, times: int = 10**9) -> list[str]:
-        failed: list[str] = []
-        real = getattr(os, call)
-
-        def failing(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            shown = (
-                Path(f"/proc/self/fd/{path}").readlink() if isinstance(path, int) else Path(os.fspath(path))
-            )
-            if shown.name == name and len(failed) < times:
-                failed.append(str(shown))
-                raise OSError(error, os.strerror(error), None if isinstance(path, int) else path)
-            return real(path, *args, **kwargs)
-
-        monkeypatch.setattr(os, call, failing)
-        return failed
-
-    return apply
 
 
 @pytest.fixture

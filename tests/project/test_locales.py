@@ -27,8 +27,8 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
         path = tmp_path / "ko_KR.euckr"
         localedef = shutil.which("localedef")
         if localedef:
-            command = [localedef, "-c", "-i", "ko_KR", "-f", charset, path]
-            subprocess.run(command, capture_output=True, check=False)
+            words = [localedef, "-c", "-i", "ko_KR", "-f", charset, str(path)]
+            subprocess.run(words, capture_output=True, check=False)
         if not path.is_dir():
             pytest.skip("localedef, or what it makes a locale of, is not installed here")
         environ = {"LOCPATH": str(tmp_path), "LC_ALL": path.name}

@@ -19,16 +19,8 @@ PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
 PUBLIC_MODULES = {"loader", "lustre", "shardprep", "shardprep.errors", "shardprep.removed"}
 PUBLIC_NAMES = {"main", "COMMANDS"}
 # Folder of tests -> names imported from inside of the product; sentences of messages matched by match=.
-INNER_NAMES = {
-    ".": 33,
-    "format": 40,
-    "loader": 88,
-    "lustre": 8,
-    "preprocess": 241,
-    "project": 1,
-    "slurm": 103,
-}
-SENTENCES = {"format": 17, "loader": 175, "preprocess": 69, "project": 2, "slurm": 15}
+INNER_NAMES = {".": 33, "format": 46, "loader": 64, "lustre": 7, "preprocess": 161, "project": 1, "slurm": 69}
+SENTENCES = {"format": 3, "loader": 108, "lustre": 1, "preprocess": 42, "slurm": 6}
 FOLDERS = [".", "faults", "format", "loader", "lustre", "oracle", "preprocess", "project", "slurm"]
 
 

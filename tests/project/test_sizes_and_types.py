@@ -170,27 +170,39 @@ def test_a_history_of_wrong_types_ends_no_command(copy: Callable[[str], World]) 
     assert set(ended_in_words(world, ["status", "report"]).values()) == {0}
 
 
-def test_records_of_attempts_of_wrong_types_end_no_command(copy: Callable[[str], World]) -> None:
+def test_records_of_attempts_of_wrong_values_end_no_command(copy: Callable[[str], World]) -> None:
     """A record for each value of each name, and one that is right."""
     world = copy("documents")
     (world.data_dir / "shard-00000.json").unlink()
     plan_id = json.loads((world.data_dir / "plan.json").read_bytes())["plan_id"]
+    number = os.statvfs(world.data_dir).f_fsid  # stat prints its halves the other way round
+    identity = f"{world.data_dir.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
     begin = {
-        "event": "begin", "by": "run", "plan_id": plan_id, "identity": world.data_dir.stat().st_ino,
-        "shards": "0", "time": 1000.0, "node": "n", "user": "u", "num_cpus": 1, "pid": 1, "pid_began": 3,
-        "job_id": "7", "index": 0, "num_restarts": 0, "log": "/x",
+        "by": "run", "plan_id": plan_id, "identity": identity, "shards": "0",
+        "time": "1000.0", "node": "n", "user": "u", "num_cpus": "1", "pid": "1", "pid_began": "3",
+        "SLURM_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0", "SLURM_MEM_PER_CPU": "5", "log": "/x",
     }  # fmt: skip
-    failure = {"event": "failure", "shard": 0, "exit_code": 65, "reason": "r"}
-    end = {"event": "end", "time": 1001.0, "exit_code": 65, "stage": "work", "killed_by": 9, "signal": "s"}
-    end |= {"stopped_by": "x", "left_s": 3, "oom": 1, "peak_bytes": 5}
-    right = [begin, failure, end]
-    values = (*VALUES, -(2**70), "9" * 5000, 1e300, float("inf"), "0-9999999", "\0")
-    attempts = [right]
-    for number, line in enumerate(right):
-        before, behind = right[:number], right[number + 1 :]
-        attempts += [[*before, {**line, name: value}, *behind] for name in line for value in values]
+    end = {"time": "1001.0", "exit_code": "65", "stage": "work", "killed_by": "9", "signal": "s"}
+    end |= {"stopped_by": "x", "stopped": "1001", "limit": "5:00"}
+    failure = {"shard": 0, "exit_code": 65, "reason": "r"}
+    texts = ["", "x", "-7", str(2**70), "9" * 5000, "1e300", "inf", "nan", "0-9999999", "\0", "\ud800", "1_0"]
+
+    def record(begin: dict[str, str], failure: object, end: dict[str, str]) -> str:
+        lines = ["begin", *(f"{name}={value}" for name, value in begin.items()), json.dumps(failure)]
+        return "\n".join([*lines, "end", *(f"{name}={value}" for name, value in end.items()), ""])
+
+    right = record(begin, failure, end)
+    attempts = [right, right[:-40], "[" * 10**5, "begin\n" + "[" * 10**5]
+    for text in texts:
+        attempts += [record({**begin, name: text}, failure, end) for name in begin]
+        attempts += [record(begin, failure, {**end, name: text}) for name in end]
+    for value in (*VALUES, 2**70, 1e300):
+        attempts += [record(begin, {**failure, name: value}, end) for name in failure]
+        attempts += [record(begin, value, end)]
     folder = world.data_dir / "jobs" / "attempts"
     folder.mkdir(parents=True)
-    for number, lines in enumerate(attempts):
-        (folder / f"7_{number}.r0").write_text("\n".join(map(json.dumps, lines)))
+    for number, text in enumerate(attempts):
+        (folder / f"7_{number}.r0").write_bytes(text.encode("utf-8", "surrogatepass"))
     assert set(ended_in_words(world, ["status", "report"]).values()) == {0}
+    found = json.loads(world.main("status", world.data_dir, "--json").out)
+    assert sum(found["restarts"].values()) > 100, "those that are right are told"

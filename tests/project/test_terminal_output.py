@@ -175,7 +175,7 @@ def test_a_library_a_warning_a_log_line_and_a_traceback_reach_the_terminal_as_es
 
 
 def test_a_stream_that_cannot_say_korean_gets_escapes(world: World) -> None:
-    words = [sys.executable, "-m", "shardprep", "peek", world.data_dir]
+    words = [sys.executable, "-m", "shardprep", "peek", str(world.data_dir)]
     done = run_child(words, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     check(done.stdout, shows=r"\ud55c\uad6d\uc5b4 text \x1b[2J")
 

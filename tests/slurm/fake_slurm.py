@@ -10,25 +10,29 @@ print them like the older one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
 import shlex
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from preprocess.attempts import folder_identity
-from shardprep.format.json_files import with_content_hash
-from shardprep.format.names import shard_name
+from shardprep.files import FileStamp
+from shardprep.format.attempts import folder_identity
+from shardprep.format.dataset_spec import idx_num_bytes
+from shardprep.format.manifest import Manifest, ShardCounts
+from shardprep.format.names import idx_path, manifest_path, tar_path
+from shardprep.format.plan import need_plan
+from shardprep.format.submissions import JobArray, JobRequest, SentJob, Submission
+from shardprep.format.submissions import publish_submission as publish
 from shardprep.signals import STOP_SIGNALS
 from slurm import __main__ as program
-from slurm.request import JobRequest
-from slurm.submissions import JobArray, Submission
-from slurm.submissions import publish_submission as publish
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 WHEN = "2026-11-22T01:52:04"
@@ -143,11 +147,13 @@ def status(data: Path) -> dict[str, Any]:
 
 
 def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
-    fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME} | changes
+    """A line of squeue: of tasks of job 1 unless ``changes`` say otherwise."""
+    fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME, "user": "root"}
+    fields |= {"exit": "0:0", "node": "n1", "command": ""} | changes
     return (
-        f"{fields['job']}|{index}|{state}|{reason}|0:0|n1|0:02|{fields['job']}|root|{fields['submit']}|"
-        f"{fields['start']}|N/A|{fields['restarts']}|{fields['name']}|\n"
-    )
+        "{job}|{index}|{state}|{reason}|{exit}|{node}|0:02|{job}|{user}|{submit}|{start}|N/A|{restarts}|{name}|"
+        "{command}\n"
+    ).format(index=index, state=state, reason=reason, **fields)
 
 
 def write_log(data: Path, name: str, text: str) -> Path:
@@ -157,7 +163,7 @@ def write_log(data: Path, name: str, text: str) -> Path:
     return path
 
 
-def submission(**changes: Any) -> Submission:
+def submission(verify_job_id: str = "2", **changes: Any) -> Submission:
     """Job 1, an array of five tasks, and its verify job 2."""
     array: dict[str, Any] = {
         "job_id": "1",
@@ -167,8 +173,8 @@ def submission(**changes: Any) -> Submission:
     }
     array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
     fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
-    fields |= {"submitted": 1.5, "verify_job_id": "2", "verify_name": f"{NAME}-verify"}
-    fields |= {"verify_submit_time": WHEN, "identity": "1.2"}
+    verify = SentJob(job_id=verify_job_id, name=f"{NAME}-verify", submit_time=WHEN)
+    fields |= {"submitted": 1.5, "verify": verify, "identity": "1.2"}
     return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
 
 
@@ -178,18 +184,26 @@ def submitted(data: Path, **changes: Any) -> None:
 
 
 def make_done(data: Path, *shard_ids: int, job_id: str = "", **run: Any) -> None:
-    """Files of shards as far as ``status`` looks at them: manifest, and an empty tar and idx."""
-    plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
-    stamp = {"num_bytes": 0, "sha256": "0" * 64}
+    """Files of shards as far as ``status`` looks at them: a manifest, an empty tar, an idx of its size."""
+    spec = need_plan(data).spec
+    idx = FileStamp(num_bytes=idx_num_bytes(spec.kind, 0), sha256="0" * 64)
+    counts: dict[str, Any] = dict.fromkeys((item.name for item in dataclasses.fields(ShardCounts)), 0)
+    counts |= {"num_tokens": 6000, "input_bytes": 600, "quarantined": {}, "length_histogram": []}
+    facts = {"host": "n1", "began": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
     for shard_id in shard_ids:
-        facts = {"host": "n1", "began": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
-        facts |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
-        counts = {"num_tokens": 6000, "input_bytes": 600, "sources": {}}
-        content = {"spec": {"plan_id": plan_id}, "shard_id": shard_id, "counts": counts}
-        content = with_content_hash("shardprep-manifest", content | {"tar": stamp, "idx": stamp}, run=facts)
-        (data / f"{shard_name(shard_id)}.json").write_text(json.dumps(content))
-        for suffix in ("tar", "idx"):
-            (data / f"{shard_name(shard_id)}.{suffix}").touch()
+        manifest = Manifest(
+            spec=spec,
+            shard_id=shard_id,
+            counts=ShardCounts(**{**counts, "sources": {}, "validation": None}),
+            tar=FileStamp(num_bytes=0, sha256="0" * 64),
+            idx=idx,
+            quarantine=None,
+            ids=None,
+            run={**facts, "slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run},
+        )
+        manifest_path(data, shard_id).write_bytes(manifest.to_json())
+        tar_path(data, shard_id).touch()
+        idx_path(data, shard_id).write_bytes(bytes(idx.num_bytes))
 
 
 def write_index(data: Path, num_shards: int) -> None:
@@ -199,19 +213,30 @@ def write_index(data: Path, num_shards: int) -> None:
     (data / "index.json").write_text(json.dumps({"spec": {"plan_id": plan_id}, "shards": rows}))
 
 
-def write_record(data: Path, task: str, *lines: dict[str, Any], **begin: Any) -> Path:
+def section(name: str, facts: Mapping[str, Any]) -> str:
+    """The lines of a part of a record."""
+    return "".join(f"{line}\n" for line in [name, *(f"{key}={value}" for key, value in facts.items())])
+
+
+def write_record(data: Path, task: str, *rest: str, **begin: Any) -> Path:
     """The record of an attempt of task ``JOB_INDEX`` that made shard INDEX, as prep_array.sh writes it."""
     plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
     job_id, _, index = task.partition("_")
-    first = {"event": "begin", "version": 1, "by": "submit", "plan_id": plan_id, "shards": index}
-    first |= {"identity": folder_identity(data), "job_id": job_id, "index": int(index)}
-    first |= {"num_restarts": 0, "user": "root", "node": "n1", "time": 1000, "num_cpus": 1, **begin}
-    path = data / "jobs" / "attempts" / f"{task}.r{first['num_restarts']}"
+    first = {"by": "submit", "plan_id": plan_id, "shards": index, "identity": folder_identity(data)}
+    first |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": index, "SLURM_RESTART_COUNT": 0}
+    first |= {"SLURM_JOB_USER": "root", "SLURMD_NODENAME": "n1", "time": 1000, "SLURM_CPUS_PER_TASK": 1}
+    first |= begin
+    path = data / "jobs" / "attempts" / f"{task}.r{first['SLURM_RESTART_COUNT']}"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in (first, *lines)))
+    path.write_text("".join([section("begin", first), *rest]))
     return path
 
 
-def ended(exit_code: int, **facts: Any) -> dict[str, Any]:
-    """The last line of a record."""
-    return {"event": "end", "time": 1010, "exit_code": exit_code, "stage": "work", **facts}
+def failure(shard_id: int, exit_code: int, reason: str) -> str:
+    """The line of a record that tells why a shard was not made."""
+    return json.dumps({"shard": shard_id, "exit_code": exit_code, "reason": reason}) + "\n"
+
+
+def ended(exit_code: int, **facts: Any) -> str:
+    """The last lines of a record."""
+    return section("end", {"time": 1010, "exit_code": exit_code, "stage": "work", **facts})

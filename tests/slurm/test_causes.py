@@ -13,6 +13,7 @@ from tests.slurm.fake_slurm import (
     WHEN,
     FakeSlurm,
     ended,
+    failure,
     slurm,
     status,
     submission,
@@ -26,19 +27,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.processes
 
 CANCELLED_AT = "slurmstepd: error: *** JOB 8 ON n1 CANCELLED AT 2026-11-22T01:52:04"
-KILLED = {
-    "event": "failure",
-    "exit_code": 74,
-    "reason": "its process was killed by signal 9 (out of memory?)",
-}
-BAD = {"event": "failure", "exit_code": 65, "reason": "1 document cannot be decoded"}
+KILLED = (74, "its process was killed by signal 9 (out of memory?)")
+BAD = (65, "1 document cannot be decoded")
 
 
 class Row(NamedTuple):
     """What is left of a task that ended, and the cause that status tells."""
 
     cause: str
-    record: list[dict[str, Any]] | None = None  # None: it left none; []: one without an end
+    record: list[str | tuple[int, str]] | None = None  # None: it left none; []: one without an end
     log: str = ""
     queue: tuple[str, int, int] | None = None  # state, exit code, signal; None: Slurm has forgotten it
     begin: dict[str, Any] = {}  # noqa: RUF012 - never changed
@@ -74,7 +71,7 @@ ROWS = [
     # told to stop: by whom is in the log, or in squeue
     Row("stopped by a signal (75)", [ended(75, signal="TERM")]),
     Row("TIMEOUT", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO TIME LIMIT ***"),
-    Row("TIMEOUT", [ended(75, signal="USR1", stopped=942)], begin={"end_time": 1000}),
+    Row("TIMEOUT", [ended(75, signal="USR1", stopped=942)], begin={"SLURM_JOB_END_TIME": 1000}),
     Row("stopped by a signal (75)", [ended(75, signal="USR1")]),
     Row("PREEMPTED", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO PREEMPTION ***"),
     Row("PREEMPTED", [ended(75, signal="TERM")], f"{CANCELLED_AT} ***", queue=("PREEMPTED", 0, 15)),
@@ -140,7 +137,7 @@ def test_the_cause_of_every_failure_is_told_and_stays_when_slurm_and_the_log_hav
         log = logs / f"1_{index}.log"
         log.write_text(f"shardprep: node n1: shard {index} begins\n{row.log}\n")
         if row.record is not None:
-            lines = [{**line, "shard": index} if line["event"] == "failure" else line for line in row.record]
+            lines = [line if isinstance(line, str) else failure(index, *line) for line in row.record]
             write_record(data, f"1_{index}", *lines, log=str(log), **row.begin)
     fake.answers("squeue", squeue_text(version))
 
@@ -162,11 +159,6 @@ def test_the_cause_of_every_failure_is_told_and_stays_when_slurm_and_the_log_hav
     fake.answers("squeue", "")
     for path in logs.iterdir():
         path.unlink()
-    with_record = {index: cause for index, cause in expected.items() if ROWS[index].record is not None}
-    lost = {
-        index for index, row in enumerate(ROWS) if row.queue and row.queue[0] == "CANCELLED" and not row.log
-    }
     left = causes()
-    assert {index: left[index] for index in with_record if index not in lost} == {
-        index: cause for index, cause in with_record.items() if index not in lost
-    }
+    with_record = [index for index, row in enumerate(ROWS) if row.record is not None]
+    assert {index: left[index] for index in with_record} == {index: expected[index] for index in with_record}

@@ -128,10 +128,10 @@ def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     data = tmp_path / "a folder's 50%"
     prep.plan(sample_dir, data, num_shards=40)
     said = site.slurm("submit", data, "--cpus_per_task", 1, "--mem_gb", 0.8, "--time_min", 5, "--wait")
-    assert "40 shards become 7 tasks of up to 6 each, because of MaxArraySize" in said
+    assert "7 tasks of up to 6 shards" in said
     assert (data / "index.json").exists()
     tasks = site.submission(data, 0)["arrays"][0]["tasks"]
-    assert len(tasks) == 7
+    assert len(tasks) == 7, "MaxArraySize"
     state = site.status(data)
     assert (state["done"], state["failed"], state["verified"]) == ("0-39", "", True)
     assert "nothing to submit: 40 of 40 shards are done" in site.slurm("submit", data)
@@ -305,7 +305,7 @@ def test_a_submit_limit_of_the_qos_makes_larger_tasks(site: Site, seven: Faults)
     try:
         flags = ("--cpus_per_task", 1, "--mem_gb", 0.5)
         said = site.slurm("submit", seven.data, *flags, "--wait", code=74)
-        assert "7 shards become 3 tasks of up to 3 each" in said, "one job is for verify"
+        assert "3 tasks of up to 3 shards" in said, "one job is for verify"
     finally:
         site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
     state = site.status(seven.data)
@@ -345,25 +345,6 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
     assert [manifest.shard_id for manifest in found] == list(range(40))
     assert prep.temporaries(data) == []
     assert submit_with_submitit(data, executor) == []
-
-
-def test_after_three_tries_of_bad_input_what_status_prints_makes_it(
-    site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = seven.data
-    for _ in range(3):
-        flags = ("--cpus_per_task", 1, "--mem_gb", 0.5, "--wait")
-        site.slurm("submit", data, *flags, code=74)
-    assert "try 3: bad input (65)" in site.slurm("status", data)
-    monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
-    typed = []
-    while lines := re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE):
-        typed += lines
-        assert len(typed) <= 2, typed
-        run_child(["bash", "-c", lines[0]], env=site.environ, cwd=tmp_path)
-        wait_until(lambda: not site.run("squeue", "-h"))
-    assert [shlex.split(line)[-1] for line in typed] == ["--max_bad_fraction 0.05", "--max_bad_fraction 0.5"]
-    assert site.status(data)["verified"]
 
 
 @pytest.mark.skipif(not HAS_CGROUPS, reason="no cgroups: Slurm does not kill what takes too much memory")
@@ -431,11 +412,11 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
     assert "no folder that you can write to" in nobody("retry", data, code=73)
     assert "shard 00000: running" in nobody("logs", data, 0)
     assert "killed by signal 9" in nobody("logs", data, 5)
-    assert json.loads(nobody("report", data, "--json"))["data"]["num_done"] == 4
+    assert json.loads(nobody("report", data, "--json"))["shards"]["num_done"] == 4
     assert site.status(data)["running"] == "0", "nothing was cancelled"
-    (array, verify) = (site.submission(data, 0)[name] for name in ("arrays", "verify_job_id"))
+    (array, verify) = (site.submission(data, 0)[name] for name in ("arrays", "verify"))
     site.slurm("cancel", data)
-    wait_until(lambda: not site.run("squeue", "-h", f"--jobs={array[0]['job_id']},{verify}"))
+    wait_until(lambda: not site.run("squeue", "-h", f"--jobs={array[0]['job_id']},{verify['job_id']}"))
     assert f"next: its owner goes on, as you may not write into '{data}'" in nobody("status", data)
     (data / "jobs").chmod(0o700)  # as umask 077 makes it
     hidden = nobody("status", data)

@@ -284,7 +284,7 @@ def test_the_health_line_has_speed_the_wait_for_data_and_the_place_in_it() -> No
     clock = iter([100.0, 110.0, 120.0])
     health_class.__init__.__globals__["time"] = SimpleNamespace(perf_counter=clock.__next__)
     metrics = LoaderMetrics()
-    loader = SimpleNamespace(metrics=metrics, order=SimpleNamespace(steps_per_epoch=30))
+    loader = SimpleNamespace(metrics=metrics, run=SimpleNamespace(steps_in=lambda _: 30))
     loader.state_at = lambda step: {"epoch": step // 30, "step": step % 30}
     health = health_class(SimpleNamespace(loader=loader, step=70, device=torch.device("cpu")), 1)
     metrics.num_tokens, metrics.wait_s = 50_000, 0.5

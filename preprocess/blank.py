@@ -1,0 +1,214 @@
+"""``blank``: a data set without some documents, in which everything else keeps its place.
+
+Only the shards that hold one of them are made again, of the input, as their plan says: where a blanked
+document's ids stood stand as many BLANKs, and its text, id and digest are gone. The other shards are second
+names of the same files, or copies. The new data set has the plan's id, so a training run goes on with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.make.worker import documents_of_shard
+from preprocess.read.documents import find_names
+from preprocess.read.transform import Transform, transform_of
+from shardprep.console import Progress, counted, print_lines, say
+from shardprep.errors import NotFound, Refused
+from shardprep.files import (
+    PublishedFolder,
+    make_folder,
+    publish_link,
+    read_regular,
+    sync_folder,
+)
+from shardprep.format.blanked import BlankedDocuments, blanked_shards, publish_blanked, read_blanked
+from shardprep.format.digests import DIGEST
+from shardprep.format.document_names import DocumentNames, kept_ids, keys_of_ids, lines_of, read_names
+from shardprep.format.done import check_done, done_manifest, read_findings
+from shardprep.format.manifest import read_manifest, shard_files
+from shardprep.format.names import (
+    EXCLUDED_NAME,
+    TOKENIZER_DIR,
+    digests_path,
+    id_ranges,
+    manifest_path,
+)
+from shardprep.format.plan import Plan, need_plan, publish_plan, read_plan
+from shardprep.format.tokenizer_files import check_tokenizer_files
+
+Places = npt.NDArray[np.int64]  # int64[documents, 2]: number of the input, and where in it a document begins
+_NO_PLACES = np.empty((0, 2), np.int64)
+_MOST_TOLD = 20
+
+
+def take_over(
+    folder: Path, new: Path, ids_file: Path, *, input_dir: Path | None, transform_file: Path | None
+) -> tuple[Plan, list[int], bool]:
+    """Begin the new data set: find the documents, publish its plan, and take over the untouched shards.
+
+    What an earlier attempt left done stays. Returns its plan, the shards that are to be made again, and
+    whether each document that the list names was found. Raises NotFound where none was, Refused where the
+    new folder has another plan or was begun with another list, and what reading and writing raise.
+    """
+    plan = need_plan(folder)
+    check_tokenizer_files(folder, plan.tokenizer_files)  # which are copied
+    findings = read_findings(folder, plan.plan_id)
+    for number in range(plan.num_shards):
+        check_done(folder, number, plan.plan_id, findings)
+    names = read_names(ids_file, id_field=plan.options.id_field)
+    found = np.zeros(len(names.keys), np.bool_)
+    transform = transform_of(plan.options, transform_file)
+    named = dict(_named_places(folder, plan.at(input_dir), names, found, transform))
+    missing = len(found) - int(found.sum())
+    if missing:
+        lines = lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
+        print_lines(*(f"not found: {line}" for line, _ in zip(lines, range(_MOST_TOLD), strict=False)))
+        say(f"{missing} of {counted(len(found), 'name')} in {ids_file} were not found")
+    if not named:
+        raise NotFound(f"{folder} has no document that {ids_file} names; nothing was made", path=ids_file)
+    documents = {number: _blanked(folder, plan, number, places) for number, places in named.items()}
+    for number in blanked_shards(plan.options.blanked):
+        documents.setdefault(number, read_blanked(folder, plan.plan_id, number))
+    blanked = id_ranges(documents)
+    planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
+    _begin(folder, new, planned, documents)
+    untouched = [number for number in range(plan.num_shards) if number not in named]
+    with Progress("taking over", len(untouched), unit="shards") as progress:
+        for number in untouched:
+            if done_manifest(new, number, plan.plan_id, read_findings(new, plan.plan_id)) is None:
+                _take_over_shard(folder, new, number)
+            progress.add(1)
+    return planned, sorted(named), not missing
+
+
+def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
+    """Refuse shards that were made again and hold less or more than before, so that something moved."""
+    for number in shard_ids:
+        before, now = read_manifest(folder, number).counts, read_manifest(new, number).counts
+        if before != now:
+            names = [
+                item.name
+                for item in dataclasses.fields(now)
+                if getattr(before, item.name) != getattr(now, item.name)
+            ]
+            raise Refused(
+                f"shard {number:05d}, made again in {new}, differs from that of {folder} in "
+                f"{', '.join(names)}: its input or a library changed since it was planned; bring both back, "
+                "remove the new folder, and run this again",
+                path=new,
+                found=", ".join(names),
+            )
+
+
+def _named_places(
+    folder: Path,
+    plan: Plan,
+    names: DocumentNames,
+    found: npt.NDArray[np.bool_],
+    transform: Transform | None,
+) -> Iterator[tuple[int, Places]]:
+    """Yield the shards that hold a named document, and where these begin; note in ``found`` what is there."""
+    with Progress("looking for documents", plan.num_shards, unit="shards") as progress:
+        for number in range(plan.num_shards):
+            parts = [_NO_PLACES]
+            if names.has_ids:
+                kept = list(kept_ids(folder, number))
+                places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
+                of = names.find(keys_of_ids(name for *_, name in kept))
+                parts.append(places[of >= 0])
+                found[of[of >= 0]] = True
+            if names.has_texts and _may_hold_text(folder, plan, number, names):
+                parts += _places_of_texts(folder, plan, number, names, found, transform)
+            if sum(map(len, parts)):
+                yield number, np.unique(np.concatenate(parts), axis=0)
+            progress.add(1)
+
+
+def _may_hold_text(folder: Path, plan: Plan, shard_id: int, names: DocumentNames) -> bool:
+    """Whether digests/ has one that is named; without digests the input has to be read to know."""
+    if not plan.options.digests:
+        return True
+    stamp = read_manifest(folder, shard_id).digests
+    raw = read_regular(digests_path(folder, shard_id), max_bytes=stamp.num_bytes) if stamp else b""
+    return bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
+
+
+def _places_of_texts(
+    folder: Path,
+    plan: Plan,
+    shard_id: int,
+    names: DocumentNames,
+    found: npt.NDArray[np.bool_],
+    transform: Transform | None,
+) -> Iterator[Places]:
+    """Yield where named documents begin, by the input of a shard; Refused where it is not as planned."""
+    shard = plan.shard(shard_id)
+    digest = None if shard.sha256 is None else hashlib.sha256()
+    for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
+        of = find_names(documents, names)
+        found[of[of >= 0]] = True
+        offsets = documents.offsets[of >= 0]
+        yield np.stack([np.full_like(offsets, documents.input_number), offsets], axis=1)
+
+
+def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> BlankedDocuments:
+    """Return what is blanked of a shard from now on, with what was before."""
+    manifest = read_manifest(folder, shard_id)
+    made_from = manifest.tar.sha256
+    if manifest.made_from is not None:
+        before = read_blanked(folder, plan.plan_id, shard_id)
+        made_from = before.made_from
+        places = np.unique(np.concatenate([places, np.array([before.inputs, before.offsets]).T]), axis=0)
+    return BlankedDocuments(
+        plan_id=plan.plan_id,
+        shard_id=shard_id,
+        made_from=made_from,
+        inputs=places[:, 0].tolist(),
+        offsets=places[:, 1].tolist(),
+    )
+
+
+def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedDocuments]) -> None:
+    """Write what the shards are made by, the plan last; or check that an earlier attempt wrote the same."""
+    if (found := read_plan(new)) is not None:
+        is_ours = (found.plan_id, found.options) == (planned.plan_id, planned.options)
+        if not is_ours or any(
+            read_blanked(new, found.plan_id, number) != each for number, each in documents.items()
+        ):
+            raise Refused(
+                f"{new} holds a data set that was not begun by blanking these documents of {folder}; choose "
+                "a new folder: blanking goes on only with the list that it began with",
+                path=new,
+                expected="a new folder",
+            )
+        return
+    make_folder(new, parents=True)
+    for each in documents.values():
+        publish_blanked(new, each)
+    if planned.options.excluded:
+        publish_link(new / EXCLUDED_NAME, folder / EXCLUDED_NAME)
+    with PublishedFolder(new / TOKENIZER_DIR) as tokenizer:
+        for name, stamp in planned.tokenizer_files.items():
+            content = read_regular(folder / TOKENIZER_DIR / name, max_bytes=stamp.num_bytes)
+            (tokenizer.temporary / name).write_bytes(content)
+        tokenizer.publish_first()
+    publish_plan(planned, new)
+
+
+def _take_over_shard(folder: Path, new: Path, shard_id: int) -> None:
+    """Give the files of a shard a second name; the manifest last."""
+    for path, _ in shard_files(folder, read_manifest(folder, shard_id)):
+        target = new / path.relative_to(folder)
+        target.parent.mkdir(exist_ok=True)
+        publish_link(target, path)
+        if target.parent != new:
+            sync_folder(target.parent)
+    sync_folder(new)
+    publish_link(manifest_path(new, shard_id), manifest_path(folder, shard_id))
+    sync_folder(new)

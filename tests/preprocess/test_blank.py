@@ -1,0 +1,394 @@
+"""blank: documents are gone from the disk, and all others keep their places; plan --exclude."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from loader import TokenLoader, get_llama3_dataloader
+from shardprep.errors import ShardprepError
+from tests.killed_calls import killed_at
+from tests.world import World, call_main
+
+pytestmark = pytest.mark.processes  # blank makes shards as run does
+
+NUM_DOCUMENTS, PAD, EOS, VOCAB_SIZE = 400, 500, 501, 502  # every id of document 7 is 7
+BLANK = 2**31 - 1
+BLANKED = frozenset(random.Random(1).sample(range(1, NUM_DOCUMENTS + 1), 20))
+_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} "
+    "{% endgeneration %}{% else %}{{ m['content'] }} {% endif %}{% endfor %}"
+)
+FORMS: dict[str, dict[str, Any]] = {
+    "json": {"digests": True},
+    "npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
+    "concat": {"record": "packed", "seq_len": 16, "append_eos": True},
+    "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": True},
+    "chat": {"record": "chat", "seq_len": 16, "messages_field": "chat", "digests": True},
+    "best fit of sides": {"record": "packed", "seq_len": 16, "pack": "best_fit", "validation_fraction": 0.3},
+}
+# Of a data set, and the loader's arguments.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "padded": ("json", {}),
+    "cut": ("npy", {"max_length": 5}),
+    "grouped": ("npy", {"group_by_length": 2}),
+    "one width": ("json", {"max_length": 40, "padding": "max_length", "targets": "shifted"}),
+    "joined": ("json", {"seq_len": 16}),
+    "joined with boundaries": ("json", {"seq_len": 16, "boundaries": ["segment_ids", "cu_seqlens"]}),
+    "joined with EOS": ("npy", {"seq_len": 16, "boundaries": "transformers"}),
+    "packed": ("concat", {}),
+    "packed with boundaries": ("concat", {"boundaries": ["segment_ids", "position_ids"]}),
+    "best fit": ("best fit", {"boundaries": "transformers"}),
+    "chat": ("chat", {"boundaries": "segment_ids"}),
+    "shifted": ("concat", {"targets": "shifted"}),
+    "for validation": ("best fit of sides", {"split": "validation"}),
+    "for training": ("best fit of sides", {"split": "train"}),
+}  # fmt: skip
+
+
+def text_of(number: int) -> str:
+    return " ".join([f"w{number}"] * random.Random(number).choice([1, 2, 5, 9, 20, 50]))
+
+
+def succeed(*words: object) -> None:
+    ended = call_main(*words)
+    assert ended.code == 0, ended.text
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of each form, and beside it FORM.new, in which about 5 % of the documents are blanked."""
+    root = tmp_path_factory.mktemp("data")
+    # Every id of Llama 3 takes four bytes, and of this vocabulary two.
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB_SIZE)}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=f"w{PAD}", eos_token=f"w{EOS}", chat_template=_TEMPLATE
+    ).save_pretrained(root / "model")
+    records = []
+    for number in range(1, NUM_DOCUMENTS + 1):
+        words = text_of(number).split()
+        turns = [("user", words[:2]), ("assistant", words)]
+        chat = [{"role": role, "content": " ".join(said)} for role, said in turns]
+        records.append({"id": f"d{number}", "text": " ".join(words), "chat": chat})
+    (root / "ids.txt").write_text("".join(f"d{number}\n" for number in sorted(BLANKED)))
+    for name, options in FORMS.items():
+        world = World(root, tokenizer=root / "model", data_dir=root / name).raw({"all.jsonl": records})
+        world.make(num_shards=2, id_field="id", **options)
+        succeed("blank", root / name, "--ids", root / "ids.txt", "--output", root / f"{name}.new")
+    return root
+
+
+def load(data: Path, name: str, world: int = 1, rank: int = 0, **options: Any) -> TokenLoader:
+    given = {"batch_size": 12 // world, "num_workers": 0, "seed": 3, **options}
+    return get_llama3_dataloader(data / name, rank=rank, world_size=world, **given)
+
+
+def padded(batch: Mapping[str, Any], *, shifted: bool) -> dict[str, Any]:
+    """Return a batch of DATA as one of NEW has to be: blanked documents are padding, with no labels."""
+    found = {name: value.clone() for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    found = {**batch, **found}
+    ids, labels = found["input_ids"], found["labels"]
+    gone = torch.isin(ids, torch.tensor(sorted(BLANKED)))
+    for row, column in (gone.roll(1, 1) & (ids == EOS)).nonzero().tolist():
+        gone[row, column] |= column > 0  # the EOS behind a document is its
+    ids[gone] = PAD
+    if shifted:  # a label is of the next place
+        labels[gone | torch.isin(labels, torch.tensor(sorted(BLANKED)))] = -100
+    else:
+        labels[gone] = -100
+        labels[:, 1:][gone[:, :-1]] = -100
+    if "attention_mask" in found:
+        found["attention_mask"][gone] = 0
+        found["attention_mask"][(found["attention_mask"] == 0).all(1), 0] = 1
+    return found
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Compare batches; an EOS at the begin of a row may be of a document of the row before."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+            assert (torch.as_tensor(found[name]) == torch.as_tensor(value)).all(), name
+            continue
+        differs = found[name] != value
+        differs[:, 0] &= expected["input_ids"][:, 0] != EOS
+        differs[:, 1:2] &= ~((expected["input_ids"][:, :1] == EOS) & (found["labels"][:, 1:2] == -100))
+        assert not differs.any(), (name, found[name][differs.any(1)], value[differs.any(1)])
+    return bool((expected["input_ids"] == PAD).any())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blanked_documents_are_padding_where_they_stood_and_all_else_stays(data: Path, case: str) -> None:
+    form, options = CASES[case]
+    shifted = options.get("targets") == "shifted"
+    with load(data, form, **options) as loader, load(data, f"{form}.new", **options) as of_new:
+        assert len(loader) == len(of_new) > 1
+        seen = []
+        for _ in range(2):
+            for batch, found in zip(loader, of_new, strict=True):
+                seen.append(assert_same(found, padded(batch, shifted=shifted)))
+        assert any(seen)
+        ids = torch.cat([batch["input_ids"].reshape(-1) for batch in of_new])
+        assert not BLANKED & set(ids.tolist())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_of_a_blanked_document_is_left_on_the_disk(data: Path, form: str) -> None:
+    texts = [text_of(number).encode() for number in BLANKED]
+    traces = [text for text in texts if len(text) > 10] + [f'"d{number}"'.encode() for number in BLANKED]
+    traces += [hashlib.sha256(text).digest()[:16] for text in texts]
+    if form == "json":
+        traces += [json.dumps([number] * 5).encode()[1:-1] for number in BLANKED]
+    else:
+        traces += [np.full(5, number, "<u2").tobytes() for number in BLANKED]
+    of_data, of_new = (
+        b"".join(path.read_bytes() for path in sorted((data / name).rglob("*")) if path.is_file())
+        for name in (form, f"{form}.new")
+    )
+    assert sum(trace in of_data for trace in traces) > 20
+    assert [trace for trace in traces if trace in of_new] == []
+
+
+@pytest.mark.parametrize("case", ["padded", "packed", "joined with boundaries", "best fit"])
+def test_a_models_gradient_is_that_of_rows_in_which_they_are_padding(data: Path, case: str) -> None:
+    """Whatever ids stand there: the gradient of other ids in their places is the same."""
+    form, options = CASES[case]
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **sizes))
+
+    def gradient(ids: torch.Tensor, labels: torch.Tensor, fields: dict[str, Any]) -> torch.Tensor:
+        model.zero_grad()
+        model(input_ids=ids, labels=labels, use_cache=False, **fields).loss.backward()
+        return torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+
+    with load(data, form, **options) as loader, load(data, f"{form}.new", **options) as of_new:
+        for batch, found in zip(loader, of_new, strict=True):
+            fields = {name: found[name] for name in ("attention_mask", "position_ids") if name in found}
+            gone = torch.isin(batch["input_ids"], torch.tensor(sorted(BLANKED)))
+            if "segment_ids" in found:
+                segments = found["segment_ids"]
+                sees = segments[:, :, None] == segments[:, None]
+                fields = {"attention_mask": (sees & torch.ones_like(sees).tril())[:, None]}
+            if not gone.any():
+                continue
+            ours = gradient(found["input_ids"], found["labels"], fields)
+            for ids in (torch.where(gone, 3, found["input_ids"]), batch["input_ids"]):
+                assert torch.allclose(ours, gradient(ids, found["labels"], fields), atol=1e-7)
+            assert not torch.allclose(ours, gradient(batch["input_ids"], batch["labels"], fields), atol=1e-7)
+            return
+    pytest.fail("no batch held a blanked document")
+
+
+@pytest.mark.parametrize("case", ["padded", "joined", "packed", "chat"])
+def test_a_state_of_data_goes_on_in_new_on_other_ranks(data: Path, case: str) -> None:
+    form, options = CASES[case]
+    with load(data, form, **options) as loader:
+        state = json.loads(json.dumps(loader.state_at(len(loader) // 2)))
+        expected = [batch["labels"] for batch in loader][len(loader) // 2 :]
+    ranks = []
+    for rank in range(2):
+        with load(data, f"{form}.new", 2, rank, **options) as loader:
+            loader.load_state_dict(state)
+            ranks.append([batch["labels"] for batch in loader])
+    num_blanked = 0
+    for step, wanted in enumerate(expected):
+        found = [labels for rank in ranks for labels in rank[step]]
+        for labels, of_data in zip(found, wanted, strict=True):
+            width = min(len(labels), len(of_data))
+            differs = labels[:width] != of_data[:width]
+            assert (labels[:width][differs] == -100).all()
+            num_blanked += int(differs.sum())
+    assert num_blanked
+
+
+def test_a_batch_without_any_label_is_told_once(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with load(data, "json.new", batch_size=1) as loader:
+        empty = [batch for batch in loader if (batch["labels"] == -100).all()]
+    assert len(empty) >= len(BLANKED) - 1
+    assert all(batch["attention_mask"].sum() == 1 for batch in empty)
+    assert caplog.text.count("a batch has no label left") == 1
+
+
+@pytest.mark.parametrize("form", ["json", "concat"])
+def test_a_collate_fn_gets_labels_and_other_ids(data: Path, form: str) -> None:
+    options: dict[str, Any] = {"seq_len": 16, "collate_fn": lambda samples: samples}
+    with load(data, form, **options) as loader, load(data, f"{form}.new", **options) as of_new:
+        num_gone = 0
+        pairs: Any = zip(loader, of_new, strict=True)
+        for batch, found in pairs:
+            for before, after in zip(batch, found, strict=True):
+                gone = np.isin(before["input_ids"], sorted(BLANKED))
+                num_gone += gone.sum()
+                assert (np.array(after["input_ids"])[gone] == PAD).all()
+                assert (np.array(after["labels"])[gone] == -100).all()
+        assert num_gone > 20
+
+
+def test_a_mixture_blanks_the_documents_of_each_of_its_sources(data: Path) -> None:
+    options: dict[str, Any] = {"weights": {"a": 1, "b": 1}, "num_workers": 0, "weights_in": "samples"}
+    for kinds in (["json.new", "npy.new"], ["concat.new", "best fit.new"]):
+        folders = dict(zip("ab", [data / kind for kind in kinds], strict=True))
+        with get_llama3_dataloader(folders, 12, **options) as loader:
+            ids = torch.cat([batch["input_ids"].reshape(-1) for batch in loader])
+        assert not set(ids.tolist()) & BLANKED
+        assert int(ids.max()) < VOCAB_SIZE
+
+
+def test_a_reader_that_does_not_know_of_blanks_finds_no_id_that_an_embedding_has(data: Path) -> None:
+    seen = set()
+    for path in sorted((data / "json.new").glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.endswith(".token_ids.json"):
+                    seen |= set(json.loads(tar.extractfile(member).read()))  # type: ignore[union-attr]
+    assert BLANK in seen
+    with pytest.raises(IndexError):
+        torch.nn.Embedding(VOCAB_SIZE, 4)(torch.tensor([BLANK]))
+
+
+def test_a_kill_at_any_call_leaves_data_whole_and_new_whole_or_not_done(data: Path, tmp_path: Path) -> None:
+    def tars(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.glob("*.tar")}
+
+    new, rows = tmp_path / "new", data / "concat"
+    before = {path: path.read_bytes() for path in rows.rglob("*") if path.is_file()}
+    words = [*map(str, ["blank", rows, "--ids", data / "ids.txt", "--output", new, "--num_proc", 1])]
+    at = num_not_done = 1
+    while os.WIFSIGNALED(killed_at(at, words)):
+        if len(list(new.glob("shard-*.json"))) == 2:
+            assert tars(new) == tars(data / "concat.new")
+        else:
+            num_not_done += 1
+            with pytest.raises(ShardprepError):
+                load(tmp_path, "new")
+        if at % 2:  # else it goes on
+            shutil.rmtree(new, ignore_errors=True)
+        at = at * 4 // 3 + 1
+    assert num_not_done > 5
+    assert tars(new) == tars(data / "concat.new")
+    assert {path: path.read_bytes() for path in rows.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("form", ["json", "best fit of sides", "chat"])
+def test_whoever_makes_a_blanked_shard_again_makes_the_same_one(
+    data: Path, form: str, tmp_path: Path
+) -> None:
+    new = tmp_path / "new"
+    shutil.copytree(data / f"{form}.new", new)
+    before = {path.name: path.read_bytes() for path in new.glob("*.tar")}
+    (new / "shard-00001.tar").unlink()
+    (new / "shard-00001.json").unlink()
+    succeed("--shard_id", 1, "--output_dir", new)
+    assert {path.name: path.read_bytes() for path in new.glob("*.tar")} == before
+    succeed("verify", new, "--deep", 2)
+    (new / "blanked" / "shard-00001.json").unlink()
+    (new / "shard-00001.json").unlink()
+    ended = call_main("--shard_id", 1, "--output_dir", new)
+    assert ended.code != 0
+    assert "blanked/shard-00001.json" in ended.err
+    assert not (new / "shard-00001.json").exists()
+
+
+def test_shards_without_such_a_document_are_the_same_files(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("d1\n")
+    new = tmp_path / "new"
+    succeed("blank", data / "json", "--ids", tmp_path / "ids.txt", "--output", new)
+    shared = [path.name for path in new.glob("*.tar") if path.samefile(data / "json" / path.name)]
+    assert shared == ["shard-00001.tar"]
+    # Blanked again: what was blanked stays so.
+    (tmp_path / "more.txt").write_text(f"d2\nsha256:{hashlib.sha256(text_of(400).encode()).hexdigest()}\n")
+    newer = tmp_path / "newer"
+    succeed("blank", new, "--ids", tmp_path / "more.txt", "--output", newer)
+    succeed("verify", newer, "--deep", 2)
+    with load(tmp_path, "newer", batch_size=1) as loader:
+        ids = set(torch.cat([batch["input_ids"].reshape(-1) for batch in loader]).tolist())
+    assert not ids & {1, 2, 400}
+    assert len(ids - {PAD, EOS}) == NUM_DOCUMENTS - 3
+    (tmp_path / "ids.txt").write_text("d3\n")
+    words = ["blank", new, "--ids", tmp_path / "ids.txt", "--output", newer]
+    assert call_main(*words).code == 78  # it was begun with another list
+
+
+def test_names_that_are_not_there_are_told_and_the_others_blanked(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("d1\nnobody\n")
+    words = ["blank", data / "npy", "--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
+    ended = call_main(*words)
+    assert (ended.code, "nobody" in ended.out) == (66, True)
+    succeed("verify", tmp_path / "new")
+    (tmp_path / "ids.txt").write_text("nobody\n")
+    assert call_main(*words[:-1], tmp_path / "none").code == 66
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [("", 65), ("sha256:12\n", 65), ("\n \n", 65), (b"\xff\n", 65), (None, 66)],
+)
+def test_a_list_that_names_nothing_is_refused(
+    data: Path, tmp_path: Path, lines: str | bytes | None, code: int
+) -> None:
+    if lines is not None:
+        (tmp_path / "ids.txt").write_bytes(lines if isinstance(lines, bytes) else lines.encode())
+    words = ["--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
+    assert call_main("blank", data / "npy", *words).code == code
+
+
+def test_blanked_documents_are_exported_nowhere_and_peek_says_what_they_are(
+    data: Path, tmp_path: Path
+) -> None:
+    ended = call_main("export", data / "json.new", "--to", "megatron", "--output_dir", tmp_path / "out")
+    assert ended.code == 78
+    first = min(BLANKED)
+    shown = call_main("peek", data / "json.new", f"0:{first - 1}").out
+    assert "blanked" in shown
+    assert f"w{first}" not in shown
+
+
+@pytest.mark.parametrize("form", ["json", "concat", "best fit of sides", "chat"])
+def test_a_fresh_plan_leaves_the_same_list_out(data: Path, tmp_path: Path, form: str) -> None:
+    world = World(tmp_path, tokenizer=data / "model", raw_dir=data / "raw")
+    options = {"num_shards": 2, "id_field": "id", **FORMS[form]}
+    texts = "".join(f"sha256:{hashlib.sha256(text_of(number).encode()).hexdigest()}\n" for number in BLANKED)
+    names = {"ids.txt": (data / "ids.txt").read_text(), "texts.txt": texts}
+    for name in names if form != "chat" else ["ids.txt"]:
+        (tmp_path / name).write_text(names[name])
+        world.data_dir = tmp_path / f"of {name}"
+        world.make(exclude=tmp_path / name, **options)
+        manifests = [json.loads(path.read_text()) for path in world.data_dir.glob("shard-*.json")]
+        assert sum(each["counts"]["quarantined"]["excluded"] for each in manifests) == len(BLANKED)
+        with world.loader(batch_size=1) as loader:
+            ids = set(torch.cat([batch["input_ids"].reshape(-1) for batch in loader]).tolist())
+        assert not ids & BLANKED
+        folders = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": data / "model"}
+        assert world.main("plan", **folders, **options).code == 78  # without the list it is another plan
+
+
+def test_a_worker_refuses_a_list_that_is_not_the_plans(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"all.jsonl": [{"text": "one"}, {"text": "two"}]})
+    (tmp_path / "texts.txt").write_text(f"sha256:{hashlib.sha256(b'one').hexdigest()}\n")
+    world.plan(num_shards=1, exclude=tmp_path / "texts.txt")
+    (world.data_dir / "excluded.keys").write_bytes(bytes(16))
+    assert world.main("shard", shard_id=0, output_dir=world.data_dir).code == 65
+    (tmp_path / "ids.txt").write_text("web/17\n")
+    options = {"input_dir": world.raw_dir, "output_dir": tmp_path / "new", "model_id": world.tokenizer}
+    assert world.main("plan", exclude=tmp_path / "ids.txt", **options).code == 2  # it knows no ids

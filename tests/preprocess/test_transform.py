@@ -1,0 +1,243 @@
+"""``plan --transform FILE``: one function a document, frozen with the plan, exact and counted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.documented import examples_of
+from tests.world import World
+
+INPUTS: dict[str, Any] = {
+    "a.jsonl": [{"id": str(n), "text": f"line {n}", "lang": "ko" if n % 3 else "en"} for n in range(30)],
+    "b.txt": "".join(f"plain {n}\n" for n in range(20)),
+}
+FUNCTION = """
+def transform(record):
+    if record.get("lang") == "en":
+        return None
+    return f"{record['text'].upper()} of {record['input']} at {record['place']}"
+"""
+
+
+def planned(folder: Path, function: str, raw: Any = INPUTS, **options: Any) -> World:
+    world = World(folder).raw(raw)
+    (folder / "clean.py").write_text(function)
+    return world.plan(**{"num_shards": 2, "transform": folder / "clean.py", **options})
+
+
+def texts_of(world: World) -> list[str]:
+    """Return the texts of all documents, in order."""
+    shown = world.main("peek", world.data_dir, "--num", 10**6, "--chars", 0).out
+    return [line[2:].replace("⟦<|begin_of_text|>⟧", "") for line in shown.splitlines() if line[:2] == "  "]
+
+
+def left_out(world: World) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for path in world.data_dir.glob("shard-*.json"):
+        for reason, number in json.loads(path.read_text())["counts"]["quarantined"].items():
+            counts[reason] = counts.get(reason, 0) + number
+    return counts
+
+
+def test_each_document_is_what_the_function_returns_of_its_record(tmp_path: Path) -> None:
+    world = planned(tmp_path, FUNCTION, id_field="id").run(transform=tmp_path / "clean.py").verify()
+    texts, raw = texts_of(world), (world.raw_dir / "a.jsonl").read_bytes().splitlines(keepends=True)
+    places = [sum(map(len, raw[:number])) for number in range(30)]
+    expected = [f"LINE {n} of a.jsonl at {places[n]}" for n in range(30) if n % 3]
+    expected += [
+        f"PLAIN {n} of b.txt at {place}" for n, place in enumerate([*range(0, 80, 8), *range(80, 170, 9)])
+    ]
+    assert texts == expected
+    assert left_out(world) == {"transform": 10}
+    entries = [line for path in world.data_dir.glob("quarantine/*") for line in path.read_text().splitlines()]
+    assert len(entries) == 10
+    assert (world.data_dir / "transform" / "clean.py").read_text() == FUNCTION
+    world.verify(deep=2, transform=tmp_path / "clean.py")
+    manifest = json.loads((world.data_dir / "shard-00000.json").read_text())
+    assert manifest["run"]["transform_cpu_s"] >= 0
+
+
+def test_rows_of_tables_come_with_all_their_columns(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", exc_type=ImportError)
+    parquet = pytest.importorskip("pyarrow.parquet", exc_type=ImportError)
+    world = World(tmp_path)
+    table = pa.table({"n": [1, 2, None], "words": [["a", "b"], [], ["c"]], "lang": ["ko", "en", "ko"]})
+    parquet.write_table(table, world.raw_dir / "a.parquet")
+    function = "def transform(record):\n    return f\"{record['n']} {record['words']} {record['lang']}\"\n"
+    (tmp_path / "clean.py").write_text(function)
+    world.plan(num_shards=1, transform=tmp_path / "clean.py").run(transform=tmp_path / "clean.py")
+    assert texts_of(world) == ["1 ['a', 'b'] ko", "2 [] en", "None ['c'] ko"]
+
+
+@pytest.mark.processes  # transformers renders in one
+def test_a_chat_is_the_list_of_messages_that_it_returns(tmp_path: Path) -> None:
+    function = """
+def transform(record):
+    return [{"role": "user", "content": record["q"]}, {"role": "assistant", "content": record["a"]}]
+"""
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    raw = {"a.jsonl": [{"q": f"ask {n}", "a": f"say {n}"} for n in range(5)]}
+    options = {"record": "chat", "seq_len": 1024, "chat_template_file": tmp_path / "chat.jinja"}
+    world = planned(tmp_path, function, raw, num_shards=1, **options).run(transform=tmp_path / "clean.py")
+    shown = re.sub("[⟪⟫]", "", "".join(texts_of(world)))
+    assert all(f"user: ask {n}assistant: say {n}" in shown for n in range(5)), shown
+
+
+def test_reasons_are_counted_and_a_reason_for_each_document_is_not(tmp_path: Path) -> None:
+    function = """
+from shardprep import LeaveOut
+def transform(record):
+    number = int(record["text"].split()[1])
+    if record["input"] == "b.txt":
+        raise LeaveOut("too short" if number % 2 else "")
+    raise LeaveOut(f"score {number}") if number < 5 else LeaveOut("too\\nshort")
+"""
+    world = planned(tmp_path, function, num_shards=1).run(transform=tmp_path / "clean.py")
+    expected = {"transform": 10, "transform: too short": 35, **{f"transform: score {n}": 1 for n in range(5)}}
+    assert left_out(world) == expected
+    many = {"a.txt": "".join(f"line {n}\n" for n in range(300))}
+    function = "from shardprep import LeaveOut\ndef transform(record):\n    raise LeaveOut(record['text'])\n"
+    world = planned(tmp_path / "many", function, many, num_shards=1)
+    assert len(left_out(world.run(transform=tmp_path / "many" / "clean.py"))) == 101
+
+
+def test_only_the_function_that_was_planned_runs_and_none_out_of_data(tmp_path: Path) -> None:
+    world = planned(tmp_path, FUNCTION)
+    (tmp_path / "other.py").write_text(FUNCTION + "\n")
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "renamed.py").write_text(FUNCTION)
+    (world.data_dir / "transform" / "clean.py").write_text("raise SystemExit(99)\n")
+    make = {"shard_id": 0, "output_dir": world.data_dir}
+    assert world.main("shard", **make).code == 2  # it is not named
+    assert world.main("shard", **make, transform=tmp_path / "other.py").code == 78
+    assert world.main("shard", **make, transform=tmp_path / "none.py").code == 66
+    assert not list(world.data_dir.glob("shard-*"))
+    assert world.main("shard", **make, transform=tmp_path / "moved" / "renamed.py").code == 0
+    again = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": world.tokenizer}
+    assert world.main("plan", **again, num_shards=2).code == 78
+    assert world.main("plan", **again, num_shards=2, transform=tmp_path / "other.py").code == 78
+    without = World(tmp_path / "without").raw(INPUTS).plan(num_shards=1)
+    ended = without.main("shard", shard_id=0, output_dir=without.data_dir, transform=tmp_path / "clean.py")
+    assert ended.code == 2
+
+
+def test_files_beside_it_count_and_one_that_is_not_named_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sibling_of_clean.py").write_text("WORD = 'one'\n")
+    (tmp_path / "table.txt").write_text("1\n")
+    function = """
+from pathlib import Path
+import sibling_of_clean
+TABLE = Path(__file__).with_name("table.txt").read_text().strip()
+def transform(record):
+    return sibling_of_clean.WORD + TABLE
+"""
+    (tmp_path / "clean.py").write_text(function)
+    world = World(tmp_path).raw(INPUTS)
+    folders = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": world.tokenizer}
+    plan = {**folders, "transform": tmp_path / "clean.py"}
+    assert world.main("plan", **plan).code == 2
+    world.plan(num_shards=1, transform=plan["transform"], transform_files="sibling_of_clean.py,table.txt")
+    world.run(transform=tmp_path / "clean.py")
+    assert set(texts_of(world)) == {"one1"}
+    (tmp_path / "table.txt").write_text("2\n")
+    (world.data_dir / "shard-00000.json").unlink()
+    ended = world.main("shard", shard_id=0, output_dir=world.data_dir, transform=tmp_path / "clean.py")
+    assert ended.code == 78
+
+
+# What the function does wrong, and the exit code of plan, or of the shard where plan lets it be.
+WRONG: dict[str, tuple[str, int]] = {
+    "is none": ("", 2),
+    "is no function": ("transform = 3", 2),
+    "has a syntax error": ("def transform(record):\n  return (", 2),
+    "fails at import": ("import no_such_module_anywhere\ndef transform(record): return ''", 2),
+    "raises at import": ("1/0\ndef transform(record): return ''", 2),
+    "depends on chance": ("import random\ndef transform(record): return str(random.random())", 2),
+    "depends on the order": (
+        "seen = []\ndef transform(record):\n  seen.append(1)\n  return str(len(seen))",
+        2,
+    ),
+    "raises": ("def transform(record):\n  x = 1\n  return record['nothing']", 65),
+    "returns a number": ("def transform(record): return 3", 65),
+    "returns bytes": ("def transform(record): return b'a'", 65),
+    "returns messages": ("def transform(record): return [{'role': 'user', 'content': 'a'}]", 65),
+    "returns half of a pair": ("def transform(record): return '\\ud800'", 65),
+    "takes no record": ("def transform(): return ''", 65),
+    "recurses": ("def transform(record): return transform(record)", 65),
+    "changes its record": ("def transform(record):\n  record.clear()\n  return 'a'", 0),
+    "returns white space": ("def transform(record): return ' \\n '", 0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_function_ends_with_its_line_and_no_shard(tmp_path: Path, name: str) -> None:
+    function, code = WRONG[name]
+    world = World(tmp_path).raw(INPUTS)
+    (tmp_path / "clean.py").write_text(function)
+    flags: dict[str, Any] = {"transform": tmp_path / "clean.py"}
+    folders = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": world.tokenizer}
+    ended = world.main("plan", **folders, **flags, num_shards=1)
+    if ended.code == 0:
+        ended = world.main("shard", shard_id=0, output_dir=world.data_dir, **flags)
+    assert ended.code == code, ended.text
+    if code:
+        assert not list(world.data_dir.glob("shard-*"))
+    if name == "raises":
+        assert re.search(r"KeyError.*clean\.py line 3.*a\.jsonl:0", ended.err)
+
+
+def test_a_few_failures_are_within_the_limit_of_bad_documents(tmp_path: Path) -> None:
+    function = "def transform(record):\n    return str(1 / int(record['text'].split()[1]))\n"
+    world = planned(tmp_path, function, {"a.txt": "".join(f"line {n}\n" for n in range(300))}, num_shards=1)
+    world.run(transform=tmp_path / "clean.py")
+    assert left_out(world) == {"transform_error": 1}
+
+
+def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> None:
+    texts = ["x" * (number % 10 + 1) for number in range(50)]
+    function = "def transform(record):\n  text = record['text']\n  return text if len(text) > 2 else None"
+    world = planned(tmp_path, function, {"a.jsonl": [{"text": text} for text in texts]}, limit=15)
+    world.run(transform=tmp_path / "clean.py").verify()
+    kept = [text for text in texts if len(text) > 2]
+    assert texts_of(world)[:8] == kept[:8]
+    assert len(texts_of(world)) == 15
+
+
+@pytest.mark.processes
+def test_run_hands_it_to_its_processes_and_blank_goes_through_it(tmp_path: Path) -> None:
+    world = planned(tmp_path, FUNCTION, id_field="id")
+    assert world.main("run", world.data_dir, transform=tmp_path / "clean.py", num_proc=2).code == 0
+    (tmp_path / "ids.txt").write_text("1\n")
+    words = ["blank", world.data_dir, "--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
+    assert world.main(*words, "--transform", tmp_path / "clean.py").code == 0
+    new = World(tmp_path, data_dir=tmp_path / "new")
+    assert texts_of(new)[1:] == texts_of(world)[1:]
+    assert "blanked" in texts_of(new)[0]
+
+
+def test_the_functions_of_the_docs_do_what_they_say(tmp_path: Path) -> None:
+    pytest.importorskip("ftfy", exc_type=ImportError)
+    raw = {"a.jsonl": [{"text": text} for text in DOCUMENTED]}
+    functions = [each for each in examples_of("inputs.md") if "def transform" in each]
+    assert len(functions) >= 3
+    for number, function in enumerate(functions):
+        world = planned(tmp_path / str(number), function, raw, num_shards=1)
+        world.run(transform=tmp_path / str(number) / "clean.py")
+        assert sum(left_out(world).values()) + len(texts_of(world)) == len(DOCUMENTED)
+        assert left_out(world)
+
+
+DOCUMENTED = [
+    "a",
+    "한국어로 쓴 글은 그대로 남는다. " * 20,
+    "The kettle sings, and it is the one that we have had in the house of them. " * 40,
+    "e\u0301 decomposed",
+    "ÃƒÂ© was read twice wrongly",
+    "buy buy buy buy " * 200,
+]

@@ -93,7 +93,7 @@ class TarBytes(io.BufferedReader):
 
     def broken(self, what: str, remedy: str = "write or copy it again") -> BrokenShard:
         """Return the error to raise for a tar that cannot be read."""
-        return BrokenShard(f"{self.path} {what}; {remedy}", path=self.path, found=what, remedy=remedy)
+        return BrokenShard(f"{self.path} {what}; {remedy}", path=self.path, found=what)
 
 
 def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:

@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -193,9 +194,9 @@ def _of_paths(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             found.extend([_scanned(tar, count_tokens=count_tokens) for tar in tars])
 
     for path in paths:
-        _retried(path, lambda path=path: add(path))
+        _retried(path, partial(add, path))
     for folder, ids in named.items():
-        found.append(_retried(folder, lambda folder=folder, ids=ids: _dataset(Path(folder), ids)))
+        found.append(_retried(folder, partial(_dataset, Path(folder), ids)))
     return found
 
 
@@ -250,7 +251,8 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
         if beyond := ids[ids >= num_shards].tolist():
             path = tar_path(folder, beyond[0])
-            raise NotFound(path=path, found=f"none of the {num_shards} shards that {INDEX_NAME} lists")
+            expected = f"one of the {num_shards} shards of the {INDEX_NAME} beside it"
+            raise NotFound(path=path, found="an unknown shard", expected=expected)
     else:
         index = merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in shard_ids))
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))

@@ -154,8 +154,8 @@ class ShardSet:
         if all(source.num_validation is not None for source in self.sources):
             return
         path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
-        expected = "data sets that were planned with it; plan one"
-        remedy = "shardprep plan --validation_fraction 0.01"
+        remedy = "--validation_fraction"
+        expected = f"data sets that were planned with {remedy}; plan one with it, or leave split out"
         raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
 
     def records_of(self, samples: Int64s, shard: Int64s | int) -> Int64s:

@@ -6,14 +6,13 @@ The one rule: ``lfs setstripe`` is run on existing directories only. From Lustre
 
 from lustre.apply import layout_line, stripe_line
 from lustre.layout import parse_stripe
-from lustre.lfs import file_system_of, why_not_usable
+from lustre.lfs import why_not_usable
 from lustre.space import Need, space_lines
 from shardprep.errors import LustreError
 
 __all__ = [
     "LustreError",
     "Need",
-    "file_system_of",
     "layout_line",
     "parse_stripe",
     "space_lines",

@@ -24,12 +24,10 @@ from shardprep.files import is_folder, names_in, size_of_file
 
 _OWN_FOLDERS = frozenset({"jobs", "logs"})  # hold no shard: a folder with these alone counts as empty
 _KEEPER = re.compile(r"\.layout-\d+-[0-9a-f]{8}\.tmp")  # a file of ``_kept``, which a kill left behind
-_WAYS = {  # what a server says in the C locale
-    "Read-only file system": "run this on a node that mounts the file system for writing",
-    "quota exceeded": "look at `lfs quota -u $USER`",
-    "No space left": "free some space; `lfs df` says which OSTs are full",
-    "inactive OST": "look at `lfs check servers`, and try again when it is back",
-}
+_WAY_ON = (
+    "look at `lfs df`, `lfs quota -u $USER` and `lfs check servers`; its owner can set it, on a node that "
+    "mounts the file system for writing; or keep what the site gives"
+)
 
 
 def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: bool = False) -> str:
@@ -54,7 +52,7 @@ def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: b
         return "; ".join([f"new files get {before.text()}; would run: {command}", *notes])
     with _kept(folder):
         result = run_lfs("setstripe", *options_of(stripe), folder)
-    result.checked(_what_to_do(result.stdout + result.stderr, folder))
+    result.checked(_WAY_ON)
     after = read_layout(folder)
     if isinstance(stripe, Layout) and not is_as_asked(stripe, after, num_osts):
         raise LustreError(
@@ -134,7 +132,7 @@ def _kept(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise LustreError(
             f"{folder} cannot be written to ({error.strerror}), expected a folder in which you can make "
-            f"files; {_what_to_do(error.strerror or '', folder)}",
+            f"files; {_WAY_ON}",
             path=folder,
         ) from None
     try:
@@ -142,14 +140,6 @@ def _kept(folder: Path) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             keeper.unlink()
-
-
-def _what_to_do(said: str, folder: Path) -> str:
-    """Return the way on after a failed change."""
-    for words, way in _WAYS.items():
-        if words in said:
-            return way
-    return f"the owner of {folder} can set it; or keep what the site gives"
 
 
 def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:

@@ -17,7 +17,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +25,13 @@ from typing import Any
 import lustre
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
-from shardprep.errors import ShardprepError
+from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import make_subfolder, publish_bytes
 from shardprep.format.attempts import LOGS_FOLDER, folder_identity
 from shardprep.format.names import MAX_SHARDS, id_ranges
 from shardprep.format.submissions import (
     JOBS_FOLDER,
+    MEMORY_FIELDS,
     JobArray,
     JobRequest,
     SentJob,
@@ -38,6 +39,7 @@ from shardprep.format.submissions import (
     SubmittedMeanwhile,
     append_event,
     publish_submission,
+    with_changes,
 )
 from slurm.commands import (
     REQUEST_VARIABLES,
@@ -49,7 +51,6 @@ from slurm.commands import (
     slurm_answer,
     slurm_output,
 )
-from slurm.request import with_variables
 from slurm.script import CONTROL, VERIFY, array_script, controller_script, names_begin, verify_script
 from slurm.site import (
     Site,
@@ -93,6 +94,32 @@ def submit(args: argparse.Namespace) -> int:
     if args.until_done and not args.dry_run:
         leave_controller(args, state, request)
     return wait_for_jobs(args.output_dir) if args.wait and not args.dry_run else 0
+
+
+def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that the user gave by flags, or else by sbatch's and prep_array.sh's own variables.
+
+    A set-up file's path becomes absolute. Raises UsageError for a time or memory that cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for name, variable in REQUEST_VARIABLES.items():
+        text = os.environ.get(variable)
+        if not text or name in flags:
+            continue
+        value: Any = text
+        if name in ("time_min", *MEMORY_FIELDS):
+            value = minutes_of(text) if name == "time_min" else (megabytes_of(text) or 0) / 1024
+            if not value:
+                expected = "60 or 2:00:00" if name == "time_min" else "4000 or 4G"
+                raise UsageError(
+                    f"{variable} is {text!r:.60}, expected a value such as {expected}; "
+                    f"unset it, or give the flag --{name} too"
+                )
+        found[name] = value
+    given = with_changes(found, flags)
+    if given.get("setup"):
+        given["setup"] = os.path.abspath(os.path.expanduser(given["setup"]))  # noqa: PTH100, PTH111 - text
+    return given
 
 
 def _fitted_to_nodes(request: JobRequest) -> JobRequest:

@@ -55,6 +55,7 @@ from slurm.state import Attempt, DatasetState, Shard, StateName, find_state, rea
 STATUS_VERSION = 3  # of --json: it grows where a field goes or changes its meaning, not where one is added
 POLL_S = 5.0
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
+_PERCENT = r"\(([0-9]{1,3}\.[0-9]+)%\)"
 _MAX_BAD_FRACTION = r"--max[_-]bad[_-]fraction[ =]([0-9]*\.?[0-9]+)"
 # Of --until_done: the last of these in the history says whether a controller should be there.
 _ENDS_OF_CONTROLLERS = {"submit", "retry", "cancel", "finished", "stopped"}
@@ -71,7 +72,8 @@ def status(args: argparse.Namespace) -> int:
         state = find_state(args.output_dir, plan, if_away=lambda _: None, before=state)
         data = status_data(state)
         lines = [json.dumps(data)] if args.json else status_lines(data)
-        goes_on = state.live_job_ids() or (state.queue.away and state.ids("not visible"))
+        is_hidden = state.queue.away and state.ids("not visible")
+        goes_on = state.live_job_ids() or state.ids("running") or is_hidden  # running: by ``run`` alone, too
         if args.watch and not args.json and sys.stdout.isatty():
             last = "Ctrl-C ends this look, the jobs go on" if goes_on else lines[-1]
             draw("\033[H\033[2J")
@@ -281,12 +283,16 @@ def _verify_job(state: DatasetState) -> dict[str, str]:
 
 def _accepting_args(state: DatasetState) -> str:
     """Return the worker's arguments that let shards of bad input leave out more; "" where all is allowed."""
-    array = next((each.attempts[-1].array for each in state.failed_by_cause().get(BAD_INPUT, [])), None)
+    failed = state.failed_by_cause().get(BAD_INPUT, [])
+    array = next((each.attempts[-1].array for each in failed), None)
     args = array.request.worker_args if array else ""
+    shares = [0.0]  # of each shard's documents, as its message says it: "51 documents (5.10%) cannot be ..."
+    for shard in failed:
+        shares += [float(it) / 100 for it in re.findall(_PERCENT, shard.attempts[-1].message(shard.shard_id))]
     given = re.findall(_MAX_BAD_FRACTION, args)
     had = float(given[-1]) if given else state.plan.max_bad_fraction
     kept = re.sub(_MAX_BAD_FRACTION, "", args).strip()
-    more = next((each for each in (0.05, 0.5, 1) if each > had), None)
+    more = next((each for each in (0.05, 0.5, 1) if each > had and each >= max(shares)), None)
     return f"{kept} --max_bad_fraction {more}".strip() if more else ""
 
 
@@ -490,7 +496,8 @@ def next_line(data: dict[str, Any]) -> str:
     if data["can_retry"] or data["failed"]:
         return f"next: {_retry_command(data, folder)}"
     if data["not_submitted"]:
-        return f"next: shardprep {'submit' if data['has_slurm'] else 'run'} {folder}"
+        has_answer = data["has_slurm"] and not data["slurm_away"]
+        return f"next: shardprep {'submit' if has_answer else 'run'} {folder}"
     if data["other_plan"] or not data["verified"]:
         return f"next: shardprep verify {folder}"
     return f"verified: {data['folder']}/index.json is there"

@@ -16,20 +16,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "for num_digits in range(1, (width + 1)):",
         "the loop ends at the first length that no id has",
     ),
-    (
-        "loader/state.py",
-        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), 0)]):",
-        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][(1)]), 0)]):",
-        "the end of the last stage is at or behind the end that is asked for",
-    ),
-    (
-        "loader/state.py",
-        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), 0)]):",
-        "for (begin, size), (stop, _) in pairwise([*self.sizes, (max(end, self.sizes[-1][0]), (1))]):",
-        "the end of the last stage is at or behind the end that is asked for",
-    ),
     ("shardprep/format/done.py", "_MAX_BYTES = 64 << 20", "_MAX_BYTES = (65) << 20", LIMIT),
-    ("preprocess/make/members.py", "_BLOCK_TOKENS = 1 << 16", "_BLOCK_TOKENS = 1 << (17)", LIMIT),
     ("loader/reading.py", "_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
     (
         "preprocess/make/members.py",
@@ -74,18 +61,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         READS,
     ),
     (
-        "shardprep/format/done.py",
-        "with ThreadPoolExecutor(1 if is_quick else _NUM_THREADS) as pool:",
-        "with ThreadPoolExecutor((2) if is_quick else _NUM_THREADS) as pool:",
-        SPEED,
-    ),
-    (
-        "loader/state.py",
-        "while len(known) <= epoch and known[-1] < last_stage:",
-        "while (len(known) <= epoch or known[-1] < last_stage):",
-        SPEED,
-    ),
-    (
         "preprocess/check/verify.py",
         'has = "some" if is_there else "no"',
         'has = "some" if (not (is_there)) else "no"',
@@ -108,24 +83,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "begins = begins[np.diff(begins, prepend=-1) > 0]",
         "begins = begins[np.diff(begins, prepend=-(2)) > 0]",
         "any number below 0 stands before the first begin, which is 0",
-    ),
-    (
-        "loader/mixture.py",
-        "if not self.num_first and not any(each.cut_end for each in self.stages):",
-        "if (not (not self.num_first and (not any((each.cut_end for each in self.stages))))):",
-        "the state says the same shares in another spelling",
-    ),
-    (
-        "loader/mixture.py",
-        "if not self.num_first and not any(each.cut_end for each in self.stages):",
-        "if (self.num_first) and not any(each.cut_end for each in self.stages):",
-        "the state says the same shares in another spelling",
-    ),
-    (
-        "loader/mixture.py",
-        "if not self.num_first and not any(each.cut_end for each in self.stages):",
-        "if not self.num_first and (any((each.cut_end for each in self.stages))):",
-        "the state says the same shares in another spelling",
     ),
     (
         "loader/reading.py",

@@ -43,9 +43,11 @@ from tests.equivalent_mutants import EQUIVALENT
 # What is broken: the order of samples, how they are read and laid out, how shards are made, which are done.
 TARGETS = (
     "loader/order.py",
-    "loader/mixture.py",
+    "loader/run.py",
+    "loader/rounds.py",
     "loader/state.py",
     "loader/chunks.py",
+    "loader/decode.py",
     "loader/reading.py",
     "preprocess/make/packing.py",
     "preprocess/make/members.py",
@@ -79,9 +81,6 @@ SPEED = {
 }
 GUARDS = {"strict"}  # of zip(): what it would catch is no wrong input, but a wrong program
 QUIET = {"__repr__", "__str__", "_short", "opening_order"}  # functions: messages, and what is opened first
-# What stands in the code, and goes with this wave: withdrawn documents, functions for long documents. Delete
-# these words when it is gone.
-GOING = ("withdraw",)
 RELEASING = {"close", "flush", "cache_clear", "collect"}  # what memory and files are given back by
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -148,15 +147,10 @@ class Finder(ast.NodeVisitor):
     def _add(self, node: Any, operator: str, text: str) -> None:
         start = self._line_starts[node.lineno - 1] + node.col_offset
         end = self._line_starts[node.end_lineno - 1] + node.end_col_offset
-        line_end = self._line_starts[node.end_lineno]
-        lines = self._source[self._line_starts[node.lineno - 1] : line_end].decode().lower()
-        if any(word in lines for word in GOING):
-            return
         self.found.append(Mutant(self.path, node.lineno, operator, start, end, text))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        is_going = any(word in node.name.lower() for word in GOING) or "long" in node.name.split("_")
-        if node.name in QUIET or is_going:
+        if node.name in QUIET:
             return
         for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
             self.visit(default)
@@ -164,9 +158,7 @@ class Finder(ast.NodeVisitor):
             self.visit(statement)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        if any(word in node.name.lower() for word in GOING):
-            return
-        for statement in node.body:
+        for statement in node.body:  # its decorators are no logic
             self.visit(statement)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
@@ -228,8 +220,6 @@ class Finder(ast.NodeVisitor):
             self._add(node, f"{node.value} to {node.value + 1}", f"({node.value + 1})")
 
     def _negate(self, node: Any) -> None:
-        if any(word in ast.unparse(node.test).lower() for word in GOING):
-            return  # what is done then goes, too
         if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
             if isinstance(node.test, (ast.Name, ast.Attribute, ast.Call, ast.BoolOp)):  # others are swapped
                 self._add(node.test, "condition negated", f"(not ({ast.unparse(node.test)}))")

@@ -108,7 +108,7 @@ class Counting:
             self._source(bad.named, number).num_quarantined += 1
 
     def _source(self, name: str, input_number: int) -> _Source:
-        """A source by the name that a record gives; without one it is the file's."""
+        """Return a source by the name that a record gives; without one it is the file's."""
         name = name or source_of_path(self._input_paths[input_number])
         source = self._sources[name]
         if len(self._sources) > _MOST_SOURCES:
@@ -138,6 +138,6 @@ class Counting:
         )
 
     def text_counts(self) -> dict[str, TextCounts]:
-        """The texts of each source that has any, by name."""
+        """Return the texts of each source that has any, by name."""
         found = {name: source.text_counts() for name, source in sorted(self._sources.items())}
         return {name: counts for name, counts in found.items() if counts.lengths}

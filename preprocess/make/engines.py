@@ -51,14 +51,14 @@ class TokenBatch:
 
     @staticmethod
     def of(ids: Sequence[Ids]) -> TokenBatch:
-        """Documents given one by one."""
+        """Join documents given one by one."""
         offsets = np.zeros(len(ids) + 1, np.int64)
         np.cumsum([len(item) for item in ids], out=offsets[1:])
         return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
 
     @staticmethod
     def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
-        """The documents of several batches."""
+        """Return the documents of several batches."""
         if len(batches) == 1:
             return batches[0]
         lengths = [np.diff(batch.offsets) for batch in batches]
@@ -68,16 +68,16 @@ class TokenBatch:
         )
 
     def documents(self) -> list[Ids]:
-        """The ids of each document."""
+        """Return the ids of each document."""
         return [self.ids[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist())]
 
     def part(self, first: int, end: int) -> TokenBatch:
-        """The documents from one up to another."""
+        """Return the documents from one up to another."""
         offsets = self.offsets[first : end + 1]
         return TokenBatch(ids=self.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
 
     def only(self, is_wanted: npt.NDArray[np.bool_]) -> TokenBatch:
-        """Some of the documents: bool[documents]."""
+        """Return some of the documents: bool[documents]."""
         lengths = np.diff(self.offsets)
         offsets = np.concatenate([[0], np.cumsum(lengths[is_wanted])])
         return TokenBatch(ids=self.ids[np.repeat(is_wanted, lengths)], offsets=offsets)
@@ -131,7 +131,7 @@ class Engine:
 
 
 def load_tokenizer(tokenizer_json: Path) -> Any:
-    """A ``tokenizers.Tokenizer``. Raises ReadWriteError, BrokenShard for what is no regular file."""
+    """Return a ``tokenizers.Tokenizer``. Raises ReadWriteError, BrokenShard for what is no regular file."""
     from tokenizers import Tokenizer
 
     try:
@@ -158,7 +158,7 @@ def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool, name:
 
 
 def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
-    """The same of a ``tokenizers.Tokenizer`` that is loaded already; its settings are changed.
+    """Return the reference of a ``tokenizers.Tokenizer`` that is loaded; its settings are changed.
 
     ``name`` of the tokenizer, for errors.
     """
@@ -386,7 +386,7 @@ class FastTokenizer:
         return engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name="the data set")
 
     def encode(self, texts: Sequence[bytes], add_special_tokens: bool = True) -> TokenBatch:
-        """The ids of some texts; those that gigatoken might read otherwise go to the reference."""
+        """Return the ids of some texts; those that gigatoken might read otherwise go to the reference."""
         unsure = texts_with_new_code_points(texts)
         if not unsure:
             tokens = self._encode_joined(texts, add_special_tokens)
@@ -402,7 +402,7 @@ class FastTokenizer:
         return TokenBatch.of([documents[n] for n in range(len(texts))])
 
     def _encode_joined(self, texts: Sequence[bytes], add_special_tokens: bool) -> TokenBatch | None:
-        """The ids of some texts; None where a text holds a separator or its like."""
+        """Return the ids of some texts; None where a text holds a separator or its like."""
         if not texts:
             return TokenBatch.of([])
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
@@ -430,7 +430,7 @@ def _resident_bytes() -> int:
 
 
 def split_tokenizer(tokenizer_json: bytes) -> tuple[dict[str, Any], bytes]:
-    """A tokenizer.json without its model, and the bytes from there on: ``"model": {...}}``.
+    """Return a tokenizer.json without its model, and the bytes from there on: ``"model": {...}}``.
 
     ``tokenizers`` writes the model last, and most of the file is it, so that nothing else need be parsed.
     """
@@ -445,7 +445,7 @@ def split_tokenizer(tokenizer_json: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 def ids_around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
-    """The ids that a post-processor of tokenizer.json puts before and after each text.
+    """Return the ids that a post-processor of tokenizer.json puts before and after each text.
 
     Raises ValueError for one that does more than that.
     """
@@ -561,14 +561,14 @@ PROBE = (
 
 
 def probe_texts(tokenizer: dict[str, Any]) -> list[str]:
-    """PROBE, and the first and last added tokens of a tokenizer.json standing in text."""
+    """Return PROBE, and the first and last added tokens of a tokenizer.json standing in text."""
     contents = [token["content"] for token in tokenizer.get("added_tokens") or []]
     chosen = list(dict.fromkeys(contents[:8] + contents[-8:]))
     return [*PROBE, *(f"a {text} b{text}{text}\n{text}" for text in chosen)]
 
 
 def gate_texts(tokenizer_json: bytes) -> list[str]:
-    """Texts on which planning compares the engines: 1 s of the reference for Llama 3's tokenizer.
+    """Return texts on which planning compares the engines: 1 s of the reference for Llama 3's tokenizer.
 
     Every code point by itself, where its class shows in the ids; all pairs of classes; every added token;
     long runs; what is known to differ.

@@ -211,19 +211,19 @@ def _place(buffer: Bytes, starts: Numbers, pieces: Sequence[bytes | memoryview])
 
 
 def ustar_header(name: str, num_bytes: int) -> bytes:
-    """The 512 bytes before a member: mode 0644, owner 0, mtime 0."""
+    """Return the 512 bytes before a member: mode 0644, owner 0, mtime 0."""
     member = tarfile.TarInfo(name)
     member.size = num_bytes
     return member.tobuf(tarfile.USTAR_FORMAT)
 
 
 def _padded(num_bytes: Numbers) -> Numbers:
-    """Sizes rounded up to whole blocks."""
+    """Return sizes rounded up to whole blocks."""
     return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbers) -> Bytes:
-    """Headers of one field of many documents: uint8[documents, 512].
+    """Return the headers of one field of many documents: uint8[documents, 512].
 
     ``lines`` ascend. Line numbers of more than eight digits, which are rare, are written one by one.
     """
@@ -288,7 +288,7 @@ class JsonIds:
         return np.maximum(np.diff(ends[batch.offsets]), 2)
 
     def separated(self, ids: Ids) -> bytearray:
-        """All ids, each with ``, `` before it."""
+        """Return all ids, each with ``, `` before it."""
         wide = bytearray(len(ids) * self._table.itemsize)
         np.take(self._table, self._rows(ids), out=np.frombuffer(wide, self._table.dtype))
         return wide.translate(None, b"\0")
@@ -328,7 +328,7 @@ class RowMembers:
         return self._packed(batch.tokens, starts)
 
     def _packed(self, tokens: TokenBatch, starts: Starts) -> Iterator[Piece]:
-        """The members that documents fill.
+        """Return the members that documents fill.
 
         Those for validation are held until they fill a member, so that the order of members follows from the
         documents alone, however they are batched, and consecutive ones for training are packed together.
@@ -351,7 +351,7 @@ class RowMembers:
             first, before = end, int(sums[end - 1])
 
     def _release(self) -> Iterator[Piece]:
-        """The members that the documents held for validation fill."""
+        """Return the members that the documents held for validation fill."""
         held, self._held, self._num_held = self._held, [], 0
         if held:
             tokens = TokenBatch.joined([tokens for tokens, _ in held])
@@ -370,7 +370,7 @@ class RowMembers:
                 yield self._member(group, is_validation=side == 1)
 
     def _member(self, group: RowGroup, *, is_validation: bool) -> Piece:
-        """One member: its bytes, and the idx records of its rows."""
+        """Return one member: its bytes, and the idx records of its rows."""
         fields: dict[str, npt.NDArray[Any]] = {
             DOC_STARTS_FIELD: group.starts["position"].astype(np.uint32),
             token_field("packed", "npy"): group.rows,

@@ -41,7 +41,7 @@ def rows_per_member(spec: DatasetSpec) -> int:
 
 
 def pad_id(spec: DatasetSpec) -> int:
-    """What fills rows that are not full."""
+    """Return what fills rows that are not full."""
     pad = spec.tokenizer.pad_token_id or 0
     return pad | int(NO_LOSS) if spec.record == "chat" else pad
 
@@ -98,7 +98,7 @@ class ConcatRows:
             yield self._take(self._num_held)
 
     def _take(self, num_tokens: int) -> RowGroup:
-        """A group of the first ``num_tokens`` tokens held."""
+        """Return a group of the first ``num_tokens`` tokens held."""
         ids = self._ids[0] if len(self._ids) == 1 else np.concatenate(self._ids)
         starts = self._starts[0] if len(self._starts) == 1 else np.concatenate(self._starts)
         self._ids, ids = [ids[num_tokens:]], ids[:num_tokens]
@@ -239,5 +239,5 @@ _PACKERS: dict[str, Callable[[DatasetSpec], Packer]] = {"concat": ConcatRows, "b
 
 
 def packer_of(spec: DatasetSpec, pack: str) -> Packer:
-    """What forms the rows of a data set."""
+    """Return what forms the rows of a data set."""
     return _PACKERS.get(spec.record, _PACKERS[pack])(spec)

@@ -32,7 +32,7 @@ _MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at onc
 
 
 def allowed_cpus(environ: Mapping[str, str], affinity: set[int], *, offset: int) -> list[int]:
-    """The CPUs to use, given the environment and the kernel's affinity mask.
+    """Return the CPUs to use, given the environment and the kernel's affinity mask.
 
     Where Slurm counts CPUs without binding tasks to them, the mask is the whole node; then a
     run of SLURM_CPUS_PER_TASK of them is taken, beginning at the ``offset``-th such run so that
@@ -77,7 +77,7 @@ def share_heaps() -> None:
 
 
 def text_bytes_within(memory_gb: float | None) -> int:
-    """Bytes of raw text that there is room for with this memory in GiB (None: enough memory)."""
+    """Return the bytes of raw text that there is room for with this memory in GiB (None: enough memory)."""
     if memory_gb is None:
         return sys.maxsize
     return (int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
@@ -87,7 +87,7 @@ LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BY
 
 
 def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
-    """What to say where a worker will need more memory than it may have, else None."""
+    """Return what to say where a worker will need more memory than it may have, else None."""
     least = LEAST_WORKER_BYTES / 2**30
     if memory_gb >= least:
         return None
@@ -105,7 +105,7 @@ def memory_limit_gb(environ: Mapping[str, str], root: Path = Path("/")) -> float
 
 
 def memory_limits(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
-    """Bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
+    """Return the bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
     limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{each}", "") for each in ("NODE", "CPU"))
     cpus = environ.get("SLURM_CPUS_ON_NODE") or environ.get("SLURM_CPUS_PER_TASK") or "1"
@@ -191,7 +191,7 @@ class WorkerSettings:
 
 
 def environment_number(environ: Mapping[str, str], name: str) -> int | None:
-    """A positive whole number of the environment, None where it is not set. Raises UsageError."""
+    """Return a positive whole number of the environment, None where it is not set. Raises UsageError."""
     text = environ.get(name, "")
     if not text:
         return None

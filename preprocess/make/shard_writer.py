@@ -49,7 +49,7 @@ from shardprep.format.names import (
 
 
 def _marks(folder: Path, shard_id: int) -> tuple[Path, Path]:
-    """Two files whose names are known, so that no task lists DATA to find what other attempts left.
+    """Return two files whose names are known, so that no task lists DATA to find what other attempts left.
 
     The first stands while an attempt works, and stays where one was killed. Who finds it makes the second.
     """
@@ -167,7 +167,7 @@ class ShardWriter:
             self._digests.write(piece.digests.tobytes())
 
     def commit(self, run: dict[str, Any], *, made_from: str | None = None) -> Manifest:
-        """Publish the shard; its manifest, with ``run`` and ``made_from`` in it, comes last."""
+        """Publish the shard: last its manifest, with ``run`` and ``made_from`` in it."""
         self._write(self._members.rest())
         for piece in self._validation:
             self._note(piece)
@@ -203,7 +203,7 @@ class ShardWriter:
         return manifest
 
     def quarantine(self) -> PublishedFile | None:
-        """The unpublished quarantine file, where documents were left out."""
+        """Return the unpublished quarantine file, where documents were left out."""
         if not self.counting.bad:
             return None
         file = self._subfolder_file(quarantine_path(self._folder, self._shard_id))

@@ -50,7 +50,7 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
 
 
 def array_note(environ: Mapping[str, str], num_shards: int, folder: Path) -> str | None:
-    """What this task's job array leaves out of the plan, with the line that submits it; else None.
+    """Return what this task's job array leaves out of the plan, with the line that submits it; else None.
 
     The line names ``submit``, which fits an array to the site: MaxArraySize may refuse these indices.
     """
@@ -125,16 +125,20 @@ def means_line(settings: WorkerSettings, num_cpus: int, *, num_processes: int = 
 
 def speed_line(manifest: Manifest) -> str:
     """How fast a shard was made, at what price, and what was written."""
-    run = manifest.run
+    run, transform = manifest.run, ""
+    if (transform_s := run.get("transform_cpu_s")) is not None:
+        rate = short_number(manifest.counts.num_documents / max(transform_s, 1e-3))
+        share = transform_s / max(run["cpu_s"], 1e-3)
+        transform = f" ({share:.0%} in --transform: {rate} documents per second)"
     return (
         f"made in {run['wall_s']:.1f} s: {_speeds(run['wall_s'], Work.of(manifest))}; "
-        f"{run['cpu_s']:.1f} s of CPU, "
+        f"{run['cpu_s']:.1f} s of CPU{transform}, "
         f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"
     )
 
 
 def total_line(works: Sequence[Work], wall_s: float) -> str:
-    """What several shards made side by side hold, and how fast they were made together."""
+    """Return what several shards made side by side hold, and how fast they were made together."""
     total = Work(*(sum(column) for column in zip(Work(0, 0, 0), *works, strict=True)))
     made = f"{counted(total.num_documents, 'document')}, {counted(total.num_tokens, 'token')}"
     return f"{made} in {wall_s:.1f} s: {_speeds(wall_s, total)}"

@@ -88,7 +88,7 @@ class Work(NamedTuple):
 
     @staticmethod
     def of(manifest: Manifest) -> Work:
-        """All of a shard."""
+        """Return all of a shard."""
         counts = manifest.counts
         return Work(counts.input_bytes, counts.num_documents, counts.num_tokens)
 
@@ -166,6 +166,7 @@ class Worker:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.texts), len(batch.tokens.ids)
                 progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
+                del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             if digest is not None and digest.hexdigest() != shard.sha256:
                 raise self._changed_input(shard, digest.hexdigest())
             self._check_bad_fraction(writer, shard.shard_id)
@@ -208,7 +209,7 @@ class Worker:
         raise _too_many_bad(self.plan.options, counting, shard_id, limit, quarantine.path)
 
     def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
-        """What may differ between equal shards; for reports, never for decisions."""
+        """Return what may differ between equal shards; for reports, never for decisions."""
         return {
             "engine": f"{self.engine.name} {self.engine.version}",
             "shardprep": shardprep.__version__,
@@ -305,7 +306,7 @@ def _blanked_batch(
 
 
 def bad_words(options: PlanOptions, reasons: set[str]) -> str:
-    """Why documents are left out, as the end of a sentence."""
+    """Return why documents are left out, as the end of a sentence."""
     what = options.text_template or options.text_field
     words = {
         "undecodable": f"cannot be decoded as {options.encoding}",
@@ -355,7 +356,7 @@ def load_worker(
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
-    """The engine of a worker, once it has given the reference's ids for the plan's probe.
+    """Return the engine of a worker, once it has given the reference's ids for the plan's probe.
 
     Raises OtherTokenizer where even the reference gives other ids, UsageError where an engine
     that was asked for by name cannot be had.
@@ -396,7 +397,7 @@ def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
 
 
 def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list[int]:
-    """Those that are not done. What attempts at the others left is removed, by one look at the folder.
+    """Return those that are not done. What attempts at the others left is removed, by one look at the folder.
 
     Raises as ``finished_manifest`` does.
     """

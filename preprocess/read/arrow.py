@@ -72,7 +72,7 @@ def messages_of(file: OpenInput) -> Iterator[Message]:
 
 
 def _stream_start(file: OpenInput, position: int) -> Message:
-    """The schema with which a stream begins. Raises BadInput where none begins here."""
+    """Return the schema with which a stream begins. Raises BadInput where none begins here."""
     head = file.read(position, min(position + 8, file.stamp.num_bytes))
     where = "it begins with" if position == 0 else f"behind the end of a stream, at byte {position}, it has"
     try:
@@ -153,7 +153,7 @@ def _footer(file: OpenInput) -> tuple[int, list[list[int]]]:
 
 
 def _message_at(file: OpenInput, position: int) -> Message:
-    """The message that begins at a byte; the mark of the end is one, too. Raises BadInput."""
+    """Return the message that begins at a byte; the mark of the end is one, too. Raises BadInput."""
     size = file.stamp.num_bytes
     block = file.read(position, min(position + _HEAD_BYTES, size))
     # Before Arrow 0.15 messages began with the size of their header alone.
@@ -204,7 +204,7 @@ def _number(data: bytes, table: int, number: int, code: str) -> int:
 
 
 def _slot(data: bytes, table: int, number: int) -> int:
-    """Where a field of a flatbuffer's table lies; 0 where it is absent."""
+    """Return where a field of a flatbuffer's table lies; 0 where it is absent."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     num_bytes = struct.unpack_from("<H", data, vtable)[0]
     entry = 4 + 2 * number

@@ -131,7 +131,7 @@ class TooCostly(BadInput):
 def chat_template_of(
     folder: Path, given: Path | None, *, allows_control_tokens: bool
 ) -> tuple[ChatTemplate, MaskRule]:
-    """The template of a tokenizer's folder, or of a file, once it has rendered a conversation.
+    """Return the template of a tokenizer's folder, or of a file, once it has rendered a conversation.
 
     With it comes the rule of its loss masks: that of the installed transformers where the template has the
     tags. Raises UsageError where there is no template, or it cannot be used, and Refused where the rule is
@@ -213,7 +213,7 @@ def _rendered_shapes(
 
 
 def _words_of(shape: list[dict[str, Any]]) -> list[str]:
-    """What of a conversation's text the rendered one is expected to have."""
+    """Return what of a conversation's text the rendered one is expected to have."""
     said = [message.get(key) for message in shape for key in ("content", "tool_calls")]
     parts = itertools.chain.from_iterable(re.split(r"\s*</?think>\s*", text) for text in _strings(said))
     return [part for part in parts if part and part not in ("call00001", "function")]
@@ -252,7 +252,7 @@ _LOCK = threading.Lock()
 
 
 def _asked(question: dict[str, Any], num_answers: int = 1) -> list[Any]:
-    """What this process's renderer answers: lines of JSON to a line of JSON."""
+    """Return what this process's renderer answers: lines of JSON to a line of JSON."""
     answers: list[Any] = []
     question |= {"most_cpu_s": _MOST_CPU_S, "most_memory_bytes": _MOST_MEMORY_BYTES}
     with _LOCK:
@@ -290,7 +290,7 @@ def _asked(question: dict[str, Any], num_answers: int = 1) -> list[Any]:
 
 @functools.lru_cache(maxsize=1)
 def _child() -> subprocess.Popen[bytes]:
-    """The one process that renders for this one; it ends with it."""
+    """Return the one process that renders for this one; it ends with it."""
     command = [sys.executable, "-c", _CODE, str(HOME)]
     environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take address space
@@ -301,7 +301,7 @@ def _child() -> subprocess.Popen[bytes]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """A renderer ends when it is asked nothing more; returns its exit code."""
+    """End a renderer: it is asked nothing more. Returns its exit code."""
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
             with contextlib.suppress(OSError):

@@ -58,7 +58,7 @@ class InputStream(io.RawIOBase):
         return self._position
 
     def read(self, size: int | None = -1) -> Any:
-        """Up to ``size`` bytes, or all that follow. Raises OSError."""
+        """Return up to ``size`` bytes, or all that follow. Raises OSError."""
         num_left = self._ends[-1] - self._position
         num_left = num_left if size is None or size < 0 else min(size, num_left)
         pieces = []
@@ -126,7 +126,7 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
 
 
 def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
-    """Where a table, or a struct, may have a field, and its type; a column of this very name alone."""
+    """Return where a table, or a struct, may have a field, and its type; a column of this very name alone."""
     inner = _inner(kind)
     name = ".".join(path)
     found: list[tuple[FieldPath, Any]] = [((name,), kind) for other, kind in inner if other == name]
@@ -183,14 +183,14 @@ def column_names(fields: TextFields) -> list[str]:
 
 
 def rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
-    """How many rows have about ``batch_bytes``, given rows and bytes of some of them."""
+    """Return how many rows have about ``batch_bytes``, given rows and bytes of some of them."""
     return max(1, min(_MOST_ROWS, batch_bytes * num_rows // max(1, num_bytes)))
 
 
 def row_records(
     batches: Iterator[tuple[Any, int]], first_row: int, fields: TextFields, batch_bytes: int
 ) -> Iterator[Records]:
-    """The records of record batches, each with the bytes of the file that it accounts for.
+    """Return the records of record batches, each with the bytes of the file that it accounts for.
 
     Some rows at a time, fewer where their texts are longer.
     """
@@ -221,7 +221,7 @@ def row_records(
 
 
 def _column(batch: Any, path: FieldPath) -> tuple[Any, Any]:
-    """The array of a field as it is stored, once it points at nothing outside of it, and its type.
+    """Return the array of a field as it is stored, once it points at nothing outside of it, and its type.
 
     (None, None) where there is none. A value that cannot be read is a bad row and no bad file. Raises
     ValueError.
@@ -245,7 +245,7 @@ def _column(batch: Any, path: FieldPath) -> tuple[Any, Any]:
 
 
 def _num_bytes(columns: Iterable[tuple[Any, Any]], first: int, num: int) -> int:
-    """Bytes of some rows; of a dictionary nobody knows."""
+    """Return the bytes of some rows; of a dictionary nobody knows."""
     return sum(
         column.slice(first, num).nbytes
         for column, _ in columns

@@ -78,7 +78,7 @@ class _GzipMember:
 
 
 def _has_plain_header(data: bytes) -> bool:
-    """Whether the header of a gzip member (RFC 1952) is whole in ``data``, without reserved flags."""
+    """Return whether the header of a gzip member (RFC 1952) is whole in ``data``, without reserved flags."""
     if len(data) < 10 or data[3] & 0xE0:
         return False
     flags, end = data[3], 10
@@ -97,7 +97,7 @@ def _has_plain_header(data: bytes) -> bool:
 
 
 def load_zstd() -> Any:
-    """Python's library of zstd. Raises UsageError, with what to install, where it is missing."""
+    """Return Python's library of zstd. Raises UsageError, with what to install, where it is missing."""
     try:
         if sys.version_info >= (3, 14):
             from compression import zstd
@@ -199,13 +199,11 @@ def decompressed(
 def _check_magic(file: OpenInput, compression: Compression, data: bytes, at: int) -> None:
     if data.startswith(compression.magics):
         return
-    what = "is no" if at == 0 else "goes on with what is no"
     raise BadInput(
-        f"input {file.path} {what} {compression.name}: at byte {at} it has {data[:8]!r}, expected "
-        f"{compression.magics[0]!r}; give it the name that it should have, or move it away, and plan anew",
         path=file.path,
-        found=data[:8],
-        expected=compression.magics[0],
+        found=f"at byte {at} stands {data[:8]!r}",
+        expected=f"{compression.name}, which begins with {compression.magics[0]!r}; give it the name that it "
+        "should have, or move it away, and plan anew",
     )
 
 
@@ -246,7 +244,7 @@ class LineFormat:
     compression: Compression | None  # of the file
 
     def can_be_split(self, options: PlanOptions) -> bool:  # noqa: ARG002 - plain text's to say
-        """Whether a part may begin at a line."""
+        """Return whether a part may begin at a line."""
         return True
 
     def check_beginning(self, file: OpenInput, text: bytes) -> None:
@@ -276,7 +274,7 @@ class LineFormat:
     def text_of_part(
         self, reader: RangeReader, options: PlanOptions, piece_bytes: int
     ) -> tuple[int, Iterator[TextPiece]]:
-        """The byte of the text where the part's first line begins, and its pieces from there on.
+        """Return the byte of the text where the part's first line begins, and its pieces from there on.
 
         A part without a line has nothing but the bytes that it accounts for.
         """
@@ -287,7 +285,7 @@ class LineFormat:
             return part.start, (TextPiece(reader.read(*span), span[1] - span[0]) for span in spans)
 
         def tail() -> Iterator[bytes]:
-            """The text behind the part. It is hashed with the part that it lies in."""
+            """Return the text behind the part. It is hashed with the part that it lies in."""
             span = (part.end, file.stamp.num_bytes)
             texts = decompressed(file, compression, file.read_all, span, _TAIL_BYTES, options.zstd_long)
             return (piece.data for piece in texts)
@@ -339,7 +337,7 @@ def _with_tail(
 
 
 def _text_bytes_about(file: OpenInput, compression: Compression, zstd_long: int) -> tuple[int, bytes]:
-    """About how much text a file has, by its beginning, and that. Raises BadInput."""
+    """Return about how much text a file has, by its beginning, and that. Raises BadInput."""
     size = file.stamp.num_bytes
     pieces = decompressed(file, compression, file.read_all, (0, size), _HEAD_TEXT_BYTES, zstd_long)
     head = next(pieces)
@@ -347,7 +345,7 @@ def _text_bytes_about(file: OpenInput, compression: Compression, zstd_long: int)
 
 
 def _frames(file: OpenInput, compression: Compression) -> Iterable[Start]:
-    """The places where the file says that it may be entered, the first one and the end among them."""
+    """Return the places where the file says that it may be entered, the first one and the end among them."""
     if compression.name == "gzip":
         return _bgzf_blocks(file)
     return _seek_table(file) if compression.name == "zstd" else ()
@@ -359,7 +357,7 @@ _GZIP_WITH_EXTRA = b"\x1f\x8b\x08\x04"
 
 
 def _bgzf_blocks(file: OpenInput) -> Iterator[Start]:
-    """Of every block the header is read, 22 bytes of 64 KiB; nothing where the first is none of bgzip's."""
+    """Read the header of every block, 22 bytes of 64 KiB; nothing where the first is none of bgzip's."""
     position = text = 0
     header = file.read(0, _BGZF_HEADER.size)
     while len(header) == _BGZF_HEADER.size:

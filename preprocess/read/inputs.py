@@ -79,11 +79,11 @@ class OpenInput:
         self._file.expect_scattered_reads()
 
     def mapped(self) -> mmap.mmap:
-        """The file as memory. Raises ReadWriteError."""
+        """Return the file as memory. Raises ReadWriteError."""
         return with_retries(f"input {self.path} cannot be mapped", self._file.mapped)
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
+        """Return the bytes [start, end), fewer where the file ends before. Raises ReadWriteError."""
         data, read = b"", self._file.read_beginning
         while (at := start + len(data)) < end:
             piece = with_retries(
@@ -95,7 +95,7 @@ class OpenInput:
         return data
 
     def read_all(self, start: int, end: int) -> bytes:
-        """The bytes [start, end). Raises ReadWriteError, also where the file ends before."""
+        """Return the bytes [start, end). Raises ReadWriteError, also where the file ends before."""
         data = self.read(start, end)
         if len(data) < end - start:
             raise ReadWriteError(
@@ -150,7 +150,7 @@ def check_is_fetched(file: OpenInput) -> None:
 
 
 def unreadable(file: OpenInput, why: str) -> BadInput:
-    """The error of an input that cannot be read as what its name says."""
+    """Return the error of an input that cannot be read as what its name says."""
     return BadInput(
         f"input {file.path} {why}; bring a whole file, or move it away and plan anew",
         path=file.path,
@@ -202,7 +202,7 @@ class RangeReader:
         self._num_hashed = part.start  # byte up to which the range is hashed
 
     def read(self, start: int, end: int) -> bytes:
-        """The bytes [start, end). Raises ReadWriteError."""
+        """Return the bytes [start, end). Raises ReadWriteError."""
         data = self.file.read_all(start, end)
         if self._digest is not None and end > self._num_hashed:
             self._digest.update(memoryview(data)[self._num_hashed - start :])

@@ -68,11 +68,9 @@ class JsonFile(JsonLines):
                 f"jq -c '.[]' {quoted(file.path)} > {quoted(str(file.path).rpartition('.json')[0])}.jsonl"
             )
             raise BadInput(
-                f"input {file.path} is one list of JSON, which cannot be cut; expected an object in each "
-                f"line; convert it: {remedy} (unpack a compressed one first), and move {file.path} away",
                 path=file.path,
                 found="one list of JSON",
-                expected="an object in each line",
+                expected="an object in each line; convert it, unpacked if need be, and move it away",
                 remedy=remedy,
             )
 
@@ -86,11 +84,10 @@ def _texts_of(
     if at == 0:
         lines[0] = lines[0].removeprefix(_MARK)
     if isinstance(fields, RecordFields):
-        pairs = [_record_of(line, fields) for line in lines]
-        texts = [
-            line.decode() if text == "{}" else text for line, (_, text) in zip(lines, pairs, strict=True)
-        ]
-        return texts_of(texts), fields.columns(_others([record for record, _ in pairs], fields))
+        wholes = [_whole_record(line, fields) for line in lines]
+        records = [record for record, _ in wholes]
+        columns = {**fields.columns(_others(records, fields)), "record": records}
+        return [text for _, text in wholes], columns
     loads, name = orjson.loads, fields.plain_name
     has_long = int(np.diff(starts, append=len(block)).max(initial=0)) > 2 * MAX_JSON_DEPTH
     has_deep = has_long and any(map(is_too_deep, lines))
@@ -113,12 +110,12 @@ def _texts_of(
 
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
-    """The values of ``other_paths``."""
+    """Return the values of ``other_paths``."""
     return {path: [value_at(record, path) for record in records] for path in fields.other_paths}
 
 
 def _are_exact(values: Sequence[Any]) -> bool:
-    """Whether orjson's values are the file's: of an integer beyond 64 bits it makes a float."""
+    """Return whether orjson's values are the file's: of an integer beyond 64 bits it makes a float."""
     kinds = set(map(type, values))
     if float in kinds and any(abs(value) >= 2**63 for value in values if type(value) is float):
         return False
@@ -147,7 +144,7 @@ def _names_each_once(block: bytes, num_lines: int, fields: TextFields) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _keys(name: str) -> re.Pattern[bytes]:
-    """Finds each key of this name with its colon, however JSON spells it; and few strings that look so."""
+    """Find each key of this name with its colon, however JSON spells it; and few strings that look so."""
     # The group is empty: so findall makes no object for each key.
     return re.compile(b'"%b"(?::|[ \\t\\r]+:)()' % b"".join(map(_spellings, name)))
 
@@ -156,7 +153,7 @@ _SHORT_ESCAPES = dict(zip('"\\/\b\f\n\r\t', (b'"', b"\\", b"/", b"b", b"f", b"n"
 
 
 def _spellings(character: str) -> bytes:
-    """A pattern of a character of a string in JSON: as it is, and its escapes."""
+    """Return a pattern of a character of a string in JSON: as it is, and its escapes."""
     units = struct.iter_unpack(">H", character.encode("utf-16-be", "surrogatepass"))
     found = [b"".join(rb"\\u(?i:%04x)" % number for (number,) in units)]
     if character in _SHORT_ESCAPES:
@@ -167,7 +164,7 @@ def _spellings(character: str) -> bytes:
 
 
 def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:
-    """The object of a line, and its text; whatever other lines there are."""
+    """Return the object of a line, and its text; whatever other lines there are."""
     if not line.strip(_BLANK):
         return None, ""
     try:
@@ -189,6 +186,25 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
     return record, fields.text(record)
 
 
+def _whole_record(line: bytes, fields: RecordFields) -> tuple[Any, bytes | UnusableText]:
+    """The object of a line; of a key that stands twice in it the last value. The text is the line."""
+    if not line.strip(_BLANK):
+        return None, b""
+    try:
+        record = orjson.loads(line)
+        if _LONG_NUMBER.search(line):  # of which orjson makes a float
+            record = json.loads(line)
+    except ValueError:
+        return None, why_not_json(line)
+    if is_too_deep(line):
+        return None, _TOO_DEEP
+    text = fields.text(record)
+    return record, text if isinstance(text, UnusableText) else line
+
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+
+
 class _Object(dict[str, Any]):
     """An object of JSON that remembers which keys stand in it twice."""
 
@@ -200,7 +216,7 @@ class _Object(dict[str, Any]):
 
 
 def _named_twice(record: Any, fields: TextFields) -> Iterator[str]:
-    """The names of the text's fields that stand twice in their object; of messages, of all in them."""
+    """Return the names of the text's fields that stand twice in their object; of messages, of all in them."""
     for path in fields.text_paths:
         inner = record
         for name in path:

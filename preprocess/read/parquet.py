@@ -100,7 +100,7 @@ def _encrypted(file: OpenInput, what: str) -> BadInput:
 
 
 def _encrypted_columns(table: Any) -> list[str]:
-    """The top-level columns that cannot be read.
+    """Return the top-level columns that cannot be read.
 
     They are tried one by one: pyarrow ends the process (SIGABRT) where its metadata is asked for one of them.
     """
@@ -126,7 +126,7 @@ def _row_groups(table: Any) -> list[tuple[int, list[int]]]:
 
 
 def _text_bytes(metadata: Any, group: int, fields: TextFields) -> int:
-    """About how much text a row group has: its columns in use, decompressed."""
+    """Return about how much text a row group has: its columns in use, decompressed."""
     names = set(column_names(fields))
     row_group = metadata.row_group(group)
     columns = [row_group.column(number) for number in range(row_group.num_columns)]
@@ -140,7 +140,7 @@ def _text_bytes(metadata: Any, group: int, fields: TextFields) -> int:
 def _batches(
     table: Any, groups: list[tuple[int, list[int]]], part: ByteRange, fields: TextFields, batch_bytes: int
 ) -> Iterator[tuple[Any, int]]:
-    """The record batches of row groups; each group's last one accounts for all bytes of it."""
+    """Return the record batches of row groups; each group's last one accounts for all bytes of it."""
     bounds = itertools.pairwise([part.start, *(start for start, _ in groups[1:]), part.end])
     for (_, numbers), (begin, end) in zip(groups, bounds, strict=False):
         expected = sum(table.metadata.row_group(number).num_rows for number in numbers)

@@ -27,7 +27,7 @@ _TEXTS = {binary: text for text, binary in _STRINGS.items()}
 
 
 def stored_type(kind: Any) -> Any:
-    """The type of the same bytes without what they mean: strings are binary, times are integers.
+    """Return the type of the same bytes without what they mean: strings are binary, times are integers.
 
     An array that is viewed so can be checked for what it points at, whatever its values are.
     """
@@ -61,7 +61,7 @@ def _stored_field(field: Any) -> Any:
 
 
 def json_values(array: Any, kind: Any) -> list[Any]:
-    """The values of an array of ``kind``, viewed as its ``stored_type``."""
+    """Return the values of an array of ``kind``, viewed as its ``stored_type``."""
     if isinstance(kind, arrow.BaseExtensionType):
         return _of_extension(array, kind)
     if types.is_dictionary(kind):
@@ -132,7 +132,7 @@ def _objects(array: Any, kind: Any) -> list[Any]:
 
 
 def _lists(array: Any, kind: Any) -> list[Any]:
-    """The values of lists whose items are of ``kind``."""
+    """Return the values of lists whose items are of ``kind``."""
     if not hasattr(array, "offsets") or hasattr(array, "sizes"):  # of fixed size, or views
         rows = [None if one.values is None else json_values(one.values, kind) for one in array]
         return [None if row is None else _whole(row, row) for row in rows]
@@ -146,7 +146,7 @@ def _lists(array: Any, kind: Any) -> list[Any]:
 
 
 def _whole(value: Any, parts: Any) -> Any:
-    """A list or an object, or why a part of it cannot be given."""
+    """Return a list or an object, or why a part of it cannot be given."""
     return next((part for part in parts if type(part) is UnusableText), value)
 
 
@@ -183,7 +183,7 @@ def _decimal(unscaled: int, scale: int) -> str:
 
 
 def _fraction(parts: int, unit: str) -> str:
-    """What stands behind a second: 6 digits, 9 where nanoseconds need them, nothing for 0."""
+    """Return what stands behind a second: 6 digits, 9 where nanoseconds need them, nothing for 0."""
     nanoseconds = parts * (10**9 // _UNITS_PER_S[unit])
     if not nanoseconds:
         return ""

@@ -58,7 +58,7 @@ class TextFields:
         self.plain_name = self.text_paths[0][0] if is_plain else None
 
     def at(self, places: Mapping[FieldPath, FieldPath]) -> TextFields:
-        """The same fields, where a table has them; those that ``places`` does not name stay."""
+        """Return these fields where a table has them; those that ``places`` does not name stay."""
         other = copy.copy(self)
         other.text_paths = [places.get(path, path) for path in self.text_paths]
         other.id_path = places.get(self.id_path, self.id_path)
@@ -89,7 +89,7 @@ class TextFields:
         return self.text_of_values([value_at(record, path) for path in self.text_paths])
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
-        """The text, given the value of each of ``text_paths``."""
+        """Return the text, given the value of each of ``text_paths``."""
         for path, value in zip(self.text_paths, values, strict=True):
             if type(value) is not str:
                 return unusable(path, value)
@@ -115,16 +115,13 @@ class TextFields:
                 literal = ""
         except ValueError as error:
             raise UsageError(
-                f"--text_template {template!r} cannot be read ({error}); such as "
-                "'{input}\\n\\n{output}'; braces are {{ and }}",
-                found=f"--text_template {template!r}",
-                expected="'{input}\\n\\n{output}'",
+                found=f"--text_template {template!r}, which cannot be read ({error})",
+                expected="one such as '{input}\\n\\n{output}'; braces are {{ and }}",
             ) from None
         if not self.text_paths:
             raise UsageError(
-                f"--text_template {template!r} names no field; such as '{{input}}\\n\\n{{output}}'",
-                found=f"--text_template {template!r}",
-                expected="'{input}\\n\\n{output}'",
+                found=f"--text_template {template!r}, which names no field",
+                expected="one such as '{input}\\n\\n{output}'",
             )
         self._literals.append(literal)
 
@@ -137,7 +134,7 @@ class MessageFields(TextFields):
         self.plain_name = None
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
-        """The messages as JSON, given the value of the field."""
+        """Return the messages as JSON, given the value of the field."""
         (value,), (path,) = values, self.text_paths
         if value is _MISSING or value is None or isinstance(value, UnusableText):
             return unusable(path, value)
@@ -154,7 +151,7 @@ class MessageFields(TextFields):
 
 
 class RecordFields(TextFields):
-    """Takes the whole record, as JSON, for the function of ``--transform``."""
+    """Takes whole records, for the function of ``--transform``: a column "record" beside the texts."""
 
     def __init__(self, **others: str) -> None:
         super().__init__("text", **others)
@@ -170,13 +167,21 @@ class RecordFields(TextFields):
     def text(self, record: Any) -> str | UnusableText:
         if not isinstance(record, dict):
             return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
-        return "{}"  # the line is the record
+        return "a record"
 
-    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
-        """Return the record, given the value of each column; one that cannot be read is null."""
-        named = zip(self.text_paths, values, strict=True)
-        record = {name: None if isinstance(value, UnusableText) else value for (name,), value in named}
-        return json.dumps(record, ensure_ascii=False)
+    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
+        return "a record"
+
+    def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {**super().columns(values)}
+        if self.text_paths:  # a value that cannot be read is null
+            of_column = [
+                [None if isinstance(value, UnusableText) else value for value in values[path]]
+                for path in self.text_paths
+            ]
+            names = [name for (name,) in self.text_paths]
+            found["record"] = [dict(zip(names, row, strict=True)) for row in zip(*of_column, strict=True)]
+        return found
 
 
 def from_json(text: str) -> Any:
@@ -224,7 +229,7 @@ def _path(name: str, flag: str) -> FieldPath:
 
 
 def value_at(record: Any, path: FieldPath) -> Any:
-    """The value of a field, however deep; what ``unusable`` knows as missing where there is none."""
+    """Return the value of a field, however deep; what ``unusable`` knows as missing where there is none."""
     for name in path:
         if not isinstance(record, dict) or name not in record:
             return _MISSING
@@ -244,7 +249,7 @@ def unusable(path: FieldPath, value: Any) -> UnusableText:
 
 
 def name_of(value: Any) -> str:
-    """An id or a source as text: strings as they are, other values as JSON; "" for none."""
+    """Return an id or a source as text: strings as they are, other values as JSON; "" for none."""
     if value is _MISSING or value is None or isinstance(value, UnusableText):
         return ""
     if isinstance(value, str):

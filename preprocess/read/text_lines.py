@@ -33,7 +33,7 @@ class TextLines(LineFormat):
     line_ends = LineEnds(with_cr=True)
 
     def can_be_split(self, options: PlanOptions) -> bool:
-        """Not where a document is a whole file."""
+        """Return False where a document is a whole file."""
         return options.doc == "line"
 
     def read(
@@ -43,7 +43,7 @@ class TextLines(LineFormat):
         fields: TextFields,  # noqa: ARG002 - lines have none
         batch_bytes: int,
     ) -> Iterator[Records]:
-        """A line ends as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
+        """Yield lines, which end as in Python's text mode: at ``\\n``, ``\\r\\n`` or ``\\r``."""
         start, pieces = self.text_of_part(reader, options, batch_bytes)
         codec = options.encoding
         if codec == "utf-8-sig":
@@ -59,7 +59,7 @@ class TextLines(LineFormat):
 
 
 def _without_mark(pieces: Iterator[TextPiece]) -> tuple[int, Iterator[TextPiece]]:
-    """The bytes of a text's byte order mark, and what stands behind it."""
+    """Return the bytes of a text's byte order mark, and what stands behind it."""
     head, num_bytes = b"", 0
     for piece in pieces:
         head, num_bytes = head + piece.data, num_bytes + piece.num_bytes
@@ -70,7 +70,7 @@ def _without_mark(pieces: Iterator[TextPiece]) -> tuple[int, Iterator[TextPiece]
 
 
 def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
-    """A file as one document."""
+    """Return a file as one document."""
     held: list[bytes] = []
     size = num_bytes = 0
     for piece in pieces:
@@ -105,7 +105,7 @@ def _stripped(block: bytes, text: str) -> Texts:
 
 
 def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
-    """The text of a document that begins at byte ``at``."""
+    """Return the text of a document that begins at byte ``at``."""
     try:
         text = data.decode(codec)
     except UnicodeDecodeError as error:

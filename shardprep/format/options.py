@@ -192,7 +192,7 @@ class PlanOptions:
         }
 
     def _check_values(self) -> None:
-        kinds = _option_types(type(self))
+        kinds = _option_types(type(self))  # type: ignore[arg-type]  # a class can be hashed
         for item in dataclasses.fields(self):
             value, span = getattr(self, item.name), item.metadata.get("span")
             if isinstance(value, (str, Path)) and "\0" in str(value):
@@ -223,14 +223,16 @@ class PlanOptions:
                 raise _wrong_record(item.name, "conversations", "--record chat")
             if self.is_chat and of == "texts":
                 raise _wrong_record(
-                    item.name, "texts: a template alone decides how a conversation reads and ends", None
+                    item.name,
+                    "texts, and a template alone decides how a conversation reads; leave it out",
+                    None,
                 )
 
 
 def _wrong_record(name: str, meant: str, remedy: str | None) -> UsageError:
     """Return the error of an option that is for another record."""
-    more = f"; add {remedy}" if remedy else ""
-    return UsageError(f"--{name} is for {meant}{more}, or leave it out", found=f"--{name}", remedy=remedy)
+    more = f"; add {remedy}, or leave it out" if remedy else ""
+    return UsageError(f"--{name} is for {meant}{more}", found=f"--{name}", remedy=remedy)
 
 
 PLAN_FIELDS = dataclasses.fields(PlanOptions)

@@ -120,10 +120,8 @@ def test_verify_names_a_manifest_in_whose_run_a_bit_flipped(
         for tier in ([], ["--fast"]):
             ended = prep.command("verify", folder, *tier)
             assert ended.code == 65, ended.text
-            assert (
-                f"error: shard 00001: {path} was altered since it was written: its run_sha256 is "
-                in ended.text
-            )
+            assert str(path) in ended.text
+            assert "run_sha256" in ended.text
     path.write_bytes(good)
     assert prep.command("verify", folder).code == 0
 
@@ -159,12 +157,12 @@ def test_worker_run_and_both_tiers_of_verify_name_a_changed_file_of_the_tokenize
     for tier in ([], ["--fast"]):
         ended = prep.command("verify", folder, *tier)
         assert ended.code == 78, ended.text
-        assert f"{path} has " in ended.text
+        assert str(path) in ended.text
     (folder / "shard-00000.json").unlink()
     for command in (["--shard_id", 0, "--output_dir", folder], ["run", folder, "--num_proc", 1]):
         ended = prep.command(*command)
         assert ended.code == 78, ended.text
-        assert f"{path} has " in ended.text
+        assert str(path) in ended.text
     path.write_bytes(path.read_bytes()[:-1])
     (folder / "tokenizer" / "added_tokens.json").write_text("{}")
     ended = prep.command("verify", folder)
@@ -198,6 +196,7 @@ def test_the_loader_refuses_an_idx_that_it_reads_in_parts(
             if place < IDX_HEADER.itemsize:
                 continue
             reader = ShardReader(shards)
-            with pytest.raises(BrokenShard, match=r"shard-00000\.idx is damaged: the crc32 of its records"):
+            with pytest.raises(BrokenShard) as caught:
                 reader.read(np.array([0]))
+            assert caught.value.path == str(folder / "shard-00000.idx")
             reader.close()

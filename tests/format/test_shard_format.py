@@ -282,8 +282,7 @@ def test_without_an_index_the_manifests_are_merged_and_a_missing_shard_is_named(
         manifest_path(broken.folder, shard_id).unlink()
     with pytest.raises(MissingShard) as caught:
         read_index(broken.folder)
-    assert caught.value.found == "2 of 4 shards"
-    assert "1-2" in str(caught.value)
+    assert caught.value.found == "2 of 4 shards, without 1-2"
     assert str(caught.value.remedy).startswith("shardprep run ")
 
 

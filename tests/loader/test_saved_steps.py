@@ -22,12 +22,9 @@ END = 8
 # point, step, batch of the step: in the first step, inside of an epoch, in its last step and the next first
 KILLS = [
     ("forward", 0, 0),
-    ("forward", 2, 1),
     ("forward", 5, 0),
-    ("backward", 2, 0),
     ("backward", 4, 1),
     ("before the optimizer", 2, 1),
-    ("after the optimizer", 2, 1),
     ("after the optimizer", 4, 1),
     ("counted", 2, 1),
     ("counted", 4, 1),

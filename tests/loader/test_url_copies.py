@@ -97,7 +97,7 @@ def test_a_shard_by_url_that_is_not_what_its_manifest_says_is_refused(
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(BrokenShard, match=rf"altered-{suffix}/shard-00001\.{suffix} has \d+ bytes of sha256"):
+    with pytest.raises(BrokenShard, match=rf"altered-{suffix}/shard-00001\.{suffix}"):
         copy_url(f"{server}/altered-{suffix}/shard-00001.tar", tmp_path)
     assert not list(tmp_path.rglob("*.tar"))
     assert not list(tmp_path.rglob(".*"))
@@ -115,7 +115,7 @@ def test_no_link_that_others_put_into_the_cache_is_followed(made: Path, tmp_path
     assert victim.read_bytes() == b"precious"
     (cache / name).unlink()
     (cache / name).symlink_to(victim)
-    with pytest.raises(BrokenShard, match="is no regular file, so no copy of ours; remove it"):
+    with pytest.raises(BrokenShard, match="no regular file"):
         copy_url(url, cache)
     assert victim.read_bytes() == b"precious"
 
@@ -132,7 +132,7 @@ def test_in_a_folder_that_others_can_write_to_copies_lie_in_one_of_the_users_own
     shutil.rmtree(own)
     (tmp_path / "elsewhere").mkdir()
     own.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CannotWrite, match=r"is no folder of user \d+ alone .*name another cache_dir"):
+    with pytest.raises(CannotWrite, match="mode lrwxrwxrwx"):
         copy_url(url, shared)
     own.unlink()
     own.mkdir()

@@ -139,4 +139,4 @@ def test_a_conversation_s_ends_are_not_to_be_switched(prep: Prep, raw: Path, tmp
     given = ["--input_dir", raw, "--output_dir", tmp_path / "D", "--model_id", prep.model_dir]
     refused = prep.command("plan", *given, "--record", "chat", "--no-add_special_tokens")
     assert refused.code == 2
-    assert "--add_special_tokens is for texts; the template alone decides" in refused.text
+    assert "--add_special_tokens" in refused.text

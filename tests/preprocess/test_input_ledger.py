@@ -170,9 +170,9 @@ def test_flags_that_took_nothing_are_not_in_the_plan(prep: Prep, tmp_path: Path)
 def test_a_data_set_among_its_own_inputs_is_refused(prep: Prep, raw: Path) -> None:
     options = ["--input_dir", raw, "--model_id", prep.model_dir, "--num_shards", 1, "--output_dir"]
     same = prep.command("plan", *options, raw / ".." / raw.name)
-    assert (same.code, "is --input_dir" in same.text) == (2, True)
+    assert (same.code, "--input_dir" in same.text) == (2, True)
     below = prep.command("plan", *options, raw / "made", "--recursive")
-    assert (below.code, "--recursive looks there" in below.text) == (2, True)
+    assert (below.code, "--recursive" in below.text) == (2, True)
     assert not (raw / "made").exists()
     assert prep.command("plan", *options, raw / "made").code == 0
 

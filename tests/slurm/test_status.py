@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,6 +35,7 @@ from tests.slurm.fake_slurm import (
     QUEUES,
     FakeSlurm,
     ended,
+    failure,
     make_done,
     slurm,
     squeue_line,
@@ -271,6 +274,42 @@ def test_next_accepts_more_bad_input_at_each_time_and_keeps_the_other_arguments(
             assert words[-1].startswith(f"{given} --max_bad_fraction ")
 
 
+def test_next_accepts_the_share_of_bad_documents_that_the_worker_found(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    make_done(data_dir, 0, 1, 2, 3)
+    words = "51 documents (5.10%) cannot be decoded as utf-8, the limit is 1.00%"
+    write_record(data_dir, "1_4", failure(4, 65, words), ended(65))
+    assert status(data_dir)["accepting_args"] == "--max_bad_fraction 0.5"
+
+
+def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    facts = {"by": "run", "SLURM_ARRAY_JOB_ID": "", "SLURMD_NODENAME": socket.gethostname()}
+    path = write_record(data_dir, "1_1", **facts, pid=os.getpid(), pid_began=ticks)
+    path = path.rename(path.with_name(f"host-{os.getpid()}.1000"))
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        path.unlink()
+
+    monkeypatch.setattr("slurm.status.time", SimpleNamespace(**{**vars(time), "sleep": sleep}))
+    slurm("status", data_dir, "--watch")
+    assert len(looks) == 1
+
+
+def test_where_slurm_gives_no_answer_a_set_that_nobody_submitted_is_made_by_run(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    assert last_line(data_dir) == f"next: shardprep submit {data_dir}"
+    (fake.place / "away").touch()
+    assert last_line(data_dir) == f"next: shardprep run {data_dir}"
+
+
 def test_next_quotes_the_folder_and_who_may_not_write_is_shown_no_command_that_writes(
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,7 +346,7 @@ def test_retry_doubles_the_memory_of_what_ran_out_of_it_up_to_the_largest_node(
     submitted(data_dir, arrays=[replace(submission().arrays[0], request=request_, mem_mb=mem_mb)])
     write_record(data_dir, "1_0", ended(75, stopped_by="OUT_OF_MEMORY"))
     fake.answers("sinfo", f"cpu*|idle|{node_mb}|64|infinite\n")
-    slurm("retry", data_dir, "--shards", 4)
+    slurm("retry", data_dir, "--shards", 0)
     assert f"#SBATCH --{option}\n" in fake.sent()[0]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from loader import TokenLoader, get_llama3_dataloader, source_ids
+from loader import TokenLoader, get_llama3_dataloader
 from loader.order import Order, choose_windows
 from loader.run import CYCLE, ROUND, Run, Source, Stage
 
@@ -90,15 +90,30 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
 
 
 def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_steps: int) -> float:
-    """The share of the first source's tokens in a run of some steps: 0 to 1."""
-    options: dict[str, Any] = {"num_workers": 0, "global_batch_size": 64, "weights": weights, "origins": True}
-    num_first = 0
+    """The share of the first source's tokens in a run of some steps: 0 to 1.
+
+    Documents of the first source are known by their ids: its tokens are counted of a run that has no other.
+    """
+    options: dict[str, Any] = {"num_workers": 0, "global_batch_size": 64, "weights": weights}
     with get_llama3_dataloader(folders, 64, **options) as loader:
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))
-        for batch in itertools.islice(batches, num_steps):
-            mask = batch["attention_mask"]
-            num_first += int(mask[source_ids(batch["origins"], mask.shape) == 0].sum())
-        return num_first / loader.metrics.num_tokens
+        for _ in steps_of(loader, num_steps):
+            pass
+        total = loader.metrics.num_tokens
+        run, (source, *_) = loader.run, loader.plan.present
+        taken = run.source_samples(run.position(num_steps))
+    first = next(iter(folders))
+    order = run.sources[0].order
+    reader = source.open()
+    whole, rest = divmod(taken[first] // 64, order.ticks_per_epoch)
+    tokens = 0
+    for epoch in range(whole + 1):
+        last = order.ticks_per_epoch if epoch < whole else rest
+        for start, end in order.windows(0):
+            if start < last:
+                samples = order.samples_of(epoch, range(64), start, end)[:, : last - start]
+                tokens += int(source.num_tokens(reader, samples.reshape(-1)).sum())
+    reader.close()
+    return tokens / total
 
 
 def mixing_costs(

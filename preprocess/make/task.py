@@ -125,10 +125,14 @@ def means_line(settings: WorkerSettings, num_cpus: int, *, num_processes: int = 
 
 def speed_line(manifest: Manifest) -> str:
     """How fast a shard was made, at what price, and what was written."""
-    run = manifest.run
+    run, transform = manifest.run, ""
+    if (transform_s := run.get("transform_cpu_s")) is not None:
+        rate = short_number(manifest.counts.num_documents / max(transform_s, 1e-3))
+        share = transform_s / max(run["cpu_s"], 1e-3)
+        transform = f" ({share:.0%} in --transform: {rate} documents per second)"
     return (
         f"made in {run['wall_s']:.1f} s: {_speeds(run['wall_s'], Work.of(manifest))}; "
-        f"{run['cpu_s']:.1f} s of CPU, "
+        f"{run['cpu_s']:.1f} s of CPU{transform}, "
         f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"
     )
 

@@ -212,14 +212,18 @@ def _documents_of(records: Records, input_number: int, first_line: int) -> Docum
 def _transformed(
     found: Iterable[Documents], transform: Transform, ranges: list[ByteRange], options: PlanOptions
 ) -> Iterator[Documents]:
-    """Put documents, or the JSON of their records, through the user's function."""
+    """Put documents through the user's function."""
     inputs = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()
     for documents in found:
         name = inputs[documents.input_number]
-        given = zip(documents.texts, documents.offsets.tolist(), strict=True)
+        columns = dict(documents.columns)
+        records = columns.pop("record", None)  # of lines of text there are none
+        if records is None:
+            records = [{"text": text.decode()} for text in documents.texts]
+        given = zip(records, documents.offsets.tolist(), strict=True)
         results = transform.texts(given, name, reasons, is_chat=options.is_chat)
-        kept, texts = documents.sorted_out(results)
+        kept, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
         yield dataclasses.replace(kept, texts=texts)
 
 

@@ -84,11 +84,10 @@ def _texts_of(
     if at == 0:
         lines[0] = lines[0].removeprefix(_MARK)
     if isinstance(fields, RecordFields):
-        pairs = [_record_of(line, fields) for line in lines]
-        texts = [
-            line.decode() if text == "{}" else text for line, (_, text) in zip(lines, pairs, strict=True)
-        ]
-        return texts_of(texts), fields.columns(_others([record for record, _ in pairs], fields))
+        wholes = [_whole_record(line, fields) for line in lines]
+        records = [record for record, _ in wholes]
+        columns = {**fields.columns(_others(records, fields)), "record": records}
+        return [text for _, text in wholes], columns
     loads, name = orjson.loads, fields.plain_name
     has_long = int(np.diff(starts, append=len(block)).max(initial=0)) > 2 * MAX_JSON_DEPTH
     has_deep = has_long and any(map(is_too_deep, lines))
@@ -185,6 +184,25 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
     if twice is not None:
         return record, UnusableText("bad_json", f"the key {twice} stands twice in one object")
     return record, fields.text(record)
+
+
+def _whole_record(line: bytes, fields: RecordFields) -> tuple[Any, bytes | UnusableText]:
+    """The object of a line; of a key that stands twice in it the last value. The text is the line."""
+    if not line.strip(_BLANK):
+        return None, b""
+    try:
+        record = orjson.loads(line)
+        if _LONG_NUMBER.search(line):  # of which orjson makes a float
+            record = json.loads(line)
+    except ValueError:
+        return None, why_not_json(line)
+    if is_too_deep(line):
+        return None, _TOO_DEEP
+    text = fields.text(record)
+    return record, text if isinstance(text, UnusableText) else line
+
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 
 class _Object(dict[str, Any]):

@@ -151,7 +151,7 @@ class MessageFields(TextFields):
 
 
 class RecordFields(TextFields):
-    """Takes the whole record, as JSON, for the function of ``--transform``."""
+    """Takes whole records, for the function of ``--transform``: a column "record" beside the texts."""
 
     def __init__(self, **others: str) -> None:
         super().__init__("text", **others)
@@ -167,13 +167,21 @@ class RecordFields(TextFields):
     def text(self, record: Any) -> str | UnusableText:
         if not isinstance(record, dict):
             return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
-        return "{}"  # the line is the record
+        return "a record"
 
-    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:
-        """Return the record, given the value of each column; one that cannot be read is null."""
-        named = zip(self.text_paths, values, strict=True)
-        record = {name: None if isinstance(value, UnusableText) else value for (name,), value in named}
-        return json.dumps(record, ensure_ascii=False)
+    def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
+        return "a record"
+
+    def columns(self, values: Mapping[FieldPath, Sequence[Any]]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {**super().columns(values)}
+        if self.text_paths:  # a value that cannot be read is null
+            of_column = [
+                [None if isinstance(value, UnusableText) else value for value in values[path]]
+                for path in self.text_paths
+            ]
+            names = [name for (name,) in self.text_paths]
+            found["record"] = [dict(zip(names, row, strict=True)) for row in zip(*of_column, strict=True)]
+        return found
 
 
 def from_json(text: str) -> Any:

@@ -24,7 +24,6 @@ from preprocess.read.text_fields import UnusableText
 from shardprep import LeaveOut
 from shardprep.errors import NotFound, Refused, UsageError
 from shardprep.files import NOT_THERE, make_subfolder, publish_bytes, read_regular
-from shardprep.format.input_formats import input_kind
 from shardprep.format.names import TRANSFORM_DIR
 from shardprep.format.options import PlanOptions
 
@@ -83,29 +82,27 @@ class Transform:
         return function
 
     def texts(
-        self, documents: Iterable[tuple[bytes, int]], name: str, reasons: set[str], *, is_chat: bool
+        self, documents: Iterable[tuple[dict[str, Any], int]], name: str, reasons: set[str], *, is_chat: bool
     ) -> Iterator[bytes | UnusableText]:
         """Yield the text of each document, of a chat its messages as JSON, or why it is left out.
 
         Args:
-            documents: of each its text, of records the whole one as JSON, and its place in the input.
+            documents: of each its record, and its place in the input.
             name: of the input.
             reasons: those of LeaveOut so far, in this shard.
         """
-        has_fields = input_kind(name).format.has_fields
-        for raw, place in documents:
-            text = raw.decode()
-            record = json.loads(text) if has_fields else {"text": text}
-            began_s = time.thread_time()
+        began_s = time.thread_time()
+        for record, place in documents:
+            record["input"], record["place"] = name, place
             try:
-                result = self._function({**record, "input": name, "place": place})
+                result = self._function(record)
             except LeaveOut as reason:
                 yield _left_out(str(reason), reasons)
             except Exception as error:
                 yield UnusableText("transform_error", f"{_words_of(error, self.path)}, for {name}:{place}")
             else:
                 yield _checked(result, is_chat=is_chat)
-            self.cpu_s += time.thread_time() - began_s
+        self.cpu_s += time.thread_time() - began_s
 
     def publish_copy(self, folder: Path) -> None:
         """Keep the files in a data set, for people. Raises CannotWrite, ReadWriteError."""

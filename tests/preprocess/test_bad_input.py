@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_listed_is_66_and_nothing_in_it_is_left_out_sile
         ended = prep.cli(*argv, preexec_fn=heed_permissions)
     finally:
         locked.chmod(0o755)
-    ends(ended, 66, f"--input_dir {locked} cannot be listed: Permission denied")
+    ends(ended, 66, f"{locked}.* Permission denied")
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_an_unknown_model_without_a_network_is_66(prep: Prep, raw_dir: Path, tmp
     args[-1] = "nobody/no-such-model"
     ends(
         prep.cli(*args, env={"HF_HUB_OFFLINE": "1"}), 66,
-        "found for 'nobody/no-such-model', which is no folder here, on the hub or in its cache",
+        "nobody/no-such-model, here or on the hub",
         "hf download nobody/no-such-model ",
     )  # fmt: skip
     assert not (tmp_path / "data").exists()
@@ -212,7 +212,7 @@ def test_no_permission_on_the_output_is_73(prep: Prep, raw_dir: Path, tmp_path: 
         ended = prep.cli(*argv, preexec_fn=heed_permissions)
     finally:
         locked.chmod(0o755)
-    ends(ended, 73, f"{data} cannot be (written to|made): Permission denied")
+    ends(ended, 73, f"{data}.*Permission denied")
 
 
 @pytest.mark.processes

@@ -12,15 +12,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import msgspec
 from msgspec import Meta
 
 from loader.order import Order
 from loader.run import CYCLE, Held, Position, Run, Source, Stage, source_seed
 from loader.sources import Plan, check_batch, check_slots, make_order, round_shares
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
+from shardprep.format.json_files import as_type
 
 logger = logging.getLogger(__name__)
 
@@ -207,13 +208,14 @@ def _data_in(state: Mapping[str, Any]) -> object:
 
 def _read(state: Mapping[str, Any]) -> _State:
     """Return the values of a state that have a meaning of their own. Raises BrokenShard."""
+    known = {name: state[name] for name in _State.__annotations__ if name in state}
     try:
-        saved = msgspec.convert(
-            {name: state[name] for name in _State.__annotations__ if name in state}, _State
-        )
-    except msgspec.ValidationError as error:
+        saved = as_type(Path("state"), known, _State)
+    except BrokenShard as error:
         raise BrokenShard(
-            f"the state is damaged: {error}; take another one", found=str(error), expected="other values"
+            f"the state is damaged: its {error.found}, expected {error.expected}; take another one",
+            found=error.found,
+            expected=error.expected,
         ) from None
     names = [row.name for row in saved.sources]
     added = [row.added_at for row in saved.sources]

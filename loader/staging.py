@@ -135,7 +135,6 @@ def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -
             )
         if stamp in (manifest.tar, manifest.idx):
             progress.add(stamp.num_bytes)
-    sync_folder(target)
     _copy_file(manifest_path(folder, shard_id), manifest_path(target, shard_id))
 
 
@@ -149,6 +148,7 @@ def _copy_file(path: Path, target: Path, stamp: FileStamp | None = None) -> File
             found = copy.sync()
             if stamp is None or found == stamp:
                 copy.publish()
+                sync_folder(target.parent)  # its name outlasts a power cut, before a manifest's does
             return found
     except NOT_THERE:
         remedy = f"shardprep verify {quoted(path.parent)}"

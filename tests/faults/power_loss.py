@@ -37,6 +37,7 @@ _HITS = (
     Hit("shard", "planned", "shard", 1),
     Hit("run", "planned", "run", 0.25),
     Hit("verify", "made", "verify", 1),
+    Hit("stage", "verified", "stage", 0.25),
     Hit("blank", "verified", "blank", 0.25),
     Hit("export nanogpt", "verified", "export nanogpt", 0.25),
 )

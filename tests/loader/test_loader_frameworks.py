@@ -598,12 +598,14 @@ def test_a_trainer_checks_the_boundaries_once_by_what_the_model_gets_and_refuses
 ) -> None:
     assert len(seen["check_boundaries_in_trainer"]) == 2
     for (found,) in seen["check_boundaries_in_trainer"]:
-        checked = [[False, False, True, True], "", 0]  # two passes in evaluation mode, then two steps
-        assert found["llama"] == found["opt, masked"] == found["a mask"] == checked
+        for run in ("llama", "opt, masked", "a mask"):
+            calls, said, exit_code = found[run]
+            # Some passes in evaluation mode, then the two steps.
+            assert (set(calls[:-2]), calls[-2:], said, exit_code) == ({False}, [True, True], "", 0), run
         assert found["opt, switched off"] == found["no boundaries"] == [[True, True], "", 0]
         for run, name in (("opt", "OPTForCausalLM"), ("no mask", "LlamaForCausalLM")):
             calls, said, exit_code = found[run]
-            assert (calls, exit_code) == ([False, False], 78)
+            assert (set(calls), exit_code) == ({False}, 78)
             assert f"documents of a packed row see each other in {name} (attention sdpa)" in said
 
 

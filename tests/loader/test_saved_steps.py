@@ -16,6 +16,8 @@ from loader.trainer import LoaderMixin
 from tests.external_tars import write_numbered_data
 from tests.small_model import SmallModel
 
+pytestmark = pytest.mark.slow  # each test trains
+
 GLOBAL_BATCH, ACCUMULATED = 8, 2
 NUM_SAMPLES = 43  # 5 steps of an epoch
 END = 8

@@ -14,6 +14,8 @@ from loader.trainer import LoaderMixin
 from tests.external_tars import write_numbered_data
 from tests.small_model import SmallModel
 
+pytestmark = pytest.mark.slow  # each test trains
+
 PER_EPOCH = 5  # steps of 43 samples
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from loader.mixture import ROUND_STEPS, Mixture, make_stages
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.order import Order, choose_windows
+from loader.run import CYCLE, ROUND, Run, Source, Stage
 
 NUM_SOURCES, SOURCE_SAMPLES, SAMPLE_BYTES = 20, 25_600, 8192
 
@@ -40,18 +40,18 @@ def source_variances(
     """
     num_samples = NUM_SOURCES * source_samples
     block, window = blocks or choose_windows(
-        num_samples=num_samples, num_bytes=SAMPLE_BYTES * num_samples, global_batch_size=global_batch_size
+        num_samples=num_samples, num_bytes=SAMPLE_BYTES * num_samples, tick_samples=global_batch_size
     )
     order = Order(
         num_samples=num_samples,
-        global_batch_size=global_batch_size,
+        tick_samples=global_batch_size,
         block_samples=block,
         window_samples=window,
         seed=1,
     )
     slots = range(global_batch_size)
     samples = np.concatenate([order.samples_of(0, slots, *each) for each in order.windows(0)], axis=1)
-    sources = samples.T[: order.steps_per_epoch // max(spans) * max(spans)] // source_samples
+    sources = samples.T[: order.ticks_per_epoch // max(spans) * max(spans)] // source_samples
     counts = np.stack([(sources == source).sum(1) for source in range(NUM_SOURCES)])
     found = {}
     for span in spans:
@@ -68,16 +68,17 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
     By the mixture alone; a span's shares are those of all consecutive spans of 1,000 rounds.
     """
     order = Order(
-        num_samples=10**6, global_batch_size=global_batch_size, block_samples=10, window_samples=100, seed=1
+        num_samples=10**6, tick_samples=global_batch_size, block_samples=10, window_samples=100, seed=1
     )
-    mixed = Mixture(
-        names=("one", "other"),
-        orders=(order, order),
-        stages=make_stages(("one", "other"), {"one": weight, "other": 1 - weight}, None, None),
-        global_batch_size=global_batch_size,
+    share = round(weight * CYCLE)
+    mixed = Run(
+        sources=tuple(Source(name=name, data="", order=order) for name in ("one", "other")),
+        stages=(Stage(step=0, ticks_per_step=1, shares=(share, CYCLE - share)),),
+        batches_per_tick=1,
         seed=1,
+        is_mixture=True,
     )
-    firsts = range(0, 1000 * ROUND_STEPS, ROUND_STEPS)
+    firsts = range(0, 1000 * ROUND, ROUND)
     slots = range(global_batch_size)
     counts = np.concatenate([(mixed.pattern(mixed.round_at(n), slots) == 0).sum(0) for n in firsts])
     found = {}
@@ -98,18 +99,15 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
         for _ in steps_of(loader, num_steps):
             pass
         total = loader.metrics.num_tokens
-        mixture: Any = loader.order
-        samples: Any = loader.plan.samples
-        taken = mixture.num_delivered(num_steps)
-        orders = dict(zip(mixture.names, mixture.orders, strict=True))
-        sources = dict(zip(mixture.names, samples.sources, strict=True))
+        run, (source, *_) = loader.run, loader.plan.present
+        taken = run.source_samples(run.position(num_steps))
     first = next(iter(folders))
-    source, order = sources[first], orders[first]
+    order = run.sources[0].order
     reader = source.open()
-    whole, rest = divmod(taken[first] // 64, order.steps_per_epoch)
+    whole, rest = divmod(taken[first] // 64, order.ticks_per_epoch)
     tokens = 0
     for epoch in range(whole + 1):
-        last = order.steps_per_epoch if epoch < whole else rest
+        last = order.ticks_per_epoch if epoch < whole else rest
         for start, end in order.windows(0):
             if start < last:
                 samples = order.samples_of(epoch, range(64), start, end)[:, : last - start]
@@ -164,7 +162,7 @@ def mixed_differences(
     options: dict[str, Any] = {
         "num_workers": 0,
         "global_batch_size": 64,
-        "weights_schedule": [
+        "weights": [
             (0, {names[0]: 0.7, names[1]: 0.3}),
             (num_steps // 2 + 1, {names[0]: 0.2, names[1]: 0.8}),
         ],

@@ -132,11 +132,11 @@ def row(shards: Shards, world: int, batch_size: int, num_workers: int) -> dict[s
     block, window = choose_windows(
         num_samples=shards.num_samples,
         num_bytes=shards.num_samples * shards.sample_bytes,
-        global_batch_size=world * batch_size,
+        tick_samples=world * batch_size,
     )
     order = Order(
         num_samples=shards.num_samples,
-        global_batch_size=world * batch_size,
+        tick_samples=world * batch_size,
         block_samples=block,
         window_samples=window,
         seed=1,

@@ -162,25 +162,25 @@ def main() -> int:
             num_bytes = index_of(folder, num_shards)
             shards, index_s, index_mb = taken(partial(shards_of, folder))
         block, window = choose_windows(
-            num_samples=shards.num_samples, num_bytes=shards.tar_bytes, global_batch_size=ranks * BATCH
+            num_samples=shards.num_samples, num_bytes=shards.tar_bytes, tick_samples=ranks * BATCH
         )
         order = Order(
             num_samples=shards.num_samples,
-            global_batch_size=ranks * BATCH,
+            tick_samples=ranks * BATCH,
             block_samples=block,
             window_samples=window,
             seed=1,
         )
         slots = share(range(order.num_slots), 0, world)
-        middle = order.steps_per_epoch // 2
+        middle = order.ticks_per_epoch // 2
         start, end = next(order.windows(middle))
         _, window_s, window_mb = taken(partial(order.samples_of, 0, slots, start, end))
         at_start, per_step = opens_of(order, shards, world)
         window_bytes = len(slots) * window * ROW_BYTES
-        mb_per_open = order.global_batch_size * ROW_BYTES / max(per_step, 1e-9) / 1e6
+        mb_per_open = order.tick_samples * ROW_BYTES / max(per_step, 1e-9) / 1e6
         row = {
             "samples": f"{shards.num_samples:.0e}",
-            "global batch, samples": f"{order.global_batch_size:,}",
+            "global batch, samples": f"{order.tick_samples:,}",
             "index.json, MB": f"{num_bytes / 1e6:.2f}",
             "reading it, ms": f"{index_s * 1e3:.0f}",
             "shards in memory, per process, MB": f"{index_mb:.1f}",

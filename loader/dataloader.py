@@ -45,7 +45,7 @@ from loader.sources import (
     choose_sizes,
     group_size,
     make_run,
-    shares_of,
+    weights_of_samples,
     whole_number,
 )
 from loader.token_loader import TokenLoader
@@ -257,10 +257,11 @@ def get_llama3_dataloader(
         for name, of_source in shards_of.items()
     }
     check_slots(tick_samples, rules.group, who.world_size)
+    of_samples = weights_of_samples(samples, weights, weights_in)
     run = make_run(
         samples,
         sizes,
-        shares_of(samples, weights, weights_in),
+        of_samples,
         tick_samples=tick_samples,
         batches_per_tick=tick_samples // (batch_size * who.world_size),
         group=rules.group,
@@ -272,6 +273,7 @@ def get_llama3_dataloader(
     plan = Plan(
         run=run,
         samples=tuple(samples.values()),
+        weights=tuple(of_samples),
         fingerprint=_fingerprint(rules, shards, run, tokenizer.fingerprint),
     )
     workers = _worker_options(

@@ -91,9 +91,13 @@ class TarBytes(io.BufferedReader):
             )
         return super().read(num_bytes)
 
-    def broken(self, what: str, remedy: str = "write or copy it again") -> BrokenShard:
+    def broken(
+        self, found: str, remedy: str = "write or copy it again", *, expected: str | None = None
+    ) -> BrokenShard:
         """Return the error to raise for a tar that cannot be read."""
-        return BrokenShard(f"{self.path} {what}; {remedy}", path=self.path, found=what)
+        wanted = "" if expected is None else f", expected {expected}"
+        message = f"{self.path} {found}{wanted}; {remedy}"
+        return BrokenShard(message, path=self.path, found=found, expected=expected)
 
 
 def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
@@ -113,7 +117,7 @@ def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
             return
         if len(block) < BLOCK_BYTES:
             raise tar.broken(
-                f"is cut short: it ends at byte {tar.num_bytes} without the two zero blocks that close a tar"
+                f"is cut short at byte {tar.num_bytes}", expected="the two zero blocks that close a tar"
             )
         begin = position
         if block[156] == ord("x") and _says_a_time_alone(block, tar.at(position + 512, position + 1024)):
@@ -412,9 +416,9 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
         return offset, num_bytes, num_tokens, 0, 0, 0, JSON, last_id
     if IDS_FIELD not in sample.fields:
         raise sample.tar.broken(
-            f"has the fields {', '.join(sorted(sample.fields))} for sample {sample.key!r}, expected "
-            f"{JSON_FIELD} or {IDS_FIELD}",
+            f"has the fields {', '.join(sorted(sample.fields))} for sample {sample.key!r}",
             "what stands before a name's first dot is the sample's key",
+            expected=f"{JSON_FIELD} or {IDS_FIELD}",
         )
     header, last_id = sample.array(IDS_FIELD, _WIDTHS, 1), -1
     end = sum(sample.fields[IDS_FIELD])

@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -193,9 +194,9 @@ def _of_paths(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             found.extend([_scanned(tar, count_tokens=count_tokens) for tar in tars])
 
     for path in paths:
-        _retried(path, lambda path=path: add(path))
+        _retried(path, partial(add, path))
     for folder, ids in named.items():
-        found.append(_retried(folder, lambda folder=folder, ids=ids: _dataset(Path(folder), ids)))
+        found.append(_retried(folder, partial(_dataset, Path(folder), ids)))
     return found
 
 

@@ -71,11 +71,12 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
         idx = None if source.scanned else _open_idx(source, row)
         if idx is not None:
             opened.enter_context(idx.file)
+            num_samples = idx.num_samples
         records = None
         if idx is None:
             # A tar that others wrote, or one of ours without its idx.
             records = (source.scanned or scan_tar(path, count_tokens=True)).records
-        num_samples = idx.num_samples if idx else len(records)
+            num_samples = len(records)
         expected = int(source.num_samples[row])
         if num_samples != expected:
             where = idx.file.path if idx else path

@@ -31,6 +31,8 @@ class Plan:
 
     run: Run
     samples: tuple[Samples | None, ...]  # by the number of the source; None: dropped, and not needed
+    # Shares by step and number of the source, whose sum is 1: a run rounds them in the order of its sources.
+    weights: tuple[tuple[int, tuple[float, ...]], ...] = ()
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -145,7 +147,7 @@ def make_order(
 def make_run(
     samples: Mapping[str, Samples],
     sizes: Sequence[tuple[int, int]],
-    shares: Sequence[tuple[int, tuple[int, ...]]],
+    weights: Sequence[tuple[int, tuple[float, ...]]],
     *,
     tick_samples: int,
     batches_per_tick: int,
@@ -163,11 +165,12 @@ def make_run(
             of_source, tick_samples, group, seed=of_seed, shuffle=shuffle, keeps_tail=keeps_tail
         )
         sources.append(Source(name=name, data=of_source.shards.fingerprint[:16], order=order))
-    size_at, shares_at = dict(sizes), dict(shares)
+    size_at, weights_at = dict(sizes), dict(weights)
     stages, size = [], 0
-    for step in sorted({*size_at, *shares_at}):
+    for step in sorted({*size_at, *weights_at}):
         size = size_at.get(step, size)
-        stages.append(Stage(step=step, ticks_per_step=size // tick_samples, shares=shares_at.get(step)))
+        shares = round_shares(weights_at[step]) if step in weights_at else None
+        stages.append(Stage(step=step, ticks_per_step=size // tick_samples, shares=shares))
     return Run(
         sources=tuple(sources),
         stages=tuple(stages),
@@ -205,12 +208,12 @@ def check_mixing(
     return True
 
 
-def shares_of(
+def weights_of_samples(
     samples: Mapping[str, Samples], weights: Weights | None, weights_in: WeightsIn
-) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the ticks of each source in a cycle, by step. Raises UsageError."""
+) -> list[tuple[int, tuple[float, ...]]]:
+    """Return the share of samples of each source, by step. Raises UsageError."""
     if weights is None:
-        return [(0, (CYCLE,))]
+        return [(0, (1.0,))]
     lengths = {name: of_source.row_tokens for name, of_source in samples.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -229,9 +232,9 @@ def shares_of(
     return [(step, _shares(of_stage, means)) for step, of_stage in stages]
 
 
-def _shares(weights: object, means: Mapping[str, float]) -> tuple[int, ...]:
-    """Return the ticks of each source in a cycle; ``means`` of its samples are what its weight counts in. A
-    source without a weight has 0."""
+def _shares(weights: object, means: Mapping[str, float]) -> tuple[float, ...]:
+    """Return the share of each source; its weight counts in the ``means`` of its samples. A source without a
+    weight has 0."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
     are_numbers = all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
@@ -253,8 +256,12 @@ def _shares(weights: object, means: Mapping[str, float]) -> tuple[int, ...]:
                 found=name,
                 expected=f"one of {CYCLE} samples",
             )
-    # The sums are rounded, so that the shares make a whole cycle.
-    ends = np.rint(np.array([0.0, *accumulate(shares)]) * CYCLE).astype(np.int64)
+    return tuple(shares)
+
+
+def round_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return shares as ticks of a cycle. Their sums are rounded, so that they make a whole cycle."""
+    ends = np.rint(np.array([0.0, *accumulate(weights)]) * CYCLE).astype(np.int64)
     return tuple(np.diff(ends).tolist())
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from loader.order import Order
 from loader.run import CYCLE, Held, Position, Run, Source, Stage, source_seed
-from loader.sources import Plan, check_batch, check_slots, make_order
+from loader.sources import Plan, check_batch, check_slots, make_order, round_shares
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,7 @@ def go_on(plan: Plan, state: Mapping[str, Any], layout: Mapping[str, int], *, am
     if amend and position == Position() and saved.tick_samples != plan.run.tick_samples:
         return GoesOn(plan, position, saved.num_left, 0)  # no sample was delivered in ticks of that size
     run = _run_of(saved, plan, layout)
+    given, plan = plan, _in_order_of(run, plan)
     _check_data(run, plan.run)
     _check_position(position, state, run, layout)
     step = run.step_of(position)
@@ -136,8 +137,8 @@ def go_on(plan: Plan, state: Mapping[str, Any], layout: Mapping[str, int], *, am
             "amended between two steps; take a state of after the optimizer's step"
         )
     if not step:
-        return GoesOn(plan, position, saved.num_left, 0)  # no sample was delivered: the plan begins
-    _check_past(run, plan.run, step)
+        return GoesOn(given, position, saved.num_left, 0)  # no sample was delivered: the plan begins
+    _check_past(run, plan.run, step, since)
     amended, border = run.amended(position, plan.run, _sources_in_ticks_of(run, plan))
     return GoesOn(_with_run(plan, amended, step), position, saved.num_left, border)
 
@@ -286,6 +287,25 @@ def _run_of(saved: _State, plan: Plan, layout: Mapping[str, int]) -> Run:
         raise BrokenShard(f"the state is damaged: {error}") from None
 
 
+def _in_order_of(run: Run, plan: Plan) -> Plan:
+    """Return the plan with its sources in the order that a run has them in, by which shares are rounded."""
+    places = {source.name: number for number, source in enumerate(run.sources)}
+    of_plan = plan.run.sources
+    order = sorted(range(len(of_plan)), key=lambda number: places.get(of_plan[number].name, len(places)))
+    weights = {step: tuple(shares[number] for number in order) for step, shares in plan.weights}
+    stages = [
+        stage if stage.shares is None else replace(stage, shares=round_shares(weights[stage.step]))
+        for stage in plan.run.stages
+    ]
+    sources = tuple(of_plan[number] for number in order)
+    return replace(
+        plan,
+        run=replace(plan.run, sources=sources, stages=tuple(stages)),
+        samples=tuple(plan.samples[number] for number in order),
+        weights=tuple(weights.items()),
+    )
+
+
 def _check_position(
     position: Position, state: Mapping[str, Any], run: Run, layout: Mapping[str, int]
 ) -> None:
@@ -328,11 +348,14 @@ def _check_data(run: Run, plan: Run) -> None:
             )
 
 
-def _check_past(run: Run, plan: Run, step: int) -> None:
+def _check_past(run: Run, plan: Run, step: int, since: int) -> None:
     """Raise OtherRun where stages of the plan that were over at a step are not those of the run since its
-    last amendment. An argument without a schedule says nothing of the past."""
+    last amendment. An argument without a schedule says nothing of the past, and one that changes nothing is
+    not asked."""
     first = max((stage.step for stage in run.stages if stage.is_amended and stage.step <= step), default=0)
     for field in ("global_batch_size", "shares"):
+        if _stages_of(run.held_from(since), field) == _stages_of(plan.held_from(since), field):
+            continue
         end = [begin for begin, _ in _stages_of(plan.held_from(0), field) if begin <= step][-1]
         found, wanted = run.held_from(first, end), plan.held_from(first, end)
         if first < end and _stages_of(found, field) != _stages_of(wanted, field):

@@ -306,7 +306,7 @@ class TokenLoader(DataLoader[Batch]):
         self._layout = {"world_size": process_rank.world_size, "batch_size": step_batches.batch_size}
         self.metrics = LoaderMetrics()
         self.step_batches = step_batches
-        self._amend = amend
+        self.can_amend = amend
         self._worker_options = workers
         self._go_by(plan)
         self._newest = 0
@@ -572,7 +572,7 @@ class TokenLoader(DataLoader[Batch]):
         the step from which on its own hold. Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see
         loader/state.py.
         """
-        plan, position, num_left, amended_at = go_on(self.plan, state, self._layout, amend=self._amend)
+        plan, position, num_left, amended_at = go_on(self.plan, state, self._layout, amend=self.can_amend)
         self._newest += 1
         if plan.run == self.run:
             self._end_unless_persistent()

@@ -77,7 +77,8 @@ class LoaderMixin(_Trainer):
         self._steps = EpochsOfLoader(train_loader)
         self._source_losses = _losses_of(train_loader)
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
-        if not train_loader.run.has_sizes:  # else a state may stand in another stage
+        # Else a state may stand in another stage.
+        if not train_loader.run.has_sizes and not train_loader.can_amend:
             check_trainer_arguments(self.args, train_loader)
         # The loader finds its place itself.
         self.args.ignore_data_skip = True

@@ -64,11 +64,15 @@ _REASONS = (
     ("PartitionDown|PartitionInactive", "the partition is down or inactive; ask an administrator", ""),
     ("PartitionTimeLimit", f"the partition allows no job so long: {_LESS} --time_min", "cancel"),
     ("PartitionNodeLimit|PartitionConfig", f"no node of the partition is so large: {_LESS}", "cancel"),
-    ("BadConstraints", "no node has what is asked for: cancel, and change --constraint", "cancel"),
+    (
+        "BadConstraints",
+        "no node has what is asked for: cancel, and ask for others (SBATCH_CONSTRAINT)",
+        "cancel",
+    ),
     ("Reservation", "its reservation has not begun", ""),
     (
         "Invalid(Account|QOS)|(Account|QOS)NotAllowed",
-        "change --account or --qos, which may not be used",
+        "the account or QOS may not be used: change --account or SBATCH_QOS",
         "cancel",
     ),
     (r"(Assoc|QOS)\w*(PerJob|MaxWall)", f"the account or QOS allows no job so large: {_LESS}", "cancel"),

@@ -81,7 +81,9 @@ def _sample_ranges(plan: Plan, num_bytes: int) -> Iterator[ByteRange]:
     """Parts from evenly spread places, as long as their format allows them to be cut; else whole files."""
     total = sum(item.num_bytes for item in plan.inputs)
     # Each place lies elsewhere in its eighth: at its beginning, equal files would show their heads alone.
-    within = [(0.5 + place * _GOLDEN_RATIO) % 1 for place in range(_NUM_PLACES)]
+    # Of an input that is taken whole, or nearly, the places are at the beginnings: so its first line counts.
+    is_small = total <= num_bytes * _NUM_PLACES
+    within = [0 if is_small else (0.5 + place * _GOLDEN_RATIO) % 1 for place in range(_NUM_PLACES)]
     targets = iter([int(total * (place + within[place]) / _NUM_PLACES) for place in range(_NUM_PLACES)])
     target, begin = next(targets), 0
     for number, item in enumerate(plan.inputs):

@@ -67,6 +67,7 @@ static int is_change(const char *op) {
 static int verdict(const char *op, const char *path) {
     size_t size = strlen(orders->root);
     if (strncmp(path, orders->root, size) || (path[size] != '/' && path[size])) return 0;
+    if (orders->mode == EACH_CHANGE && !is_change(op)) return 0; /* they would fill the list */
     int number = __atomic_fetch_add(&orders->count, 1, __ATOMIC_SEQ_CST);
     if (number < MAX_CALLS) {
         struct call *call = &orders->calls[number];
@@ -74,7 +75,7 @@ static int verdict(const char *op, const char *path) {
         snprintf(call->path, sizeof call->path, "%s", path + size);
     }
     if (orders->mode == EACH_CHANGE) {
-        if (is_change(op)) syscall(SYS_kill, 0, SIGSTOP);
+        syscall(SYS_kill, 0, SIGSTOP);
         return 0;
     }
     if (orders->mode == COUNT || number < orders->at) return 0;

@@ -22,7 +22,7 @@ from tests.word_tokenizers import save_word_tokenizer
 
 L = 12
 SIZES = {"web": 700, "code": 130, "books": 90}
-MIXED = {"weights": {"web": 1, "code": 1}}
+MIXED: dict[str, Any] = {"weights": {"web": 1, "code": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,16 @@ def test_before_its_first_step_a_run_begins_as_the_loader_says(data: dict[str, P
             amended.load_state_dict(state_at(data, 0, **MIXED))
             assert amended.run == fresh.run
             assert steps(amended, 3) == steps(fresh, 3)
+
+
+def test_the_order_in_which_sources_are_named_does_not_matter(data: dict[str, Path]) -> None:
+    """Shares are rounded to whole ticks in the order of the run."""
+    weights = {"web": 2, "code": 0.3, "books": 7}
+    with load(data, "web code books", weights=weights) as loader:
+        state = loader.state_at(5)
+    with load(data, "books web code", weights=weights) as loader:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
 
 
 def test_the_past_of_an_amended_run_comes_again_and_may_be_amended_anew(data: dict[str, Path]) -> None:

@@ -86,7 +86,7 @@ def test_an_argument_that_went_is_answered_with_what_to_do_instead(data: Path, n
             ({name: value}, f"{name} is {value!r}, expected {said}")
             for value, names, said in (
                 ("x", ("shuffle", "amend", "pin_memory", "persistent_workers"), "True or False"),
-                ("2", ("batch_size", "global_batch_size"), "a whole number"),
+                ("2", ("batch_size",), "a whole number"),
                 (True, ("seq_len", "pad_to_multiple_of", "num_workers", "prefetch_factor"), "a whole number"),
                 (1.0, ("rank", "world_size", "seed"), "a whole number"),
             )

@@ -313,7 +313,7 @@ def test_an_array_that_holds_no_ids_of_the_tokenizer_is_refused(
     assert caught.value.path == str(path)
 
 
-PACKED = {
+PACKED: dict[str, Any] = {
     "doc_starts": np.array([0, 3, 5], np.uint32),
     "row_tokens": np.array([4, 3], np.uint32),
     "token_ids": np.arange(8, dtype=np.uint16).reshape(2, 4),

@@ -320,7 +320,9 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
         )
         def amend(self, drawn: st.DataObject, what: str, num_steps: int) -> None:
             """Wherever the run stands; the next rule may amend it again at the same step."""
-            pair, sizes, weights = self.pair, (), ()
+            pair = self.pair
+            sizes: Any = ()
+            weights: Any = ()
             largest = max(form.later_ticks) * form.size
             if what != "weights" or not form.weights:
                 ticks = [n for n in form.later_ticks if n * pair.law.size <= largest]

@@ -146,10 +146,10 @@ def test_a_file_put_in_the_place_of_the_one_being_read_is_never_mixed_with_it(
 
 
 KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "fifo": (os.mkfifo, "is a FIFO, expected a regular file"),
-    "zero": (lambda path: path.symlink_to("/dev/zero"), "is a character device, expected a regular file"),
-    "folder": (lambda path: path.symlink_to("/"), "is a folder, expected a regular file"),
-    "dangling": (lambda path: path.symlink_to("nowhere"), "cannot be opened: it is a link to nothing"),
+    "fifo": (os.mkfifo, "a FIFO"),
+    "zero": (lambda path: path.symlink_to("/dev/zero"), "a character device"),
+    "folder": (lambda path: path.symlink_to("/"), "a folder"),
+    "dangling": (lambda path: path.symlink_to("nowhere"), "a link to nothing"),
 }
 
 
@@ -161,6 +161,8 @@ def test_an_input_that_becomes_no_regular_file_is_named_by_the_worker(
     make, said = KINDS[kind]
     (raw_dir / "a.txt").unlink()
     make(raw_dir / "a.txt")
-    with pytest.raises(NotFound, match=rf"a\.txt {said}"):
+    with pytest.raises(NotFound) as caught:
         make_all(tmp_path / "data")
+    assert str(raw_dir / "a.txt") in str(caught.value)
+    assert said in str(caught.value)
     assert nothing_is_made(tmp_path / "data")

@@ -105,7 +105,7 @@ def test_a_task_that_was_submitted_for_a_plan_makes_none_where_it_is_gone(
     for words in (flags, [*flags, *more]):
         ended = prep.command(*words)
         assert ended.code == 66, ended.text
-        assert "has no plan.json; run: shardprep plan --input_dir RAW --output_dir" in ended.text
+        assert "shardprep plan --input_dir RAW --output_dir" in ended.text
     assert num_planned == []
     assert not given["output_dir"].exists()
     plan_of_task(None, given)

@@ -86,7 +86,14 @@ def make_plan(args: argparse.Namespace) -> int:
     from lustre import Need, space_lines
     from preprocess.plan import planning
 
-    config = PrepConfig(**given_of(args, PrepConfig))
+    given = given_of(args, PrepConfig)
+    config = PrepConfig(**given)
+    if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
+        raise UsageError(
+            f"--{fields[0]} says what the text is, and so does --transform, which gets all fields; give one",
+            found=f"--{fields[0]} --transform",
+            expected="one",
+        )
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
         raise NotFound(
             f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}",

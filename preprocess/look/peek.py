@@ -10,9 +10,8 @@ import argparse
 import itertools
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -294,43 +293,3 @@ def _sample_lines(
             yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}"
         yield from (f"  {line}" for line in cut.split("\n"))
     yield ""
-
-
-class Excerpt(NamedTuple):
-    """The beginning of a document."""
-
-    address: str
-    text: str
-
-
-def excerpts(
-    folder: Path,
-    plan: Plan,
-    shard_id: int,
-    input_numbers: Sequence[int],
-    decoder: Decoder,
-    *,
-    num: int,
-    chars: int,
-) -> list[Excerpt]:
-    """Return the first documents of some inputs in a shard, without blanked ones, for the report."""
-    found: list[Excerpt] = []
-    with ShardSamples(folder, plan.spec, shard_id) as samples:
-        is_wanted = np.append(np.isin(samples.records["source"], input_numbers), False)
-        for number in np.flatnonzero(is_wanted).tolist():
-            if len(found) == num:
-                break
-            address, begin, ids = f"{shard_id}:{number}", 0, samples.ids(number)
-            if plan.spec.has_rows:
-                starts = samples.starts(number).tolist()
-                # Behind the end of another document the next row tells that the input is still the same.
-                if not starts or (starts[0] and not is_wanted[number + 1]):
-                    continue
-                begin, end = [*starts, len(ids)][:2]
-                address, ids = f"{address}:{int(begin > 0)}", ids[:end]
-            ids = ids[begin : begin + chars]
-            if decoder.are_blank(ids).any():
-                continue
-            text = " ".join(decoder.text(ids, np.ones(len(ids), np.bool_)).split())
-            found.append(Excerpt(address, text if len(text) <= chars else f"{text[:chars]}..."))
-    return found

@@ -37,7 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
     "concat": {"record": "packed", "seq_len": 16, "append_eos": True},
     "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": True},
-    "chat": {"record": "chat", "seq_len": 16, "messages_field": "chat", "digests": True},
+    "chat": {"record": "chat", "seq_len": 16, "text_field": "chat", "digests": True},
     "best fit of sides": {"record": "packed", "seq_len": 16, "pack": "best_fit", "validation_fraction": 0.3},
 }
 # Of a data set, and the loader's arguments.

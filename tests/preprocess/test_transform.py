@@ -122,6 +122,8 @@ def test_only_the_function_that_was_planned_runs_and_none_out_of_data(tmp_path: 
     again = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": world.tokenizer}
     assert world.main("plan", **again, num_shards=2).code == 78
     assert world.main("plan", **again, num_shards=2, transform=tmp_path / "other.py").code == 78
+    both = {"transform": tmp_path / "clean.py", "text_field": "text", "output_dir": tmp_path / "both"}
+    assert world.main("plan", **{**again, **both}).code == 2
     without = World(tmp_path / "without").raw(INPUTS).plan(num_shards=1)
     ended = without.main("shard", shard_id=0, output_dir=without.data_dir, transform=tmp_path / "clean.py")
     assert ended.code == 2

@@ -230,14 +230,14 @@ def test_lowercase_is_a_plan_option_by_its_declaration_and_the_place_that_uses_i
 @pytest.mark.slow
 def test_a_counter_of_the_manifest_is_its_declaration_and_the_class_that_counts(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
-    field = "    num_short: Count  # of fewer than 9 tokens\n    num_filtered: Count"
-    copy.change("shardprep/format/manifest.py", "    num_filtered: Count", field)
+    field = "    num_short: Count  # of fewer than 9 tokens\n    num_empty_lines: Count"
+    copy.change("shardprep/format/manifest.py", "    num_empty_lines: Count", field)
     counting = "preprocess/make/counting.py"
     copy.change(counting, "        self._num_lines = ", "        self._num_short = self._num_lines = ")
     added = "        self._num_short += int((num_tokens < 9).sum())\n        self._num_lines += "
     copy.change(counting, "        self._num_lines += ", added)
-    told = "            num_short=self._num_short,\n            num_filtered=self"
-    copy.change(counting, "            num_filtered=self", told)
+    told = "            num_short=self._num_short,\n            num_empty_lines=self"
+    copy.change(counting, "            num_empty_lines=self", told)
     world = World(tmp_path).raw({"a.txt": "a\n" * 7 + "the kettle sings " * 20 + "\n"})
     copy.run(plan_of(world, world.data_dir, 2), *shards_of(world.data_dir, 2), ["verify", world.data_dir])
     manifests = [json.loads(path.read_bytes()) for path in world.data_dir.glob("shard-*.json")]

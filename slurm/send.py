@@ -85,11 +85,11 @@ def submit(args: argparse.Namespace) -> int:
     look = partial(missing_shards, args, request)
     try:
         state, groups = look()
+        if groups:
+            return send_groups(args, state, groups, look)
     except SlurmMissing as error:
         error.remedy = f"shardprep run {quoted(args.output_dir)}"
         raise
-    if groups:
-        return send_groups(args, state, groups, look)
     print_lines(f"nothing to submit: {state.summary}")
     if args.until_done and not args.dry_run:
         leave_controller(args, state, request)

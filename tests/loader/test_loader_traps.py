@@ -243,7 +243,7 @@ def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_
     with load(tmp_path, 8, model, num_workers=2) as loader:
         whole = Path(paths[1]).read_bytes()
         Path(paths[1]).write_bytes(whole[:-512])
-        with pytest.raises(BrokenShard, match=r"part-001\.tar has \d+ of \d+ bytes"):
+        with pytest.raises(BrokenShard, match=r"part-001\.tar"):
             list(loader)
         wait_until_gone(before)
         Path(paths[1]).write_bytes(whole)

@@ -159,7 +159,7 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, kind: str) -
         path.symlink_to("/dev/zero")
     else:
         path.mkdir()
-    with pytest.raises(BrokenShard, match=rf"a\.tar is a .*{kind}, expected a regular file"):
+    with pytest.raises(BrokenShard, match=rf"a\.tar: .*{kind}, expected a regular file"):
         scan_tar(path)
 
 

@@ -60,6 +60,8 @@ def lines_run(world: World, number: int) -> tuple[int, int]:
         ended = call_main("shard", "--shard_id", 0, "--output_dir", world.data_dir)
     finally:
         sys.settrace(before)
+        # A signal that came in a finalizer comes again by an alarm, if the command has not ended before.
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return ended.code, tracer.num_lines
 
 

@@ -69,7 +69,7 @@ def test_the_command_that_plans_conversations_runs_as_shown(
     chat_model(prep.model_dir, tmp_path / "MODEL", TAGGED)
     write_chats(tmp_path / "RAW", conversations(80))
     page = (ROOT / "docs" / "training_data.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^shardprep plan .*$", page, re.MULTILINE)
+    (command,) = re.findall(r"^shardprep plan .*--record chat.*$", page, re.MULTILINE)
     run_child([warm.python, "-m", *shlex.split(command)], cwd=tmp_path, env=environ)
     run_child([warm.python, "-m", "shardprep", "run", "DATA"], cwd=tmp_path, env=environ)
     manifests = [json.loads(path.read_bytes()) for path in (tmp_path / "DATA").glob("shard-*.json")]

@@ -276,9 +276,9 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     }
     for flags, words in refusals.items():
         assert words in site.slurm("submit", seven.data, "--cpus_per_task", 1, *flags, code=2)
-    assert "has no plan.json" in site.slurm("submit", tmp_path, code=66)
+    assert "shardprep plan" in site.slurm("submit", tmp_path, code=66)
     shutil.move(seven.data / "tokenizer" / "tokenizer.json", tmp_path)
-    assert "run the plan command again" in site.slurm("submit", seven.data, code=66)
+    assert "tokenizer.json" in site.slurm("submit", seven.data, code=66)
     assert not (seven.data / "jobs").exists()
     assert site.run("squeue", "-h", "--user=root", "--states=PENDING") == ""
 

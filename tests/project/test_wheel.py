@@ -194,7 +194,7 @@ class Page:
 
 PAGES = (
     Page(name="getting-started.md"),
-    Page(name="inputs.md", made={"raw/en/a.jsonl": '{"text": "a sentence"}\n' * 3000}, tokenizer="MODEL"),
+    Page(name="inputs.md", made={"RAW/en/a.jsonl": '{"text": "a sentence"}\n' * 3000}, tokenizer="MODEL"),
     Page(
         name="seeing.md",
         made={"RAW/web/page_1.txt": ("a sentence, <html, lorem " * 24 + "\n") * 1400},

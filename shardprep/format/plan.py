@@ -38,7 +38,15 @@ from shardprep.files import (
 )
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.input_formats import known_input_kind
-from shardprep.format.json_files import Count, Text, as_type, checked_object, with_content_hash, wrong_value
+from shardprep.format.json_files import (
+    Count,
+    Text,
+    as_type,
+    checked_object,
+    prepare_type,
+    with_content_hash,
+    wrong_value,
+)
 from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, PLAN_NAME, source_of_path
 from shardprep.format.options import PLAN_FIELDS, PlanOptions, option_differences
 
@@ -330,6 +338,7 @@ class Rows(Sequence[T]):
         found = hashlib.sha256(raw).hexdigest()
         if found != expected:
             raise BrokenShard(path=path, found=f"{where} of sha256 {found[:12]}", expected=expected[:12])
+        prepare_type(self._kind)
         try:
             rows: list[T] = msgspec.json.decode(b"[" + raw + b"]", type=self._kind)
         except (msgspec.MsgspecError, ValueError) as error:

@@ -90,4 +90,30 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "num_sides = 2 if self._shards.has_planned else (2)",
         LIMIT,
     ),
+    ("loader/decode.py", "if stride > 1:", "if (stride >= 1):", "places times one stay as they are"),
+    (
+        "shardprep/format/done.py",
+        "most_chars = min(_MOST_MESSAGE_CHARS, _MOST_MESSAGES_CHARS // len(of_shards))",
+        "most_chars = min(_MOST_MESSAGE_CHARS, (_MOST_MESSAGES_CHARS * len(of_shards)))",
+        LIMIT,
+    ),
+    (
+        "loader/rounds.py",
+        "if mixed is None or not mixed.first <= at < mixed.end:",
+        "if mixed is None or not (mixed.first < at < mixed.end):",
+        SPEED,
+    ),
+    (
+        "loader/decode.py",
+        "if num_spaces not in (0, num_commas):",
+        "if num_spaces not in ((1), num_commas):",
+        SPEED,
+    ),
+    ("preprocess/make/members.py", "break", "pass", "no id has more digits: what follows looks at none"),
+    (
+        "loader/state.py",
+        "least = max(held.global_batch_size // size, 1) * size",
+        "least = max(held.global_batch_size // size, (2)) * size",
+        MESSAGE,
+    ),
 )

@@ -39,8 +39,26 @@ NUM_HISTORIES = {"plain": 40, "mixed": 95} if IS_CAMPAIGN else {"plain": 2, "mix
 NUM_RULES = 12 if IS_CAMPAIGN else 6  # of a history
 EOS, FILLER, NUM_WORDS = 7999, 7900, 8000
 ROW = 4  # tokens
-FIRST_ID = {"web": 1, "code": 1001, "books": 1201, "wiki": 1401, "rows": 2001, "large": 3001, "many": 4001}
-SIZES = {"web": 700, "code": 130, "books": 90, "wiki": 60, "rows": 500, "large": 200, "many": 9600}
+FIRST_ID = {
+    "web": 1,
+    "code": 1001,
+    "books": 1201,
+    "wiki": 1401,
+    "rows": 2001,
+    "rows b": 2701,
+    "large": 3001,
+    "many": 4001,
+}
+SIZES = {
+    "web": 700,
+    "code": 130,
+    "books": 90,
+    "wiki": 60,
+    "rows": 500,
+    "rows b": 110,
+    "large": 200,
+    "many": 9600,
+}
 LARGE_BYTES = 400_000  # of a sample of ``large``: blocks and windows are as small as their bytes ask for
 
 
@@ -84,6 +102,11 @@ FORMS = {
     "mixture joined": Form(
         sources=["code", "wiki"], weights=[(0, {"code": 1, "wiki": 2})], options={"seq_len": ROW}
     ),
+    "mixture of rows": Form(
+        sources=["rows", "rows b"],
+        weights=[(0, {"rows": 3, "rows b": 1})],
+        options={"boundaries": "segment_ids"},
+    ),
     "mixture of sizes by step": Form(
         sources=["code", "books"], weights=[(0, {"code": 3, "books": 2})], sizes=[(0, 12), (3, 24)]
     ),
@@ -96,7 +119,7 @@ def ids_of(source: str, number: int) -> list[int]:
     first = FIRST_ID[source] + number
     if source == "many":  # in two words
         return [FIRST_ID[source] + number // 100, FIRST_ID[source] + 500 + number % 100]
-    if source == "rows":
+    if source.startswith("rows"):
         return [first, FILLER, FILLER, EOS]
     return [first, *range(FILLER, FILLER + number * number % 5)]
 
@@ -151,7 +174,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
         World(root / name, tokenizer=root / "words").raw({"lines.txt": "".join(lines)}).make(
             # The idx of ``many`` is so large that the loader reads parts of it.
             num_shards=1 if name == "many" else 3,
-            **({"record": "packed", "seq_len": ROW} if name == "rows" else {}),
+            **({"record": "packed", "seq_len": ROW} if name.startswith("rows") else {}),
         )
     return Data(root)
 
@@ -279,8 +302,9 @@ class Pair:
         return border
 
 
-def mixtures() -> st.SearchStrategy[Weights]:
-    return st.dictionaries(st.sampled_from(MIXED), st.sampled_from([1, 2, 7, 0.3]), min_size=1)
+def mixtures(form: Form) -> st.SearchStrategy[Weights]:
+    names = form.sources if "boundaries" in form.options else MIXED  # rows are mixed with rows alone
+    return st.dictionaries(st.sampled_from(names), st.sampled_from([1, 2, 7, 0.3]), min_size=1)
 
 
 def schedules(values: st.SearchStrategy[Any], step: int) -> st.SearchStrategy[Any]:
@@ -329,7 +353,7 @@ def machine(data: Data, form: Form, workers: Sequence[int]) -> type[RuleBasedSta
                 drawn_sizes = drawn.draw(schedules(st.sampled_from(ticks), pair.step))
                 sizes = [(first, num_ticks * pair.law.size) for first, num_ticks in drawn_sizes]
             if what != "sizes" and form.weights:
-                weights = drawn.draw(schedules(mixtures(), pair.step))
+                weights = drawn.draw(schedules(mixtures(form), pair.step))
             before = pair.step
             border = pair.amend(sizes=sizes, weights=weights)
             assert before <= border <= before + 66 or border == 0

@@ -65,8 +65,9 @@ BREAKS = [
     Break(
         "the last document of a block is there",
         "preprocess/read/lines.py",
-        'yield LineBlock(start, num_held + cut, b"".join(held), num_bytes)',
-        'yield LineBlock(start, num_held + cut, b"\\n".join(b"".join(held).split(b"\\n")[:-2]), num_bytes)',
+        'yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)',
+        "yield LineBlock(start, num_begun + cut, "
+        'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes)',
         f"{_INPUTS}[a.txt-1]",
         "a.txt in 1 shards: document",
     ),
@@ -84,7 +85,7 @@ BREAKS = [
         "ids=np.insert(tokens.ids, tokens.offsets[1:], end_id),\n"
         "            offsets=tokens.offsets + np.arange(len(tokens.offsets)),",
         "ids=np.insert(tokens.ids, tokens.offsets[1:-1], end_id),\n"
-        "            offsets=tokens.offsets + np.arange(len(tokens.offsets)).clip(max=len(texts) - 1),",
+        "            offsets=tokens.offsets + np.arange(len(tokens.offsets)).clip(max=len(tokens.offsets) - 2),",
         f"{_MEMBERS}[concat]",
         "data set concat, shard 0: its tar's members are others",
     ),

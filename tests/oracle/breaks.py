@@ -85,7 +85,8 @@ BREAKS = [
         "ids=np.insert(tokens.ids, tokens.offsets[1:], end_id),\n"
         "            offsets=tokens.offsets + np.arange(len(tokens.offsets)),",
         "ids=np.insert(tokens.ids, tokens.offsets[1:-1], end_id),\n"
-        "            offsets=tokens.offsets + np.arange(len(tokens.offsets)).clip(max=len(tokens.offsets) - 2),",
+        "            offsets=tokens.offsets"
+        " + np.arange(len(tokens.offsets)).clip(max=len(tokens.offsets) - 2),",
         f"{_MEMBERS}[concat]",
         "data set concat, shard 0: its tar's members are others",
     ),

@@ -23,7 +23,6 @@ LEAST_FRACTION, MOST_FRACTION = 1e-6, 0.5  # of the documents, for validation
 BLOCK_BYTES = 512  # a tar is a sequence of such blocks
 DIGEST_BYTES = 16  # of a document's hash in DATA/digests
 TAR_END = bytes(2 * BLOCK_BYTES)  # the two zero blocks that close a tar
-MAX_PLAN_BYTES = 256 << 20  # some 10^6 inputs
 MAX_MANIFEST_BYTES = 4 << 20  # one has about 3 KB, and as much for each source beyond the first
 MAX_MEMBER_BYTES = 2**32 - 1  # the idx keeps sizes as uint32; ustar itself ends at 8 GiB
 PACKED_MEMBER_BYTES = 512 * 1024  # rows are grouped into members of about this size

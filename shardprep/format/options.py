@@ -26,7 +26,6 @@ Pack = Literal["concat", "best_fit"]
 # Which tokens the assistant wrote, given its characters; see docs/training_data.md.
 MaskRule = Literal["", "overlap", "char_to_token", "characters"]
 EngineName = Literal["auto", "gigatoken", "tokenizers"]
-Normalize = Literal["", "NFC", "NFD", "NFKC", "NFKD"]
 
 SPLITS = ("train", "validation", "test")
 INPUT = "input files"
@@ -43,7 +42,6 @@ _fields = functools.partial(option, group=FIELDS)
 _text = functools.partial(option, group=TEXT)
 _tokens = functools.partial(option, group=TOKENS)
 _samples = functools.partial(option, group=SAMPLES)
-_resources = functools.partial(option, group=RESOURCES)
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
 

@@ -47,7 +47,7 @@ from shardprep.format.json_files import (
     with_content_hash,
     wrong_value,
 )
-from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, PLAN_NAME, source_of_path
+from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, PLAN_NAME
 from shardprep.format.options import PLAN_FIELDS, PlanOptions, option_differences
 
 T = TypeVar("T")
@@ -208,10 +208,6 @@ class Plan:
                 )
             )
         return ranges
-
-    def source_of(self, input_number: int) -> str:
-        """Return the source of an input: its first subfolder, or "." for one in the input folder itself."""
-        return source_of_path(self.inputs[input_number].path)
 
     def shard_bytes(self) -> list[int]:
         """Return the input bytes of every shard. Reads all of the plan."""

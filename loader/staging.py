@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardprep.console import Progress, print_lines, quoted, short_bytes
+from shardprep.console import Progress, print_lines, quoted, say, short_bytes
 from shardprep.errors import BrokenShard, CannotWrite, MissingShard, ShardprepError, UsageError
 from shardprep.files import (
     NOT_THERE,
@@ -99,7 +99,7 @@ def stage(args: argparse.Namespace) -> int:
                 _copy_shard(folder, shard_id, target, progress)
             except (BrokenShard, MissingShard) as error:  # of DATA; the other shards may be whole
                 failures.append(error)
-                progress.say(f"error: {error}")
+                say(f"error: {error}")
         if not failures and size_of_file(folder / INDEX_NAME) is not None:
             _copy_file(folder / INDEX_NAME, target / INDEX_NAME)
     num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)

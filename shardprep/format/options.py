@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardprep.command_line import flag_words, option
+from shardprep.command_line import option
 from shardprep.errors import UsageError
 from shardprep.format.json_files import MOST, is_text
 from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST_FRACTION, Record, TokenFormat
@@ -293,10 +293,18 @@ def option_differences(planned: PlanOptions, now: PlanOptions, names: set[str] |
 
 
 def flags_of(options: PlanOptions) -> list[str]:
-    """The words of a command line that give these options."""
+    """Return the words of a command line that give these options."""
     usual = {**vars(PlanOptions(record=options.record)), "record": "documents", "seq_len": 0}
-    flags = {item.name: getattr(options, item.name) for item in PLAN_FIELDS if item.metadata["help"]}
-    return [*flag_words({name: value for name, value in flags.items() if value not in ("", usual[name])})]
+    words = []
+    for item in PLAN_FIELDS:
+        name, value = item.name, getattr(options, item.name)
+        if not item.metadata["help"] or value in ("", usual[name]):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value)]
+    return words
 
 
 def _python_encoding(name: str) -> str:

@@ -56,7 +56,7 @@ RETRIED = frozenset({
 
 WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
 STALE_AFTER_S = 24 * 3600
-TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}(\.old)?\.tmp")  # .old: what PublishedFolder puts aside
+TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}\.tmp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -591,23 +591,12 @@ class PublishedFolder:
         return True
 
     def publish(self) -> None:
-        """Sync, and give the folder its name, in place of what has it.
-
-        A full folder is renamed away first and then removed: between the two renames nothing has the name. It
-        is renamed back where the second one fails.
-        """
-        if self.publish_first():
-            return
-        aside = self.temporary.with_suffix(".old.tmp")
-        try:
-            self.path.rename(aside)
-            self.temporary.rename(self.path)
-        except OSError as error:
-            raise CannotWrite(f"{self.path} cannot be written: {error.strerror}") from None
-        finally:
+        """Sync, and give the folder its name, in place of what has it: that is removed first."""
+        if not self.publish_first():
             with contextlib.suppress(OSError):
-                remove_tree(aside) if os.path.lexists(self.path) else aside.rename(self.path)
-        sync_folder(self.path.parent)
+                remove_tree(self.path)
+            if not self.publish_first():
+                raise CannotWrite(f"{self.path} is in the way: remove it", path=self.path)
 
 
 def _temporary_name(path: Path) -> Path:

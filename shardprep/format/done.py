@@ -31,7 +31,7 @@ from shardprep.errors import (
     UnknownVersion,
     quoted,
 )
-from shardprep.files import NOT_THERE, Digest, publish_bytes, read_beginning, read_regular
+from shardprep.files import NOT_THERE, Digest, publish_bytes, read_beginning, read_regular, size_of_file
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.json_files import Text, read_file, with_content_hash
 from shardprep.format.manifest import Manifest, ShardMaking, check_shard, check_sizes, read_manifest
@@ -94,9 +94,16 @@ def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int,
 
 
 def done_manifest(
-    folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]
+    folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding] | None = None
 ) -> Manifest | None:
-    """Return ``check_done``, or None for a shard that is to be made. Raises OtherPlan, ReadWriteError."""
+    """Return ``check_done``, or None for a shard that is to be made.
+
+    ``findings``: where they were read already. Raises OtherPlan, ReadWriteError, BrokenShard for findings
+    that cannot be read.
+    """
+    if size_of_file(manifest_path(folder, shard_id)) is None:  # as most often where a task asks
+        return None
+    findings = read_findings(folder, plan_id) if findings is None else findings
     try:
         return check_done(folder, shard_id, plan_id, findings)
     except (MissingShard, BrokenShard):

@@ -152,8 +152,8 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardMaking:
-    """What reports need of a manifest: what a shard holds, and how it was made."""
+class ShardMaking(RunFacts):
+    """What reports need of a manifest: how a shard was made, and what it holds."""
 
     shard_id: int
     plan_id: str
@@ -161,30 +161,22 @@ class ShardMaking:
     input_bytes: int
     sources: Mapping[str, SourceCounts]
     tar_bytes: int
-    node: str
     job_id: str  # Slurm's, of the array where it was one; empty where no job made it
-    began: float  # seconds since 1970
-    wall_s: float
-    cpu_s: float
-    num_cpus: int
-    max_rss_bytes: int
 
     @staticmethod
     def of(manifest: Manifest, path: Path) -> ShardMaking:
         """Raises BrokenShard."""
         run, counts = manifest.facts_of_run(path), manifest.counts
+        facts: dict[str, Any] = {**vars(run), "slurm": {}, "texts": None}  # there may be 10^5 of them
         return ShardMaking(
+            **facts,
             shard_id=manifest.shard_id,
             plan_id=manifest.spec.plan_id,
             num_tokens=counts.num_tokens,
             input_bytes=counts.input_bytes,
             sources=counts.sources,
             tar_bytes=manifest.tar.num_bytes,
-            node=run.host,
             job_id=run.slurm.get("SLURM_ARRAY_JOB_ID") or run.slurm.get("SLURM_JOB_ID", ""),
-            **{
-                name: getattr(run, name) for name in ("began", "wall_s", "cpu_s", "num_cpus", "max_rss_bytes")
-            },
         )
 
     @property

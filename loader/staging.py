@@ -39,7 +39,6 @@ from shardprep.format.names import (
     manifest_path,
     remake_command,
 )
-from shardprep.signals import raise_on_stop_signals
 
 READ_BYTES = 4 << 20
 _OF_SHARDS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR)  # copied with their shards
@@ -62,7 +61,6 @@ def stage(args: argparse.Namespace) -> int:
 
     Raises ShardprepErrors, and Stopped on TERM, USR1 and INT, which leaves no temporary file.
     """
-    raise_on_stop_signals("what is staged is whole")
     folder, target = args.input_shards, args.to
     if size_of_file(folder) is not None and not is_folder(folder):
         raise UsageError(

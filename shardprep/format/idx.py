@@ -92,18 +92,22 @@ class RecordFile:
 
     def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
         """``header``: its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
-        self.dtype = idx_dtype(kind)
-        self.remedy = remedy
-        self.file = ReadFile(path)
-        try:
-            self._check_header(header)
-            self.num_samples = self._count_records(kind)
-            self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
-            crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
-            crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
-        except BaseException:
-            self.file.close()
-            raise
+        self.dtype, self.remedy = idx_dtype(kind), remedy
+        self.file = ReadFile(path)  # it closes itself where this fails
+        self._check_header(header)
+        # One number of records at most makes a file of its size.
+        chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
+        num_bytes = self.file.num_bytes - HEADER_BYTES
+        num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
+        num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
+        self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
+        if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
+            found = f"cut short: {num_bytes} bytes behind the header"
+            expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
+            raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
+        self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
+        crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
+        crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
         self._crcs = np.frombuffer(crcs, CHUNK_CRC)
 
     def _check_header(self, expected: bytes) -> None:
@@ -119,17 +123,6 @@ class RecordFile:
             if found[name] != wanted[name]:
                 what = f"an idx for {name} {found[name]}"
                 raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=self.remedy)
-
-    def _count_records(self, kind: str) -> int:
-        """Return how many records make a file of that size; one number at most does."""
-        num_bytes, record_bytes = self.file.num_bytes - HEADER_BYTES, self.dtype.itemsize
-        num_chunks, rest_bytes = divmod(num_bytes, CHUNK_RECORDS * record_bytes + CHUNK_CRC.itemsize)
-        num_records = num_chunks * CHUNK_RECORDS + max(0, rest_bytes - CHUNK_CRC.itemsize) // record_bytes
-        if self.file.num_bytes != idx_num_bytes(kind, num_records):
-            found = f"cut short: {num_bytes} bytes behind the header"
-            expected = f"records of {record_bytes} bytes, with their crc32s"
-            raise BrokenShard(path=self.file.path, found=found, expected=expected, remedy=self.remedy)
-        return num_records
 
     def read(self, rows: slice) -> npt.NDArray[np.void]:
         """Read the records of some rows. Raises BrokenShard; OSError.

@@ -183,26 +183,21 @@ def read_index(folder: Path) -> DatasetIndex:
     try:
         return _read_index_file(folder / INDEX_NAME)
     except NOT_THERE:
-        return _merge_folder(folder)
+        present = manifest_ids(folder)
     except BrokenShard as error:
         error.remedy = f"shardprep verify {quoted(folder)}"
         raise
-
-
-def _merge_folder(folder: Path) -> DatasetIndex:
-    present = manifest_ids(folder)
+    remedy = f"shardprep run {quoted(folder)}"
     if not present:
         if size_of_file(folder / PLAN_NAME) is not None:
-            remedy = f"shardprep run {quoted(folder)}"
             raise NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
         raise NotFound(path=folder, found=f"no data set: neither {INDEX_NAME} nor a shard's manifest")
-    first = read_manifest(folder, present[0])
-    if present[-1] >= first.spec.num_shards:
-        path, last = manifest_path(folder, present[-1]), first.spec.num_shards - 1
-        expected = f"shards 0 to {last}; move it, with its tar and idx, to the data set that it belongs to"
+    num_shards = read_manifest(folder, present[0]).spec.num_shards
+    if present[-1] >= num_shards:
+        expected = f"shards 0 to {num_shards - 1}; move it, with its tar and idx, to its own data set"
+        path = manifest_path(folder, present[-1])
         raise OtherPlan(path=path, found="a shard of another data set", expected=expected)
-    missing = sorted(set(range(first.spec.num_shards)) - set(present))
-    if missing:
-        found = f"{len(present)} of {first.spec.num_shards} shards, without {id_ranges(missing)}"
-        raise MissingShard(path=folder, found=found, remedy=f"shardprep run {quoted(folder)}")
+    if missing := sorted(set(range(num_shards)) - set(present)):
+        found = f"{len(present)} of {num_shards} shards, without {id_ranges(missing)}"
+        raise MissingShard(path=folder, found=found, remedy=remedy)
     return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))

@@ -131,8 +131,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         """Check the options and settle those that are None; a settled object passes unchanged."""
-        self._check_values()
-        self._check_record()
+        self._check()
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             raise UsageError(
                 f"--split names {', '.join(sorted(unknown))}, expected some of {', '.join(SPLITS)}; names of "
@@ -180,49 +179,45 @@ class PlanOptions:
 
     def identity(self) -> dict[str, Any]:
         """Return what of them the plan's id is a hash of."""
+        kept = {}
         usual = {**vars(PlanOptions(record=self.record)), "record": "documents"}
-        return {
-            item.name: value
-            for item in PLAN_FIELDS
-            if item.metadata.get("is_in_id", True) and (value := getattr(self, item.name)) != usual[item.name]
-        }
+        for item in PLAN_FIELDS:
+            value = getattr(self, item.name)
+            if item.metadata.get("is_in_id", True) and value != usual[item.name]:
+                kept[item.name] = value
+        return kept
 
-    def _check_values(self) -> None:
-        for item in dataclasses.fields(self):
-            value, span = getattr(self, item.name), item.metadata.get("span")
-            if isinstance(value, str) and _SURROGATE.search(value):
-                raise UsageError(
-                    f"--{item.name} is {value!r}, which is not UTF-8; type it in a UTF-8 terminal"
-                )
-            if span and value and not span[0] <= value <= span[1]:
-                raise UsageError.of_value(f"--{item.name}", value, f"{span[0]} to {span[1]}")
-
-    def _check_record(self) -> None:
-        """That no option is given which this record does not have."""
+    def _check(self) -> None:
+        """Raises UsageError for a value that cannot be, or that this record does not have."""
         if self.text_template and self.text_field:
             raise UsageError(found="--text_field and --text_template", expected="one of the two")
         if self.has_rows and self.keep_text:
             raise _wrong_record("keep_text", "documents, as packed rows hold no text", "--record documents")
+        has = {"rows": self.has_rows, "chat": self.is_chat, "texts": not self.is_chat}
         for item in dataclasses.fields(self):
-            value, of = getattr(self, item.name), item.metadata.get("of")
-            if value == item.default or not (value or item.default):
-                continue
-            if of == "rows" and not self.has_rows:
-                raise _wrong_record(item.name, "packed rows", "--record packed")
-            if of == "chat" and not self.is_chat:
-                raise _wrong_record(item.name, "conversations", "--record chat")
-            if self.is_chat and of == "texts":
-                raise _wrong_record(
-                    item.name,
-                    "texts, and a template alone decides how a conversation reads; leave it out",
-                    None,
-                )
+            name, value, facts = item.name, getattr(self, item.name), item.metadata
+            span, of = facts.get("span"), facts.get("of")
+            if isinstance(value, str) and _SURROGATE.search(value):
+                raise UsageError(f"--{name} is {value!r}, which is not UTF-8; type it in a UTF-8 terminal")
+            if span and value and not span[0] <= value <= span[1]:
+                raise UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
+            is_given = value != item.default and bool(value or item.default)
+            if of and is_given and not has[of]:
+                raise _wrong_record(name, *_MEANT[of])
+
+
+# What the records are for which an option is, and what asks for them.
+_MEANT = {
+    "rows": ("packed rows", "--record packed"),
+    "chat": ("conversations", "--record chat"),
+    "texts": ("texts, and a template alone decides how a conversation reads", None),
+}
 
 
 def _wrong_record(name: str, meant: str, remedy: str | None) -> UsageError:
     """Return the error of an option that is for another record."""
-    more = f"; add {remedy}, or leave it out" if remedy else ""
-    return UsageError(f"--{name} is for {meant}{more}", found=f"--{name}", remedy=remedy)
+    todo = f"add {remedy}, or leave it out" if remedy else "leave it out"
+    return UsageError(f"--{name} is for {meant}; {todo}", found=f"--{name}", remedy=remedy)
 
 
 PLAN_FIELDS = dataclasses.fields(PlanOptions)

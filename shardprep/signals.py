@@ -100,7 +100,7 @@ def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a han
         # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
         signal.signal(each, lambda *_: None)
     raise Stopped(
-        f"stopped by {signal.Signals(number).name}; what is unfinished is removed: run this again to go on"
+        f"stopped by {signal.Signals(number).name}; nothing unfinished is left, run this again to go on"
     )
 
 

@@ -33,7 +33,14 @@ def make_run(
     )
     return Run(
         sources=tuple(Source(name=f"s{n}", data="", order=order) for n in range(num_sources)),
-        stages=tuple(Stage(step=step, ticks_per_step=ticks, shares=shares) for step, ticks, shares in stages),
+        stages=tuple(
+            Stage(
+                step=step,
+                ticks_per_step=ticks,
+                weights=None if shares is None else {f"s{n}": s / CYCLE for n, s in enumerate(shares)},
+            )
+            for step, ticks, shares in stages
+        ),
         batches_per_tick=2,
         seed=5,
         is_mixture=True,
@@ -125,7 +132,7 @@ def test_an_amendment_holds_from_the_first_step_at_which_no_round_is_half_done(d
         step = data.draw(st.integers(1, 200))
         position = run.position(step)
         plan = make_run(some_stages(step + 1), 2, ticks_per_epoch=size)
-        amended, border = run.amended(position, plan, plan.sources)
+        amended, border = run.amended(position, plan)
         assert amended.position(step) == position
         assert step <= border <= step + 2 * ROUND
         tick = 0

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -31,7 +32,7 @@ from shardprep.console import guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.files import check_names_are_utf8
 from shardprep.removed import COMMANDS, FLAGS
-from shardprep.signals import raise_on_stop_signals
+from shardprep.signals import STOP_SIGNALS, raise_on_stop_signals
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
@@ -42,6 +43,8 @@ def given_words(argv: Sequence[str] | None) -> list[str]:
     """
     if argv is not None:
         return list(argv)
+    # Ctrl-C while this process still imports waits until the command can stop cleanly.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         # The words as they were typed: what Python decoded as EUC-KR, it cannot always encode again.
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
@@ -131,7 +134,7 @@ class Program:
             near = near or _nearest(flags[0], flags_known)
             hints = hints or ([f"did you mean {' or '.join(near)}?"] if near else [])
             folders = [flag for flag in flags_known if flag in ("--input_dir", "--output_dir")]
-            if folders and not unknown[0].startswith("-"):
+            if folders and not unknown[0].startswith("-") and unknown[0] not in self.hints:
                 hints = [f"{args.command} takes folders by their flags: {', '.join(folders)}"]
             called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
         return args

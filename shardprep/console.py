@@ -44,7 +44,15 @@ class Progress:
 
             sign = "B" if unit == "bytes" else f" {unit}"
             stream: Any = self._terminal
-            self._bar = tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=stream)
+            self._bar = tqdm(
+                total=total,
+                desc=label,
+                unit=sign,
+                unit_scale=True,
+                file=stream,
+                ncols=(os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1,
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{remaining} left, {rate_fmt}{postfix}]",
+            )
 
     def __enter__(self) -> Progress:
         return self

@@ -93,15 +93,17 @@ def verify(args: argparse.Namespace) -> int:
     if problems:
         return _tell_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
-    not_written = None
+    path, content = folder / INDEX_NAME, index.to_json()
+    not_written: CannotWrite | None = None
+    wrote = f"; wrote {path}"
     try:
-        publish_bytes(folder / INDEX_NAME, index.to_json())
+        publish_bytes(path, content)
     except CannotWrite as error:  # a colleague's folder, say, which may be read and not be written to
-        with contextlib.suppress(*NOT_THERE):
-            is_there = read_regular(folder / INDEX_NAME, max_bytes=1 << 30) == index.to_json()
-            not_written = None if is_there else error
+        not_written, wrote = error, ""
+        with contextlib.suppress(*NOT_THERE, BrokenShard):
+            if read_regular(path, max_bytes=len(content)) == content:
+                not_written, wrote = None, f"; {path} says the same"
     samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
-    wrote = "" if not_written else f"; wrote {folder / INDEX_NAME}"
     print_lines(
         f"verified {counted(plan.num_shards, 'shard')}: {counted(samples, 'sample')}, "
         f"{counted(tokens, 'token')}{wrote}"

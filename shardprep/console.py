@@ -51,7 +51,7 @@ class Progress:
                 unit_scale=True,
                 file=stream,
                 ncols=(os.get_terminal_size(sys.stderr.fileno()).columns or 80) - 1,
-                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{remaining} left, {rate_fmt}{postfix}]",
+                bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [<{remaining}, {rate_fmt}{postfix}]",
             )
 
     def __enter__(self) -> Progress:

@@ -147,10 +147,18 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     probe = engines.probe_texts(data)
     engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
     ids = engine.encode_texts(probe)
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
+    special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
     return ResolvedTokenizer(
         folder=folder,
         allow_special_tokens=allow_special_tokens,
-        spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
+        spec=TokenizerSpec(
+            model_id=model_id,
+            fingerprint=fingerprint_of(data),
+            vocab_size=max(vocab.values()) + 1,
+            **special_ids,
+        ),
         reference=engine,
         probe=probe,
         probe_sha256=engines.ids_sha256([ids]),
@@ -427,42 +435,6 @@ def _lacks_library(folder: Path) -> str:
             libraries = "tiktoken" if is_tiktoken else "sentencepiece protobuf"
             return f"{path.name} alone; to let transformers convert it: pip install {libraries}"
     return ""
-
-
-def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
-    """Return what shards remember of the tokenizer in ``folder``.
-
-    Raises NotFound, BrokenShard, ReadWriteError.
-    """
-    files = {TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}
-    with contextlib.suppress(NotFound):
-        files[TOKENIZER_CONFIG] = _read(folder / TOKENIZER_CONFIG)
-    data, config = _json_object(files, TOKENIZER_FILE), _json_object(files, TOKENIZER_CONFIG)
-    try:
-        return spec_of_tokenizer(_loaded(files, folder), data, config, model_id)
-    except ReadWriteError as error:
-        raise BrokenShard(f"the files in {folder} are no tokenizer's: {error}", path=folder) from None
-
-
-def spec_of_tokenizer(
-    tokenizer: Tokenizer, data: dict[str, Any], config: dict[str, Any], model_id: str
-) -> TokenizerSpec:
-    """Return what shards remember of a tokenizer that is loaded, given its two files parsed."""
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    names = special_tokens_of(config)
-
-    def token_id(name: str) -> int | None:
-        token = names[name]
-        return vocab.get(token) if isinstance(token, str) else None
-
-    return TokenizerSpec(
-        model_id=model_id,
-        fingerprint=fingerprint_of(data),
-        vocab_size=max(vocab.values()) + 1,
-        bos_token_id=token_id("bos_token"),
-        eos_token_id=token_id("eos_token"),
-        pad_token_id=token_id("pad_token"),
-    )
 
 
 def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:

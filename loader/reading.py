@@ -85,7 +85,7 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
         if idx is not None:
             dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
             if num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-                records = idx.read_all()
+                records = idx.read(slice(0, num_samples))
                 idx.file.close()
                 idx = None
         opened.pop_all()
@@ -110,10 +110,6 @@ def _open_idx(source: DatasetShards, row: int) -> RecordFile | None:
     path = idx_path(source.folder, int(source.shard_ids[row]))
     logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
     return None
-
-
-def _read_records(idx: RecordFile, rows: slice) -> npt.NDArray[np.void]:
-    return idx.records(rows, np.frombuffer(idx.file.read(*idx.place(rows)), np.uint8))
 
 
 class OpenShards:
@@ -168,8 +164,8 @@ class OpenShards:
                 return shard.records[rows] if isinstance(rows, slice) else shard.records.take(rows)
             try:
                 if isinstance(rows, slice):
-                    return _read_records(shard.idx, rows)
-                return np.concatenate([_read_records(shard.idx, part) for part in _stretches(rows)])
+                    return shard.idx.read(rows)
+                return np.concatenate([shard.idx.read(part) for part in _stretches(rows)])
             except (OSError, BrokenShard) as error:
                 wait_to_retry(f"{shard.idx.file.path} cannot be read", error, delay_s)
                 self.drop(number)

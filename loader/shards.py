@@ -14,7 +14,8 @@ import numpy.typing as npt
 from loader.external_tars import ScannedTar
 from loader.order import Int64s
 from shardprep.errors import UsageError
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, blank_id, idx_num_bytes
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, blank_id
+from shardprep.format.idx import idx_num_bytes
 from shardprep.format.names import rerun_command, tar_path
 
 SplitName = Literal["train", "validation"]

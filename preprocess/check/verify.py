@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ from shardprep.format.names import (
     tar_path,
 )
 from shardprep.format.plan import Plan, need_plan
-from shardprep.format.shards import RawIds, ids_of, raw_ids
+from shardprep.format.shards import ids_of
 from shardprep.format.tokenizer_files import check_tokenizer_files
 
 Records = npt.NDArray[np.void]
@@ -293,9 +293,8 @@ def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
     # In the tar they stand as in the idx, but for samples for validation.
     spec = manifest.spec
     records = records[np.argsort(records["offset"], kind="stable")]
-    raws = _read_forward(tar, records)
     try:
-        for ids in ids_of(spec, records, raws):
+        for ids in ids_of(spec, records, tar.read):
             if manifest.made_from is not None:
                 ids = ids[(ids != BLANK) & (ids != blank_id(spec.tokenizer.vocab_size))]
             if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
@@ -307,12 +306,3 @@ def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
         raise _Wrong(f"{tar.path} holds token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
         raise _Wrong(f"{tar.path} does not end in two zero blocks")
-
-
-def _read_forward(tar: HashedFile, records: Records) -> Iterator[RawIds]:
-    """Yield the bytes of all ids in their order; the tar forgets what no later sample needs."""
-    first_needed = np.minimum.accumulate(records["offset"].astype(np.int64)[::-1])[::-1]
-    for raw in raw_ids(records, tar.read):
-        yield raw
-        is_end = raw.is_last and raw.rows.stop < len(records)
-        tar.forget(int(first_needed[raw.rows.stop]) if is_end else raw.begin)

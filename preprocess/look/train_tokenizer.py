@@ -198,7 +198,7 @@ def _trained(text: TrainingText, vocab_size: int) -> Tokenizer:
             with contextlib.suppress(TimeoutError):
                 ended.exception(LOG_EVERY_S)
             if text.is_read and not ended.done():
-                text.progress.say("all text is read, its pairs are merged")
+                say("all text is read, its pairs are merged")
     ended.result()
     if not text.num_texts:
         raise BadInput(

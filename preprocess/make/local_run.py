@@ -17,7 +17,7 @@ from typing import NamedTuple
 from preprocess.make.resources import WorkerSettings, bind_to
 from preprocess.make.task import engine_line, part_line, speed_line
 from preprocess.make.worker import Work, Worker, load_worker
-from shardprep.console import Progress, guard_streams
+from shardprep.console import Progress, guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError
 from shardprep.format.attempts import Failure, append_failure
 from shardprep.format.plan import need_plan
@@ -103,17 +103,17 @@ def run_shards(
                     continue
                 if isinstance(event, str):
                     if event not in notes:  # each process says it
-                        progress.say(event)
+                        say(event)
                     notes.add(event)
                     continue
                 if isinstance(event, Failure):
                     failures.append(event)
-                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
                     append_failure(event)
                 else:
                     made.append(event.work)
                     if is_verbose:
-                        progress.say(event.line)
+                        say(event.line)
                 processes.remove(process)
                 if todo:
                     fresh = process

@@ -117,7 +117,7 @@ class Program:
             raise UsageError(unknown_command(words[0], listed))
         parser, called = self._parser(words[:1], name or self.name)
         if words and words[0] in called:
-            known = called[words[0]]._option_string_actions  # noqa: SLF001 - argparse has no other list
+            known = [*called[words[0]]._option_string_actions]  # noqa: SLF001 - argparse has no other list
             for flag in (word.partition("=")[0] for word in words):
                 instead = FLAGS.get(f"{words[0]} {flag}", FLAGS.get(flag))
                 if instead and flag not in known:

@@ -134,8 +134,6 @@ def make_plan(args: argparse.Namespace) -> int:
             f"on average: {num_shards} tasks, {3 * num_shards} files; for even shards plan into a new folder "
             f"with --num_shards {fewer}"
         )
-    if empty := sizes.count(0):
-        warnings.append(f"{counted(empty, 'shard')} without any input; fewer would do")
     print_lines(
         f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
         f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "

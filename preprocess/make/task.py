@@ -101,7 +101,9 @@ def _stretch(path: str, part: ByteRange) -> str:
 def engine_line(worker: Worker) -> str:
     """Which engine encodes, and why it is this one."""
     if worker.engine.name == "gigatoken":
-        why = "its ids equal those of tokenizers, seen on the plan's probe just now"
+        why = "its ids equal those of tokenizers"
+    elif worker.plan.options.is_chat:
+        why = "it tells the characters of each token, for loss masks"
     elif worker.settings.engine == "tokenizers":
         why = "as --engine asks; gigatoken would be many times faster"
     elif not worker.plan.fast_engine_is_equal:

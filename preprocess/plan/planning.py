@@ -273,13 +273,8 @@ def _with_engine(
 
 
 def _say_of_tokenizer(plan: Plan, resolved: ResolvedTokenizer, say: Say) -> None:
-    """Say what documents begin and end with, and what in this tokenizer is a trap."""
+    """Say what documents begin and end with, and where no EOS ends them."""
     spec, options = plan.tokenizer, plan.options
-    if spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id:
-        say(
-            f"warning: PAD is EOS ({spec.eos_token_id}) in this tokenizer: loaders that mask labels "
-            "by PAD lose those of EOS; this project's loader masks by length and keeps them"
-        )
     if line := document_ends_line(plan, resolved.reference, resolved.folder):
         say(line)
     if not (options.has_rows or options.append_eos):

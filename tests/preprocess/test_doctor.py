@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from preprocess.look.doctor import Finding, export_lines, machine_findings, torch_finding
-from shardprep.__main__ import main
-from tests.children import run_child
+from preprocess.look.doctor import Finding, machine_findings, torch_finding
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -79,18 +76,6 @@ def test_what_a_machine_lacks_is_a_warning_with_what_to_do(
     finding = found(topic, environ, cgroup(tmp_path, **files))
     assert finding.level == ("warning" if todo else "good")
     assert todo in finding.todo
-
-
-@pytest.mark.processes
-def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["doctor", "--export"]) == 0
-    out = capsys.readouterr().out
-    assert out.splitlines() == export_lines(len(os.sched_getaffinity(0)), 1)
-    shown = run_child(["sh", "-c", f"{out}env"]).stdout
-    assert "TOKENIZERS_PARALLELISM=false" in shown.splitlines()
-    assert export_lines(16, 4)[0].startswith("export OMP_NUM_THREADS=4 ")
 
 
 @pytest.mark.processes

@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 from preprocess.plan import tokenizer as resolved_tokenizer
 from preprocess.plan.tokenizer import (
-    describe_tokenizer,
     plain_files,
     read_files,
     resolve_tokenizer,
@@ -139,10 +138,9 @@ def model_dir(prep: Prep, tmp_path: Path) -> Path:
 def check_equal_to_transformers(model: Path, tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
-    resolved = resolve_tokenizer(str(model), ours, allow_special_tokens=False)
+    resolve_tokenizer(str(model), ours, allow_special_tokens=False)
     save_tokenizer(str(model), theirs)
     assert (ours / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
-    assert resolved.spec == describe_tokenizer(ours, str(model)) == describe_tokenizer(theirs, str(model))
     again = tmp_path / "again"
     save_tokenizer(str(ours), again)  # as training loads it from the data set
     assert (again / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()

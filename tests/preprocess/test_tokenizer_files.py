@@ -14,19 +14,20 @@ from transformers import PreTrainedTokenizerFast
 
 from preprocess.make import engines
 from preprocess.plan import tokenizer as resolved_tokenizer
-from preprocess.plan.tokenizer import describe_tokenizer, publish_tokenizer, resolve_tokenizer
+from preprocess.plan.tokenizer import publish_tokenizer, resolve_tokenizer
 from shardprep.errors import ReadWriteError
 from tests.word_tokenizers import save_word_tokenizer
 
 if TYPE_CHECKING:
-    from tests.conftest import Prep
+    pass
 
 
 def test_a_token_that_the_configuration_does_not_name_is_not_the_word_none(tmp_path: Path) -> None:
     """Llama 3 has no pad token, and its vocabulary has the word None."""
     words = Tokenizer(models.WordLevel({"None": 0, "null": 1, "</s>": 2}, "None"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(tmp_path)
-    spec = describe_tokenizer(tmp_path, "model")
+    (tmp_path / "resolved").mkdir()
+    spec = resolve_tokenizer(str(tmp_path), tmp_path / "resolved", allow_special_tokens=False).spec
     assert (spec.bos_token_id, spec.eos_token_id, spec.pad_token_id) == (None, 2, None)
 
 
@@ -77,18 +78,3 @@ def test_a_folder_of_resolved_files_that_cannot_be_listed_is_named(
     monkeypatch.setattr(os, "listdir", failing)
     with pytest.raises(ReadWriteError, match="resolved cannot be read: Input/output error"):
         publish_tokenizer(resolved, tmp_path, None)
-
-
-@pytest.mark.parametrize(("pad", "warns"), [("</s>", True), ("<pad>", False), (None, False)])
-def test_planning_warns_where_the_pad_token_is_eos(
-    prep: Prep, tmp_path: Path, pad: str | None, warns: bool
-) -> None:
-    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, "a"))
-    model, raw = tmp_path / "model", tmp_path / "raw"
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", pad_token=pad).save_pretrained(model)
-    raw.mkdir()
-    (raw / "a.txt").write_text("a\n")
-    flags = ("--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", model)
-    ended = prep.command("plan", *flags)
-    assert ended.code == 0, ended.text
-    assert ended.text.count("warning: PAD is EOS (1) in this tokenizer: ") == int(warns)

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import Batch, LoaderMetrics, StepBatches, Uncollated
+from loader.batches import Batch, LoaderMetrics, StepBatches
 from loader.chunks import IGNORED, Chunk
 from loader.describe import describe
 from loader.order import share
@@ -132,7 +132,7 @@ _SOCKET_BYTES = len("/pymp-12345678/listener-12345678")
 
 
 class BatchStream:
-    """Batches with the samples that they were made of; with workers a few chunks are read ahead. Waits are
+    """Batches with the number of their tokens; with workers a few chunks are read ahead. Waits are
     counted in ``metrics``. Raises UsageError where TMPDIR is too long for workers."""
 
     def __init__(
@@ -155,8 +155,8 @@ class BatchStream:
         self._chunk_loader = WorkerLoader(chunks, **workers)
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
 
-    def rest_of_epoch(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
-        """The batches of an epoch from a position on: the samples of each, and the batch."""
+    def rest_of_epoch(self, start: Position) -> Iterator[tuple[Any, int]]:
+        """Yield the batches of an epoch from a position on, each with the number of its tokens."""
         if self._chunk_loader.is_broken:
             self.end()
         if self._stands_at != start or start.num_micro:  # persistent workers are sent there
@@ -164,10 +164,7 @@ class BatchStream:
             shared[0], shared[1] = start.epoch, self._chunks.plan.run.tick_in_epoch(start)
             self._chunk_loader.start()
         self._stands_at = None
-        for part in self._uncollated(start):
-            batch = self._step_batches.collate(part)
-            self._step_batches.warn_of_no_labels(part, batch)
-            yield part, batch
+        yield from self._batches(start)
         self._stands_at = Position(epoch=start.epoch + 1, step=0)
 
     def end(self) -> None:
@@ -176,7 +173,7 @@ class BatchStream:
         self._chunk_loader.end()
         self._chunks.close()
 
-    def _uncollated(self, start: Position) -> Iterator[Uncollated]:
+    def _batches(self, start: Position) -> Iterator[tuple[Any, int]]:
         run, step = self._chunks.plan.run, start.step
         number, num_steps = run.step_of(start), run.steps_in(start.epoch)
         num_done, within = divmod(start.num_micro, run.batches_per_tick)
@@ -185,7 +182,7 @@ class BatchStream:
             chunks = self._next_chunks()
             for place in range(chunks[0].num_ticks):
                 fillers = run.fillers(step, self._chunks.slots)
-                yield from self._step_batches.cut(chunks, place, within, fillers)
+                yield from self._step_batches.of_tick(chunks, place, within, fillers)
                 num_left, within = num_left - 1, 0
                 if not num_left:
                     step, number = step + 1, number + 1
@@ -351,12 +348,12 @@ class TokenLoader(DataLoader[Batch]):
 
         The loader works without it, so transformers is imported when it is looked at.
         """
-        padded = self.step_batches.padded
-        if padded is not self.step_batches.collate_fn:  # the user's
+        if self.step_batches.collate_fn is not None:
             return self.step_batches.collate_fn
         if self._collator is None:
             from loader.collator import CausalLMCollator
 
+            padded = self.step_batches.padded
             self._collator = CausalLMCollator(
                 self.tokenizer,
                 pad_to_multiple_of=padded.pad_to_multiple_of,
@@ -639,7 +636,7 @@ class TokenLoader(DataLoader[Batch]):
         position, run = start, self.run
         num_steps, has_sizes = run.steps_in(start.epoch), run.has_sizes
         accumulated = self._num_accumulated = run.batches_in_step(run.step_of(start))
-        step: list[tuple[Uncollated, Any]] = []
+        step: list[tuple[Any, int]] = []
         try:
             for collated in self._stream.rest_of_epoch(start):
                 if has_sizes and not position.num_micro and not step:
@@ -647,12 +644,12 @@ class TokenLoader(DataLoader[Batch]):
                 step.append(collated)
                 if len(step) < accumulated - position.num_micro:
                     continue  # the loop may ask for the labels of the whole step at its first batch
-                self._step_labels = [_labels_of(batch) for _, batch in step]
+                self._step_labels = [_labels_of(batch) for batch, _ in step]
                 self._labels_per_rank = None
-                for part, batch in step:
+                for batch, num_tokens in step:
                     position = position.after(accumulated, num_steps)
                     self._progress.delivered = position
-                    self.metrics.count(part, batch)
+                    self.metrics.count(num_tokens, batch)
                     yield pinned(batch) if self._pins else batch
                     self._check_newest(number)
                 step = []

@@ -56,9 +56,9 @@ def test_batches_equal_transformers_own_bit_for_bit_where_pad_is_distinct(
     collator = CausalLMCollator(names, pad_to_multiple_of=multiple)
     arrays = [np.array(ids, np.int32) for ids in rows]
     lengths = np.array([len(ids) for ids in rows])
-    joined = collator.batches.pad_joined(np.concatenate(arrays), lengths)
+    joined = collator.batches.of_documents(np.concatenate(arrays), lengths)
     assert [type(each) for each in (collator(examples), joined)] == [BatchEncoding, Batch]
-    for found in (collator(examples), collator(rows), collator.batches(rows), joined):
+    for found in (collator(examples), collator(rows), joined):
         assert list(found) == list(expected)
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype == torch.int64
@@ -93,7 +93,7 @@ def test_padding_is_to_the_right_whatever_the_tokenizer_says() -> None:
 
 def test_short_packed_rows_keep_their_width_and_lose_the_labels_of_their_padding() -> None:
     collator = CausalLMCollator(tokenizer())
-    found = collator.batches.mask_rows(np.array([[1, 2, 3], [4, 0, 0]]), np.array([3, 1]))
+    found = collator.batches.of_rows(np.array([[1, 2, 3], [4, 0, 0]]), np.array([3, 1]))
     assert found["input_ids"].tolist() == [[1, 2, 3], [4, PAD, PAD]]
     assert found["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert found["labels"].tolist() == [[1, 2, 3], [4, -100, -100]]
@@ -178,7 +178,7 @@ def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label()
 
 
 def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole() -> None:
-    batch = CausalLMCollator(tokenizer()).batches([[1, 2], [3]])
+    batch = Batch(CausalLMCollator(tokenizer())([[1, 2], [3]]))
     batch["max_seqlen"] = HostNumber(2)  # type: ignore[assignment]  # it moves as tensors do
     assert batch.labels is batch["labels"]
     with pytest.raises(AttributeError, match="the batch has input_ids, attention_mask, labels, max_seqlen"):

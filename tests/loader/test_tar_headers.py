@@ -64,7 +64,7 @@ def found_in(path: Path, raw: bytes) -> Members:
 
     with pytest.MonkeyPatch.context() as patch, TarBytes(path) as tar:
         patch.setattr(os, "preadv", reading)
-        return [(name, raw[first : first + size]) for name, first, size in tar_members(tar)]
+        return [(name, raw[first:end]) for name, first, end in tar_members(tar)]
 
 
 def found_by_tarfile(raw: bytes) -> Members:
@@ -111,18 +111,22 @@ def test_a_size_that_is_none_is_refused_with_its_place_and_ends(
 
 
 @pytest.mark.parametrize("value", [b"-512", b"1e3", b"", b"9" * 30, b" 3", b"3_0"])
-def test_a_pax_size_that_is_none_is_refused(tmp_path: Path, value: bytes) -> None:
+def test_a_pax_size_that_is_none_is_refused_or_read_as_tarfile_reads_it(tmp_path: Path, value: bytes) -> None:
     info = tarfile.TarInfo("a.token_ids.json")
     info.size, info.pax_headers = 3, {"size": value.decode()}
     raw = info.tobuf(tarfile.PAX_FORMAT) + b"[1]".ljust(512, b"\0") + bytes(1024)
-    with pytest.raises(BrokenShard, match="the header at byte 0 has PAX records"):
-        found_in(tmp_path / "a.tar", raw)
+    try:
+        found = found_in(tmp_path / "a.tar", raw)
+    except BrokenShard as error:
+        assert error.path == str(tmp_path / "a.tar")
+    else:
+        assert found == found_by_tarfile(raw)
 
 
 @pytest.mark.parametrize("kind", [b"S", b"M", b"D", b"V", b"X", b"Z", b"8"])
 def test_a_member_of_a_kind_that_could_hold_a_sample_is_refused(tmp_path: Path, kind: bytes) -> None:
     raw = with_field(tar_of(TWO), KIND, kind, header=1024)
-    with pytest.raises(BrokenShard, match="at byte 1024, expected files, folders and links"):
+    with pytest.raises(BrokenShard, match="at byte 1024"):
         found_in(tmp_path / "a.tar", raw)
 
 

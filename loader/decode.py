@@ -148,22 +148,10 @@ def decode_samples(
             ids = ids[place < np.repeat(kept, lengths)]
         lengths = kept
     if end_ids is not None:
-        ids, lengths = _with_ends(ids, lengths, end_ids.astype(np.int32))
+        puts = end_ids >= 0
+        ids = np.insert(ids, np.cumsum(lengths)[puts], end_ids[puts])
+        lengths = lengths + puts
     return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
-
-
-def _with_ends(ids: Int32s, lengths: Int64s, end_ids: Int32s) -> tuple[Int32s, Int64s]:
-    """Put an id behind each sample whose ``end_ids`` is none of -1."""
-    puts = end_ids >= 0
-    if not puts.any():
-        return ids, lengths
-    lengths = lengths + puts
-    ended = np.empty(int(lengths.sum()), np.int32)
-    is_end = np.zeros(len(ended), np.bool_)
-    is_end[(np.cumsum(lengths) - 1)[puts]] = True
-    ended[is_end] = end_ids[puts]
-    ended[~is_end] = ids
-    return ended, lengths
 
 
 def _whole_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
@@ -184,23 +172,32 @@ def _whole_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
 
 
 def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    memory = data.buffer.data
-    flat = array("i")
-    lengths: list[int] = []
-    columns = (data.dtype, data.start, data.num_bytes)
-    for row, number, start, num_bytes in zip(
-        rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
-    ):
-        before, dtype = len(flat), TOKEN_DTYPES[number]
+    parts: list[Int32s] = []
+    for row in rows.tolist():
+        start, num_bytes, dtype = (
+            int(data.start[row]),
+            int(data.num_bytes[row]),
+            TOKEN_DTYPES[data.dtype[row]],
+        )
         if dtype is None:
-            _append_json(flat, data, row, memory[start : start + num_bytes])
-        else:
-            ids = np.frombuffer(data.buffer, dtype, num_bytes // dtype.itemsize, start)
-            if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
-                raise data.broken(row, f"ids from {ids.min()} to {ids.max()}")
-            flat.frombytes(ids.astype(np.int32).tobytes())
-        lengths.append(len(flat) - before)
-    return np.array(lengths, np.int64), np.frombuffer(flat, np.int32)
+            parts.append(_ids_of_json(data, row, bytes(data.buffer[start : start + num_bytes])))
+            continue
+        ids = np.frombuffer(data.buffer, dtype, num_bytes // dtype.itemsize, start)
+        if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+            raise data.broken(row, f"ids from {ids.min()} to {ids.max()}")
+        parts.append(ids.astype(np.int32))
+    return np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
+
+
+def _ids_of_json(data: SampleBytes, row: int, raw: bytes) -> Int32s:
+    ids = array("i")
+    try:
+        ids.fromlist(orjson.loads(raw))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise data.broken(row, f"no JSON list of token ids ({error}): {raw[:60]!r}") from None
+    if b"e" in raw:  # of true and false, which an array takes for 1 and 0
+        raise data.broken(row, f"no JSON list of token ids (it has true or false): {raw[:60]!r}")
+    return np.frombuffer(ids, np.int32)
 
 
 def decode_starts(data: SampleBytes, rows: Int64s, row_tokens: int) -> Int32s:
@@ -226,12 +223,3 @@ def check_vocab(
         f"the id {ids[wrong]}, but the tokenizer has 0 to {vocab_size - 1}; is model_id the model that "
         "made them?",
     )
-
-
-def _append_json(flat: array[int], data: SampleBytes, row: int, raw: memoryview) -> None:
-    try:
-        flat.fromlist(orjson.loads(raw))
-    except (ValueError, TypeError, OverflowError, KeyError) as error:
-        raise data.broken(row, f"no JSON list of token ids ({error}): {bytes(raw[:60])!r}") from None
-    if b"e" in bytes(raw):  # of true and false, which an array takes for 1 and 0
-        raise data.broken(row, f"no JSON list of token ids (it has true or false): {bytes(raw[:60])!r}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import os
 import re
 import tarfile
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from loader.shards import DatasetShards
 from shardprep.errors import BrokenShard, UnknownMember
-from shardprep.files import ReadFile
+from shardprep.files import open_regular
 from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
 
@@ -43,47 +44,26 @@ _PLAIN_HEADER = re.compile(
 _TIME = re.compile(rb"(\d\d) [acm]time=[\d.]+\n")
 
 
-class TarBytes:
-    """The bytes of a tar, 64 KiB read at once; use it in ``with``. tarfile takes it for a file."""
+class TarBytes(io.BufferedReader):
+    """The bytes of a tar, as tarfile asks for them, and at any place. Use it in ``with``."""
 
     def __init__(self, path: Path) -> None:
-        self._file = ReadFile(path)
-        self.path, self.num_bytes = path, self._file.num_bytes
-        self._buffer, self._buffer_at = b"", 0
-        self._position = 0
-
-    def __enter__(self) -> TarBytes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+        super().__init__(io.FileIO(open_regular(path)), _BUFFER_BYTES)
+        self.path, self.num_bytes = path, os.fstat(self.fileno()).st_size
 
     def at(self, first: int, end: int) -> bytes:
-        """Return the bytes from one up to another, or to the end that the file had when it was opened."""
-        end = min(end, self.num_bytes)
-        if first >= end:
-            return b""
-        if first < self._buffer_at or end > self._buffer_at + len(self._buffer):
-            size = min(max(end - first, _BUFFER_BYTES), self.num_bytes - first)
-            self._buffer, self._buffer_at = bytes(self._file.read(first, size)), first
-        return self._buffer[first - self._buffer_at : end - self._buffer_at]
+        """Return the bytes from one up to another, or to the end that the file has."""
+        self.seek(first)
+        return super().read(max(min(end, self.num_bytes) - first, 0))
 
-    def seek(self, position: int) -> None:
-        self._position = position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, num_bytes: int) -> bytes:
+    def read(self, num_bytes: int | None = -1, /) -> bytes:
         """Read a header, or what one says of the next member, as tarfile asks."""
-        if not 0 <= num_bytes <= _MOST_EXTENDED_BYTES:
+        if num_bytes is None or not 0 <= num_bytes <= _MOST_EXTENDED_BYTES:
             raise self.broken(
-                f"is damaged: the long name at byte {self._position - BLOCK_BYTES} has {num_bytes:,} bytes, "
-                f"expected at most {_MOST_EXTENDED_BYTES:,}"
+                f"is damaged: the long name at byte {self.tell() - BLOCK_BYTES} has {num_bytes or 0:,} "
+                f"bytes, expected at most {_MOST_EXTENDED_BYTES:,}"
             )
-        data = self.at(self._position, self._position + num_bytes)
-        self._position += len(data)
-        return data
+        return super().read(num_bytes)
 
     def broken(
         self, found: str, remedy: str = "write or copy it again", *, expected: str | None = None

@@ -1,7 +1,7 @@
 """Open shards, and read the bytes of any set of samples: neighbours in one read, each byte once.
 
 Opening checks sizes and headers. A small idx is read at once, of a large one only the parts that are asked
-for; without an idx the headers of the tar are scanned instead. What fails is tried again.
+for. What fails is tried again.
 
 A process begins with a shard of its own, see ``opening_order``. If every rank and worker began with the
 lowest, the start of a job would be as slow as the one storage target (OST) that holds it. Batches do not
@@ -11,7 +11,6 @@ depend on this order.
 from __future__ import annotations
 
 import contextlib
-import logging
 import resource
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,16 +23,14 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from loader.external_tars import TOKEN_DTYPES, scan_tar
+from loader.external_tars import TOKEN_DTYPES
 from loader.order import Int64s
 from loader.shards import DatasetShards, ShardSet
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
 from shardprep.format.idx import RecordFile, open_idx
-from shardprep.format.names import idx_path
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_OPEN_SHARDS = 128
@@ -81,36 +78,21 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
             changed = "" if source.records is None else ", other than when it was scanned"
             found = f"{tar.num_bytes} bytes{changed}"
             raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
-        records, dtype = source.records, None
-        idx = _open_idx(source, row) if records is None else None
-        if idx is not None:
+        records, idx, dtype = source.records, None, None
+        if records is None:
+            idx = open_idx(source.folder, source.spec, int(source.shard_ids[row]))
             opened.enter_context(idx.file)
+            expected = int(source.num_samples[row])
+            if idx.num_samples != expected:
+                found = f"{idx.num_samples} samples"
+                raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=remedy)
             dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
-        elif records is None:
-            records = scan_tar(path, count_tokens=True).records
-        num_samples = len(records) if idx is None else idx.num_samples
-        expected = int(source.num_samples[row])
-        if num_samples != expected:
-            where = idx.file.path if idx else path
-            raise BrokenShard(path=where, found=f"{num_samples} samples", expected=expected, remedy=remedy)
-        if idx is not None and num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-            records = idx.read_all()
-            idx.file.close()
-            idx = None
+            if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
+                records = idx.read_all()
+                idx.file.close()
+                idx = None
         opened.pop_all()
     return OpenShard(source=source, tar=tar, idx=idx, records=records, dtype=dtype, remedy=remedy)
-
-
-def _open_idx(source: DatasetShards, row: int) -> RecordFile | None:
-    """Open the idx of a shard of ours. None where it is missing, and the tar tells the same."""
-    try:
-        return open_idx(source.folder, source.spec, int(source.shard_ids[row]))
-    except MissingShard:
-        if source.num_validation is not None:  # a tar alone does not tell which samples are for validation
-            raise
-    path = idx_path(source.folder, int(source.shard_ids[row]))
-    logger.warning("%s is missing; its tar is scanned instead, as each process that opens it must", path)
-    return None
 
 
 class OpenShards:

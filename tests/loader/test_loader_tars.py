@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from loader import get_llama3_dataloader
 from loader.decode import parse_id_lists
-from loader.external_tars import scan_tar
+from loader.external_tars import TarBytes, scan_tar, tar_members
 from loader.find_shards import expand_braces, find_shards
 from shardprep.errors import BrokenShard, NotFound, ReadWriteError, ShardprepError, UnknownMember, UsageError
 from tests.word_tokenizers import save_word_tokenizer
@@ -402,14 +402,14 @@ def test_what_is_read_without_json_is_json(texts: list[str]) -> None:
 def test_a_scan_that_fails_is_tried_again_and_then_names_the_tar(
     tars: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, codes, real = scan_tar(tars[0]), [errno.EIO, errno.ESTALE], os.preadv
+    whole, codes, real = scan_tar(tars[0]), [errno.EIO, errno.ESTALE], os.open
 
-    def failing(handle: int, buffers: list[memoryview], offset: int) -> int:
-        if codes:
+    def failing(path: Any, *args: Any, **options: Any) -> int:
+        if codes and str(path) == str(tars[0]):
             raise OSError(codes[0], os.strerror(codes.pop(0)))
-        return real(handle, buffers, offset)
+        return real(path, *args, **options)
 
-    monkeypatch.setattr(os, "preadv", failing)
+    monkeypatch.setattr(os, "open", failing)
     monkeypatch.setattr(time, "sleep", lambda _: None)
     found = find_shards(tars[0])
     assert not codes
@@ -421,16 +421,11 @@ def test_a_scan_that_fails_is_tried_again_and_then_names_the_tar(
             find_shards(tars[0])
 
 
-def test_a_tar_that_shrinks_while_it_is_scanned_is_an_error_and_no_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tar_that_shrinks_while_it_is_scanned_is_an_error_and_no_signal(tmp_path: Path) -> None:
     path = write_lists(tmp_path / "a.tar", [[number] * 30_000 for number in range(4)])
-    real = os.preadv
-
-    def shrinking(handle: int, buffers: list[memoryview], offset: int) -> int:
+    with TarBytes(path) as tar:
+        members = tar_members(tar)
+        next(members)
         os.truncate(path, 4096)
-        return real(handle, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", shrinking)
-    with pytest.raises(BrokenShard, match=r"a\.tar"):
-        scan_tar(path)
+        with pytest.raises(BrokenShard, match=r"a\.tar"):
+            list(members)

@@ -419,7 +419,7 @@ def make_samples(
     begin in packed rows. ``keeps_tail``: rows packed at load end with one that is not full. ``origins``:
     chunks say where documents come from. Raises UsageError where the rules do not fit what the shards hold.
     """
-    _check_rows(rules, shards, starts or origins)
+    _check_rows(rules, shards)
     shared: dict[str, Any] = {
         "shards": shards,
         "vocab_size": vocab_size,
@@ -434,10 +434,13 @@ def make_samples(
     return WholeSamples(max_length=rules.max_length, starts=starts, **shared)
 
 
-def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
+def _check_rows(rules: SampleRules, shards: ShardSet) -> None:
     if not shards.has_rows:
         return
-    rows = f"packed rows of {shards.row_tokens} tokens" if shards.row_tokens else "some packed rows"
+    if not shards.row_tokens:
+        found = "packed rows beside documents, or beside rows of another length"
+        raise UsageError(found=found, expected="documents alone, or rows of one length: load them apart")
+    rows = f"packed rows of {shards.row_tokens} tokens"
     if rules.max_length is not None or rules.group > 1:
         given = "group_by_length" if rules.max_length is None else f"max_length={rules.max_length}"
         raise UsageError(
@@ -454,9 +457,4 @@ def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
             found=f"seq_len={rules.seq_len}",
             expected=rows,
             remedy="--seq_len",
-        )
-    if starts and not shards.row_tokens:
-        raise UsageError(
-            "boundaries and origins are for rows of one length; load documents and packed rows apart",
-            expected="rows of one length",
         )

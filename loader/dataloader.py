@@ -28,13 +28,10 @@ from loader.batches import (
 from loader.boundaries import Boundary, boundary_names
 from loader.describe import settings_block
 from loader.find_shards import InputShards, find_sources
-from loader.order import ORDER_VERSION
 from loader.ranks import find_process_rank
-from loader.run import Run
 from loader.samples import SampleRules, make_samples
 from loader.shards import ShardSet, SplitName, check_choice
 from loader.sources import (
-    Plan,
     Sizes,
     Weights,
     WeightsIn,
@@ -105,7 +102,7 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
     kind = annotation.removesuffix(" | None")
     if value is None and kind != annotation:
         return None
-    if kind == "int":
+    if kind == "int" and name != "seed":
         return whole_number(name, value, least=int(name not in _FROM_0))
     if name == "collate_fn":
         is_right, expected = callable(value), "a function of a list of samples"
@@ -300,16 +297,16 @@ def get_llama3_dataloader(
         shuffle=shuffle and not is_validation,
         keeps_tail=is_validation,
         is_mixture=is_mixture,
-    )
-    plan = Plan(
-        run=run,
-        samples=tuple(samples.values()),
-        weights=tuple(of_samples),
-        fingerprint=_fingerprint(rules, shards, run, tokenizer.fingerprint),
+        settings={
+            "tokenizer": tokenizer.fingerprint,
+            "seq_len": shards.row_tokens or rules.seq_len or 0,
+            "max_length": rules.max_length or 0,
+            "split": shards.split,
+        },
     )
     workers = _worker_options(
         num_workers,
-        run.num_slots // who.world_size,
+        run.order.num_slots // who.world_size,
         prefetch_factor=prefetch_factor,
         persistent_workers=persistent_workers,
     )
@@ -332,7 +329,7 @@ def get_llama3_dataloader(
         tokenizer.pad_with(padded.pad.token)
     step_batches = StepBatches(
         batch_size=batch_size,
-        row_tokens=plan.row_tokens,
+        row_tokens=run.row_tokens,
         padded=padded,
         collate_fn=collate_fn,
         boundaries=fields,
@@ -342,7 +339,7 @@ def get_llama3_dataloader(
         origins=origins,
     )
     loader = TokenLoader(
-        plan,
+        run,
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
         process_rank=who,
@@ -365,23 +362,6 @@ def get_llama3_dataloader(
                 "pass seq_len=, or plan the data with --append_eos"
             )
     return loader
-
-
-def _fingerprint(rules: SampleRules, shards: ShardSet, run: Run, tokenizer: str) -> dict[str, Any]:
-    """Return what fixes which sample is where, beside the run's sources and stages."""
-    order = run.sources[0].order
-    return {
-        "order_version": ORDER_VERSION,
-        "tokenizer": tokenizer,
-        "seed": run.seed,
-        "shuffle": order.shuffle,
-        "is_mixture": run.is_mixture,
-        "seq_len": shards.row_tokens or rules.seq_len or 0,
-        "group_by_length": order.group,
-        "max_length": rules.max_length or 0,
-        "split": shards.split,
-        "keeps_tail": order.keeps_tail,
-    }
 
 
 def _worker_options(

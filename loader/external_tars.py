@@ -149,6 +149,10 @@ def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> t
         raise tar.broken(
             f"is no tar, or is damaged: no whole header with its checksum stands at byte {position} ({error})"
         ) from None
+    # tarfile takes a size in PAX records that is no number for 0.
+    said = member.pax_headers.get("size", str(member.size))
+    if said != str(member.size):
+        raise tar.broken(f"has PAX records at byte {position} with a size of {said!r}")
     if member.type not in _KINDS or member.issparse() or member.size < 0:
         raise tar.broken(
             f"has a member of kind {member.type.decode('latin1')!r} and {member.size} bytes at byte "

@@ -58,11 +58,8 @@ class OpenShard:
         """Return columns of the idx for some samples, ascending. Of a large idx, those alone are read."""
         if self.idx is None:
             return self.records[rows] if isinstance(rows, slice) else self.records.take(rows)
-        found = []
-        for part in [rows] if isinstance(rows, slice) else _stretches(rows):
-            raw = np.frombuffer(self.idx.file.read(*self.idx.place(part)), np.uint8)
-            found.append(self.idx.records(part, raw))
-        return np.concatenate(found)
+        parts = [rows] if isinstance(rows, slice) else _stretches(rows)
+        return np.concatenate([self.idx.read(part) for part in parts])
 
 
 def open_shard(source: DatasetShards, row: int) -> OpenShard:
@@ -88,7 +85,7 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
                 raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=remedy)
             dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
             if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-                records = idx.read_all()
+                records = idx.read(slice(0, idx.num_samples))
                 idx.file.close()
                 idx = None
         opened.pop_all()

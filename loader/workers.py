@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from loader.chunks import Chunk
 from loader.order import share
 from loader.rounds import RunReader
-from loader.sources import Plan
+from loader.run import Run
 from shardprep.errors import ReadWriteError, ShardprepError
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
@@ -36,8 +36,8 @@ class ChunkDataset(IterableDataset[Any]):
     window.
     """
 
-    def __init__(self, plan: Plan, slots: range, *, endless: bool) -> None:
-        self.plan = plan
+    def __init__(self, run: Run, slots: range, *, endless: bool) -> None:
+        self.run = run
         self.slots = slots
         self.endless = endless
         self.position = torch.zeros(2, dtype=torch.int64)
@@ -48,7 +48,7 @@ class ChunkDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if self._reader is None:
             slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
-            self._reader = RunReader(self.plan, slots)
+            self._reader = RunReader(self.run, slots)
             self._close_reader = weakref.finalize(self, self._reader.close)
         epoch, tick = self.position.tolist()
         chunks = self._reader.chunks(epoch, tick, self._chunk_ticks(), endless=self.endless)
@@ -71,12 +71,12 @@ class ChunkDataset(IterableDataset[Any]):
         """Choose the ticks of a chunk, from what all workers know alike: their chunks must agree. Rows that
         are not sent take no memory until their tick, see Ragged."""
         worker = get_worker_info()
-        row_tokens = self.plan.row_tokens
+        row_tokens = self.run.row_tokens
         if worker is None and row_tokens:
             return MAX_CHUNK_TICKS
         slots = -(-len(self.slots) // (worker.num_workers if worker else 1))
-        longest = max(samples.mean_tokens for samples in self.plan.present)
-        tick_bytes = 4 * slots * self.plan.run.group * (row_tokens or longest)
+        longest = max(samples.mean_tokens for samples in self.run.samples)
+        tick_bytes = 4 * slots * self.run.order.group * (row_tokens or longest)
         return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
 

@@ -28,7 +28,8 @@ from preprocess.__main__ import main
 from preprocess.look.train_tokenizer import train_tokenizer
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import load_worker
-from preprocess.plan.planning import Sharding, make_plan
+from preprocess.plan.divide import Sharding
+from preprocess.plan.planning import make_plan
 from shardprep.files import stamp_file
 from shardprep.format.idx import HEADER_BYTES, ChunkCrcs
 from shardprep.format.json_files import content_sha256

@@ -31,9 +31,10 @@ import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from preprocess.plan import planning as input_files
-from preprocess.plan import planning as shard_boundaries
-from preprocess.plan.planning import divide, list_inputs, stamp_inputs
+from preprocess.plan import divide as input_files
+from preprocess.plan import divide as shard_boundaries
+from preprocess.plan.divide import divide, stamp_inputs
+from preprocess.plan.listing import list_inputs
 from preprocess.read import arrow, compressed
 from preprocess.read.documents import read_documents
 from shardprep.errors import BadInput

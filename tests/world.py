@@ -32,6 +32,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 import loader as shards_to_batches  # torch is imported when the first loader is made
 from shardprep.__main__ import main
+from shardprep.errors import ShardprepError
 
 if TYPE_CHECKING:
     from loader import TokenLoader
@@ -183,6 +184,25 @@ def call_main(*words: object) -> Ended:
     return Ended(code=code or 0, out=out.getvalue(), err=err.getvalue())
 
 
+@contextlib.contextmanager
+def refuses(kind: type[ShardprepError], **fields: object) -> Iterator[None]:
+    """Expect an error of exactly this class. ``path`` is its path; in other fields these texts stand."""
+    try:
+        yield
+    except ShardprepError as error:
+        assert type(error) is kind, f"{type(error).__name__}: {error}"
+        for name, text in fields.items():
+            found = str(getattr(error, name))
+            assert found == str(text) if name == "path" else str(text) in found, f"{name} is {found}: {error}"
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def open_loader(data: Any, batch_size: int = 4, **arguments: Any) -> TokenLoader:
+    """Return a loader; without workers, if ``num_workers`` asks for none."""
+    return shards_to_batches.get_llama3_dataloader(data, batch_size, **{"num_workers": 0, **arguments})
+
+
 class World:
     """A folder of raw files, and the data set that is made of them; all below ``folder``.
 
@@ -248,9 +268,7 @@ class World:
 
     def loader(self, *, rank: int = 0, world_size: int = 1, **arguments: Any) -> TokenLoader:
         """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
-        return shards_to_batches.get_llama3_dataloader(
-            self.data_dir, rank=rank, world_size=world_size, **{"num_workers": 0, **arguments}
-        )
+        return open_loader(self.data_dir, rank=rank, world_size=world_size, **arguments)
 
     def ranks(self, **arguments: Any) -> Ranks:
         """Return the loaders of all ranks, for arguments of ``Ranks``."""
@@ -365,6 +383,11 @@ class Ranks:
 def _all_epochs(loader: TokenLoader) -> Iterator[Mapping[str, Any]]:
     while True:
         yield from loader
+
+
+def ids_of(batch: Mapping[str, Any]) -> list[list[int]]:
+    """Return the ids of each sample of a batch, without padding."""
+    return [sample["input_ids"] for sample in samples_of(batch)]
 
 
 def samples_of(batch: Mapping[str, Any]) -> GlobalBatch:

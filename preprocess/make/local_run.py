@@ -17,7 +17,7 @@ from typing import NamedTuple
 from preprocess.make.resources import WorkerSettings, bind_to
 from preprocess.make.task import engine_line, part_line, speed_line
 from preprocess.make.worker import Work, Worker, load_worker
-from shardprep.console import Progress, guard_streams
+from shardprep.console import Progress, guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError
 from shardprep.format.attempts import Failure, append_failure
 from shardprep.format.plan import need_plan
@@ -37,12 +37,12 @@ Event = Work | Done | Failure | str  # work that was done, what became of the sh
 class _Process:
     """A worker process and the shard it is at."""
 
-    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int]) -> None:
+    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool) -> None:
         self.cpus = cpus
         self.shard_id: int | None = None
         self.is_dead = False
         self.pipe, theirs = Pipe()
-        self._process = start_child(_serve, folder, settings, cpus, theirs)
+        self._process = start_child(_serve, folder, settings, cpus, is_verbose, theirs)
         theirs.close()
 
     def give(self, shard_id: int) -> None:
@@ -78,6 +78,8 @@ def run_shards(
     shard_ids: Iterable[int],
     cpus_of: list[list[int]],
     progress: Progress,
+    *,
+    is_verbose: bool,
 ) -> tuple[list[Work], list[Failure]]:
     """Make shards in one process for each of ``cpus_of``, its CPUs; returns the work done, and what failed.
 
@@ -88,7 +90,7 @@ def run_shards(
     failures: list[Failure] = []
     made: list[Work] = []
     notes: set[str] = set()
-    processes = [_Process(folder, settings, cpus) for cpus in cpus_of[: len(todo)]]
+    processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
     try:
         for process in processes:
             process.give(todo.popleft())
@@ -101,19 +103,22 @@ def run_shards(
                     continue
                 if isinstance(event, str):
                     if event not in notes:  # each process says it
-                        progress.say(event)
+                        say(event)
                     notes.add(event)
                     continue
                 if isinstance(event, Failure):
                     failures.append(event)
-                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
                     append_failure(event)
                 else:
                     made.append(event.work)
-                    progress.say(event.line)
+                    if is_verbose:
+                        say(event.line)
                 processes.remove(process)
                 if todo:
-                    fresh = _Process(folder, settings, process.cpus) if process.is_dead else process
+                    fresh = process
+                    if process.is_dead:
+                        fresh = _Process(folder, settings, process.cpus, is_verbose)
                     processes.append(fresh)
                     fresh.give(todo.popleft())
                 else:
@@ -124,7 +129,9 @@ def run_shards(
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection) -> None:
+def _serve(
+    folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Connection
+) -> None:
     """Body of a worker process: shards come in, progress and outcomes go out."""
     try:
         guard_streams()
@@ -132,7 +139,8 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
         try:
             plan = need_plan(folder)
             worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
-            pipe.send(engine_line(worker))
+            if is_verbose:
+                pipe.send(engine_line(worker))
         except ShardprepError as error:
             while True:
                 pipe.send(Failure.of(pipe.recv(), error))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan.planning import Sharding, find_inputs, list_inputs, make_plan
+from preprocess.plan.divide import Sharding
+from preprocess.plan.listing import find_inputs
+from preprocess.plan.planning import make_plan
 from preprocess.plan.tokenizer import describe_tokenizer
 from preprocess.read.inputs import OpenInput, sample_sha256
 from shardprep.console import counted, say
@@ -49,19 +49,11 @@ def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
 
 
 def _plan_once(config: PrepConfig) -> Plan:
-    """The plan that another task is making, if it comes soon, else one's own."""
-    with _claimed(config.output_dir) as is_ours:
-        if not is_ours and (plan := _awaited_plan(config)):
-            return plan
-        if (plan := read_plan(config.output_dir)) is not None:  # it came between the first look and the claim
-            return plan
-        return make_plan(config, Sharding(), say=say)[0]
+    """Return the plan that another task is making, if it comes soon, else one's own.
 
-
-@contextlib.contextmanager
-def _claimed(folder: Path) -> Iterator[bool]:
-    """Whether this task is the one to plan, told by a file. It is no lock: nothing is wrong without it."""
-    claim = folder / _CLAIM_NAME
+    A file tells who plans. It is no lock: nothing is wrong without it.
+    """
+    folder, claim = config.output_dir, config.output_dir / _CLAIM_NAME
     is_ours = is_new_folder = False
     with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
         with contextlib.suppress(FileExistsError):
@@ -70,27 +62,23 @@ def _claimed(folder: Path) -> Iterator[bool]:
         claim.touch(exist_ok=False)
         is_ours = True
     try:
-        yield is_ours
+        if not is_ours and size_of_file(claim) is not None:
+            say("another task is planning: waiting for its plan")
+            num_files = len(find_inputs(config.input_dir, recursive=config.recursive).paths)
+            until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
+            while size_of_file(claim) is not None and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY_S)
+                if size_of_file(folder / PLAN_NAME) is not None:
+                    break
+        if (plan := read_plan(folder)) is not None:  # perhaps it came between the first look and the claim
+            return plan
+        return make_plan(config, Sharding(), say=say)[0]
     finally:
         with contextlib.suppress(OSError):
             if is_ours:
                 claim.unlink()
             if is_new_folder:
                 folder.rmdir()  # which does nothing to a folder that holds something
-
-
-def _awaited_plan(config: PrepConfig) -> Plan | None:
-    """The plan that appears while another task's claim is there; None where it takes too long, or fails."""
-    claim = config.output_dir / _CLAIM_NAME
-    num_files = len(list_inputs(config.input_dir, recursive=config.recursive))
-    until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
-    if size_of_file(claim) is not None:
-        say("another task is planning: waiting for its plan")
-    while size_of_file(claim) is not None and time.monotonic() < until:
-        time.sleep(_LOOK_EVERY_S)
-        if size_of_file(config.output_dir / PLAN_NAME) is not None:
-            break
-    return read_plan(config.output_dir)
 
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
@@ -131,7 +119,8 @@ def check_inputs(plan: Plan, input_dir: Path) -> None:
     try:
         differing = _other_names(plan, input_dir)
         with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
-            differing += filter(None, pool.map(partial(_change_of, input_dir), plan.inputs))
+            changes = pool.map(lambda planned: _change_of(input_dir, planned), plan.inputs)
+            differing += filter(None, changes)
     except NotFound as error:
         differing = [str(error)]
     _refuse_other_inputs(plan, input_dir, differing)

@@ -16,8 +16,7 @@ import pytest
 
 from loader.find_shards import find_shards
 from shardprep.errors import BrokenShard, ReadWriteError, ShardprepError, UnknownVersion
-from shardprep.format.dataset_spec import CHUNK_RECORDS
-from shardprep.format.idx import IDX_DOCUMENT, ChunkCrcs
+from shardprep.format.idx import CHUNK_RECORDS, IDX_DOCUMENT, ChunkCrcs
 from shardprep.format.index import read_index
 from shardprep.format.json_files import content_sha256
 from shardprep.format.manifest import read_manifest

@@ -23,13 +23,10 @@ from preprocess.make.engines import TokenBatch
 from preprocess.make.members import document_headers, json_ids, ustar_header
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, ShardprepError, UnknownVersion
 from shardprep.format.dataset_spec import (
-    CRC_BYTES,
-    IDX_HEADER_BYTES,
-    RECORD_BYTES,
     token_bytes,
     tokenizer_fingerprint,
 )
-from shardprep.format.idx import CHUNK_CRC, IDX_HEADER, idx_dtype, read_idx
+from shardprep.format.idx import read_idx
 from shardprep.format.index import read_index
 from shardprep.format.manifest import check_shard, read_manifest
 from shardprep.format.names import (
@@ -266,12 +263,6 @@ def test_each_violation_of_an_idx_has_its_error(broken: Data, violation: str) ->
         read_idx(broken.folder, broken.plan.spec, 1)
     assert type(caught.value) is kind
     assert caught.value.path == str(idx_path(broken.folder, 1))
-
-
-@pytest.mark.parametrize("kind", RECORD_BYTES)
-def test_the_records_of_an_idx_have_the_bytes_that_the_spec_counts_with(kind: str) -> None:
-    assert idx_dtype(kind).itemsize == RECORD_BYTES[kind]
-    assert (IDX_HEADER.itemsize, CHUNK_CRC.itemsize) == (IDX_HEADER_BYTES, CRC_BYTES)
 
 
 @of_kinds("json")

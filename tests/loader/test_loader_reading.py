@@ -20,7 +20,7 @@ from loader import reading as open_shard
 from loader.find_shards import find_shards
 from loader.reading import ShardReader
 from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember
-from shardprep.format.dataset_spec import CHUNK_RECORDS
+from shardprep.format.idx import CHUNK_RECORDS
 
 if TYPE_CHECKING:
     from tests.conftest import Prep

@@ -22,7 +22,7 @@ import zstandard
 
 from preprocess.make.resources import WorkerSettings
 from preprocess.make.worker import Worker, load_worker
-from preprocess.plan.planning import list_inputs
+from preprocess.plan.listing import list_inputs
 from preprocess.read import arrow
 from preprocess.read.documents import read_documents
 from preprocess.read.inputs import OpenInput

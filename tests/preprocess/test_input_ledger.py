@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from preprocess.plan.planning import find_inputs
+from preprocess.plan.listing import find_inputs
 from shardprep.errors import NotFound
 from shardprep.format.plan import need_plan
 from tests.random_folders import PATTERNS, random_folder, wrong_of

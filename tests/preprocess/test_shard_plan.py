@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preprocess.plan import planning as shard_boundaries
-from preprocess.plan.cost_estimate import estimate_of
-from preprocess.plan.planning import divide, even_places, list_inputs, stamp_inputs
+from preprocess.make.engines import tokenizers_engine
+from preprocess.plan import divide as shard_boundaries
+from preprocess.plan.cost_estimate import CostEstimate, measure
+from preprocess.plan.divide import divide, even_places, stamp_inputs
+from preprocess.plan.listing import list_inputs
 from preprocess.read import inputs as input_files
 from preprocess.read import lines as line_ends
 from preprocess.read.format import Inspected
@@ -28,7 +30,7 @@ from shardprep.errors import Refused, UsageError
 from shardprep.format.index import read_index
 from shardprep.format.manifest import read_manifest
 from shardprep.format.options import PlanOptions
-from shardprep.format.plan import Cut, InputFile, file_cuts, need_plan, plan_json
+from shardprep.format.plan import Cut, InputFile, Plan, file_cuts, need_plan, plan_json
 from tests.waiting import HANG_S
 
 if TYPE_CHECKING:
@@ -39,6 +41,12 @@ FILES = st.lists(st.lists(st.sampled_from(LINES), max_size=12).map(b"".join), mi
 
 
 OPTIONS = PlanOptions()
+
+
+def estimate_of(plan: Plan, folder: Path) -> CostEstimate:
+    """The estimate of a data set that is planned in ``folder``, with its own tokenizer."""
+    path = folder / "tokenizer" / "tokenizer.json"
+    return measure(plan, tokenizers_engine(path, allow_special_tokens=plan.options.encodes_control_tokens))
 
 
 def write_files(folder: Path, contents: list[bytes]) -> list[InputFile]:

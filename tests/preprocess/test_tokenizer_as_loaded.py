@@ -98,21 +98,10 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def num_given_other_ids(model: Path, data: Path) -> tuple[int, int]:
-    """Of the probe's texts, those that the model's own tokenizer.json encodes otherwise; and all."""
-    probe = json.loads((data / "plan.json").read_bytes())["probe"]
-    own, made = (
-        Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (model, data / "tokenizer")
-    )
-    own.encode_special_tokens = made.encode_special_tokens = True  # control tokens stay text in shards
-    pairs = zip(own.encode_batch(probe), made.encode_batch(probe), strict=True)
-    return sum(first.ids != second.ids for first, second in pairs), len(probe)
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_data_sets_tokenizer_loads_as_what_made_its_shards_and_plan_says_what_transformers_altered(
+def test_a_data_sets_tokenizer_loads_as_what_made_its_shards(
     prep: Prep, tmp_path: Path, raw: Path, kind: str
 ) -> None:
     make, config = KINDS[kind]
@@ -121,9 +110,6 @@ def test_a_data_sets_tokenizer_loads_as_what_made_its_shards_and_plan_says_what_
     (raw / "a.txt").write_text("\n".join(lines), encoding="utf-8")
     planned = prep.command("plan", "--input_dir", raw, "--output_dir", data, "--model_id", model)
     assert planned.code == 0, planned.text
-    num_other, num_texts = num_given_other_ids(model, data)
-    assert (num_other > 0) == (config["tokenizer_class"] != "PreTrainedTokenizerFast")
-    assert (f"for {num_other} of {num_texts} probe texts" in planned.text) == (num_other > 0)
     prep.make(data)
     expected = AutoTokenizer.from_pretrained(str(model))
     ids = dict(zip(lines, expected(lines)["input_ids"], strict=True))

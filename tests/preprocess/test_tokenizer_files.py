@@ -67,7 +67,6 @@ def test_a_folder_of_resolved_files_that_cannot_be_listed_is_named(
 ) -> None:
     resolved = tmp_path / "resolved"
     save_word_tokenizer(resolved, 9)
-    spec = describe_tokenizer(resolved, "model")
     listed = os.listdir
 
     def failing(path: Any) -> list[str]:
@@ -77,7 +76,7 @@ def test_a_folder_of_resolved_files_that_cannot_be_listed_is_named(
 
     monkeypatch.setattr(os, "listdir", failing)
     with pytest.raises(ReadWriteError, match="resolved cannot be read: Input/output error"):
-        publish_tokenizer(resolved, tmp_path, spec, None)
+        publish_tokenizer(resolved, tmp_path, None)
 
 
 @pytest.mark.parametrize(("pad", "warns"), [("</s>", True), ("<pad>", False), (None, False)])

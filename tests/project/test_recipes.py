@@ -249,7 +249,6 @@ def test_a_counter_of_the_manifest_is_its_declaration_and_the_class_that_counts(
 def test_pairs_of_documents_are_a_kind_of_samples_by_its_packer_and_three_lines(tmp_path: Path) -> None:
     copy = Copy(tmp_path)
     copy.change("shardprep/format/names.py", '"packed", "chat"]', '"packed", "chat", "pairs"]')
-    copy.change("shardprep/format/dataset_spec.py", '"packed": 40,', '"packed": 40, "pairs": 40,')
     old = '"chat": IDX_CHAT_ROW}'
     copy.change("shardprep/format/idx.py", old, '"chat": IDX_CHAT_ROW, "pairs": IDX_ROW}')
     packing = "preprocess/make/packing.py"

@@ -180,17 +180,6 @@ def test_a_stream_that_cannot_say_korean_gets_escapes(world: World) -> None:
     check(done.stdout, shows=r"\ud55c\uad6d\uc5b4 text \x1b[2J")
 
 
-def test_a_bar_on_a_terminal_moves_the_cursor_and_no_line_beside_it_does(
-    world: World, tmp_path: Path
-) -> None:
-    copy = Path(shutil.copytree(world.data_dir, tmp_path / f"copy{IN_NAMES}"))
-    (copy / "shard-00000.json").unlink()
-    text = on_a_terminal(["-m", "shardprep", "run", copy, "--num_proc", "1"])
-    assert "\r" in text.replace("\r\n", "\n")
-    check(text.replace("\r", "\n"))
-    assert re.search(r"shard 00000 of 2: .*\\x1b\[2J", text), "its line stands beside the bar"
-
-
 def test_the_screen_of_a_watched_status_has_only_the_codes_that_draw_it(world: World) -> None:
     text = on_a_terminal(["-m", "shardprep", "status", world.data_dir, "--watch"])
     drawn = re.sub(r"\x1b\[2?[HJK]", "", text.replace("\r\n", "\n"))

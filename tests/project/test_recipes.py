@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 
 from shardprep.format import input_formats
 from tests.checkout import ROOT
-from tests.children import run_child
-from tests.conftest import Prep
+from tests.children import environ_of_children, run_child
 from tests.world import World, call_main, tokenizer_dir
 
 PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
@@ -53,7 +52,7 @@ class Copy:
     def run(self, *commands: Sequence[object], rows_of: Path | None = None) -> list[str]:
         """Run commands in one process, each to its good end; what each printed on standard output."""
         asked = json.dumps([[[str(word) for word in words] for words in commands], rows_of and str(rows_of)])
-        environ = {**Prep.environ(), "PYTHONPATH": str(self.folder)}
+        environ = {**environ_of_children(), "PYTHONPATH": str(self.folder)}
         done = run_child([sys.executable, "-c", DRIVER], stdin=asked, cwd=self.folder, env=environ)
         return done.stdout.split("=====\n")[1:]
 

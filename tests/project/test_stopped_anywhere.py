@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from shardprep.__main__ import main
-from tests.children import child, end_of, is_living, run_child
-from tests.conftest import Prep
+from tests.children import child, end_of, environ_of_children, is_living, run_child
 from tests.held_children import Hold
 from tests.waiting import wait_until
 from tests.world import World, call_main
@@ -134,7 +133,7 @@ def test_the_workers_of_run_do_not_outlive_it(world: World, tmp_path: Path, how:
     """Killed it cannot tell them; they stand in the middle of a shard."""
     hold = Hold(tmp_path, "fsync", r"\.shard-\d+\.tar")
     words = [sys.executable, "-m", "shardprep", "run", str(world.data_dir), "--num_proc", "2"]
-    with child(words, env={**Prep.environ(), **hold.environ()}, stderr=-2) as run:
+    with child(words, env={**environ_of_children(), **hold.environ()}, stderr=-2) as run:
         workers = hold.wait(2, run)
         assert run.pid not in workers
         run.send_signal(how)

@@ -17,6 +17,7 @@ import lzma
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -471,6 +472,8 @@ def main() -> int:
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     args = parser.parse_args()
+    # A length that a flipped bit made huge is a MemoryError, and so a traceback.
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
     tried: dict[str, list[str]] = {form: [] for form in args.only or [*FORMATS, *WIDE, *WRITERS]}
     with tempfile.TemporaryDirectory() as folder:
         end = args.first + args.files

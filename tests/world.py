@@ -250,10 +250,14 @@ class World:
         """Run ``shardprep WORDS --OPTIONS`` in this process; any exit code is fine."""
         return call_main(*words, *flags_of(options), environ=environ)
 
+    def words_of_plan(self, **options: Any) -> list[str]:
+        """Return the flags by which ``data_dir`` is planned from ``raw_dir``."""
+        folders = {"input_dir": self.raw_dir, "output_dir": self.data_dir, "model_id": self.tokenizer}
+        return flags_of({**folders, **options})
+
     def try_plan(self, **options: Any) -> Ended:
         """Plan ``data_dir`` from ``raw_dir``; any exit code is fine."""
-        folders = {"input_dir": self.raw_dir, "output_dir": self.data_dir, "model_id": self.tokenizer}
-        return self.main("plan", **{**folders, **options})
+        return self.main("plan", *self.words_of_plan(**options))
 
     def try_shard(self, shard_id: int = 0, **options: Any) -> Ended:
         """Make a shard as a task does; any exit code is fine."""

@@ -15,7 +15,6 @@ import re
 import shutil
 import signal
 import struct
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +30,7 @@ from transformers import AutoTokenizer
 from tests import chat_tokenizers
 from tests.chat_sets import PLAIN, TAGGED, conversations, expected, write_chats
 from tests.checkout import ROOT
-from tests.children import child, environ_of_children, run_child
+from tests.children import child, environ_of_children, run_child, shardprep
 from tests.forged import rewrite_json
 from tests.waiting import wait_until
 from tests.world import World, save_tokenizer
@@ -490,8 +489,7 @@ def test_a_template_or_a_conversation_that_takes_too_much_is_an_error_that_names
 
 def test_a_killed_command_leaves_no_renderer_behind(tmp_path: Path) -> None:
     world = world_of(tmp_path, PLAIN + ENDLESS, CHATS)
-    words = ["--input_dir", world.raw_dir, "--output_dir", world.data_dir, "--model_id", world.tokenizer]
-    command = [sys.executable, "-m", "shardprep", "plan", *map(str, words), "--record", "chat"]
+    command = shardprep("plan", *world.words_of_plan(), "--record", "chat")
     is_subreaper = 36  # PR_SET_CHILD_SUBREAPER: an orphan becomes this process's child, which sees its end
     assert ctypes.CDLL(None).prctl(is_subreaper, 1, 0, 0, 0) == 0
     with child(command, env=environ_of_children(), start_new_session=False) as process:
@@ -520,8 +518,7 @@ def test_what_renders_is_of_the_copy_of_the_project_that_asks(tmp_path: Path) ->
             f"\nwith open({str(marker)!r}, 'a') as file:\n    print(os.getpid(), __file__, file=file)\n"
         )
     world = world_of(tmp_path / "world", TAGGED, CHATS)
-    words = ["--input_dir", world.raw_dir, "--output_dir", world.data_dir, "--model_id", world.tokenizer]
-    command = [sys.executable, "-m", "shardprep", "plan", *map(str, words), "--record", "chat"]
+    command = shardprep("plan", *world.words_of_plan(), "--record", "chat")
     run_child(command, cwd=tmp_path, env=environ_of_children(PYTHONPATH=str(tmp_path)))
     told = [line.split(" ", 1) for line in marker.read_text().splitlines()]
     assert {place for _, place in told} == {str(path)}

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import run_child
-from tests.world import World
+from tests.children import run_child, shardprep
+from tests.world import World, flags_of
 
 pytestmark = pytest.mark.processes
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -89,9 +89,7 @@ def hub() -> Iterator[Hub]:
 
 def plan(hub: Hub, place: Path, *, code: int, **flags: object) -> str:
     """Plan in a process; returns what it prints."""
-    command = [sys.executable, "-m", "shardprep", "plan", "--num_shards", "2"]
-    command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    done = run_child(command, cwd=place, env=hub.environ(place), code=code)
+    done = run_child(shardprep("plan", *flags_of(flags)), cwd=place, env=hub.environ(place), code=code)
     return done.stdout + done.stderr
 
 

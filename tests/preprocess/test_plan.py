@@ -8,7 +8,6 @@ import os
 import random
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.children import child, end_of
+from tests.children import child, end_of, shardprep
 from tests.world import World, hostile_text
 
 LINES = ["a\n", "bc\r\n", "\n", "\r", "d\r", "가나다라마\n", "x" * 30 + "\n", "tail"]
@@ -199,16 +198,7 @@ def test_a_change_in_each_of_the_three_sampled_parts_changes_the_plan(tmp_path: 
 
 @pytest.mark.processes
 def test_planners_that_race_end_with_one_plan(world: World) -> None:
-    words = [
-        "plan",
-        "--input_dir",
-        world.raw_dir,
-        "--output_dir",
-        world.data_dir,
-        "--model_id",
-        world.tokenizer,
-    ]
-    command = [sys.executable, "-m", "shardprep", *map(str, words), "--num_shards"]
+    command = shardprep("plan", *world.words_of_plan(), "--num_shards")
     with child([*command, "4"]) as one, child([*command, "4"]) as two, child([*command, "3"]) as other:
         for each in (one, two, other):
             end_of(each, code=None)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import environ_of_children, run_child
+from tests.children import environ_of_children, run_child, shardprep
 from tests.input_writers import bgzip
 from tests.world import Ended, World, call_main
 
@@ -95,24 +95,14 @@ def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(COUNTING)
     report = tmp_path / "report"
-    words = [
-        sys.executable,
-        "-m",
-        "shardprep",
-        "shard",
-        "--shard_id",
-        "0",
-        "--engine",
-        engine,
-        "--output_dir",
-    ]
+    words = shardprep("--shard_id", 0, "--engine", engine, "--output_dir", world.data_dir)
     numbers = {"RAYON_NUM_THREADS": "7", "RAYON_RS_NUM_CPUS": "7", "TOKENIZERS_PARALLELISM": "false"}
     for given in ({}, numbers):
         environ = {**environ_of_children(), **given, "REPORT": str(report)}
         for name in numbers.keys() - given.keys():
             environ.pop(name, None)
         environ["PYTHONPATH"] = f"{tmp_path / 'site'}:{ROOT}"
-        run_child([*words, world.data_dir], env=environ)
+        run_child(words, env=environ)
         (world.data_dir / "shard-00000.json").unlink()
     assert len(set(report.read_text().split())) == 1, report.read_text()
 

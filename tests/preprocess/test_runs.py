@@ -10,13 +10,12 @@ import shlex
 import shutil
 import signal
 import struct
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.children import child, end_of, environ_of_children
+from tests.children import child, end_of, environ_of_children, shardprep
 from tests.faults.every_format import write_every_format
 from tests.held_children import Hold
 from tests.waiting import wait_until
@@ -184,11 +183,9 @@ class HeldWriters:
 
     def __init__(self, world: World, place: Path, num_writers: int = 1) -> None:
         self.hold = Hold(place, "write", r"/\.shard-00000\.tar\.")
-        command = [sys.executable, "-m", "shardprep", "shard", "--shard_id", "0", "--output_dir"]
+        command = shardprep("--shard_id", 0, "--output_dir", world.data_dir)
         environ = environ_of_children(**self.hold.environ(number=2))
-        self._contexts = [
-            child([*command, world.data_dir], env=environ, stderr=-2) for _ in range(num_writers)
-        ]
+        self._contexts = [child(command, env=environ, stderr=-2) for _ in range(num_writers)]
 
     def __enter__(self) -> HeldWriters:
         self.processes = [context.__enter__() for context in self._contexts]
@@ -263,8 +260,7 @@ def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(tmp_path
     config = world.tokenizer / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_bytes()), "mask_token": "<|mask|>"}))
     hold = Hold(tmp_path, "open", "/transformers/models/auto/tokenization_auto.*\\.py")
-    words = ["--shard_id", "0", "--input_dir", world.raw_dir, "--output_dir", world.data_dir]
-    command = [sys.executable, "-m", "shardprep", *map(str, words), "--model_id", world.tokenizer]
+    command = shardprep("--shard_id", 0, *world.words_of_plan())
     environ = environ_of_children(**hold.environ(), XDG_CACHE_HOME=str(tmp_path / "cache"))
     with child(command, env=environ, stderr=-2) as task:
         assert hold.wait(1, task) != [task.pid], "the planning process"
@@ -343,7 +339,7 @@ def test_a_killed_process_fails_its_shard_alone_and_the_printed_command_makes_it
     world: World, tmp_path: Path
 ) -> None:
     hold = Hold(tmp_path / "held", "open", r"/\.shard-\d+\.idx\.")
-    command = [sys.executable, "-m", "shardprep", "run", str(world.data_dir), "--num_proc", "2"]
+    command = shardprep("run", world.data_dir, "--num_proc", 2)
     with child(command, env=environ_of_children(**hold.environ()), stderr=-2) as run:
         pids = hold.wait(2, run)
         names = [path.name for path in world.data_dir.glob(".shard-*.tar.*.tmp")]

@@ -19,8 +19,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
-from tests.checkout import ROOT
-from tests.children import run_child
+from tests.children import run_child, shardprep
 from tests.world import World
 
 SUFFIXES = ["parquet", "stream.arrow", "file.arrow"]
@@ -117,8 +116,7 @@ def test_a_new_process_plans_parquet_and_arrow_files_that_lie_side_by_side(tmp_p
     world = World(tmp_path)
     for name, suffix in (("a", "parquet"), ("b", "stream.arrow"), ("c", "parquet"), ("d", "file.arrow")):
         world.raw({f"{name}.{suffix}": table_bytes({"text": ["a text"] * 9}, suffix)})
-    command = [sys.executable, "-m", "shardprep", "plan", "--input_dir", world.raw_dir, "--num_shards", "2"]
-    run_child([*command, "--output_dir", world.data_dir, "--model_id", world.tokenizer], cwd=ROOT)
+    run_child(shardprep("plan", *world.words_of_plan()))
 
 
 # Values. ------------------------------------------------------------------------------------------------

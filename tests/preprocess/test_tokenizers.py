@@ -32,7 +32,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from loader import NotFound, get_llama3_dataloader
 from tests.checkout import ROOT
-from tests.children import environ_of_children, run_child
+from tests.children import environ_of_children, run_child, shardprep
 from tests.external_tars import write_numbered_tars
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import BOS, EOS, World, save_tokenizer
@@ -334,10 +334,8 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_name(world: World, kind: 
 @pytest.mark.processes
 def test_planning_runs_no_code_of_a_tokenizers_folder(world: World, tmp_path: Path) -> None:
     marker = with_code(world.tokenizer)
-    words = ["--input_dir", world.raw_dir, "--output_dir", world.data_dir, "--model_id", world.tokenizer]
-    command = [sys.executable, "-m", "shardprep", "plan", *map(str, words)]
     environ = environ_of_children(HF_MODULES_CACHE=str(tmp_path / "modules"))
-    ended = run_child(command, code=66, stdin="y\n" * 9, env=environ)
+    ended = run_child(shardprep("plan", *world.words_of_plan()), code=66, stdin="y\n" * 9, env=environ)
     assert not marker.exists(), "its code ran"
     assert str(world.tokenizer) in ended.stderr
 
@@ -511,9 +509,8 @@ def test_planning_never_imports_torch_and_its_process_no_transformers(world: Wor
         "import sys; from shardprep.__main__ import main; code = main(sys.argv[1:]);"
         "print('loaded', *({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
     )
-    words = ["--input_dir", world.raw_dir, "--output_dir", world.data_dir, "--model_id", world.tokenizer]
     places = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-c", program, "plan", *map(str, words)]
+    command = [sys.executable, "-c", program, "plan", *world.words_of_plan()]
     ended = run_child(command, env=environ_of_children(**places))
     assert ended.stdout.splitlines()[-1].split() == ["loaded"]
     assert not (tmp_path / "imported").exists()

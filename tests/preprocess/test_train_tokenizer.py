@@ -6,7 +6,6 @@ import io
 import json
 import random
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.checkout import SHARED
-from tests.children import child, end_of, environ_of_children, run_child
+from tests.children import child, end_of, environ_of_children, run_child, shardprep
 from tests.held_children import Hold
 from tests.world import Ended, World
 
@@ -97,7 +96,7 @@ def test_pipeline_and_special_tokens_are_those_of_llama_3(world: World) -> None:
 def test_equal_inputs_give_equal_bytes_whatever_the_threads(world: World, tmp_path: Path) -> None:
     words = ["--input_dir", world.raw_dir, "--vocab_size", VOCAB_SIZE, "--output_dir", tmp_path / "again"]
     environ = environ_of_children(RAYON_NUM_THREADS="1", PYTHONHASHSEED="5")
-    run_child([sys.executable, "-m", "shardprep", "train_tokenizer", *map(str, words)], env=environ)
+    run_child(shardprep("train_tokenizer", *words), env=environ)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (world.tokenizer / name).read_bytes()
 
@@ -130,7 +129,7 @@ def test_a_killed_run_leaves_nothing_that_counts(tmp_path: Path, number: signal.
     out.parent.mkdir()
     hold = Hold(tmp_path, "fsync", r"/\.out\.")
     words = ["--input_dir", raw, "--output_dir", out, "--vocab_size", 600]
-    command = [sys.executable, "-m", "shardprep", "train_tokenizer", *map(str, words)]
+    command = shardprep("train_tokenizer", *words)
     with child(command, env=environ_of_children(**hold.environ())) as process:
         hold.wait(1, process)
         process.send_signal(number)

@@ -239,6 +239,9 @@ def test_the_estimate_of_tokens_and_disk_is_near_what_comes(tmp_path: Path, opti
 def test_a_trials_estimate_is_that_of_its_documents(world: World) -> None:
     told = world.try_plan(num_shards=2, limit=9, dry_run=True).out
     assert not world.data_dir.exists(), "a dry run writes nothing"
+    assert ("--dry_run" in told, "submit" in told) == (True, False), (
+        "and prints no command that needs its plan"
+    )
     tokens, _ = made(world.plan(limit=9))
     assert tokens / 3 < estimates(told)[0] < tokens * 3
 

@@ -105,6 +105,12 @@ def test_every_broken_shard_is_named_and_the_fast_tier_sees_sizes_but_no_bits(wo
     assert set(re.findall(r"shard (\d{5})", ended.err)) == {"00000", "00002", "00003"}
 
 
+def test_verify_of_shards_that_nobody_made_is_a_few_lines(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=12)
+    ended = world.main("verify", world.data_dir)
+    assert (ended.code, "5-11" in ended.err, len(ended.err.splitlines()) < 10) == (66, True, True)
+
+
 def num_read_bytes() -> int:
     """Return the bytes that the system calls of this process have read so far."""
     return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])  # type: ignore[index]
@@ -188,6 +194,7 @@ def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tm
     world = World(tmp_path).raw({"a.txt": "one\ntwo\n"}).make()
     moved = world.raw_dir.rename(tmp_path / "moved")
     assert world.main("verify", world.data_dir, deep=True).code == 66
+    assert not (world.data_dir / "findings.json").exists(), "that says nothing of a shard"
     assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 0
     (moved / "a.txt").write_text("one\ntwo\nmore\n")
     assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 78

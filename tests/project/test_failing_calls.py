@@ -118,14 +118,6 @@ def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(world: Worl
     assert "TMPDIR" in run_child(words, env=environ_of_children(), code=73).stderr
 
 
-def test_memory_below_a_workers_need_is_said(world: World) -> None:
-    for memory_gb, is_said in ((0.2, True), (4, False)):
-        ended = call_main(*words_of("shard", world), "--memory_gb", memory_gb)
-        assert ended.code == 0, ended.text
-        assert ("note: " in ended.err and " GB" in ended.err) == is_said
-        (world.data_dir / "shard-00001.json").unlink()
-
-
 @pytest.mark.slow
 def test_a_shard_a_file_of_very_many_small_files_is_warned_of(tmp_path: Path) -> None:
     world = World(tmp_path).raw({f"{number}.txt": "a text\n" for number in range(1000)})

@@ -57,7 +57,7 @@ def make_shard(args: argparse.Namespace) -> int:
         folder = given.setdefault("output_dir", PrepConfig().output_dir)
         num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
         plan = _plan_of_task(args, given).at(given.get("input_dir"))
-        from preprocess.make.task import make_shard as make
+        from preprocess.make.worker import make_shard as make
 
         return make(plan, folder, args.shard_id, resources.worker_settings(args), num_cpus)
     except ShardprepError as error:
@@ -135,8 +135,7 @@ def make_plan(args: argparse.Namespace) -> int:
 def run(args: argparse.Namespace) -> int:
     """``run DATA``: the missing shards on this machine."""
     from preprocess.make.local_run import run_shards
-    from preprocess.make.task import means_line, total_line
-    from preprocess.make.worker import missing_shards
+    from preprocess.make.worker import amounts_line, missing_shards
     from shardprep.format.attempts import RunRecord
     from shardprep.format.plan import need_plan
 
@@ -161,7 +160,6 @@ def run(args: argparse.Namespace) -> int:
     if note := resources.memory_note(settings.memory_gb or 0, num_proc):
         say(f"note: {note}")
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
-    say(means_line(settings, max(map(len, cpus_of)), num_processes=num_proc))
     sizes = plan.shard_bytes()
     with (
         RunRecord(folder, plan.plan_id, todo, num_cpus=len(cpus)) as record,
@@ -169,7 +167,13 @@ def run(args: argparse.Namespace) -> int:
     ):
         made, failures = run_shards(folder, settings, todo, cpus_of, progress)
         record.exit_code = failures[0].exit_code if failures else 0
-    total = total_line(made, progress.elapsed_s)
+    counts = [manifest.counts for manifest in made]
+    total = amounts_line(
+        sum(each.input_bytes for each in counts),
+        sum(each.num_documents for each in counts),
+        sum(each.num_tokens for each in counts),
+        progress.elapsed_s,
+    )
     num_made = len(todo) - len(failures)
     say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:

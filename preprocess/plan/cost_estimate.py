@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.make.counting import Counting
 from preprocess.make.engines import Engine, tokenizers_engine
 from preprocess.make.members import members_of
-from preprocess.make.shard_writer import ShardWriter
-from preprocess.make.worker import bad_words
+from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.read import BATCH_BYTES
 from preprocess.read.documents import Documents, read_documents, read_records, starts_in
 from preprocess.read.format import SHORT_LINE_BYTES, Start
@@ -243,7 +241,7 @@ class _OtherFields:
 def _bad_note(plan: Plan, counting: Counting) -> list[str]:
     if counting.bad_fraction <= plan.max_bad_fraction:
         return []
-    what = bad_words(plan.options, counting.bad_reasons)
+    what = f"would be left out ({', '.join(sorted(counting.bad_reasons))})"
     limit = f"a shard with more than {plan.max_bad_fraction:.0%} fails"
     return [f"{counting.bad_fraction:.0%} of the documents in a sample {what}; {limit}"]
 

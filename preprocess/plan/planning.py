@@ -46,7 +46,7 @@ from preprocess.plan.foreign_folders import (
     why_no_input,
 )
 from preprocess.plan.tokenizer import ResolvedTokenizer, publish_tokenizer, resolve_tokenizer
-from preprocess.read.chat import chat_template_of, chat_versions, template_notes
+from preprocess.read.chat import chat_template_of, chat_versions
 from preprocess.read.documents import format_of, load_libraries, starts_in
 from preprocess.read.format import Inspected, Start
 from preprocess.read.inputs import OpenInput, RangeReader, check_is_fetched, sample_sha256
@@ -650,7 +650,7 @@ def _num_shards(inputs: list[InputFile], inspected: list[Inspected], sharding: S
 def ends_itself(resolved: ResolvedTokenizer) -> bool:
     """Whether the tokenizer puts EOS behind a text by itself."""
     around = resolved.reference.encode([b"a"]).ids.tolist()
-    bare = resolved.reference.encode_bare([b"a"]).ids.tolist()
+    bare = resolved.reference.bare().encode([b"a"]).ids.tolist()
     return around[-1:] == [resolved.spec.eos_token_id] and around[-len(bare) :] != bare
 
 
@@ -659,7 +659,6 @@ def _settled_options(
     listing: InputListing,
     resolved: ResolvedTokenizer,
     names: DocumentNames | None,
-    say: Callable[[str], None],
 ) -> PlanOptions:
     """The options with what planning found out, such as a conversation's template. Raises UsageError."""
     options = config.plan_options()
@@ -670,8 +669,6 @@ def _settled_options(
         template, mask_rule = chat_template_of(
             resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
         )
-        for note in template_notes(template):
-            say(f"warning: {note}")
         found |= {"chat_template": template.text, "chat_tokens": template.tokens}
         found |= {"chat_versions": chat_versions(), "chat_mask_rule": mask_rule}
     elif options.add_special_tokens and ends_itself(resolved):
@@ -692,7 +689,7 @@ def _plan_of(
     plan = Plan(
         plan_id="",
         input_dir=config.input_dir.resolve(),
-        options=_settled_options(config, listing, resolved, names, say),
+        options=_settled_options(config, listing, resolved, names),
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=resolved.spec,
         tokenizer_files=stamp_tokenizer(resolved.folder),

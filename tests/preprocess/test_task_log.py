@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from preprocess.make.resources import WorkerSettings
-from preprocess.make.task import part_line
-from preprocess.make.worker import Work, load_worker
+
+from preprocess.make.worker import Work, load_worker, part_line
 from shardprep import console
 from shardprep.console import counted, progress_line, short_bytes, short_number, short_time
 from shardprep.format.plan import need_plan

@@ -232,7 +232,7 @@ def test_a_counter_of_the_manifest_is_its_declaration_and_the_class_that_counts(
     copy = Copy(tmp_path)
     field = "    num_short: Count  # of fewer than 9 tokens\n    num_empty_lines: Count"
     copy.change("shardprep/format/manifest.py", "    num_empty_lines: Count", field)
-    counting = "preprocess/make/counting.py"
+    counting = "preprocess/make/shard_writer.py"
     copy.change(counting, "        self._num_lines = ", "        self._num_short = self._num_lines = ")
     added = "        self._num_short += int((num_tokens < 9).sum())\n        self._num_lines += "
     copy.change(counting, "        self._num_lines += ", added)

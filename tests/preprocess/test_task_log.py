@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from preprocess.make.resources import WorkerSettings
-
 from preprocess.make.worker import Work, load_worker, part_line
 from shardprep import console
 from shardprep.console import counted, progress_line, short_bytes, short_number, short_time

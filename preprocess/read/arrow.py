@@ -55,8 +55,9 @@ def messages_of(file: OpenInput) -> Iterator[Message]:
     position, end = 0, size
     is_file = file.read(0, len(_MAGIC)) == _MAGIC
     if is_file:
-        position, end = 8, size - 10 - int.from_bytes(file.read(size - 10, size - 6), "little")
-        if file.read(size - 6, size) != _MAGIC or end < position:
+        tail = file.read(max(0, size - 10), size)
+        position, end = 8, size - 10 - int.from_bytes(tail[:4], "little")
+        if not tail.endswith(_MAGIC) or end < position:
             raise _broken(file, f"it does not end in a footer and {_MAGIC!r}")
     begins = True
     while position < end:

@@ -117,8 +117,8 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
             problem = f"{str(found[0][1])[:200]} in the column {name}", expected
         if problem is not None:
             raise BadInput(
-                f"input {file.path} has {problem[0]}, expected {problem[1]}; choose another field of the "
-                "text, or move the file away, and plan anew",
+                f"input {file.path} has {problem[0]}, expected {problem[1]}; choose another --text_field, or "
+                "move the file away, and plan anew",
                 path=file.path,
                 found=problem[0],
                 expected=problem[1],

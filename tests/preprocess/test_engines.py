@@ -151,7 +151,7 @@ def wrong_engine(path: Path, *, allow_special_tokens: bool) -> Engine:
         ids[-1] += 1
         return TokenBatch(ids=ids, offsets=batch.offsets)
 
-    return dataclasses.replace(right, encode=encode)
+    return dataclasses.replace(right, encode_with=lambda texts, _: encode(texts))
 
 
 class PanicException(BaseException):
@@ -298,7 +298,9 @@ def test_an_engine_that_fails_the_gate_alone_is_not_used(
         wrong = wrong_engine(path, allow_special_tokens=allow_special_tokens)
         return dataclasses.replace(
             right,
-            encode=lambda texts: (wrong if "\u3404".encode() in b"".join(texts) else right).encode(texts),
+            encode_with=lambda texts, _: (wrong if "\u3404".encode() in b"".join(texts) else right).encode(
+                texts
+            ),
         )
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

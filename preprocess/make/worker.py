@@ -257,8 +257,10 @@ class Worker:
         tokens = self.engine.encode_documents(
             documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
         )
-        is_blanked = blanked and blanked.are_at(documents.input_number, documents.offsets)
-        if is_blanked is None or not is_blanked.any():
+        is_blanked = np.zeros(len(documents.texts), np.bool_)
+        if blanked is not None:
+            is_blanked = blanked.are_at(documents.input_number, documents.offsets)
+        if not is_blanked.any():
             return members.lay_out(documents, tokens)
         # A blanked document is as many BLANKs as it has ids, and nothing else. What is counted is that of the
         # documents, as in the shard that this one is made from.

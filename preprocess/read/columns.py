@@ -101,7 +101,8 @@ def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
     """
     if isinstance(fields, RecordFields):
         return fields.of_columns(schema.names)
-    kinds, expected = _TEXTS, "strings"
+    kinds: tuple[str, ...] = _TEXTS
+    expected = "strings"
     if isinstance(fields, MessageFields):
         kinds, expected = (*_LISTS, *_TEXTS), "lists of messages, or JSON"
     places: dict[FieldPath, FieldPath] = {}

@@ -224,9 +224,8 @@ class LineFormat:
             for number in range(begin, end, most):
                 bounds_here = bounds[number : min(number + most, end) + 1]
                 at, sizes = int(bounds_here[0]), np.diff(bounds_here)
-                if data is None:
-                    texts, columns = [too_long("the line")], {}
-                else:
+                texts, columns = Texts([too_long("the line")]), dict[str, list[Any]]()
+                if data is not None:
                     lines = data[at : bounds_here[-1]]
                     texts, columns = read_lines(lines, bounds_here[:-1] - at, block.start + at)
                 yield Records(

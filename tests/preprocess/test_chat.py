@@ -238,7 +238,7 @@ def test_too_many_bad_conversations_fail_the_shard_and_the_line_says_why(
     prep: Prep, tmp_path: Path, models: dict[str, Path]
 ) -> None:
     raw = write_chats(tmp_path / "raw", [CHATS[0], [{"role": "user", "content": "hi"}]])
-    with pytest.raises(BadInput, match="have nothing that the assistant wrote"):
+    with pytest.raises(BadInput, match="no_assistant"):
         make(prep, raw, tmp_path / "out", models["tagged"], num_shards=1)
 
 
@@ -276,88 +276,6 @@ def test_a_conversation_whose_parts_are_no_beginnings_is_left_out(prep: Prep, tm
     assert joined(out) == chat_sets.searched(model, [one])
 
 
-# As Qwen3's: an answer before the last question loses its reasoning, and the last one always has some.
-STRIPPING = (
-    "{% set last = namespace(number=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
-    "{% set last.number = loop.index0 %}{% endif %}{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] != 'assistant' %}{{ m['content'] }}{% elif loop.index0 < last.number %}"
-    "{{ m['content'].split('</think>')[-1].lstrip('\n') }}{% elif '</think>' in m['content'] %}"
-    "{{ m['content'] }}{% else %}<think>\n\n</think>\n\n{{ m['content'] }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} "
-    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-# As Llama 3's.
-LLAMA = (
-    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
-    "+ m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}{% set text = bos_token + text %}{% endif %}"
-    "{{ text }}{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
-    "{% endif %}"
-)
-# As Mistral's: no system message, and roles take turns.
-ALTERNATING = (
-    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
-    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{{ eos_token }}"
-    "{% endif %}{% endfor %}"
-)
-
-
-ENDS_TURNS = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>"
-    "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
-)
-SHOWS_CALLS = LLAMA.replace(
-    "{{ text }}", "{{ text }}{% for call in m.tool_calls or [] %}{{ call.function }}{% endfor %}"
-)
-LOSES_CALLS = LLAMA.replace("{{ text }}", "{{ text }}{% if m.tool_calls %}a tool{% endif %}")
-SAID: dict[str, tuple[str, tuple[str, ...]]] = {
-    "Qwen3's loses conversations of several turns": (
-        STRIPPING,
-        (
-            "cannot render conversations with several turns, or reasoning in an earlier turn: the text up",
-            "is no beginning of the whole",
-            "will be left out",
-            "put {% generation %} and {% endgeneration %} around",
-        ),
-    ),
-    "one with tags leaves out reasoning of earlier turns": (
-        ENDS_TURNS,
-        ("leaves out text of conversations with reasoning in an earlier turn ('Since probes ask.')",),
-    ),
-    "Llama 3's": (LLAMA, ()),
-    "Mistral's refuses roles": (
-        ALTERNATING,
-        (
-            "a system message, or two user messages in a row, or two answers in a row: the template raised",
-            "roles must alternate",
-        ),
-    ),
-    "one that shows tool calls": (SHOWS_CALLS, ()),
-    "one that loses tool calls": (
-        LOSES_CALLS,
-        ("leaves out text of conversations with tool calls ('probe_tool')",),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SAID)
-def test_planning_says_what_a_template_cannot_render_or_leaves_out(
-    prep: Prep, tmp_path: Path, name: str
-) -> None:
-    template, said = SAID[name]
-    model = chat_model(prep.model_dir, tmp_path / "model", template)
-    raw = write_chats(tmp_path / "raw", [CHATS[0][-2:]])
-    flags = ("--input_dir", raw, "--output_dir", tmp_path / "out", "--model_id", model, "--record", "chat")
-    ended = prep.command("plan", *flags)
-    assert ended.code == 0, ended.text
-    lines = [line for line in ended.text.splitlines() if line.startswith("warning: the chat template")]
-    assert len(lines) == bool(said)
-    assert all(words in lines[0] for words in said)
-
-
 def test_a_template_of_todays_date_gives_equal_bytes_on_any_day(
     prep: Prep, raw: Path, tmp_path: Path
 ) -> None:
@@ -381,10 +299,7 @@ def test_a_file_stands_in_place_of_the_tokenizers_own_template(
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 COSTLY = {
     "one that does not end": (PLAIN + ENDLESS, "CPU time"),
-    "a huge text of one shape": (
-        PLAIN + "{% if messages|length > 2 %}{{ 'a' * 3000000000 }}{% endif %}",
-        "memory",
-    ),
+    "a huge text": (PLAIN + "{{ 'a' * 3000000000 }}", "memory"),
     "a long text": (PLAIN + "{{ 'a' * 90000000 }}", "characters"),
 }
 

@@ -100,7 +100,7 @@ def run_shards(
                     append_failure(event)
                 else:
                     made.append(event)
-                    progress.say(done_line(event))
+                    progress.say(done_line(event, folder))
                 processes.remove(process)
                 if todo:
                     fresh = _Process(folder, settings, process.cpus) if process.is_dead else process

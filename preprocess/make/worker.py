@@ -51,7 +51,7 @@ from shardprep.format.document_names import read_excluded
 from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest
-from shardprep.format.names import TOKENIZER_DIR, is_chosen
+from shardprep.format.names import TOKENIZER_DIR, is_chosen, quarantine_path
 from shardprep.format.options import EngineName
 from shardprep.format.plan import Plan, PlannedShard
 from shardprep.format.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
@@ -103,7 +103,7 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
     with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
         manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
     # Tell: all that was made is in the manifest.
-    say(done_line(manifest))
+    say(done_line(manifest, folder))
     return 0
 
 
@@ -115,23 +115,23 @@ def part_line(plan: Plan, shard: PlannedShard) -> str:
         if (part.start, part.end) == (0, item.num_bytes):
             parts.append(item.path)
         else:
-            # These are bytes of the file, as it is packed; documents have rows or bytes of the text.
-            stretch = f"bytes {part.start} to {part.end}"
-            parts.append(f"{item.path} {stretch if input_kind(item.path).is_in_bytes else f'({stretch})'}")
+            # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
+            unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
+            parts.append(f"{item.path} {unit} {part.start} to {part.end}")
     if len(parts) > _NUM_NAMED:
         parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
     of = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(parts)}" if parts else "no input"
     return f"shard {shard.shard_id:05d} of {plan.num_shards}: {of}"
 
 
-def done_line(manifest: Manifest) -> str:
+def done_line(manifest: Manifest, folder: Path) -> str:
     """Say what a shard holds, how fast it was made, and at what price."""
-    run, counts = manifest.run, manifest.counts
+    run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
     left_out = sum(counts.quarantined.values())
     return (
-        f"shard {manifest.shard_id:05d} is done: "
+        f"shard {shard_id:05d} is done: "
         f"{amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run['wall_s'])}, "
-        + (f"{left_out} documents were left out, see quarantine/; " if left_out else "")
+        + (f"{left_out} documents were left out: {quarantine_path(folder, shard_id)}, " if left_out else "")
         + f"{run['cpu_s']:.1f} s of CPU, "
         + (f"{run['transform_cpu_s']:.1f} of them in --transform, " if "transform_cpu_s" in run else "")
         + f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"

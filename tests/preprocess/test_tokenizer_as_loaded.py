@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from loader import get_llama3_dataloader
-from preprocess.make import engines
 from shardprep.__main__ import main
 
 if TYPE_CHECKING:
@@ -185,19 +184,6 @@ def test_a_tokenizer_that_fails_on_a_text_ends_plan_by_an_error_that_names_it(
     assert planned.code == 65, planned.text
     assert f"the tokenizer of {model} cannot encode" in planned.text
     assert not (data / "plan.json").exists()
-
-
-def test_a_tokenizer_of_exponential_time_ends_plan_by_an_error_that_names_it(
-    prep: Prep, tmp_path: Path, raw: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "_PATIENCE_S", 0.01)
-    tokenizer = words("<unk>", r"(?:(?:a?a?a?){6})\d")  # 0.8 s for 300 letters
-    model = save(tmp_path / "model", tokenizer, tokenizer_class="PreTrainedTokenizerFast")
-    (raw / "a.txt").write_text("hello\n")
-    flags = ("--input_dir", raw, "--output_dir", tmp_path / "data", "--model_id", model)
-    planned = prep.command("plan", *flags)
-    assert planned.code == 65, planned.text
-    assert f"the tokenizer of {model} takes more than" in planned.text
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"model": {', '{"added_tokens": [1], "model": {}}'])

@@ -81,7 +81,7 @@ def take_over(
     untouched = [number for number in range(plan.num_shards) if number not in named]
     with Progress("taking over", len(untouched), unit="shards") as progress:
         for number in untouched:
-            if done_manifest(new, number, plan.plan_id, read_findings(new, plan.plan_id)) is None:
+            if done_manifest(new, number, plan.plan_id) is None:
                 _take_over_shard(folder, new, number)
             progress.add(1)
     return planned, sorted(named), not missing

@@ -381,7 +381,7 @@ def _slow_shards(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
     timed.sort(key=lambda each: each.bytes_per_s)
     median = statistics.median(each.bytes_per_s for each in timed)
     slow = [each for each in timed if each.bytes_per_s * 2 < median][:_MOST_SLOW]
-    return [{"shard": each.shard_id, "node": each.node, "wall_s": each.wall_s} for each in slow]
+    return [{"shard": each.shard_id, "node": each.host, "wall_s": each.wall_s} for each in slow]
 
 
 def status_lines(data: dict[str, Any]) -> list[str]:

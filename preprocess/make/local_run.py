@@ -15,7 +15,7 @@ from pathlib import Path
 
 from preprocess.make.resources import WorkerSettings, bind_to
 from preprocess.make.worker import Work, done_line, load_worker
-from shardprep.console import Progress, guard_streams
+from shardprep.console import Progress, guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError
 from shardprep.format.attempts import Failure, append_failure
 from shardprep.format.manifest import Manifest
@@ -28,12 +28,12 @@ Event = Work | Manifest | Failure | str  # work that was done, what became of th
 class _Process:
     """A worker process and the shard it is at."""
 
-    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int]) -> None:
+    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool) -> None:
         self.cpus = cpus
         self.shard_id = -1
         self.is_dead = False
         self.pipe, theirs = Pipe()
-        self._process = start_child(_serve, folder, settings, cpus, theirs)
+        self._process = start_child(_serve, folder, settings, cpus, is_verbose, theirs)
         theirs.close()
 
     def give(self, shard_id: int) -> None:
@@ -68,6 +68,8 @@ def run_shards(
     shard_ids: Iterable[int],
     cpus_of: list[list[int]],
     progress: Progress,
+    *,
+    is_verbose: bool,
 ) -> tuple[list[Manifest], list[Failure]]:
     """Make shards in one process for each of ``cpus_of``, its CPUs; returns what was made, and what failed.
 
@@ -78,7 +80,7 @@ def run_shards(
     failures: list[Failure] = []
     made: list[Manifest] = []
     notes: set[str] = set()
-    processes = [_Process(folder, settings, cpus) for cpus in cpus_of[: len(todo)]]
+    processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
     try:
         for process in processes:
             process.give(todo.popleft())
@@ -91,19 +93,22 @@ def run_shards(
                     continue
                 if isinstance(event, str):
                     if event not in notes:  # each process says it
-                        progress.say(event)
+                        say(event)
                     notes.add(event)
                     continue
                 if isinstance(event, Failure):
                     failures.append(event)
-                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
                     append_failure(event)
                 else:
                     made.append(event)
-                    progress.say(done_line(event, folder))
+                    if is_verbose:
+                        say(done_line(event, folder))
                 processes.remove(process)
                 if todo:
-                    fresh = _Process(folder, settings, process.cpus) if process.is_dead else process
+                    fresh = process
+                    if process.is_dead:
+                        fresh = _Process(folder, settings, process.cpus, is_verbose)
                     processes.append(fresh)
                     fresh.give(todo.popleft())
                 else:
@@ -114,7 +119,9 @@ def run_shards(
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection) -> None:
+def _serve(
+    folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Connection
+) -> None:
     """Make the shards that come in, in a worker process; progress and outcomes go out."""
     worker, shard_id = None, -1
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -126,7 +133,8 @@ def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connec
                 if worker is None:
                     plan = need_plan(folder)
                     worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
-                    pipe.send(worker.means_line())
+                    if is_verbose:
+                        pipe.send(worker.means_line())
                 pipe.send(worker.run_shard(worker.plan.shard(shard_id), pipe.send))
             except ShardprepError as error:
                 pipe.send(Failure.of(shard_id, error))

@@ -389,7 +389,7 @@ def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
 
     Raises OtherPlan where another plan's shard is in the way, BrokenShard for findings that cannot be read.
     """
-    manifest = done_manifest(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
+    manifest = done_manifest(folder, shard_id, plan.plan_id)
     if manifest is not None:
         remove_leftovers(folder, shard_id)
     return manifest

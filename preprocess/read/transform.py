@@ -61,7 +61,7 @@ class Transform:
         before = {*sys.modules}
         try:
             exec(compile(self.contents[self.path.name], str(self.path), "exec"), vars(module))  # noqa: S102
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit(0) would look like success
             raise unloadable(f"cannot be loaded: {_words_of(error, self.path)}") from None
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
@@ -93,8 +93,8 @@ class Transform:
             try:
                 result = self._function(record)
             except LeaveOut as reason:
-                yield _left_out(str(reason), reasons)
-            except Exception as error:
+                yield _left_out(_text_of(reason), reasons)
+            except (Exception, SystemExit) as error:
                 yield UnusableText("transform_error", f"{_words_of(error, self.path)}, for {name}:{place}")
             else:
                 yield _checked(result, is_chat=is_chat)
@@ -178,7 +178,14 @@ def _words_of(error: BaseException, path: Path) -> str:
     if isinstance(error, SyntaxError) and error.lineno:
         lines = [error.lineno]
     at = f" ({path.name} line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{type(error).__name__}: {_text_of(error)}{at}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception of the user's own, whose text fails
+        return ""
 
 
 def _read(path: Path) -> bytes:

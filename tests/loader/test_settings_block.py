@@ -50,7 +50,7 @@ def test_settings_and_steps_of_an_epoch_stand_in_one_record(
         f"  global batch: {batch}, {pad}",
         f"  epoch: {steps:,} steps, {2 * steps:,} batches per rank; {left_out}",
         "  order: shuffled anew each epoch, seed 7",
-        "  from step 0: all 100.0%; global batches of 16",
+        "  from step 0: all 1, global_batch_size 16",
         "  readers: this process, no workers",
     ]
 

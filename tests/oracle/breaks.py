@@ -109,8 +109,8 @@ BREAKS = [
     Break(
         "rank r has the r-th part of a global batch",
         "loader/token_loader.py",
-        "share(range(plan.run.num_slots), who.rank, who.world_size)",
-        "share(range(plan.run.num_slots), (who.rank + 1) % who.world_size, who.world_size)",
+        "share(range(run.order.num_slots), who.rank, who.world_size)",
+        "share(range(run.order.num_slots), (who.rank + 1) % who.world_size, who.world_size)",
         f"{_STREAM}[grouped-3]",
         "form grouped, world size 3, 0 workers: global batch 0 has the right samples in another order",
     ),

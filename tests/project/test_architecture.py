@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import run_child
-from tests.conftest import Prep
+from tests.children import environ_of_children, run_child
 from tests.world import World
 
 PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
@@ -167,7 +166,7 @@ def test_a_process_that_makes_a_shard_has_no_heavy_library(tmp_path: Path, form:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(REPORTING)
     report = tmp_path / "modules.jsonl"
-    environ = {**Prep.environ(), "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "REPORT": str(report)}
+    environ = {**environ_of_children(), "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "REPORT": str(report)}
     run_child([sys.executable, "-m", "shardprep", *words], env=environ)
     lists = [json.loads(line) for line in report.read_text().splitlines()]
     assert lists

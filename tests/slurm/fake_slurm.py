@@ -25,7 +25,7 @@ import pytest
 
 from shardprep.files import FileStamp
 from shardprep.format.attempts import folder_identity
-from shardprep.format.dataset_spec import idx_num_bytes
+from shardprep.format.idx import idx_num_bytes
 from shardprep.format.manifest import Manifest, ShardCounts
 from shardprep.format.names import idx_path, manifest_path, tar_path
 from shardprep.format.plan import need_plan

@@ -17,6 +17,7 @@ import importlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
@@ -31,7 +32,7 @@ from shardprep.console import guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.files import check_names_are_utf8
 from shardprep.removed import COMMANDS, FLAGS
-from shardprep.signals import raise_on_stop_signals
+from shardprep.signals import STOP_SIGNALS, raise_on_stop_signals
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
@@ -42,6 +43,8 @@ def given_words(argv: Sequence[str] | None) -> list[str]:
     """
     if argv is not None:
         return list(argv)
+    # Ctrl-C while this process still imports waits until the command can stop cleanly.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         # The words as they were typed: what Python decoded as EUC-KR, it cannot always encode again.
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
@@ -114,7 +117,7 @@ class Program:
             raise UsageError(unknown_command(words[0], listed))
         parser, called = self._parser(words[:1], name or self.name)
         if words and words[0] in called:
-            known = called[words[0]]._option_string_actions  # noqa: SLF001 - argparse has no other list
+            known = [*called[words[0]]._option_string_actions]  # noqa: SLF001 - argparse has no other list
             for flag in (word.partition("=")[0] for word in words):
                 instead = FLAGS.get(f"{words[0]} {flag}", FLAGS.get(flag))
                 if instead and flag not in known:
@@ -122,12 +125,12 @@ class Program:
         args, unknown = parser.parse_known_args(words)
         if unknown:
             flag, own = unknown[0].partition("=")[0], called[args.command]
-            known = [each for each in own._option_string_actions if each.startswith("--")]  # noqa: SLF001
-            folders = [each for each in known if each in ("--input_dir", "--output_dir")]
+            flags = [each for each in own._option_string_actions if each.startswith("--")]  # noqa: SLF001
+            folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
             hint = self.hints.get(flag, "")
-            if folders and not flag.startswith("-"):
+            if folders and not hint and not flag.startswith("-"):
                 hint = f"{args.command} takes folders by their flags: {', '.join(folders)}"
-            elif not hint and (near := _nearest(flag, known)):
+            elif not hint and (near := _nearest(flag, flags)):
                 hint = f"did you mean {near}?"
             own.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
         return args

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from preprocess.check.verify import Problem
 from preprocess.make.resources import bind_to_task_cpus, worker_settings
 from preprocess.make.worker import load_worker
 from shardprep.console import Progress, counted, print_lines
@@ -26,7 +25,9 @@ from shardprep.format.plan import Plan
 _COMPARED = ("tar", "idx", "ids", "digests")  # words in a quarantine file are those of a library's version
 
 
-def verify_deep(folder: Path, plan: Plan, args: argparse.Namespace, *, again: Iterable[int]) -> list[Problem]:
+def verify_deep(
+    folder: Path, plan: Plan, args: argparse.Namespace, *, again: Iterable[int]
+) -> list[tuple[int, ShardprepError]]:
     """Return the shards that come out otherwise when they are made again.
 
     ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
@@ -39,7 +40,7 @@ def verify_deep(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
     settings = replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
     worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
-    problems: list[Problem] = []
+    problems: list[tuple[int, ShardprepError]] = []
     with Progress("making shards again", len(chosen), unit="shards") as progress:
         for shard_id in chosen:
             try:
@@ -48,7 +49,7 @@ def verify_deep(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
                     made = worker.make_into(scratch.temporary, worker.plan.shard(shard_id))
                 _compare(folder, read_manifest(folder, shard_id), made)
             except ShardprepError as error:
-                problems.append(Problem(shard_id, error))
+                problems.append((shard_id, error))
             progress.add(1)
     if not problems:
         print_lines(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -70,11 +69,7 @@ class _Wrong(Exception):
         self.kind = kind
 
 
-class Problem(NamedTuple):
-    """A shard that is missing or broken, and how to mend it."""
-
-    shard_id: int
-    error: ShardprepError
+Problem = tuple[int, ShardprepError]  # a shard that is missing or broken, and how to mend it
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -98,15 +93,17 @@ def verify(args: argparse.Namespace) -> int:
     if problems:
         return _tell_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
-    not_written = None
+    path, content = folder / INDEX_NAME, index.to_json()
+    not_written: CannotWrite | None = None
+    wrote = f"; wrote {path}"
     try:
-        publish_bytes(folder / INDEX_NAME, index.to_json())
+        publish_bytes(path, content)
     except CannotWrite as error:  # a colleague's folder, say, which may be read and not be written to
-        with contextlib.suppress(*NOT_THERE):
-            is_there = read_regular(folder / INDEX_NAME, max_bytes=1 << 30) == index.to_json()
-            not_written = None if is_there else error
+        not_written, wrote = error, ""
+        with contextlib.suppress(*NOT_THERE, BrokenShard):
+            if read_regular(path, max_bytes=len(content)) == content:
+                not_written, wrote = None, f"; {path} says the same"
     samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
-    wrote = "" if not_written else f"; wrote {folder / INDEX_NAME}"
     print_lines(
         f"verified {counted(plan.num_shards, 'shard')}: {counted(samples, 'sample')}, "
         f"{counted(tokens, 'token')}{wrote}"
@@ -133,16 +130,16 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
     """
     of_kind: dict[type[ShardprepError], list[Problem]] = {}
     for problem in problems:
-        of_kind.setdefault(type(problem.error), []).append(problem)
+        of_kind.setdefault(type(problem[1]), []).append(problem)
     for same in of_kind.values():
-        for problem in same[:_MOST_TOLD]:
-            say(f"error: shard {problem.shard_id:05d}: {problem.error}")
-        if ids := id_ranges(problem.shard_id for problem in same[_MOST_TOLD:]):
+        for shard_id, error in same[:_MOST_TOLD]:
+            say(f"error: shard {shard_id:05d}: {error}")
+        if ids := id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
             say(f"error: {shards_text(ids)}: likewise; shardprep run {quoted(folder)} makes what is missing")
-    wrong = [each for each in problems if is_of_shard(each.error)]
-    others = [each for each in problems if not is_of_shard(each.error)]
+    wrong = [each for each in problems if is_of_shard(each[1])]
+    others = [each for each in problems if not is_of_shard(each[1])]
     try:
-        not_read = {each.shard_id for each in others}
+        not_read = {shard_id for shard_id, _ in others}
         publish_findings(folder, plan.plan_id, wrong, check=check, not_read=not_read)
     except ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
@@ -151,9 +148,9 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
         (others, "could not be compared, and nothing is said of them"),
     ):
         if some:
-            ids = id_ranges(each.shard_id for each in some)
+            ids = id_ranges(shard_id for shard_id, _ in some)
             say(f"{len(some)} of {plan.num_shards} shards {what}: {shards_text(ids)}; see the lines above")
-    return (wrong or others)[0].error.exit_code
+    return (wrong or others)[0][1].exit_code
 
 
 def _check_shards(
@@ -189,22 +186,22 @@ def _check_shards(
                 return read(shard_id)
             return with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
         except _Wrong as wrong:
-            return Problem(shard_id, wrong.kind(f"{wrong}; run: {remake_command(shard_id, folder)}"))
+            return shard_id, wrong.kind(f"{wrong}; run: {remake_command(shard_id, folder)}")
         except ShardprepError as error:
             if isinstance(error.__context__, OSError) and error.__context__.errno in RETRIED:
                 is_away.set()
-            return Problem(shard_id, error)
+            return shard_id, error
         except OSError as error:
-            return Problem(shard_id, ReadWriteError(f"{error.filename}: {error.strerror}"))
+            return shard_id, ReadWriteError(f"{error.filename}: {error.strerror}")
 
     manifests: list[Manifest] = []
     problems: list[Problem] = []
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for result in pool.map(check, range(plan.num_shards)):
-            if isinstance(result, Problem):
-                problems.append(result)
-            else:
+            if isinstance(result, Manifest):
                 manifests.append(result)
+            else:
+                problems.append(result)
             progress()
     return manifests, problems
 

@@ -23,7 +23,6 @@ from shardprep.command_line import needs
 from shardprep.console import Progress, counted, print_lines
 from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, Refused, UsageError
 from shardprep.files import (
-    HASH_BLOCK_BYTES,
     NOT_THERE,
     TEMPORARY_NAME,
     PublishedFile,
@@ -45,6 +44,7 @@ from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
+_COPY_BYTES = 4 << 20  # at once
 _SETTINGS = "export.json"
 
 
@@ -168,10 +168,10 @@ class NanoGpt(Layout):
         return f'nanoGPT: np.memmap("{self._target}", dtype=np.{self._dtype.name}, mode="r")'
 
 
-def _blocks(path: Path) -> Iterator[bytearray]:
+def _blocks(path: Path) -> Iterator[memoryview]:
     with errors_named(path), ReadFile(path) as file:
-        for begin in range(0, file.num_bytes, HASH_BLOCK_BYTES):
-            yield file.read(begin, min(HASH_BLOCK_BYTES, file.num_bytes - begin))
+        for begin in range(0, file.num_bytes, _COPY_BYTES):
+            yield memoryview(file.read(begin, min(_COPY_BYTES, file.num_bytes - begin)))
 
 
 class HuggingFace(Layout):
@@ -209,7 +209,7 @@ class HuggingFace(Layout):
     def finish(self) -> str:
         features = {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}
         info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-        state = {
+        state: dict[str, Any] = {
             "_data_files": [{"filename": self.last_file(number).name} for number in range(self.num_shards)],
             "_fingerprint": hashlib.sha256(str(self.first_token).encode()).hexdigest()[:16],
             "_format_columns": None,

@@ -106,11 +106,11 @@ def find_inputs(
         raise NotFound(
             "; ".join([nothing, *left_out_lines(listing.left_out)]), path=input_dir, expected=known_suffixes()
         )
-    for path in (input_dir.resolve(), *listing.paths):  # as a plan has them
+    for each in (input_dir.resolve(), *listing.paths):  # as a plan has them
         try:
-            str(path).encode()
+            str(each).encode()
         except UnicodeEncodeError:
-            raise UsageError(f"the name of input {os.fsencode(path)!r} is not UTF-8; rename it") from None
+            raise UsageError(f"the name of input {os.fsencode(each)!r} is not UTF-8; rename it") from None
     return listing
 
 

@@ -11,15 +11,16 @@ from typing import Any
 from preprocess.plan.divide import Sharding
 from preprocess.plan.listing import find_inputs
 from preprocess.plan.planning import make_plan
-from preprocess.plan.tokenizer import describe_tokenizer
 from preprocess.read.inputs import OpenInput, sample_sha256
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
-from shardprep.files import size_of_file
+from shardprep.files import NOT_THERE, read_regular, size_of_file
+from shardprep.format.dataset_spec import fingerprint_of
+from shardprep.format.json_files import load_json
 from shardprep.format.names import PLAN_NAME
 from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
 from shardprep.format.plan import InputFile, Plan, is_one_file_a_shard, read_plan
-from shardprep.format.tokenizer_files import TOKENIZER_FILE
+from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_FILE
 
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
 _LEAST_WAIT_S = 3.0
@@ -97,11 +98,12 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     model_id = given.get("model_id", plan.tokenizer.model_id)
     if model_id == plan.tokenizer.model_id:
         return
-    folder = Path(model_id)
-    is_local = size_of_file(folder / TOKENIZER_FILE) is not None
-    found = describe_tokenizer(folder, model_id).fingerprint if is_local else None
+    found = "no local folder with a tokenizer.json, so it cannot be compared"
+    with contextlib.suppress(*NOT_THERE, ValueError, TypeError, AttributeError):
+        raw = read_regular(Path(model_id, TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
+        found = fingerprint_of(load_json(raw))
     if found != plan.tokenizer.fingerprint:
-        what = found[:12] if found else "not a local folder, so it cannot be compared"
+        what = found if " " in found else found[:12]
         raise OtherTokenizer(
             path=given["output_dir"],
             found=f"--model_id {model_id} ({what})",

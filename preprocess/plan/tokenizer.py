@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -146,10 +147,18 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     probe = engines.probe_texts(data)
     engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
     ids = engine.encode_texts(probe)
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
+    special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
     return ResolvedTokenizer(
         folder=folder,
         allow_special_tokens=allow_special_tokens,
-        spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
+        spec=TokenizerSpec(
+            model_id=model_id,
+            fingerprint=fingerprint_of(data),
+            vocab_size=max(vocab.values()) + 1,
+            **special_ids,
+        ),
         reference=engine,
         probe=probe,
         probe_sha256=engines.ids_sha256([ids]),
@@ -411,46 +420,21 @@ def _auto_tokenizer(model_id: str) -> Any:
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        raise no_tokenizer(model_id, words_of_fault(error)) from None
+        raise no_tokenizer(model_id, _lacks_library(Path(model_id)) or words_of_fault(error)) from None
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer
 
 
-def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
-    """Return what shards remember of the tokenizer in ``folder``.
-
-    Raises NotFound, BrokenShard, ReadWriteError.
-    """
-    files = {TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}
-    with contextlib.suppress(NotFound):
-        files[TOKENIZER_CONFIG] = _read(folder / TOKENIZER_CONFIG)
-    data, config = _json_object(files, TOKENIZER_FILE), _json_object(files, TOKENIZER_CONFIG)
-    try:
-        return spec_of_tokenizer(_loaded(files, folder), data, config, model_id)
-    except ReadWriteError as error:
-        raise BrokenShard(f"the files in {folder} are no tokenizer's: {error}", path=folder) from None
-
-
-def spec_of_tokenizer(
-    tokenizer: Tokenizer, data: dict[str, Any], config: dict[str, Any], model_id: str
-) -> TokenizerSpec:
-    """Return what shards remember of a tokenizer that is loaded, given its two files parsed."""
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    names = special_tokens_of(config)
-
-    def token_id(name: str) -> int | None:
-        token = names[name]
-        return vocab.get(token) if isinstance(token, str) else None
-
-    return TokenizerSpec(
-        model_id=model_id,
-        fingerprint=fingerprint_of(data),
-        vocab_size=max(vocab.values()) + 1,
-        bos_token_id=token_id("bos_token"),
-        eos_token_id=token_id("eos_token"),
-        pad_token_id=token_id("pad_token"),
-    )
+def _lacks_library(folder: Path) -> str:
+    """Say what a vocabulary without a tokenizer.json needs, which transformers takes for one of tiktoken."""
+    with contextlib.suppress(OSError):
+        for path in [] if (folder / TOKENIZER_FILE).exists() else sorted(folder.glob("*.model")):
+            with path.open("rb") as file:
+                is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ [0-9]+\s*", file.readline(1000)) is not None
+            libraries = "tiktoken" if is_tiktoken else "sentencepiece protobuf"
+            return f"{path.name} alone; to let transformers convert it: pip install {libraries}"
+    return ""
 
 
 def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
@@ -462,7 +446,7 @@ def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
 def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts before and behind each text, by what it does to one."""
     for text in (b"a", *map(str.encode, engines.PROBE)):  # a small vocabulary may drop some of them wholly
-        around, bare = engine.encode([text]).ids.tolist(), engine.encode_bare([text]).ids.tolist()
+        around, bare = engine.encode([text]).ids.tolist(), engine.bare().encode([text]).ids.tolist()
         for begin in range(len(around) - len(bare) + 1):
             if bare and around[begin : begin + len(bare)] == bare:
                 return around[:begin], around[begin + len(bare) :]

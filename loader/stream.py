@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
 from loader.run import Position
-from loader.workers import ChunkDataset, cannot_share
+from loader.workers import ChunkDataset, cannot_share, check_main_guard
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 
@@ -111,7 +111,10 @@ class BatchStream:
             waits: Any = contextlib.nullcontext()
             if self._num_workers and self._loader._iterator is None:  # noqa: SLF001  they are started now
                 # They begin with the signals blocked, while they import, too.
-                waits = stop_signals_wait(_SIGNALS, spawns=context.get_start_method() != "fork")
+                spawns = context.get_start_method() != "fork"
+                waits = stop_signals_wait(_SIGNALS, spawns=spawns)
+                if spawns:
+                    check_main_guard()
             try:
                 with waits:
                     self._arriving = iter(self._loader)

@@ -509,3 +509,24 @@ def test_what_scripts_for_webdataset_were_seen_to_say_does_not_work(tmp_path: Pa
             original(samples)
         with load(tmp_path, 8, model, collate_fn=original) as other:
             assert numbers(other) == numbers(loader)
+
+
+UNGUARDED = """
+import multiprocessing, sys
+from loader import get_llama3_dataloader
+multiprocessing.set_start_method("spawn")
+for batch in get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[2], num_workers=2):
+    pass
+"""
+
+
+@pytest.mark.processes
+def test_a_loop_that_each_spawned_worker_would_run_again_is_refused_with_the_guard_to_type(
+    tmp_path: Path, model: str
+) -> None:
+    write_numbered_tars(tmp_path, 64, 2)
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    done = run_child([sys.executable, script, tmp_path, model], code=1, env=os.environ)
+    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+    assert done.stderr.count("Traceback") == 1

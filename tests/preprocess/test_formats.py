@@ -234,7 +234,7 @@ def broken_files() -> dict[str, tuple[str, bytes]]:
     name_at = table.rfind(b"text")
     return {
         "cut gzip": ("a.jsonl.gz", packed[:-30]),
-        "gzip cut unseen by the plan": ("a.jsonl.gz", gzip.compress(lines * 200)[:-30]),
+        "gzip cut unseen by the plan": ("a.jsonl.gz", gzip.compress(lines * 1000)[:-30]),
         "gzip with garbage behind": ("a.jsonl.gz", packed + b"garbage behind it"),
         "gzip with a flipped bit": ("a.jsonl.gz", packed[:200] + bytes([packed[200] ^ 4]) + packed[201:]),
         "plain text named gz": ("a.jsonl.gz", lines),

@@ -62,7 +62,9 @@ def sources_of(step: list[int]) -> set[str]:
 
 def stages(loader: TokenLoader) -> list[tuple[int, int, str]]:
     """Return what holds: from which step on, the global batch, and the shares of samples."""
-    lines = re.findall(r"^ +from step (\d+).*?: (.*); global batches of (\d+)$", loader.describe(), re.M)
+    lines = re.findall(
+        r"^ +from step (\d+).*?: (.*); global batches of (\d+)$", loader.describe(), re.MULTILINE
+    )
     return [(int(step), int(size), shares) for step, shares, size in lines]
 
 

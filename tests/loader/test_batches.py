@@ -54,7 +54,9 @@ def eos_of(loader: Any) -> int:
 
 @pytest.mark.slow
 @settings(max_examples=20)
-@given(st.integers(1, 6), st.sampled_from([None, 8]), st.sampled_from([{}, {"max_length": 2}]), st.integers(0, 3))
+@given(
+    st.integers(1, 6), st.sampled_from([None, 8]), st.sampled_from([{}, {"max_length": 2}]), st.integers(0, 3)
+)
 def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(
     numbered: Path, batch_size: int, multiple: int | None, options: Any, seed: int
 ) -> None:
@@ -436,7 +438,9 @@ def test_only_what_the_assistant_says_has_labels_also_beside_plain_text(
     assert 0 < num_labels < sum(len(ids) for ids, _ in chat)
     model = {"model_id": str(sets["chat"].parent / "model")}
     text = loaded(sets["best_fit"], shuffle=False)
-    mixed = loaded({"chat": sets["chat"], "text": sets["best_fit"]}, weights={"chat": 0.5, "text": 0.5}, **model)
+    mixed = loaded(
+        {"chat": sets["chat"], "text": sets["best_fit"]}, weights={"chat": 0.5, "text": 0.5}, **model
+    )
     assert all((row in chat) != (row in text) for row in mixed)
     assert 0 < sum(row in chat for row in mixed) < len(mixed)
     assert loaded([sets["best_fit"], sets["chat"]], shuffle=False, **model) == [*text, *chat]

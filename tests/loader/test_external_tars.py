@@ -11,7 +11,6 @@ import re
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -119,9 +118,7 @@ def test_a_data_set_of_ours_is_named_by_its_folder_its_index_or_some_of_its_shar
         ("t{0,1}{0..1}", [0, 1, 10, 11]), ("{t,t}5", [5]),
     ],
 )  # fmt: skip
-def test_braces_expand_as_in_a_shell(
-    tmp_path: Path, model: str, pattern: str, numbers: list[int]
-) -> None:
+def test_braces_expand_as_in_a_shell(tmp_path: Path, model: str, pattern: str, numbers: list[int]) -> None:
     for number in range(12):
         write_tar(tmp_path / f"t{number}.tar", [{"token_ids.json": [number]}])
     for number in (0, 1):
@@ -267,7 +264,8 @@ def pax_tar(value: bytes) -> bytes:
 BAD_HEADERS: dict[str, tuple[bytes, int]] = {
     **{f"size {name}, {header}": (with_field(tar_of(TWO), SIZE, size, header=header), header)
        for name, size in BAD_SIZES.items() for header in (0, 1024)},
-    **{f"PAX size {value!r}": (pax_tar(value), 0) for value in (b"-512", b"1e3", b"", b"9" * 30, b" 3", b"3_0")},
+    **{f"PAX size {value!r}": (pax_tar(value), 0)
+       for value in (b"-512", b"1e3", b"", b"9" * 30, b" 3", b"3_0")},
     **{f"kind {kind!r}": (with_field(tar_of(TWO), KIND, kind, header=1024), 1024)
        for kind in (b"S", b"M", b"D", b"V", b"X", b"Z", b"8")},
     "a long name as large as the tar": (with_field(tar_of(["x"], data=bytes(3 << 20)), KIND, b"x"), 0),
@@ -275,9 +273,7 @@ BAD_HEADERS: dict[str, tuple[bytes, int]] = {
 
 
 @pytest.mark.parametrize("fault", BAD_HEADERS)
-def test_a_header_that_says_no_file_is_refused_with_its_place(
-    tmp_path: Path, model: str, fault: str
-) -> None:
+def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, model: str, fault: str) -> None:
     raw, header = BAD_HEADERS[fault]
     with refuses(BrokenShard, path=tmp_path / "a.tar", found=f"byte {header}"):
         read_bounded(tmp_path / "a.tar", raw, model)
@@ -323,7 +319,12 @@ def some_tar(chance: random.Random) -> bytes:
                 info.size, info.mtime = len(data), chance.choice([0, 1, 1700000000])
                 if tar.format == tarfile.PAX_FORMAT and chance.random() < 0.3:
                     info.pax_headers = chance.choice(
-                        [{"comment": "é"}, {"size": str(info.size)}, {"path": "p.token_ids.json"}, {"mtime": "1.5"}]
+                        [
+                            {"comment": "é"},
+                            {"size": str(info.size)},
+                            {"path": "p.token_ids.json"},
+                            {"mtime": "1.5"},
+                        ]
                     )
                 try:
                     tar.addfile(info, io.BytesIO(data))
@@ -530,9 +531,8 @@ def test_what_is_read_as_a_list_of_ids_is_what_json_reads(model: str, texts: lis
         path = write_tar(Path(folder, "a.tar"), [{"token_ids.json": text.encode()} for text in texts])
         try:
             found = read(path, model, **({"seq_len": 1} if is_row else {}))
-        except BrokenShard as error:
-            assert error.path == str(path)
-            assert not all(is_list_of_ids(text) for text in texts)
+        except BrokenShard:
+            assert not all(map(is_list_of_ids, texts))
             return
     expected = [json.loads(without_zeros(text)) for text in texts]
     if is_row:

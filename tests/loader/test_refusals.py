@@ -21,14 +21,14 @@ from tests.world import open_loader, refuses
 
 def rows_of(values: dict[str, tuple[Any, ...]], expected: str) -> list[tuple[dict[str, Any], str, str]]:
     """The same for several arguments: name -> wrong values."""
-    return [
-        ({name: value}, f"{name}={value!r}", expected) for name in values for value in values[name]
-    ]
+    return [({name: value}, f"{name}={value!r}", expected) for name in values for value in values[name]]
 
 
 # Arguments beside a data set, batch_size=2 and model_id; what was found, and what was expected.
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    *rows_of(dict.fromkeys(("shuffle", "amend", "pin_memory", "persistent_workers"), ("x",)), "True or False"),
+    *rows_of(
+        dict.fromkeys(("shuffle", "amend", "pin_memory", "persistent_workers"), ("x",)), "True or False"
+    ),
     *rows_of({"origins": ("yes", None)}, "True or False"),
     *rows_of({"batch_size": ("2", 0), "seq_len": ("16", True, 0), "max_length": (1.5,)}, "at least 1"),
     *rows_of({"prefetch_factor": (True,), "world_size": (1.0,), "global_batch_size": (8.0,)}, "at least 1"),

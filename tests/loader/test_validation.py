@@ -31,7 +31,9 @@ def all_of(loader: TokenLoader) -> list[list[int]]:
 
 
 def test_each_document_is_on_one_side_and_of_each_shard_training_has_the_first_ones(sets: DataSets) -> None:
-    held, trained = (all_of(load(sets["split"], 1, split=side, shuffle=False)) for side in ("validation", "train"))
+    held, trained = (
+        all_of(load(sets["split"], 1, split=side, shuffle=False)) for side in ("validation", "train")
+    )
     every = all_of(load(sets["documents"], 1, split=None))
     assert sorted([*trained, *held]) == sorted(every)
     assert len(every) / 5 < len(held) < len(every) / 2
@@ -125,6 +127,6 @@ def test_a_state_is_of_its_side(sets: DataSets) -> None:
 @pytest.mark.processes
 def test_a_collate_fn_of_ones_own_must_make_labels_where_a_last_batch_is_filled_up(sets: DataSets) -> None:
     with load(sets["split"], 8, collate_fn=list, num_workers=1) as loader, refuses(UsageError):
-        [*loader]
+        list(loader)
     with load(sets["split"], 1, collate_fn=list) as loader:
         assert [*loader]

@@ -85,7 +85,7 @@ def settings_block(loader: TokenLoader, shards: ShardSet) -> str:
 
 def _padding(loader: TokenLoader) -> str:
     collate, padded = loader.step_batches.collate_fn, loader.step_batches.padded
-    if padded is None:
+    if not loader.step_batches.is_own:
         return f"collated by {getattr(collate, '__name__', type(collate).__name__)}"
     width = f"to {padded.pad_to_length} tokens" if padded.pad_to_length else "to the longest of a batch"
     width += f", to a multiple of {padded.pad_to_multiple_of}" if padded.pad_to_multiple_of else ""

@@ -10,11 +10,9 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,14 +107,14 @@ def _received(pickled: bytes) -> torch.Tensor:
 
 
 def cannot_share(error: BaseException) -> ReadWriteError:
-    """Return the error to raise, which says how much there is of all that this takes."""
-    shared = _room_in("/dev/shm")  # noqa: S108  where torch shares memory
-    sockets = _room_in(tempfile.gettempdir())
+    """Return the error to raise, which says how much there is of what this takes."""
+    shared = os.statvfs("/dev/shm")  # noqa: S108  where torch shares memory
+    free, total = (blocks * shared.f_frsize / 1e6 for blocks in (shared.f_bavail, shared.f_blocks))
     most_files, most_bytes = (
         resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
     )
     try:
-        num_files = len(list(Path("/proc/self/fd").iterdir()))
+        num_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     except OSError:  # looking takes a file, too
         num_files = most_files
     reason = str(error) or "a worker ended before it had sent one (its last line says why)"
@@ -124,17 +122,8 @@ def cannot_share(error: BaseException) -> ReadWriteError:
         "" if most_bytes == resource.RLIM_INFINITY else f"; a file can have {most_bytes:,} bytes (ulimit -f)"
     )
     return ReadWriteError(
-        f"workers and the training process cannot share batches: {reason}. "
-        f"Shared memory: {shared}; sockets: {sockets}; files that process {os.getpid()} has open: "
-        f"{num_files} of {most_files} (ulimit -n){size}. Raise what is full (--shm-size of a container, "
-        "ulimit), pass a smaller num_workers or prefetch_factor, or num_workers=0, which needs none of these"
+        f"workers and the training process cannot share batches: {reason}. /dev/shm has {free:,.1f} of "
+        f"{total:,.1f} MB free; process {os.getpid()} has {num_files} of {most_files} files open (ulimit -n)"
+        f"{size}. Raise what is full (--shm-size of a container, ulimit), pass a smaller num_workers or "
+        "prefetch_factor, or num_workers=0, which needs none of these"
     )
-
-
-def _room_in(folder: str) -> str:
-    try:
-        room = os.statvfs(folder)
-    except OSError as error:
-        return f"{folder} cannot be looked at ({error.strerror})"
-    free, total = (blocks * room.f_frsize / 1e6 for blocks in (room.f_bavail, room.f_blocks))
-    return f"{folder} has {free:,.1f} of {total:,.1f} MB and {room.f_favail:,} inodes free"

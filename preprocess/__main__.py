@@ -74,7 +74,7 @@ def make_shard(args: argparse.Namespace) -> int:
             if plan is not None and args.check_inputs:
                 check_inputs(plan, given.get("input_dir", PrepConfig().input_dir))
             plan = plan_of_task(plan, given)
-        from preprocess.make.task import make_shard as make
+        from preprocess.make.worker import make_shard as make
 
         plan = plan.at(given.get("input_dir"))
         return make(plan, folder, args.shard_id, resources.worker_settings(args), num_cpus)
@@ -172,8 +172,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """``run DATA``: the missing shards on this machine."""
     from preprocess.make.local_run import run_shards
-    from preprocess.make.task import means_line, total_line
-    from preprocess.make.worker import missing_shards
+    from preprocess.make.worker import amounts_line, missing_shards
     from shardprep.format.attempts import RunRecord
     from shardprep.format.plan import need_plan
 
@@ -205,8 +204,6 @@ def run(args: argparse.Namespace) -> int:
     if note := resources.memory_note(memory_gb, num_proc):
         say(f"note: {note}")
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
-    if args.verbose:
-        say(means_line(settings, max(map(len, cpus_of)), num_processes=num_proc))
     sizes = plan.shard_bytes()
     with (
         RunRecord(folder, plan.plan_id, todo, num_cpus=len(cpus)) as record,
@@ -214,7 +211,13 @@ def run(args: argparse.Namespace) -> int:
     ):
         made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
-    total = total_line(made, progress.elapsed_s)
+    counts = [manifest.counts for manifest in made]
+    total = amounts_line(
+        sum(each.input_bytes for each in counts),
+        sum(each.num_documents for each in counts),
+        sum(each.num_tokens for each in counts),
+        progress.elapsed_s,
+    )
     num_made = len(todo) - len(failures)
     say(f"{num_made} of {counted(len(todo), 'shard')} made by {counted(num_proc, 'process')}: {total}")
     if failures:

@@ -125,12 +125,12 @@ class Program:
         args, unknown = parser.parse_known_args(words)
         if unknown:
             flag, own = unknown[0].partition("=")[0], called[args.command]
-            known = [each for each in own._option_string_actions if each.startswith("--")]  # noqa: SLF001
-            folders = [each for each in known if each in ("--input_dir", "--output_dir")]
+            flags = [each for each in own._option_string_actions if each.startswith("--")]  # noqa: SLF001
+            folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
             hint = self.hints.get(flag, "")
             if folders and not hint and not flag.startswith("-"):
                 hint = f"{args.command} takes folders by their flags: {', '.join(folders)}"
-            elif not hint and (near := _nearest(flag, known)):
+            elif not hint and (near := _nearest(flag, flags)):
                 hint = f"did you mean {near}?"
             own.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
         return args

@@ -247,21 +247,21 @@ class HashedFile(ReadFile):
         super().__init__(path)
         self._digest = hashlib.sha256()
         self._held = bytearray()  # what was hashed last
-        self._num_hashed = 0
+        self._first = 0  # byte of the file where it begins
 
     def read(self, offset: int, num_bytes: int) -> bytearray:
         """Return all of some bytes, as ReadFile does."""
         end = offset + num_bytes
-        if offset < self._num_hashed - len(self._held) or end > self.num_bytes:
+        if offset < self._first or end > self.num_bytes:
             return super().read(offset, num_bytes)
-        while True:
-            del self._held[: max(offset - self._num_hashed + len(self._held), 0)]
-            if self._num_hashed >= end:
-                break
-            block = super().read(self._num_hashed, min(WRITE_BYTES, self.num_bytes - self._num_hashed))
+        while (num_hashed := self._first + len(self._held)) < end:
+            if num_hashed <= offset:
+                self._held, self._first = bytearray(), num_hashed
+            block = super().read(num_hashed, min(WRITE_BYTES, self.num_bytes - num_hashed))
             self._digest.update(block)
-            self._num_hashed += len(block)
-            self._held += block
+            self._held = self._held + block if self._held else block
+        del self._held[: offset - self._first]
+        self._first = offset
         return self._held[:num_bytes]
 
     def sha256(self) -> str:

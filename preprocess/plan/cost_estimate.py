@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from preprocess.make.counting import Counting
 from preprocess.make.engines import Engine
 from preprocess.make.members import members_of
-from preprocess.make.shard_writer import ShardWriter
-from preprocess.make.worker import bad_words
+from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.plan.sampling import sample_documents
 from preprocess.read.documents import Documents, read_records
 from preprocess.read.text_fields import TextFields, UnusableText
@@ -100,7 +98,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
     _check_fields(plan, counting)
     notes = []
     if counting.bad_fraction > plan.max_bad_fraction:
-        what, limit = bad_words(plan.options, counting.bad_reasons), plan.max_bad_fraction
+        what, limit = f"are left out ({', '.join(sorted(counting.bad_reasons))})", plan.max_bad_fraction
         notes.append(
             f"{counting.bad_fraction:.0%} of the documents in a sample {what}; a shard with more than "
             f"{limit:.0%} fails"

@@ -22,7 +22,7 @@ from preprocess.plan.tokenizer import (
     publish_tokenizer,
     resolve_tokenizer,
 )
-from preprocess.read.chat import chat_template_of, chat_versions, template_notes
+from preprocess.read.chat import chat_template_of, chat_versions
 from preprocess.read.inputs import RangeReader
 from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted
@@ -81,7 +81,7 @@ def make_plan(
         resolved = resolve_tokenizer(
             config.model_id, files, allow_special_tokens=config.encodes_control_tokens
         )
-        plan = _plan_of(config, listing, division, resolved, names, say)
+        plan = _plan_of(config, listing, division, resolved, names)
         if transform is not None:
             _check_gives_the_same(plan, transform)
         plan, engine = _with_engine(plan, config, resolved, transform, say)
@@ -173,7 +173,6 @@ def _plan_of(
     division: Division,
     resolved: ResolvedTokenizer,
     names: DocumentNames | None,
-    say: Say,
 ) -> Plan:
     """Return the plan with what planning found out, such as a conversation's template. Raises UsageError."""
     if config.append_eos and resolved.spec.eos_token_id is None:
@@ -188,8 +187,6 @@ def _plan_of(
         template, mask_rule = chat_template_of(
             resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
         )
-        for note in template_notes(template):
-            say(f"warning: {note}")
         found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
         found_out |= {"chat_versions": chat_versions(), "chat_mask_rule": mask_rule}
     elif options.add_special_tokens:

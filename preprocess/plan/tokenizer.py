@@ -446,7 +446,7 @@ def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
 def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
     """Return the ids that a tokenizer puts before and behind each text, by what it does to one."""
     for text in (b"a", *map(str.encode, engines.PROBE)):  # a small vocabulary may drop some of them wholly
-        around, bare = engine.encode([text]).ids.tolist(), engine.encode_bare([text]).ids.tolist()
+        around, bare = engine.encode([text]).ids.tolist(), engine.bare().encode([text]).ids.tolist()
         for begin in range(len(around) - len(bare) + 1):
             if bare and around[begin : begin + len(bare)] == bare:
                 return around[:begin], around[begin + len(bare) :]

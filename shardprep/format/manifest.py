@@ -167,9 +167,8 @@ class ShardMaking(RunFacts):
     def of(manifest: Manifest, path: Path) -> ShardMaking:
         """Raises BrokenShard."""
         run, counts = manifest.facts_of_run(path), manifest.counts
-        facts: dict[str, Any] = {**vars(run), "slurm": {}, "texts": None}  # there may be 10^5 of them
         return ShardMaking(
-            **facts,
+            **vars(dataclasses.replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
             shard_id=manifest.shard_id,
             plan_id=manifest.spec.plan_id,
             num_tokens=counts.num_tokens,

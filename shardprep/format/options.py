@@ -42,7 +42,7 @@ _fields = functools.partial(option, group=FIELDS)
 _text = functools.partial(option, group=TEXT)
 _tokens = functools.partial(option, group=TOKENS)
 _samples = functools.partial(option, group=SAMPLES)
-_SURROGATE = re.compile("[\ud800-\udfff]")  # stands for a byte that is no UTF-8
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and what stands for a byte that is no UTF-8
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
 
@@ -197,8 +197,8 @@ class PlanOptions:
         for item in dataclasses.fields(self):
             name, value, facts = item.name, getattr(self, item.name), item.metadata
             span, of = facts.get("span"), facts.get("of")
-            if isinstance(value, str) and _SURROGATE.search(value):
-                raise UsageError(f"--{name} is {value!r}, which is not UTF-8; type it in a UTF-8 terminal")
+            if isinstance(value, str) and _NOT_TEXT.search(value):
+                raise UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
             if span and value and not span[0] <= value <= span[1]:
                 raise UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
             is_given = value != item.default and bool(value or item.default)

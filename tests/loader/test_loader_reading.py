@@ -19,7 +19,7 @@ from loader import TokenLoader, get_llama3_dataloader
 from loader import reading as open_shard
 from loader.find_shards import find_shards
 from loader.reading import ShardReader
-from shardprep.errors import BrokenShard, NotFound, ReadWriteError, UnknownMember
+from shardprep.errors import BrokenShard, MissingShard, NotFound, ReadWriteError, UnknownMember
 from shardprep.format.idx import CHUNK_RECORDS
 
 if TYPE_CHECKING:
@@ -55,19 +55,11 @@ def epoch(loader: TokenLoader) -> list[Any]:
         ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seq_len", [None, 32])
-def test_a_shard_without_its_idx_loses_nothing(
-    made: Path, tmp_path: Path, form: str, seq_len: int | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    options: dict[str, Any] = {"seq_len": seq_len, "boundaries": "position_ids"}
-    whole = epoch(load(made / form, **options))
-    folder = shutil.copytree(made / form, tmp_path / "copy")
-    (folder / "shard-00001.idx").unlink()
-    (folder / "shard-00003.idx").unlink()
-    assert epoch(load(folder, **options)) == whole
-    assert "shard-00003.idx is missing; its tar is scanned instead" in caplog.text
+def test_a_shard_without_its_idx_is_missing(copied: Path) -> None:
+    (copied / "shard-00001.idx").unlink()
+    with pytest.raises(MissingShard) as caught:
+        epoch(load(copied))
+    assert caught.value.path == str(copied / "shard-00001.idx")
 
 
 @pytest.mark.slow

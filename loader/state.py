@@ -59,7 +59,7 @@ class _State:
     step: _Count
     num_micro: _Count
     num_left: int
-    layout: dict[str, int]
+    layout: dict[str, _Number]
     tick_samples: _Number
     sources: Annotated[list[_SourceRow], Meta(min_length=1)]
     stages: Annotated[list[_StageRow], Meta(min_length=1)]

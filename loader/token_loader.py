@@ -231,7 +231,7 @@ class TokenLoader(DataLoader[Batch]):
         end = Position(epoch=self._progress.delivered.epoch + 1)
         if until_step is not None:
             end = self.run.position(whole_number("until_step", until_step, least=0))
-        return describe(self.run, self._progress.delivered, end)
+        return describe(self, end)
 
     @property
     def source_samples(self) -> dict[str, int]:

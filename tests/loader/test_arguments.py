@@ -207,7 +207,5 @@ def test_a_loader_imports_transformers_when_its_collator_is_looked_at(made_dir: 
 
 def test_a_data_loader_around_the_loader_is_told_what_to_do(data: Path) -> None:
     made: Any = DataLoader(load(data, 4))
-    with pytest.raises(
-        UsageError, match=r"iterate the loader itself, and keep its state with loader.state_dict"
-    ):
+    with pytest.raises(UsageError, match="state_dict"):
         next(iter(made))

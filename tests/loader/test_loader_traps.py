@@ -338,7 +338,7 @@ def test_a_loader_given_as_a_data_set_says_what_to_write(tmp_path: Path, model: 
     with load(tmp_path, 4, model) as loader:
         data_set: Any = loader
         batches = iter(DataLoader(data_set, batch_size=4, sampler=range(8)))
-        with pytest.raises(UsageError, match=r"no data set .*class LlamaTrainer\(LoaderMixin, Trainer\)"):
+        with pytest.raises(UsageError, match="LoaderMixin"):
             next(batches)
 
 
@@ -348,7 +348,7 @@ def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(
     """For overfit_batches and predict, from the loader's public attributes."""
     write_numbered_tars(tmp_path, 64, 3)
     with load(tmp_path, 4, model) as loader:
-        names = ("plan", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
+        names = ("run", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         shown = {name: vars(loader)[name] for name in names}
         assert type(loader)(**shown).run == loader.run
         with pytest.raises(UsageError, match=r"takes no sampler, .* predict dataloaders=\(batch for batch"):

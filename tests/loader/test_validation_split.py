@@ -122,7 +122,7 @@ def test_packed_at_load_the_two_sides_have_all_tokens_and_the_tail_is_kept(data:
         load(data, 1, split="train", seq_len=16) as train,
         load(data, 1, seq_len=16) as every,
     ):
-        assert train.plan.present[0].offsets + len(stream) == every.plan.present[0].offsets
+        assert train.run.samples[0].offsets + len(stream) == every.run.samples[0].offsets
         held = {row[0] for row in found}
         tokens = [token for batch in train for ids in labelled(batch) for token in ids]
         numbers = [token for token in tokens if token > 4 and token != 299]

@@ -30,9 +30,9 @@ CHILD = """
 import multiprocessing, json, os, pathlib, signal, sys, time
 from loader import get_llama3_dataloader
 
-from loader.samples import WholeSamples
+from loader.samples import Samples
 
-calls, read = [], WholeSamples.read
+calls, read = [], Samples.read
 
 def hanging(*given):  # the first window comes, with all batches of an epoch
     if calls:
@@ -42,7 +42,7 @@ def hanging(*given):  # the first window comes, with all batches of an epoch
     return read(*given)
 
 if sys.argv[3] != "outlive":
-    WholeSamples.read = hanging
+    Samples.read = hanging
 
 def outlive(loader):
     received = set()

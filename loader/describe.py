@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from loader.run import CYCLE, Position
+from loader.run import CYCLE
 
 if TYPE_CHECKING:
     from loader.token_loader import TokenLoader
 
 
-def describe(loader: TokenLoader, until: Position) -> str:
-    """Return what a loader reads and delivers, as text: each source as it stands now and at ``until``."""
+def describe(loader: TokenLoader) -> str:
+    """Return what a loader reads and delivers, and where each source stands now, as text."""
     run, now = loader.run, loader.progress.delivered
-    step, later_step = run.step_of(now), run.step_of(until)
-    epochs, later = run.source_epochs(now), run.source_epochs(until)
+    step, (epoch, _), epochs = now.step, run.begin(now.step), run.source_epochs(now)
     shares = run.held_from(step)[0].shares
     tokens_of = {  # in a cycle
         source.name: shares.get(source.name, 0) * source.samples.mean_tokens
@@ -32,7 +31,7 @@ def describe(loader: TokenLoader, until: Position) -> str:
         f"{loader!r}, at step {step}",
         f"sample: {sample}",
         f"order: {order}",
-        f"epoch: {run.steps_in(now.epoch):,} steps; {num_left_out:,} samples are left out, others each epoch",
+        f"epoch: {run.steps_in(epoch):,} steps; {num_left_out:,} samples are left out, others each epoch",
     ]
     for source in run.sources:
         name, num_samples = source.name, source.order.num_samples
@@ -42,8 +41,8 @@ def describe(loader: TokenLoader, until: Position) -> str:
             share = f"{shares.get(name, 0) / CYCLE:.1%} of samples, {of_tokens:.1%} of tokens"
             num_tokens = f" of about {source.samples.mean_tokens:.3g} tokens"
         lines.append(
-            f"source {name}: {share}; {epochs[name]:.2f} epochs, {later[name]:.2f} at step {later_step}; "
-            f"{num_samples:,} samples{num_tokens}, data {source.data}"
+            f"source {name}: {share}; {epochs[name]:.2f} epochs so far; {num_samples:,} samples{num_tokens}, "
+            f"data {source.data}"
         )
     amended = {stage.step for stage in run.stages if stage.is_amended}
     lines += [f"{held}{' (amended)' if held.step in amended else ''}" for held in run.held_from(0)]

@@ -71,6 +71,7 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     All states have the same keys, and lists without dicts in them: torch.distributed.checkpoint reads only
     the keys that a fresh loader's state has.
     """
+    epoch, _ = run.begin(position.step)
     sources, stages = [], []
     for source in run.sources:
         order = source.order
@@ -83,7 +84,9 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     return {
         "format": STATE_FORMAT,
         "version": STATE_VERSION,
-        **position._asdict(),
+        "epoch": epoch,
+        "step": position.step - run.first_step(epoch),
+        "num_micro": position.num_micro,
         "num_left": num_left,
         "layout": dict(layout),
         "tick_samples": run.tick_samples,
@@ -109,14 +112,13 @@ def go_on(plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, ame
     """
     saved = _read(state, plan)
     _check_fingerprint(saved, state["fingerprint"], plan)
-    position = Position(saved.epoch, saved.step, saved.num_micro)
-    if amend and position == Position():
-        return GoesOn(plan, position, saved.num_left, 0)  # no sample was delivered: the plan begins
+    if amend and not (saved.epoch or saved.step or saved.num_micro):
+        return GoesOn(plan, Position(), saved.num_left, 0)  # no sample was delivered: the plan begins
     run = _run_of(saved, plan, layout)
     _check_data(run, plan)
-    _check_position(position, saved, run, layout)
+    position = _position_of(saved, run, layout)
     own, plan = plan, _in_terms_of(run, plan)
-    step = run.step_of(position)
+    step = position.step
     # What was amended later is compared from there on: a step before it is gone on from as it was.
     since = max(step, run.last_amendment())
     found, wanted = run.held_from(since), plan.held_from(since)
@@ -282,21 +284,23 @@ def _check_data(run: Run, plan: Run) -> None:
             )
 
 
-def _check_position(position: Position, saved: _State, run: Run, layout: Mapping[str, int]) -> None:
-    """Raise BrokenShard for a position that the run does not have, UsageError for one inside of a step of
-    another layout."""
-    if position.num_micro and saved.layout != layout:
+def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position:
+    """Return where a state stands. Raises BrokenShard for a position that the run does not have, UsageError
+    for one inside of a step of another layout."""
+    if saved.num_micro and saved.layout != layout:
         raise UsageError(
-            f"the state was saved inside of a step, after {position.num_micro} batches of {saved.layout}, "
-            f"this loader has {dict(layout)}; save it after the optimizer's step to change them, or resume "
-            "with the same"
+            f"the state was saved inside of a step, after {saved.num_micro} batches of {saved.layout}, this "
+            f"loader has {dict(layout)}; save it after the optimizer's step to change them, or resume with "
+            "the same"
         )
-    steps_per_epoch = run.steps_in(position.epoch)
-    if position.step >= steps_per_epoch:
-        raise _damaged(position, f"a step below {steps_per_epoch}")
-    num_batches = run.batches_in_step(run.step_of(position))
+    steps_per_epoch = run.steps_in(saved.epoch)
+    if saved.step >= steps_per_epoch:
+        raise _damaged(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {steps_per_epoch}")
+    position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
+    num_batches = run.batches_in_step(position.step)
     if position.num_micro >= num_batches:
         raise UsageError(f"the state has {position.num_micro} batches of a step of {num_batches}")
+    return position
 
 
 def _in_terms_of(run: Run, plan: Run) -> Run:
@@ -392,8 +396,8 @@ class Progress:
         if self.is_loaded:
             raise UsageError(
                 f"set_epoch({epoch}) would throw away the state that was loaded, which goes on in epoch "
-                f"{self.delivered.epoch} after {self.delivered.step} steps; let the loop begin there, as "
-                f'range(loader.state_dict()["epoch"], num_epochs) does, or make a loader without the state'
+                f"{run.begin(self.delivered.step)[0]}; let the loop begin there, as "
+                'range(loader.state_dict()["epoch"], num_epochs) does, or make a loader without the state'
             )
         if self.delivered == Position():
             logger.warning(
@@ -403,10 +407,10 @@ class Progress:
                 epoch,
                 epoch,
             )
-        before = run.step_of(self.delivered)
+        before = self.delivered.step
         self.left_at = before - self.num_left
-        self._jump(Position(epoch=epoch))
-        self.num_left += run.step_of(self.delivered) - before
+        self._jump(Position(run.first_step(epoch)))
+        self.num_left += self.delivered.step - before
 
     def _jump(self, position: Position) -> None:
         """Stand at a position that the loop did not come to by batches."""

@@ -121,14 +121,16 @@ class TokenLoader(DataLoader[Batch]):
 
     def __len__(self) -> int:
         """Batches of the next epoch, on every rank; a resumed one gives the rest, from ``first_batch``."""
-        return self.run.ticks_in(self._next.epoch) * self.run.batches_per_tick
+        epoch, _ = self.run.begin(self._next.step)
+        return self.run.ticks_in(epoch) * self.run.batches_per_tick
 
     @property
     def _next(self) -> Position:
         """Where the next ``iter()`` begins."""
         at = self._progress.delivered
-        begins_anew = self.run.is_validation and not self._progress.is_loaded
-        return Position(epoch=at.epoch) if begins_anew else at
+        if self.run.is_validation and not self._progress.is_loaded:  # it begins anew
+            return Position(self.run.first_step(self.run.begin(at.step)[0]))
+        return at
 
     @property
     def tokenizer(self) -> Any:
@@ -160,7 +162,7 @@ class TokenLoader(DataLoader[Batch]):
         A bar of the whole epoch is ``tqdm(loader, initial=loader.first_batch)``.
         """
         start, run = self._next, self.run
-        return run.tick_in_epoch(start) * run.batches_per_tick + start.num_micro % run.batches_per_tick
+        return run.epoch_and_tick(start)[1] * run.batches_per_tick + start.num_micro % run.batches_per_tick
 
     @property
     def num_accumulated(self) -> int:
@@ -214,24 +216,19 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def num_steps_delivered(self) -> int:
         """Global batches that the loop got, counted through all epochs from 0."""
-        return self.run.step_of(self._progress.delivered) - self._progress.num_left
+        return self._progress.delivered.step - self._progress.num_left
 
     @property
     def epoch(self) -> float:
         """Epochs that the loop got so far: 1.5 is the middle of the second."""
-        at = self._progress.delivered
-        within = at.step + at.num_micro / self.run.batches_in_step(self.run.step_of(at))
-        return at.epoch + within / self.run.steps_in(at.epoch)
+        step, num_micro = self._progress.delivered
+        epoch, _ = self.run.begin(step)
+        within = step - self.run.first_step(epoch) + num_micro / self.run.batches_in_step(step)
+        return epoch + within / self.run.steps_in(epoch)
 
-    def describe(self, until_step: int | None = None) -> str:
-        """Return the sources with their shares, tokens and fingerprints, and every stage, as text to print.
-
-        Each source's epochs are told for now and for ``until_step`` (default: where this epoch ends).
-        """
-        end = Position(epoch=self._progress.delivered.epoch + 1)
-        if until_step is not None:
-            end = self.run.position(whole_number("until_step", until_step, least=0))
-        return describe(self, end)
+    def describe(self) -> str:
+        """Return the sources with their shares, tokens and fingerprints, and every stage, as text."""
+        return describe(self)
 
     @property
     def source_samples(self) -> dict[str, int]:
@@ -267,12 +264,12 @@ class TokenLoader(DataLoader[Batch]):
         return self._progress.is_loaded
 
     def __repr__(self) -> str:
-        who, at = self.process_rank, self._progress.delivered
+        who, run, step = self.process_rank, self.run, self._progress.delivered.step
+        epoch, _ = run.begin(step)
         return (
             f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self.step_batches.batch_size}, "
-            f"global_batch_size {self.run.tick_samples * self.run.ticks_in_step(self.run.step_of(at))}, "
-            f"epoch {at.epoch}, step {at.step} of "
-            f"{self.run.steps_in(at.epoch)}, {self.num_workers} workers)"
+            f"global_batch_size {run.tick_samples * run.ticks_in_step(step)}, epoch {epoch}, "
+            f"step {step - run.first_step(epoch)} of {run.steps_in(epoch)}, {self.num_workers} workers)"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -337,7 +334,7 @@ class TokenLoader(DataLoader[Batch]):
                 found=f"step={step}",
                 expected=f"at least {least}",
             )
-        return self._state_of(self.run.position(step + self._progress.num_left))
+        return self._state_of(Position(step + self._progress.num_left))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
@@ -357,12 +354,12 @@ class TokenLoader(DataLoader[Batch]):
             self._stream.end()  # workers have the run of before
             self._go_by(run)
         self._progress.load(position, num_left)
-        self._num_accumulated = self.run.batches_in_step(self.run.step_of(position))
+        self._num_accumulated = self.run.batches_in_step(position.step)
         if self.process_rank.rank == 0 and amended_at is not None:
             logger.warning(
                 "the run is amended from step %d on, and stands at step %d:\n%s",
                 amended_at,
-                self.run.step_of(position),
+                position.step,
                 self.describe(),
             )
 
@@ -373,7 +370,7 @@ class TokenLoader(DataLoader[Batch]):
         with its first step, also where this one was not over, and a loop that is still running is refused its
         next batch. Raises UsageError where that would throw away a state that was just loaded.
         """
-        if whole_number("epoch", epoch, least=0) != self._progress.delivered.epoch:
+        if whole_number("epoch", epoch, least=0) != self.run.begin(self._progress.delivered.step)[0]:
             self._leave_for(int(epoch))
 
     def _leave_for(self, epoch: int) -> None:
@@ -396,7 +393,7 @@ class TokenLoader(DataLoader[Batch]):
         if len({stage.ticks_per_step for stage in self.run.stages}) == 1:
             _warn_of_accumulation(self.run.batches_in_step(0))
         if self._next != self._progress.delivered:
-            self._leave_for(self._next.epoch)  # a validation set begins anew
+            self._leave_for(self.run.begin(self._next.step)[0])  # a validation set begins anew
         self._newest += 1
         self._progress.is_loaded = False
         return self._epoch_batches(self._progress.delivered, self._newest)
@@ -418,7 +415,7 @@ class TokenLoader(DataLoader[Batch]):
 
     def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
         self._check_newest(number)
-        position, num_steps = start, self.run.steps_in(start.epoch)
+        position = start
         try:
             # A whole step is there before its first batch, at which the loop may ask for the step's labels.
             for batches in self._stream.steps(start):
@@ -427,7 +424,7 @@ class TokenLoader(DataLoader[Batch]):
                 self._labels_per_rank = None
                 while batches:  # each is let go when it was delivered
                     part, batch = batches.pop(0)
-                    position = position.after(self._num_accumulated, num_steps)
+                    position = position.after(self._num_accumulated)
                     self._progress.delivered = position
                     self.metrics.count(part, batch)
                     yield pinned(batch) if self._pins else batch

@@ -234,7 +234,7 @@ class EpochsOfLoader:
     def begin(self, args: Any, global_step: int) -> int:
         """Return ``max_steps`` of a training that begins now. Raises UsageError where there is no step left,
         or one would be no global batch."""
-        run, first = self.loader.run, self.loader.run.step_of(self.loader.progress.delivered)
+        run, first = self.loader.run, self.loader.progress.delivered.step
         max_steps: int = args.max_steps
         if max_steps <= 0:
             part, num_epochs = math.modf(args.num_train_epochs)
@@ -268,11 +268,10 @@ class EpochsOfLoader:
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
     """Raise UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
     next steps."""
-    run, start = loader.run, loader.progress.delivered
-    step = run.step_of(start)
-    if start.num_micro:
+    run, (step, num_micro) = loader.run, loader.progress.delivered
+    if num_micro:
         raise UsageError(
-            f"the loader stands inside of a step, behind {start.num_micro} of its batches, and Trainer "
+            f"the loader stands inside of a step, behind {num_micro} of its batches, and Trainer "
             "begins with a whole one; load a state that was saved after the optimizer's step, or "
             f"train_loader.state_at({step})"
         )

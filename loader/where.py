@@ -43,7 +43,7 @@ def where(args: argparse.Namespace) -> int:
     options = {**_named_sources(args.input_shards), **_loader_options(state), "model_id": args.model_id}
     with get_llama3_dataloader(**options) as loader:
         loader.load_state_dict({**state, "num_micro": 0})
-        end = loader.run.step_of(loader.progress.delivered)
+        end = loader.progress.delivered.step
         step = max(end - 1, 0) if args.step is None else args.step
         if step < 0:
             raise UsageError.of_value("--step", step, "a step from 0")
@@ -52,14 +52,14 @@ def where(args: argparse.Namespace) -> int:
                 f"step {step} is behind the state, which is of step {end}, and what comes then is up to the "
                 "run's weights and sizes; take a later checkpoint"
             )
-        loader.load_state_dict(loader.state_at(step))
-        at = loader.progress.delivered
+        at = loader.state_at(step)
+        loader.load_state_dict(at)
         documents = list(_documents(loader, state["layout"]["world_size"]))
     if args.json:
-        answer = {"step": step, "epoch": at.epoch, "step_of_epoch": at.step, "documents": documents}
+        answer = {"step": step, "epoch": at["epoch"], "step_of_epoch": at["step"], "documents": documents}
         print_lines(json.dumps(answer, default=str))
         return 0
-    print_lines(f"step {step}: step {at.step} of epoch {at.epoch}, {len(documents)} documents")
+    print_lines(f"step {step}: step {at['step']} of epoch {at['epoch']}, {len(documents)} documents")
     for each in documents:
         source = "" if each["source"] == "all" else f"{each['source']} "
         address = each["address"] or f"{each['tar']} sample {each['sample']}"

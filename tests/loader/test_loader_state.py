@@ -278,6 +278,19 @@ def test_set_epoch_leaves_an_epoch_and_the_loop_still_counts_its_steps(forms: An
         assert loader.num_steps_delivered == 6
 
 
+def test_a_loop_whose_epoch_was_left_is_refused_its_next_batch_and_the_count_stays_right(forms: Any) -> None:
+    with load(forms["documents"]) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        loader.set_epoch(4)
+        with pytest.raises(UsageError):
+            next(batches)
+        assert loader.num_steps_delivered == 3
+        next(iter(loader))
+        assert (loader.num_steps_delivered, int(loader.epoch)) == (4, 4)
+
+
 @pytest.mark.parametrize("epoch", [-1, "1", 1.5, 2**70])
 def test_an_epoch_that_is_no_number_from_0_on_is_refused(forms: Any, epoch: Any) -> None:
     with load(forms["documents"]) as loader, pytest.raises(UsageError):

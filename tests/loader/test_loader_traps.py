@@ -340,6 +340,8 @@ def test_a_loader_given_as_a_data_set_says_what_to_write(tmp_path: Path, model: 
         batches = iter(DataLoader(data_set, batch_size=4, sampler=range(8)))
         with pytest.raises(UsageError, match="LoaderMixin"):
             next(batches)
+        with pytest.raises(UsageError, match="LoaderMixin"):
+            data_set.dataset[0]
 
 
 def test_a_loader_remade_with_a_sampler_as_lightning_does_it_says_what_to_write(

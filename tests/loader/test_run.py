@@ -60,15 +60,13 @@ def test_positions_steps_and_ticks_are_those_of_counting_one_by_one() -> None:
             if tick + size > ticks_per_epoch:
                 assert (run.steps_in(epoch), run.ticks_in(epoch)) == (step, tick)
                 epoch, step, tick = epoch + 1, 0, 0
-            position = Position(epoch=epoch, step=step)
-            assert run.position(number) == position
-            assert run.step_of(position) == number
-            assert run.tick_in_epoch(position) == tick
+            assert run.begin(number) == (epoch, tick)
+            assert run.first_step(epoch) + step == number
             assert run.step_from(epoch * ticks_per_epoch + tick) == number
             assert size == 1 or run.step_from(epoch * ticks_per_epoch + tick + 1) == number + 1
             step, tick = step + 1, tick + size
         again = make_run(stages, ticks_per_epoch=ticks_per_epoch)
-        assert again.position(149) == run.position(149), "asked for at once"
+        assert again.begin(149) == run.begin(149), "asked for at once"
 
 
 def test_a_step_that_is_more_than_an_epoch_is_refused() -> None:
@@ -130,10 +128,10 @@ def test_an_amendment_holds_from_the_first_step_at_which_no_round_is_half_done(d
     run = make_run(some_stages(1), 2, ticks_per_epoch=size)
     for _ in range(3):
         step = data.draw(st.integers(1, 200))
-        position = run.position(step)
+        position = Position(step)
         plan = make_run(some_stages(step + 1), 2, ticks_per_epoch=size)
         amended, border = run.amended(position, plan)
-        assert amended.position(step) == position
+        assert amended.begin(step) == run.begin(step)
         assert step <= border <= step + 2 * ROUND
         tick = 0
         while tick < run.tick_of(position):
@@ -147,7 +145,7 @@ def test_samples_that_an_epoch_does_not_use_are_not_counted() -> None:
     run = make_run([(0, 3, (CYCLE // 2, CYCLE // 2))], 2, ticks_per_epoch=100)
     assert run.ticks_in(0) == 99
     for step in (33, 34, 80, 200):
-        counts = run.source_samples(run.position(step))
+        counts = run.source_samples(Position(step))
         assert sum(counts.values()) == step * 3 * 4
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def describe(loader: TokenLoader) -> str:
     """Return what a loader reads and delivers, and where each source stands now, as text."""
     run, now = loader.run, loader.progress.delivered
-    step, (epoch, _), epochs = now.step, run.begin(now.step), run.source_epochs(now)
+    step, epoch, epochs = now.step, run.epoch_of(now.step), run.source_epochs(now)
     shares = run.held_from(step)[0].shares
     tokens_of = {  # in a cycle
         source.name: shares.get(source.name, 0) * source.samples.mean_tokens

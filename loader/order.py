@@ -142,17 +142,13 @@ class Order:
     def __post_init__(self) -> None:
         if self.num_samples < self.tick_samples and not self.keeps_tail:
             raise UsageError(
-                f"the data set has {self.num_samples:,} samples, but one batch for every rank takes "
-                f"{self.tick_samples:,}; lower batch_size, use fewer ranks, or add data",
-                found=f"{self.num_samples:,} samples",
-                expected=f"{self.tick_samples:,}",
+                found=f"a data set of {self.num_samples:,} samples",
+                expected=f"{self.tick_samples:,}, one batch for every rank",
             )
         if self.tick_samples % self.group:
             raise UsageError(
-                f"groups of {self.group} samples of like length do not divide the global batch of "
-                f"{self.tick_samples}; pass a group_by_length that divides it",
-                found=f"groups of {self.group}",
-                expected=f"the global batch of {self.tick_samples}",
+                found=f"groups of {self.group} samples of like length",
+                expected=f"a group_by_length that divides the global batch of {self.tick_samples}",
             )
         if self.group > 1 and not self.shuffle:
             raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")

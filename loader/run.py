@@ -242,6 +242,9 @@ class Run:
         num_epochs, within = divmod(step - stretch.step, stretch.num_steps)
         return stretch.epoch + num_epochs, stretch.tick + within * stretch.size
 
+    def epoch_of(self, step: int) -> int:
+        return self.begin(step)[0]
+
     def ticks_in_step(self, step: int) -> int:
         return self._stretch(step).size
 
@@ -335,7 +338,7 @@ class Run:
     def source_samples(self, position: Position) -> dict[str, int]:
         """Count the samples of each source that were delivered before a position, all ranks together."""
         counts = self._samples_before(self.tick_of(position))
-        for epoch in range(self.begin(position.step)[0]):
+        for epoch in range(self.epoch_of(position.step)):
             end = (epoch + 1) * self.ticks_per_epoch
             if num_unused := self.ticks_per_epoch - self.ticks_in(epoch):
                 counts = counts - self._samples_before(end) + self._samples_before(end - num_unused)

@@ -71,7 +71,7 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     All states have the same keys, and lists without dicts in them: torch.distributed.checkpoint reads only
     the keys that a fresh loader's state has.
     """
-    epoch, _ = run.begin(position.step)
+    epoch = run.epoch_of(position.step)
     sources, stages = [], []
     for source in run.sources:
         order = source.order
@@ -151,10 +151,8 @@ def _read(state: Mapping[str, Any], plan: Run) -> _State:
         )
     if not _is_equal(state.get("format"), STATE_FORMAT):
         raise BrokenShard(
-            f"this is no state of a loader: its format is {state.get('format')!r:.80}, expected "
-            f"{STATE_FORMAT!r}; pass what state_dict() returned",
-            found=f"{state.get('format')!r:.80}",
-            expected=STATE_FORMAT,
+            found=f"the state's format is {state.get('format')!r:.80}",
+            expected=f"{STATE_FORMAT}, as state_dict() returns it",
             remedy="state_dict()",
         )
     version, expected = state.get("version"), STATE_VERSION
@@ -191,11 +189,7 @@ def _read(state: Mapping[str, Any], plan: Run) -> _State:
 
 
 def _damaged(found: object, expected: object) -> BrokenShard:
-    return BrokenShard(
-        f"the state is damaged: its {found}, expected {expected}; take another one",
-        found=found,
-        expected=expected,
-    )
+    return BrokenShard(found=f"the state is damaged: its {found}", expected=f"{expected}; take another one")
 
 
 def _check_fingerprint(saved: _State, fingerprint: Mapping[str, Any], plan: Run) -> None:
@@ -223,12 +217,8 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
         check_batch(layout["batch_size"], size, layout["world_size"])
         check_slots(size, like.group, layout["world_size"])
     except UsageError as error:
-        raise OtherRun(
-            f"global_batch_size {size} in the state, {plan.tick_samples} here; the order of the state takes "
-            f"{size} samples at once, of which any later size is a multiple, in equal batches: {error}",
-            found=error.found,
-            expected=error.expected,
-        ) from None
+        found = f"{error.found} in the state, whose order takes {size} samples at once"
+        raise OtherRun(found=found, expected=error.expected) from None
     sources, stages = [], []
     try:
         for number, row in enumerate(saved.sources):
@@ -276,8 +266,8 @@ def _check_data(run: Run, plan: Run) -> None:
             remedy = f'{{"{then.name}": ..., "{then.name}_2": NEW}}'
             raise OtherRun(
                 f"the source {then.name} is other data: {found} in the state, {expected} here. A source "
-                "keeps its folders, in their order, through a run: give it those, and add others as a source "
-                f"of their own, {remedy}, with weights for both and amend=True",
+                "keeps its folders, in their order, through a run; add others as a source of their own, "
+                f"{remedy}, with weights for both and amend=True",
                 found=found,
                 expected=expected,
                 remedy=remedy,
@@ -313,13 +303,9 @@ def _in_terms_of(run: Run, plan: Run) -> Run:
         return replace(plan, sources=tuple(sources))
     for held in plan.held_from(0):
         if held.global_batch_size % size:
-            least = max(held.global_batch_size // size, 1) * size
             raise OtherRun(
-                f"the global batch is {held.global_batch_size} here from step {held.step} on, and the order "
-                f"of the state takes {size} samples at once: expected a multiple of {size}, such as {least} "
-                f"or {least + size}; pass one of these, or start without the state",
-                found=held.global_batch_size,
-                expected=f"a multiple of {size}",
+                found=f"global_batch_size={held.global_batch_size} from step {held.step} on",
+                expected=f"a multiple of {size}, which the order of the state takes at once",
             )
     in_ticks = []
     for source in sources:
@@ -355,8 +341,8 @@ def _with_samples(run: Run, plan: Run, step: int) -> Run:
     for held in run.held_from(step):
         for name in held.shares.keys() - known.keys():
             raise OtherRun(
-                f"the run has samples of {name} from step {held.step} on, and this loader lacks them; keep "
-                "it in input_shards, without a weight if it is to be dropped",
+                f"the run has samples of {name} from step {held.step} on; keep it in input_shards, without a "
+                "weight if it is to be dropped",
                 found=list(known),
                 expected=name,
             )
@@ -396,7 +382,7 @@ class Progress:
         if self.is_loaded:
             raise UsageError(
                 f"set_epoch({epoch}) would throw away the state that was loaded, which goes on in epoch "
-                f"{run.begin(self.delivered.step)[0]}; let the loop begin there, as "
+                f"{run.epoch_of(self.delivered.step)}; let the loop begin there, as "
                 'range(loader.state_dict()["epoch"], num_epochs) does, or make a loader without the state'
             )
         if self.delivered == Position():

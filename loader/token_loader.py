@@ -94,7 +94,7 @@ class TokenLoader(DataLoader[Batch]):
         self._worker_options = workers
         self._pins = pin_memory and torch.cuda.is_available()
         self._newest = 0  # number of the iterator that may be used
-        self._progress = Progress()
+        self.progress = Progress()  # positions in the run: of what was delivered, and of a state
         self._num_accumulated = run.batches_in_step(0)
         self._step_labels: list[Any] = []  # of each batch of this rank's part of the newest step
         self._labels_per_rank: torch.Tensor | None = None  # once it was asked for
@@ -114,22 +114,16 @@ class TokenLoader(DataLoader[Batch]):
             {**self._worker_options, "num_workers": num_workers},
         )
 
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """What must be equal where a state is loaded, beside sources and stages."""
-        return self.run.fingerprint
-
     def __len__(self) -> int:
         """Batches of the next epoch, on every rank; a resumed one gives the rest, from ``first_batch``."""
-        epoch, _ = self.run.begin(self._next.step)
-        return self.run.ticks_in(epoch) * self.run.batches_per_tick
+        return self.run.ticks_in(self.run.epoch_of(self._next.step)) * self.run.batches_per_tick
 
     @property
     def _next(self) -> Position:
         """Where the next ``iter()`` begins."""
-        at = self._progress.delivered
-        if self.run.is_validation and not self._progress.is_loaded:  # it begins anew
-            return Position(self.run.first_step(self.run.begin(at.step)[0]))
+        at = self.progress.delivered
+        if self.run.is_validation and not self.progress.is_loaded:  # it begins anew
+            return Position(self.run.first_step(self.run.epoch_of(at.step)))
         return at
 
     @property
@@ -211,18 +205,18 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def ends_step(self) -> bool:
         """Whether the newest batch was the last of its global batch: time for the optimizer's step."""
-        return self._progress.delivered.num_micro == 0
+        return self.progress.delivered.num_micro == 0
 
     @property
     def num_steps_delivered(self) -> int:
         """Global batches that the loop got, counted through all epochs from 0."""
-        return self._progress.delivered.step - self._progress.num_left
+        return self.progress.delivered.step - self.progress.num_left
 
     @property
     def epoch(self) -> float:
         """Epochs that the loop got so far: 1.5 is the middle of the second."""
-        step, num_micro = self._progress.delivered
-        epoch, _ = self.run.begin(step)
+        step, num_micro = self.progress.delivered
+        epoch = self.run.epoch_of(step)
         within = step - self.run.first_step(epoch) + num_micro / self.run.batches_in_step(step)
         return epoch + within / self.run.steps_in(epoch)
 
@@ -233,12 +227,12 @@ class TokenLoader(DataLoader[Batch]):
     @property
     def source_samples(self) -> dict[str, int]:
         """Samples of each source that were delivered so far, all ranks together."""
-        return self.run.source_samples(self._progress.delivered)
+        return self.run.source_samples(self.progress.delivered)
 
     @property
     def source_epochs(self) -> dict[str, float]:
         """Epochs of each source so far: 1.5 is the middle of its second."""
-        return self.run.source_epochs(self._progress.delivered)
+        return self.run.source_epochs(self.progress.delivered)
 
     @property
     def source_names(self) -> tuple[str, ...]:
@@ -253,19 +247,17 @@ class TokenLoader(DataLoader[Batch]):
         sources = self.run.sources
         samples = sources[source].samples if 0 <= source < len(sources) else None
         if samples is None:
-            raise UsageError(
-                f"source {source}: the loader reads {', '.join(self.source_names)}, numbered from 0"
-            )
+            raise UsageError(found=f"source {source}", expected=f"a number of {list(self.source_names)}")
         return find_origin(sources[source].name, samples.shards, shard, sample, document)
 
     @property
     def has_loaded_state(self) -> bool:
         """Whether a state was loaded, and not iterated since."""
-        return self._progress.is_loaded
+        return self.progress.is_loaded
 
     def __repr__(self) -> str:
-        who, run, step = self.process_rank, self.run, self._progress.delivered.step
-        epoch, _ = run.begin(step)
+        who, run, step = self.process_rank, self.run, self.progress.delivered.step
+        epoch = run.epoch_of(step)
         return (
             f"TokenLoader(rank {who.rank} of {who.world_size}, batch_size {self.step_batches.batch_size}, "
             f"global_batch_size {run.tick_samples * run.ticks_in_step(step)}, epoch {epoch}, "
@@ -273,12 +265,12 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._made_with), (), (self._progress, self.run)
+        return partial(type(self), **self._made_with), (), (self.progress, self.run)
 
     def __setstate__(self, now: tuple[Progress, Run]) -> None:
         """Stand where the original stood."""
         progress, run = now
-        self._progress = replace(progress, trained=None)  # of an optimizer that the copy does not follow
+        self.progress = replace(progress, trained=None)  # of an optimizer that the copy does not follow
         self._go_by(run)
 
     def __getitem__(self, _: Any) -> NoReturn:
@@ -293,7 +285,7 @@ class TokenLoader(DataLoader[Batch]):
         Save it with the optimizer's step: the batch that the loop holds counts as delivered, unless the
         loader was told to ``follow`` the optimizer.
         """
-        return self._state_of(self._progress.to_save)
+        return self._state_of(self.progress.to_save)
 
     def follow(self, optimizer: Any) -> None:
         """Let ``state_dict()`` be of the optimizer's last step, wherever inside of a step it is saved.
@@ -308,15 +300,10 @@ class TokenLoader(DataLoader[Batch]):
     def mark_trained(self) -> None:
         """Say that all that was delivered is trained. From then on ``state_dict()`` is of the last such call,
         as for a framework whose optimizer ``follow`` does not take."""
-        self._progress.trained = self._progress.delivered
-
-    @property
-    def progress(self) -> Progress:
-        """Positions in the run: of what was delivered, and of a state."""
-        return self._progress
+        self.progress.trained = self.progress.delivered
 
     def _state_of(self, at: Position) -> dict[str, Any]:
-        return state_of(self.run, at, self._layout, self._progress.num_left)
+        return state_of(self.run, at, self._layout, self.progress.num_left)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them. Changes
@@ -326,15 +313,12 @@ class TokenLoader(DataLoader[Batch]):
         ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
         was left by ``set_epoch``.
         """
-        least = self._progress.left_at
+        least = self.progress.left_at
         if step < least:
             raise UsageError(
-                f"step is {step}, expected the number of global batches trained, at least {least}: there the "
-                "loop began an epoch before the last one was over",
-                found=f"step={step}",
-                expected=f"at least {least}",
+                found=f"step={step}", expected=f"at least {least}, where set_epoch left an epoch"
             )
-        return self._state_of(Position(step + self._progress.num_left))
+        return self._state_of(Position(step + self.progress.num_left))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
@@ -353,7 +337,7 @@ class TokenLoader(DataLoader[Batch]):
         else:
             self._stream.end()  # workers have the run of before
             self._go_by(run)
-        self._progress.load(position, num_left)
+        self.progress.load(position, num_left)
         self._num_accumulated = self.run.batches_in_step(position.step)
         if self.process_rank.rank == 0 and amended_at is not None:
             logger.warning(
@@ -370,11 +354,11 @@ class TokenLoader(DataLoader[Batch]):
         with its first step, also where this one was not over, and a loop that is still running is refused its
         next batch. Raises UsageError where that would throw away a state that was just loaded.
         """
-        if whole_number("epoch", epoch, least=0) != self.run.begin(self._progress.delivered.step)[0]:
+        if whole_number("epoch", epoch, least=0) != self.run.epoch_of(self.progress.delivered.step):
             self._leave_for(int(epoch))
 
     def _leave_for(self, epoch: int) -> None:
-        self._progress.leave_for(epoch, self.run)
+        self.progress.leave_for(epoch, self.run)
         self._newest += 1  # an older iterator would count its batches for the new epoch
         self._end_unless_persistent()
 
@@ -385,18 +369,18 @@ class TokenLoader(DataLoader[Batch]):
         """
         without_workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
         with TokenLoader(**{**self._made_with, **without_workers}) as copy:
-            copy.__setstate__((self._progress, self.run))
+            copy.__setstate__((self.progress, self.run))
             return next(iter(copy))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)
         if len({stage.ticks_per_step for stage in self.run.stages}) == 1:
             _warn_of_accumulation(self.run.batches_in_step(0))
-        if self._next != self._progress.delivered:
-            self._leave_for(self.run.begin(self._next.step)[0])  # a validation set begins anew
+        if self._next != self.progress.delivered:
+            self._leave_for(self.run.epoch_of(self._next.step))  # a validation set begins anew
         self._newest += 1
-        self._progress.is_loaded = False
-        return self._epoch_batches(self._progress.delivered, self._newest)
+        self.progress.is_loaded = False
+        return self._epoch_batches(self.progress.delivered, self._newest)
 
     def __enter__(self) -> TokenLoader:
         return self
@@ -425,7 +409,7 @@ class TokenLoader(DataLoader[Batch]):
                 while batches:  # each is let go when it was delivered
                     part, batch = batches.pop(0)
                     position = position.after(self._num_accumulated)
-                    self._progress.delivered = position
+                    self.progress.delivered = position
                     self.metrics.count(part, batch)
                     yield pinned(batch) if self._pins else batch
                     self._check_newest(number)

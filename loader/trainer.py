@@ -116,9 +116,8 @@ class LoaderMixin(_Trainer):
     def _refuse_shifted(self, loader: TokenLoader) -> None:
         if loader.step_batches.shifts_targets and self.compute_loss_func is None:
             raise UsageError(
-                'the loader has targets="shifted", and Trainer\'s loss shifts labels by one place itself, so '
-                'the model would learn the token after the next one; make the loader with targets="same", or '
-                "pass a compute_loss_func that does not shift"
+                found='a loader with targets="shifted", and Trainer\'s loss, which shifts labels itself',
+                expected='targets="same", or a compute_loss_func that does not shift',
             )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -229,7 +228,7 @@ class EpochsOfLoader:
         self.loader = loader
         self.dataset = loader.dataset
         self.global_step = 0  # Trainer's, where it begins
-        self._num_left: int | None = None
+        self._is_finished = False
 
     def begin(self, args: Any, global_step: int) -> int:
         """Return ``max_steps`` of a training that begins now. Raises UsageError where there is no step left,
@@ -246,23 +245,21 @@ class EpochsOfLoader:
                     expected="more epochs, or max_steps",
                 )
             max_steps = global_step + max(end - first, 0)
-        self.global_step, self._num_left = global_step, max(max_steps - global_step, 0)
-        check_trainer_arguments(args, self.loader, self._num_left)
+        self.global_step, self._is_finished = global_step, max_steps <= global_step
+        check_trainer_arguments(args, self.loader, max_steps - global_step)
         return max_steps
 
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
-        while self._num_left != 0 and (batch := next(batches, None)) is not None:
-            if self.loader.ends_step:
-                self._num_left = None if self._num_left is None else self._num_left - 1
-                if self.ends_epoch:
-                    next(batches, None)  # Trainer leaves the epoch here, and the loader should know its end
+        while not self._is_finished and (batch := next(batches, None)) is not None:
+            if self.ends_epoch:
+                next(batches, None)  # Trainer leaves the epoch here, and the loader should know its end
             yield batch
 
     @property
     def ends_epoch(self) -> bool:
         """Whether the newest batch was the last of its epoch."""
-        return self.loader.epoch.is_integer()
+        return self.loader.ends_step and self.loader.epoch.is_integer()
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
@@ -271,17 +268,17 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
     run, (step, num_micro) = loader.run, loader.progress.delivered
     if num_micro:
         raise UsageError(
-            f"the loader stands inside of a step, behind {num_micro} of its batches, and Trainer "
-            "begins with a whole one; load a state that was saved after the optimizer's step, or "
-            f"train_loader.state_at({step})"
+            found=f"a loader inside of a step, behind {num_micro} of its batches",
+            expected="a state that was saved after the optimizer's step, or "
+            f"train_loader.load_state_dict(train_loader.state_at({step}))",
         )
     global_batch_size = run.held_from(step)[0].global_batch_size
     for held in run.held_from(step):
         if held.step < step + num_steps and held.global_batch_size != global_batch_size:
             raise UsageError(
-                f"the global batch changes at step {held.step}, by its schedule or an amendment, and Trainer "
-                "accumulates equally many batches through a run; train to that step by max_steps, write the "
-                "loop yourself, see docs/training_own_loop.md, or leave the schedule out"
+                found=f"a global batch that changes at step {held.step}",
+                expected="equally many batches in each step of Trainer; train to that step by max_steps, or "
+                "write the loop yourself, see docs/training_own_loop.md",
             )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
     world_size = loader.process_rank.world_size
@@ -290,13 +287,12 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
             found=f"per_device_train_batch_size={batch_size} in TrainingArguments",
             expected=f"batch_size of the loader, {loader.step_batches.batch_size}: pass the same to both",
         )
-    found = batch_size * accumulated * world_size
-    if found != global_batch_size:
+    step_samples = batch_size * accumulated * world_size
+    if step_samples != global_batch_size:
         raise UsageError(
-            f"an optimizer's step of Trainer is {batch_size} samples x {accumulated} accumulated x "
-            f"{world_size} ranks = {found}, the loader's global batch is {global_batch_size}; pass "
-            f"global_batch_size={found} to get_llama3_dataloader, or, to keep the global batch, other "
-            "numbers to TrainingArguments"
+            found=f"steps of {batch_size} samples x {accumulated} accumulated x {world_size} ranks = "
+            f"{step_samples} by TrainingArguments",
+            expected=f"the loader's global_batch_size, {global_batch_size}: change one of them",
         )
 
 
@@ -312,10 +308,9 @@ def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
         loader.load_state_dict(saved["saved"])
     elif state.global_step and not loader.has_loaded_state:
         raise UsageError(
-            f"the checkpoint of step {state.global_step} has no state of the loader, so the run would "
-            "see its first samples again; call train_loader.load_state_dict(...) before train(), with "
-            f"the state that was saved, or train_loader.state_at({state.global_step}) where every "
-            "step of it was a global batch of this loader"
+            f"the checkpoint of step {state.global_step} has no state of the loader: the run would see its "
+            "first samples again; call train_loader.load_state_dict before train(), with the state that was "
+            f"saved, or with train_loader.state_at({state.global_step}) if its steps were global batches"
         )
     return int(saved.get("num_trained") or state.global_step)
 

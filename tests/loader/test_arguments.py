@@ -95,14 +95,7 @@ def test_an_argument_that_went_is_answered_with_what_to_do_instead(data: Path, n
         ({"boundaries": True}, r"boundaries has \[True\], expected some of transformers, position_ids"),
         ({"boundaries": None}, r"boundaries has \[None\], expected some of transformers"),
         ({"collate_fn": 5}, "collate_fn is 5, expected a function of a list of samples"),
-        (
-            {"global_batch_size": 3},
-            r"batch_size can be \[1, 3\], with this batch_size no number of ranks fits",
-        ),
-        (
-            {"global_batch_size": 6, "rank": 0, "world_size": 4},
-            r"no batch_size fits, with this batch_size the number of ranks can be \[1, 3\]",
-        ),
+        ({"global_batch_size": 6, "rank": 0, "world_size": 4}, "multiple of batch_size 2 x 4 ranks"),
     ],
 )
 def test_a_value_of_a_wrong_type_or_size_is_named_with_what_is_expected(

@@ -14,6 +14,9 @@ sources have which weights, and how many ticks a step has. Everything else follo
   shares is laid out to end where it ends. At the end of a round all slots stand at the same place in each
   source, which is why an amendment begins there: nothing is repeated, nothing is lost.
 
+Say L is 12, and the only source has 700 samples: R is 58. With steps of 5 ticks an epoch is 11 steps, and its
+last 3 ticks are not used: step 11 is the first one of epoch 1, which begins at tick 58.
+
 The price: each source keeps windows of its own in memory, and one that has less than 1/64 of the ticks is in
 some rounds only.
 """

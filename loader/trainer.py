@@ -62,9 +62,11 @@ class LoaderMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         self.train_loader, self.eval_loader = train_loader, eval_loader
-        is_one = not isinstance(eval_loader, Mapping)
-        eval_loaders = {"": eval_loader} if is_one else eval_loader
-        loaders = [train_loader] if eval_loader is None else [train_loader, *eval_loaders.values()]
+        loaders: list[Any] = [train_loader]
+        if isinstance(eval_loader, Mapping):
+            loaders += eval_loader.values()
+        elif eval_loader is not None:
+            loaders.append(eval_loader)
         for loader in loaders:
             if not isinstance(loader, TokenLoader):
                 raise UsageError(
@@ -75,9 +77,10 @@ class LoaderMixin(_Trainer):
         self._placeholder: Any = train_loader.dataset
         if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
             self._placeholder = kwargs["train_dataset"] = _trl_data_set(kwargs.get("args"))
-        if eval_loader is not None:
-            of_each = dict.fromkeys(eval_loaders, self._placeholder)
-            kwargs["eval_dataset"] = self._placeholder if is_one else of_each
+        if isinstance(eval_loader, Mapping):
+            kwargs["eval_dataset"] = dict.fromkeys(eval_loader, self._placeholder)
+        elif eval_loader is not None:
+            kwargs["eval_dataset"] = self._placeholder
         super().__init__(*args, **kwargs)
         if type(self).compute_loss is LoaderMixin.compute_loss:
             for loader in loaders:

@@ -150,7 +150,7 @@ def test_a_validation_loader_keeps_labels_and_its_tail_has_none_that_a_row_does_
 ) -> None:
     expected = rows_of(sets["best_fit"])
     with get_llama3_dataloader(sets["best_fit"], 8, split="validation", num_workers=0) as loader:
-        is_filler = loader.run.fillers(len(loader) - 1, range(8))
+        is_filler = loader.run.order.is_filler(len(loader) - 1, range(8))
         assert is_filler is not None
         held_out = [row for batch in loader for row in rows_in(batch)]
     fillers = [row for row, fills in zip(held_out[-8:], is_filler, strict=True) if fills]

@@ -175,6 +175,7 @@ def test_several_loaders_are_evaluated_by_name(data: Path, more_data: Path, tmp_
 
 
 def test_what_is_no_loader_is_refused(data: Path) -> None:
+    wrong: Any
     for wrong in (["a"], {"a": ["b"]}):
         with pytest.raises(UsageError):
             OwnTrainer(model=SmallModel(), train_loader=load(data), eval_loader=wrong)
@@ -182,10 +183,7 @@ def test_what_is_no_loader_is_refused(data: Path) -> None:
 
 def test_a_mixin_behind_trainer_is_refused_with_the_right_order() -> None:
     with pytest.raises(UsageError) as error:
-
-        class Wrong(Trainer, LoaderMixin):
-            pass
-
+        type("Wrong", (Trainer, LoaderMixin), {})
     assert "LoaderMixin, Trainer" in str(error.value.expected)
 
 

@@ -29,7 +29,7 @@ from loader.decode import (
 )
 from loader.order import Int32s, Int64s
 from loader.reading import ReaderIndex, SampleBytes, ShardReader
-from loader.shards import DatasetShards, ShardSet
+from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.dataset_spec import BLANK
 
@@ -180,7 +180,8 @@ class JoinedRows(Samples):
     keeps_tail: bool = False  # the tokens that fill no row are a row that is not full
 
     def __post_init__(self) -> None:
-        if self.eos_token_id is None and any(self._lacks_eos(source).any() for source in self.shards.sources):
+        have_eos = all(source.scanned is None and source.spec.append_eos for source in self.shards.sources)
+        if self.eos_token_id is None and not have_eos:
             raise UsageError(
                 "the shards have no EOS behind documents, and the tokenizer has none to put; prepare them "
                 "with --append_eos, or set the tokenizer's eos_token"
@@ -211,37 +212,26 @@ class JoinedRows(Samples):
     @cached_property
     def first_token(self) -> Int64s:
         """int64[shards + 1]: where each shard begins in the stream."""
-        sizes: list[npt.NDArray[Any]] = []
-        if self.shards.split is not None:  # of one side of a split only the idx tells: 0.1 ms each
-            reader = self.open()
-            of_shards = np.zeros(self.shards.num_shards, np.int64)
-            for number in reader.opening_order(np.arange(len(of_shards))).tolist():
-                of_shards[number] = reader.num_tokens_of(number).sum() + self._puts_eos(number).sum()
-            reader.close()
-            sizes = [of_shards]
-        else:
-            for source in self.shards.sources:
-                lacks = self._lacks_eos(source)
-                num_eos = source.num_samples * lacks if source.scanned is None else lacks.sum()
-                sizes.append(source.num_tokens + num_eos)
-        return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
-
-    def _lacks_eos(self, source: DatasetShards) -> npt.NDArray[np.bool_]:
-        """Whether documents end without EOS: bool[documents] of a scanned tar, else bool[1] for all."""
-        if source.scanned is None:
-            return np.array([not source.spec.append_eos])
-        last_id = source.scanned.records["last_id"]
-        if self.eos_token_id is None:
-            return np.ones(len(last_id), np.bool_)
-        return np.not_equal(last_id, self.eos_token_id)
+        sizes = np.zeros(self.shards.num_shards, np.int64)
+        reader = self.open()
+        for source, first in zip(self.shards.sources, self.shards.source_first, strict=False):
+            shards = np.arange(first, first + len(source.num_samples))
+            if source.scanned is None and self.shards.split is None:
+                sizes[shards] = source.num_tokens + source.num_samples * (not source.spec.append_eos)
+                continue
+            for number in reader.opening_order(shards).tolist():  # 0.1 ms each
+                sizes[number] = (reader.num_tokens_of(number) + self._puts_eos(number)).sum()
+        reader.close()
+        return np.concatenate([[0], np.cumsum(sizes)])
 
     def _puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
         """Whether an EOS is put behind each document of a shard: bool[documents]."""
         first, end = self.shards.first_sample[number : number + 2].tolist()
-        lacks = self._lacks_eos(self.shards.locate(number)[0])
-        if len(lacks) == 1:
-            return np.repeat(lacks, end - first)
-        return lacks[self.shards.records_of(np.arange(first, end), number)]
+        source, _ = self.shards.locate(number)
+        if source.scanned is None:
+            return np.full(end - first, not source.spec.append_eos)
+        last_id = source.scanned.records["last_id"][self.shards.records_of(np.arange(first, end), number)]
+        return np.full(len(last_id), True) if self.eos_token_id is None else last_id != self.eos_token_id
 
     def _ends(self, reader: ShardReader, number: int) -> Int64s:
         """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]. Raises BrokenShard."""

@@ -17,7 +17,6 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from loader.order import Order
 from loader.run import CYCLE, Held, Position, Run, Source, Stage, source_seed
 from loader.sources import check_batch, check_slots, make_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
@@ -222,29 +221,21 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
     sources, stages = [], []
     try:
         for number, row in enumerate(saved.sources):
-            order = Order(
+            order = replace(
+                like,
                 num_samples=row.num_samples,
                 tick_samples=size,
                 block_samples=row.block_samples,
                 window_samples=row.window_samples,
                 seed=source_seed(plan.seed, number) if plan.is_mixture else plan.seed,
-                shuffle=like.shuffle,
-                group=like.group,
-                keeps_tail=like.keeps_tail,
             )
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
         for step, global_batch_size, shares, is_amended in saved.stages:
             weights = None
             if shares is not None:
                 weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
-            stages.append(
-                Stage(
-                    step=step,
-                    ticks_per_step=global_batch_size // size,
-                    weights=weights,
-                    is_amended=is_amended,
-                )
-            )
+            ticks = global_batch_size // size
+            stages.append(Stage(step=step, ticks_per_step=ticks, weights=weights, is_amended=is_amended))
         return replace(
             plan,
             sources=tuple(sources),

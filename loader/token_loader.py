@@ -168,20 +168,14 @@ class TokenLoader(DataLoader[Batch]):
         """Return the labels of the newest batch's whole global batch, divided by the number of ranks.
 
         A sum of losses divided by it is the mean over all labels of the global batch, on any number of ranks
-        and accumulated batches, since DDP and FSDP average gradients over ranks. A mean over a batch's own
-        labels would weigh a label by the batch that it is in. transformers' models take it:
+        and accumulated batches: DDP and FSDP average gradients over ranks. transformers' models take it:
 
             loss = model(**batch.to(device), num_items_in_batch=loader.labels_per_rank(device)).loss
 
         All ranks must call it, the first time in a step they add up their labels: one number, with no wait
-        for the device. After a resume inside of a step only the rest of the step is counted.
-
-        Args:
-            device: where the group's backend sends from; of the model.
-            group: the process group; default: that of all processes.
-
-        Raises:
-            UsageError: nothing was delivered yet, batches have no labels, or there is no process group.
+        for the device. After a resume inside of a step only the rest of the step is counted. ``device``:
+        where the group's backend sends from. ``group``: default: that of all processes. Raises UsageError
+        where nothing was delivered yet, batches have no labels, or there is no process group.
         """
         if self._labels_per_rank is not None:
             return self._labels_per_rank

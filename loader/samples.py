@@ -22,13 +22,12 @@ from loader.decode import (
     check_vocab,
     decode_samples,
     decode_starts,
-    place_named,
     places_of,
     rows_in_place,
     with_loss_masks,
 )
 from loader.order import Int32s, Int64s
-from loader.reading import ReaderIndex, SampleBytes, ShardReader
+from loader.reading import SampleBytes, ShardReader
 from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.dataset_spec import BLANK
@@ -42,7 +41,8 @@ class Samples:
 
     shards: ShardSet
     vocab_size: int | None = None  # checked where it is given: ids that others made
-    reader_index: ReaderIndex = ReaderIndex()  # noqa: RUF009  frozen
+    rank: int = 0  # of the process, among those that read: it opens other shards first
+    world_size: int = 1
     starts: bool = False  # whether chunks say where documents begin in rows
     origins: bool = False  # whether chunks say where each document comes from
     max_length: int | None = None
@@ -68,7 +68,7 @@ class Samples:
         return mean if self.max_length is None else min(mean, self.max_length)
 
     def open(self) -> ShardReader:
-        return ShardReader(self.shards, self.reader_index)
+        return ShardReader(self.shards, self.rank, self.world_size)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Lengths by the idx alone, int64[n]; of the samples int64[n]."""
@@ -84,7 +84,7 @@ class Samples:
         by_tick = rows[:, first:end].T
         found = self._decode(data, by_tick.reshape(-1), max_length=self.max_length)
         lengths = found.lengths.reshape(by_tick.shape).T
-        chunk = Chunk(lengths=lengths, ids=Ragged(flats=[found.ids], counts=lengths), num_cut=found.num_cut)
+        chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(found.ids, lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
         return chunk.with_origins(np.ones_like(lengths), self._origins(data.sample[by_tick.reshape(-1)]))
@@ -94,29 +94,29 @@ class Samples:
     ) -> Decoded:
         """Decode samples, with ids that others made checked; those of blanked documents are BLANK, and so
         is an EOS that is put behind one. Raises BrokenShard."""
-        with place_named(self.shards, data):
-            found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
-            if (blank := self.shards.blank_id) is not None:
-                found.ids[found.ids == blank] = BLANK
-                if end_ids is not None:
-                    ends = np.cumsum(found.lengths, dtype=np.int64) - 1
-                    ends = ends[(end_ids >= 0) & (found.lengths > 1)]
-                    found.ids[ends[found.ids[ends - 1] == BLANK]] = BLANK
-            self._check_vocab(found.ids, found.lengths, rows)
+        found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
+        if (blank := self.shards.blank_id) is not None:
+            found.ids[found.ids == blank] = BLANK
+            if end_ids is not None:
+                ends = np.cumsum(found.lengths, dtype=np.int64) - 1
+                ends = ends[(end_ids >= 0) & (found.lengths > 1)]
+                found.ids[ends[found.ids[ends - 1] == BLANK]] = BLANK
+        self._check_vocab(data, rows, found.ids, found.lengths)
         return found
 
-    def _check_vocab(self, ids: npt.NDArray[np.integer[Any]], lengths: Int32s, rows: Int64s) -> None:
+    def _check_vocab(
+        self, data: SampleBytes, rows: Int64s, ids: npt.NDArray[np.integer[Any]], lengths: Int32s
+    ) -> None:
         if self.vocab_size is not None:
             if self.shards.blank_id is not None:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
-            check_vocab(ids, lengths, rows, self.vocab_size)
+            check_vocab(data, rows, ids, lengths, self.vocab_size)
 
     def _origins(self, samples: Int64s) -> Int32s:
         """int32[samples, ORIGIN] of the first document of each, at place 0; row and source come later."""
-        stored, first = self.shards.stored(samples), self.shards.first_record
-        shard = np.searchsorted(first, stored, side="right") - 1
+        shard = self.shards.shard_of(samples)
         found = np.zeros((len(samples), len(ORIGIN)), np.int32)
-        found[:, 3], found[:, 4] = shard, stored - first[shard]
+        found[:, 3], found[:, 4] = shard, self.shards.records_of(samples, shard)
         return found
 
 
@@ -142,15 +142,14 @@ class PackedRows(Samples):
             ids.flats[0][ids.flats[0] == self.shards.blank_id] = BLANK
         if self.vocab_size is not None:
             full = np.full(rows.size, self.row_tokens, np.int32)
-            with place_named(self.shards, data):
-                self._check_vocab(ids.joined().flats[0], full, by_tick)
+            self._check_vocab(data, by_tick, ids.joined().flats[0], full)
         ids = with_loss_masks(ids, data, rows, self.row_tokens)
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
         if not (self.starts or self.origins):
             return chunk
         starts = decode_starts(data, by_tick, self.row_tokens)
         if self.starts:
-            chunk = replace(chunk, starts=Ragged(flats=[starts], counts=data.num_starts[rows]))
+            chunk = replace(chunk, starts=Ragged.of_joined(starts, data.num_starts[rows]))
         if not self.origins:
             return chunk
         # A row whose first document begins behind its first token goes on with one of another row, at 0.
@@ -180,7 +179,7 @@ class JoinedRows(Samples):
     keeps_tail: bool = False  # the tokens that fill no row are a row that is not full
 
     def __post_init__(self) -> None:
-        have_eos = all(source.scanned is None and source.spec.append_eos for source in self.shards.sources)
+        have_eos = all(source.records is None and source.spec.append_eos for source in self.shards.sources)
         if self.eos_token_id is None and not have_eos:
             raise UsageError(
                 "the shards have no EOS behind documents, and the tokenizer has none to put; prepare them "
@@ -216,7 +215,7 @@ class JoinedRows(Samples):
         reader = self.open()
         for source, first in zip(self.shards.sources, self.shards.source_first, strict=False):
             shards = np.arange(first, first + len(source.num_samples))
-            if source.scanned is None and self.shards.split is None:
+            if source.records is None and self.shards.split is None:
                 sizes[shards] = source.num_tokens + source.num_samples * (not source.spec.append_eos)
                 continue
             for number in reader.opening_order(shards).tolist():  # 0.1 ms each
@@ -228,9 +227,9 @@ class JoinedRows(Samples):
         """Whether an EOS is put behind each document of a shard: bool[documents]."""
         first, end = self.shards.first_sample[number : number + 2].tolist()
         source, _ = self.shards.locate(number)
-        if source.scanned is None:
+        if source.records is None:
             return np.full(end - first, not source.spec.append_eos)
-        last_id = source.scanned.records["last_id"][self.shards.records_of(np.arange(first, end), number)]
+        last_id = source.records["last_id"][self.shards.records_of(np.arange(first, end), number)]
         return np.full(len(last_id), True) if self.eos_token_id is None else last_id != self.eos_token_id
 
     def _ends(self, reader: ShardReader, number: int) -> Int64s:
@@ -282,8 +281,9 @@ class JoinedRows(Samples):
         asked = np.concatenate(documents)
         found = self._decode(reader.read(asked), np.arange(len(asked)), end_ids=np.concatenate(end_ids))
         if len(found.ids) != num_decoded:
-            where = self.shards.describe(int(asked[0]))
-            raise BrokenShard(f"{where} and on: {len(found.ids)} tokens, expected {num_decoded}")
+            path, record = self.shards.path_and_record(int(asked[0]))
+            found_here = f"{len(found.ids)} tokens in the samples from {record} on"
+            raise BrokenShard(path=path, found=found_here, expected=num_decoded)
         starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
         has_tokens = found.lengths > 0
         last = self.offsets - (self.num_samples - 1) * self.seq_len  # tokens of the last row
@@ -320,7 +320,7 @@ class JoinedRows(Samples):
             counts = np.searchsorted(starts, by_tick + self.seq_len) - low
             within = starts[places_of(low, counts)] - np.repeat(by_tick, counts)
             counts = counts.reshape(at.T.shape).T
-            chunk = replace(chunk, starts=Ragged(flats=[within.astype(np.int32)], counts=counts))
+            chunk = replace(chunk, starts=Ragged.of_joined(within.astype(np.int32), counts))
         if not self.origins:
             return chunk
         low = np.searchsorted(starts, by_tick, side="right") - 1
@@ -358,11 +358,16 @@ class SampleRules:
         """Whether the lengths of all documents must be known before the first batch."""
         return self.seq_len is not None or self.group > 1
 
-    def check_rows(self, shards: ShardSet, *, starts: bool) -> None:
+    def check_rows(self, shards: ShardSet) -> None:
         """Raise UsageError where shards hold packed rows that these rules are not for."""
         if not shards.has_rows:
             return
-        rows = f"packed rows of {shards.row_tokens} tokens" if shards.row_tokens else "some packed rows"
+        if not shards.row_tokens:
+            raise UsageError(
+                found="packed rows beside documents, or beside rows of another length",
+                expected="documents alone, or rows of one length: load them apart",
+            )
+        rows = f"packed rows of {shards.row_tokens} tokens"
         given = self._of_documents
         if self.seq_len is not None and self.seq_len != shards.row_tokens:
             given = f"seq_len={self.seq_len}"
@@ -372,11 +377,6 @@ class SampleRules:
                 found=given,
                 expected=rows,
                 remedy="--seq_len",
-            )
-        if starts and not shards.row_tokens:
-            raise UsageError(
-                found="boundaries or origins, for documents and packed rows together",
-                expected="rows of one length",
             )
 
 
@@ -389,7 +389,8 @@ def make_samples(
     starts: bool,
     keeps_tail: bool,
     origins: bool,
-    reader_index: ReaderIndex,
+    rank: int,
+    world_size: int,
 ) -> Samples:
     """Return the samples of some shards.
 
@@ -397,11 +398,12 @@ def make_samples(
     begin in rows. ``keeps_tail``: rows packed at load end with one that is not full. ``origins``: chunks say
     where documents come from. Raises UsageError where the rules do not fit what the shards hold.
     """
-    rules.check_rows(shards, starts=starts or origins)
+    rules.check_rows(shards)
     shared: dict[str, Any] = {
         "shards": shards,
         "vocab_size": vocab_size,
-        "reader_index": reader_index,
+        "rank": rank,
+        "world_size": world_size,
         "starts": starts,
         "origins": origins,
     }

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from loader.batches import LoaderMetrics, StepBatches, Uncollated
+from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
 from loader.run import Position
-from loader.workers import ChunkDataset, cannot_share
+from loader.workers import ChunkDataset, cannot_share, check_main_guard
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 
@@ -68,8 +68,8 @@ class BatchStream:
         self._arriving: Any = None  # the newest iterator of that
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
 
-    def steps(self, start: Position) -> Iterator[list[tuple[Uncollated, Any]]]:
-        """Yield the steps of an epoch from a position on: each batch with the samples that it is made of."""
+    def steps(self, start: Position) -> Iterator[list[tuple[Any, int]]]:
+        """Yield the steps of an epoch from a position on: each batch with the number of its tokens."""
         run = self._chunks.run
         self._send_workers_to(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
@@ -77,23 +77,20 @@ class BatchStream:
         ticks = self._ticks(tick, first_batch)
         end = run.first_step(epoch + 1)
         for step in range(start.step, end):
-            batches = []
+            batches: list[tuple[Any, int]] = []
             for _ in range(run.ticks_in_step(step) - num_done):
-                for part in next(ticks):
-                    batch = self._step_batches.collate(part)
-                    self._step_batches.warn_of_no_labels(part, batch)
-                    batches.append((part, batch))
+                batches += next(ticks)
             num_done = 0
             yield batches
         self._stands_at = Position(end)
 
-    def _ticks(self, tick: int, first_batch: int) -> Iterator[list[Uncollated]]:
-        """Yield the samples of each tick of an epoch, cut into batches, from a batch of one tick on."""
+    def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, int]]]:
+        """Yield the batches of each tick of an epoch, from a batch of one tick on."""
         while True:
             chunks = self._next_chunks()
             for place in range(chunks[0].num_ticks):
                 fillers = self._chunks.run.order.is_filler(tick, self._chunks.slots)
-                yield list(self._step_batches.cut(chunks, place, first_batch, fillers))
+                yield list(self._step_batches.of_tick(chunks, place, first_batch, fillers))
                 tick, first_batch = tick + 1, 0
             del chunks  # they may hold their window; the next one is read now
 
@@ -115,7 +112,10 @@ class BatchStream:
             waits: Any = contextlib.nullcontext()
             if self._num_workers and self._loader._iterator is None:  # noqa: SLF001  they are started now
                 # They begin with the signals blocked, while they import, too.
-                waits = stop_signals_wait(_SIGNALS, spawns=context.get_start_method() != "fork")
+                spawns = context.get_start_method() != "fork"
+                waits = stop_signals_wait(_SIGNALS, spawns=spawns)
+                if spawns:
+                    check_main_guard()
             try:
                 with waits:
                     self._arriving = iter(self._loader)

@@ -147,11 +147,11 @@ class TokenLoader(DataLoader[Batch]):
 
         The loader works without it, so transformers is imported when it is looked at.
         """
-        padded = self.step_batches.padded
-        if padded is None or padded is not self.step_batches.collate_fn:  # the user's
+        if self.step_batches.collate_fn is not None:
             return self.step_batches.collate_fn
         from loader.collator import CausalLMCollator
 
+        padded = self.step_batches.padded
         return CausalLMCollator(
             self.tokenizer, pad_to_multiple_of=padded.pad_to_multiple_of, pad_to_length=padded.pad_to_length
         )
@@ -406,12 +406,12 @@ class TokenLoader(DataLoader[Batch]):
             # A whole step is there before its first batch, at which the loop may ask for the step's labels.
             for batches in self._stream.steps(start):
                 step.num_batches = position.num_micro + len(batches)
-                step.labels = [_labels_of(batch) for _, batch in batches]
+                step.labels = [_labels_of(batch) for batch, _ in batches]
                 step.labels_per_rank = None
                 while batches:  # each is let go when it was delivered
-                    part, batch = batches.pop(0)
+                    batch, num_tokens = batches.pop(0)
                     position = progress.delivered = position.after(step.num_batches)
-                    self.metrics.count(part, batch)
+                    self.metrics.count(num_tokens, batch)
                     yield pinned(batch) if self._pins else batch
                     self._check_newest(number)
         except GeneratorExit:

@@ -267,6 +267,7 @@ class ShardReader:
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
+        is_held_out = row >= self._shards.first_held_out[shard_of]
         found.mask_at.fill(-1)
         is_cut = shard_of[1:] != shard_of[:-1]
         for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
@@ -285,6 +286,7 @@ class ShardReader:
             if shard.source.has_mask:
                 mask_offset[here] = records["mask_offset"]
                 found.mask_at[here] = 0
+        is_cut |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar
         is_behind = np.zeros(len(row), np.bool_)
         is_behind[1:] = ~is_cut & (row[1:] > row[:-1])  # a source may deliver one several times
         places = _Places(shard_of, is_behind, limit)

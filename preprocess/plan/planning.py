@@ -22,6 +22,7 @@ from preprocess.plan.tokenizer import (
     publish_tokenizer,
     resolve_tokenizer,
 )
+from preprocess.plan.transform_check import check_transform
 from preprocess.read.chat import chat_template_of, chat_versions
 from preprocess.read.inputs import RangeReader
 from preprocess.read.transform import Transform
@@ -83,7 +84,7 @@ def make_plan(
         )
         plan = _plan_of(config, listing, division, resolved, names)
         if transform is not None:
-            _check_gives_the_same(plan, transform)
+            check_transform(plan, transform, say)
         plan, engine = _with_engine(plan, config, resolved, transform, say)
         _say_of_tokenizer(plan, resolved, say)
         estimate = measure(plan, engine, transform)
@@ -226,19 +227,6 @@ def _sha256_of_input(plan: Plan, shard_id: int) -> str:
         reader.hash_rest()
         reader.file.check_unchanged()
     return digest.hexdigest()
-
-
-def _check_gives_the_same(plan: Plan, transform: Transform) -> None:
-    """Raise UsageError where the function gives other texts of a sample the second time."""
-    first, second = (sample_texts(plan, num_bytes=1 << 18, transform=transform) for _ in range(2))
-    if first != second:
-        raise UsageError(
-            f"--transform {transform.path} gave other texts the second time that it was given the same "
-            "sample, so no shard could be made again: it must depend on nothing but the record, such as no "
-            "time, chance or documents before",
-            path=transform.path,
-            expected="the same text for the same record",
-        )
 
 
 def _with_engine(

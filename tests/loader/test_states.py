@@ -78,7 +78,7 @@ def test_one_loader_goes_back_and_forth_between_states(
 def test_a_loop_that_stopped_goes_on_with_the_next_batch(
     numbered: Path, parts: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """Also inside of a step, and through the end of an epoch; what was only begun or peeked is not counted."""
+    """Also inside of a step, and through the end of an epoch; what was only begun is not counted."""
     with load(numbered, 2, **options) as loader:
         found: list[Any] = []
         for pause in (10, 3, 1, 7, 500, 5):

@@ -275,11 +275,11 @@ class StepBatches:
         for part in _batch_parts(self.batch_size, num_samples, first_batch):
             pieces = [(chunks[0], part.start, part.stop)] if len(chunks) == 1 else _pieces(chunks, part)
             ids = _concatenated([chunk.ids.of(tick, first, end) for chunk, first, end in pieces])
-            lengths = None
+            lengths: Lengths | None = None
             if not is_full:
                 lengths = _concatenated([chunk.lengths[first:end, tick] for chunk, first, end in pieces])
             batch: Any
-            if self.row_tokens:
+            if self.row_tokens or lengths is None:
                 batch = self._rows(pieces, tick, ids, lengths)
             else:
                 batch = self._documents(ids, lengths)

@@ -71,7 +71,7 @@ def find_sources(
         shards = found[name] = ShardSet(_shards_of(paths, count_tokens=count_tokens), split)
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
-            raise UsageError(found=f"no sample{side} in {input_shards}", expected="one at least")
+            raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="one at least")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
 

@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "a data set: give the loader its path. Any number of processes may stage at once; what is there is "
         "kept."
     )
-    parser.add_argument("input_shards", type=Path, help="the folder of a data set")
+    parser.add_argument("input_shards", metavar="DATA", type=Path, help="the folder of a data set")
     parser.add_argument("--to", required=True, metavar="DIR", type=Path, help="folder; made if it is missing")
 
 

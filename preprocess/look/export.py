@@ -244,7 +244,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "it goes on with the shards that are missing."
     )
     add = parser.add_argument
-    add("data_dir", type=Path, help="folder of the data set, complete")
+    add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
     add("--to", required=True, choices=tuple(LAYOUTS), help="tool whose layout to write")
     add("--output_dir", type=Path, required=True, help="folder of the export")
     text = "one side of a data set that was planned with --validation_fraction (default: all documents)"

@@ -80,7 +80,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "where documents begin in packed rows, and the file and place that each came from."
     )
     add = parser.add_argument
-    add("output_dir", type=Path, help="folder of the data set")
+    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = (
         "only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, FILE:BYTE of an input, or id:ID "
         "(default: the first samples)"

@@ -27,7 +27,7 @@ from preprocess.read.chat import chat_template_of, chat_versions
 from preprocess.read.inputs import RangeReader
 from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted
-from shardprep.errors import CannotWrite, Refused, UsageError
+from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import STALE_AFTER_S, make_folder, publish_bytes, remove_temporaries
 from shardprep.format.document_names import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
@@ -37,10 +37,10 @@ from shardprep.format.plan import (
     InputFile,
     Plan,
     file_cuts,
-    plan_differences,
     plan_id,
     publish_plan,
     read_plan,
+    refuse_another_plan,
 )
 from shardprep.format.tokenizer_files import TOKENIZER_FILE, stamp_tokenizer
 
@@ -97,9 +97,8 @@ def make_plan(
             stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)  # of what dead attempts left
             remove_temporaries(config.output_dir, *stems, older_than_s=STALE_AFTER_S)
         frozen = read_plan(config.output_dir)
-        if dry_run and frozen is not None and frozen.plan_id != plan.plan_id:
-            differences = "; ".join(plan_differences(frozen, plan))
-            raise Refused(f"{config.output_dir} has another plan: {differences}", path=config.output_dir)
+        if frozen is not None:
+            refuse_another_plan(frozen, plan, config.output_dir)
         try:
             # Where nothing was asked, nothing is said off Lustre and of a planned folder.
             is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))

@@ -398,17 +398,23 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
             sync_folder(output_dir)
             return plan
     frozen = need_plan(output_dir)
+    refuse_another_plan(frozen, plan, output_dir)
+    return frozen
+
+
+def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
+    """Raise Refused if the plan of a folder is not this one, naming what differs."""
     if frozen.plan_id != plan.plan_id:
+        differences = "; ".join(plan_differences(frozen, plan))
         raise Refused(
             f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
-            f"{'; '.join(plan_differences(frozen, plan))}. A plan is never changed: for more data or other "
-            "options plan into a new folder (--output_dir NEW), and give the loader a list of folders",
+            f"{differences}. A plan is never changed: for more data or other options plan into a new folder "
+            "(--output_dir NEW), and give the loader a list of folders",
             path=output_dir,
-            found=frozen.plan_id[:12],
+            found=differences,
             expected=plan.plan_id[:12],
             remedy="--output_dir NEW",
         )
-    return frozen
 
 
 def read_plan(output_dir: Path) -> Plan | None:

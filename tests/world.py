@@ -211,6 +211,25 @@ def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended
     return Ended(code or 0, out.getvalue(), err.getvalue(), told[0] if told else None)
 
 
+@contextlib.contextmanager
+def refuses(kind: type[ShardprepError], **fields: object) -> Iterator[None]:
+    """Expect an error of exactly this class. ``path`` is its path; in other fields these texts stand."""
+    raised = None
+    try:
+        yield
+    except ShardprepError as error:
+        raised = error
+    assert type(raised) is kind, f"no {kind.__name__}, but {raised!r}"
+    for name, text in fields.items():
+        found = str(getattr(raised, name))
+        assert found == str(text) if name == "path" else str(text) in found, f"{name} is {found}: {raised}"
+
+
+def open_loader(data: Any, batch_size: int = 4, **arguments: Any) -> TokenLoader:
+    """Return a loader; without workers, if ``num_workers`` asks for none."""
+    return shards_to_batches.get_llama3_dataloader(data, batch_size, **{"num_workers": 0, **arguments})
+
+
 class World:
     """A folder of raw files, and the data set that is made of them; all below ``folder``.
 
@@ -354,9 +373,7 @@ class World:
 
     def loader(self, *, rank: int = 0, world_size: int = 1, **arguments: Any) -> TokenLoader:
         """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""
-        return shards_to_batches.get_llama3_dataloader(
-            self.data_dir, rank=rank, world_size=world_size, **{"num_workers": 0, **arguments}
-        )
+        return open_loader(self.data_dir, rank=rank, world_size=world_size, **arguments)
 
     def ranks(self, **arguments: Any) -> Ranks:
         """Return the loaders of all ranks, for arguments of ``Ranks``."""
@@ -471,6 +488,11 @@ class Ranks:
 def _all_epochs(loader: TokenLoader) -> Iterator[Mapping[str, Any]]:
     while True:
         yield from loader
+
+
+def ids_of(batch: Mapping[str, Any]) -> list[list[int]]:
+    """Return the ids of each sample of a batch, without padding."""
+    return [sample["input_ids"] for sample in samples_of(batch)]
 
 
 def samples_of(batch: Mapping[str, Any]) -> GlobalBatch:

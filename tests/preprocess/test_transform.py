@@ -11,6 +11,8 @@ import pytest
 from tests.documented import examples_of
 from tests.world import World
 
+pytestmark = pytest.mark.processes  # plan tries a function in one, too
+
 INPUTS: dict[str, Any] = {
     "a.jsonl": [{"id": str(n), "text": f"line {n}", "lang": "ko" if n % 3 else "en"} for n in range(30)],
     "b.txt": "".join(f"plain {n}\n" for n in range(20)),
@@ -57,7 +59,6 @@ def test_rows_of_tables_come_with_all_their_columns(tmp_path: Path) -> None:
     assert world.texts() == ["1 ['a', 'b'] ko", "2 [] en", "None ['c'] ko"]
 
 
-@pytest.mark.processes  # transformers renders in one
 def test_a_chat_is_the_list_of_messages_that_it_returns(tmp_path: Path) -> None:
     function = """
 def transform(record):
@@ -155,6 +156,28 @@ WRONG: dict[str, tuple[str, int]] = {
     "returns half of a pair": ("def transform(record): return '\\ud800'", 65),
     "takes no record": ("def transform(): return ''", 65),
     "recurses": ("def transform(record): return transform(record)", 65),
+    "ends the program at import": ("import sys\nsys.exit(0)\ndef transform(record): return ''", 2),
+    "is no text": ("\0", 2),
+    "ends the process": ("import os\ndef transform(record): os._exit(0)", 2),
+    "depends on the order of a set": ("def transform(record): return ' '.join(set('abcdefghijklm'))", 2),
+    "depends on the time": ("import time\ndef transform(record): return str(time.time_ns())", 2),
+    "ends the program": ("import sys\ndef transform(record): sys.exit(0)", 65),
+    "raises an error whose text fails": (
+        "class E(Exception):\n  def __str__(self): raise ValueError\ndef transform(record): raise E()",
+        65,
+    ),
+    "is a generator": ("def transform(record):\n  yield record['text']", 65),
+    "is a class": ("class transform:\n  def __init__(self, record): pass", 65),
+    "takes two": ("def transform(record, other): return ''", 65),
+    "raises StopIteration": ("def transform(record): raise StopIteration", 65),
+    "returns a tuple": ("def transform(record): return ('a',)", 65),
+    "returns more than a document may have": ("def transform(record): return 'x' * (65 << 20)", 65),
+    "leaves out by something that is no text": (
+        "from shardprep import LeaveOut\ndef transform(record): raise LeaveOut(3, 4)",
+        0,
+    ),
+    "changes the folder": ("import os\nos.chdir('/')\ndef transform(record): return record['text']", 0),
+    "returns a str of its own": ("class S(str): pass\ndef transform(record): return S(record['text'])", 0),
     "changes its record": ("def transform(record):\n  record.clear()\n  return 'a'", 0),
     "returns white space": ("def transform(record): return ' \\n '", 0),
 }
@@ -194,7 +217,6 @@ def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> 
     assert len(world.texts()) == 15
 
 
-@pytest.mark.processes
 def test_run_hands_it_to_its_processes_and_blank_goes_through_it(tmp_path: Path) -> None:
     world = planned(tmp_path, FUNCTION, id_field="id")
     assert world.main("run", world.data_dir, transform=tmp_path / "clean.py", num_proc=2).code == 0

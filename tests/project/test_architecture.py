@@ -118,7 +118,7 @@ def test_names_of_packages_stand_in_no_string_of_shardprep_but_the_table_of_comm
 
 def test_few_modules_of_preprocess_import_lustre() -> None:
     users = {path for path, names in modules("preprocess").items() if any("lustre" in name for name in names)}
-    known = {f"preprocess/{name}.py" for name in ("__main__", "plan/planning", "make/task", "look/doctor")}
+    known = {f"preprocess/{name}.py" for name in ("__main__", "plan/planning", "make/worker", "look/doctor")}
     assert users <= known
 
 

@@ -37,50 +37,43 @@ _READ_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_FILE_BYTES = 256 << 20  # the largest tokenizers known have 40 MB
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpecialTokens:
-    """What batches need of a tokenizer, by the names that transformers has for it."""
+@dataclass(kw_only=True)
+class LoaderTokenizer:
+    """What batches need of a tokenizer, by transformers' names; ``load`` returns transformers' object."""
 
     eos_token: str | None
     eos_token_id: int | None
     pad_token: str | None
     pad_token_id: int | None
     added_vocab: Mapping[str, int]
+    fingerprint: str  # of what made the ids
+    vocab_size: int  # added tokens included
+    folder: Path | None = None  # of a data set, whose files were compared
+    spec: TokenizerSpec | None = None  # of that data set
+    _loaded: Any = None
+    _pads_with: str | None = field(default=None, init=False)
+
+    @staticmethod
+    def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
+        """Describe one that transformers loaded. ``fingerprint``: of the manifests, where there are some."""
+        return LoaderTokenizer(
+            eos_token=tokenizer.eos_token,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token=tokenizer.pad_token,
+            pad_token_id=tokenizer.pad_token_id,
+            added_vocab=tokenizer.get_added_vocab(),
+            fingerprint=fingerprint or _fingerprint(tokenizer),
+            vocab_size=max(tokenizer.get_vocab().values()) + 1,
+            _loaded=tokenizer,
+        )
 
     def get_added_vocab(self) -> Mapping[str, int]:
         """Return the ids of the tokens beside the vocabulary."""
         return self.added_vocab
 
-
-@dataclass(kw_only=True)
-class LoaderTokenizer:
-    """The tokenizer of a loader: what is known of it, and transformers' object once ``load`` is called."""
-
-    special: SpecialTokens
-    fingerprint: str  # of what made the ids
-    vocab_size: int  # added tokens included
-    ends_with_eos: bool = False  # by itself, what it makes of a text
-    folder: Path | None = None  # of a data set, whose files were compared
-    spec: TokenizerSpec | None = None  # of that data set
-    _loaded: Any = None
-    _pad_token: str | None = field(default=None, init=False)
-
-    @staticmethod
-    def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
-        """Describe one that transformers loaded. ``fingerprint``: of the manifests, where there are some."""
-        names = {name: getattr(tokenizer, name) for name in ("eos_token", "pad_token")}
-        ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in names}
-        return LoaderTokenizer(
-            special=SpecialTokens(**names, **ids, added_vocab=tokenizer.get_added_vocab()),
-            fingerprint=fingerprint or _fingerprint(tokenizer),
-            vocab_size=max(tokenizer.get_vocab().values()) + 1,
-            ends_with_eos=tokenizer.eos_token_id in tokenizer("a")["input_ids"][-1:],
-            _loaded=tokenizer,
-        )
-
     def pad_with(self, token: str) -> None:
         """Make ``token`` the pad token of transformers' object."""
-        self._pad_token = token
+        self._pads_with = token
         if self._loaded is not None:
             self._loaded.pad_token = token
 
@@ -93,8 +86,8 @@ class LoaderTokenizer:
             assert self.folder is not None
             assert self.spec is not None
             self._loaded = _load_own(self.folder, self.spec)
-            if self._pad_token is not None:
-                self._loaded.pad_token = self._pad_token
+            if self._pads_with is not None:
+                self._loaded.pad_token = self._pads_with
         return self._loaded
 
 
@@ -153,10 +146,8 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
         return None
     with without_garbage_collection():  # 280,000 merges
         try:
-            data, config = (
-                orjson.loads(raw),
-                orjson.loads(_content(folder / "tokenizer_config.json") or b"{}"),
-            )
+            data = orjson.loads(raw)
+            config = orjson.loads(_content(folder / "tokenizer_config.json") or b"{}")
             added = {token["content"]: token["id"] for token in data["added_tokens"]}
             names = {token_id: name for name, token_id in added.items()}
             for name in _SPECIAL_IDS:
@@ -165,36 +156,19 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
                     return None
             if fingerprint_of(data) != spec.fingerprint:
                 return None
-            last_id = _last_id(data)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     return LoaderTokenizer(
-        special=SpecialTokens(
-            eos_token=names.get(spec.eos_token_id),
-            eos_token_id=spec.eos_token_id,
-            pad_token=names.get(spec.pad_token_id),
-            pad_token_id=spec.pad_token_id,
-            added_vocab=added,
-        ),
+        eos_token=names.get(spec.eos_token_id),
+        eos_token_id=spec.eos_token_id,
+        pad_token=names.get(spec.pad_token_id),
+        pad_token_id=spec.pad_token_id,
+        added_vocab=added,
         fingerprint=spec.fingerprint,
         vocab_size=spec.vocab_size,
-        ends_with_eos=spec.eos_token_id is not None and last_id == spec.eos_token_id,
         folder=folder,
         spec=spec,
     )
-
-
-def _last_id(data: Mapping[str, Any]) -> int | None:
-    """Return the special token that a tokenizer.json puts behind each text."""
-    step = data["post_processor"] or {}
-    last = None
-    for part in step.get("processors", [step]):
-        if part.get("type") == "TemplateProcessing":
-            name = part["single"][-1].get("SpecialToken", {}).get("id")
-            last = part["special_tokens"][name]["ids"][-1] if name else last
-        elif part.get("type") in ("BertProcessing", "RobertaProcessing"):
-            last = part["sep"][1]
-    return last
 
 
 def _content(path: Path) -> bytes | None:
@@ -218,14 +192,9 @@ def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
     transformers says nothing of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound.
     """
     tokenizer = _load(str(folder))
-    expected = {name: getattr(spec, name) for name in (*_SPECIAL_IDS, "fingerprint")}
-    found = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
-    found["fingerprint"] = _fingerprint(tokenizer)
-    wrong = [
-        f"{name} {str(found[name])[:12]}, expected {str(value)[:12]}"
-        for name, value in expected.items()
-        if found[name] != value
-    ]
+    pairs = [(name, getattr(tokenizer, name), getattr(spec, name)) for name in _SPECIAL_IDS]
+    pairs.append(("fingerprint", _fingerprint(tokenizer)[:12], spec.fingerprint[:12]))
+    wrong = [f"{name} {found}, expected {expected}" for name, found, expected in pairs if found != expected]
     if wrong:
         raise OtherTokenizer(
             f"the files in {folder} are not the tokenizer that made the shards ({spec.model_id!r}): "

@@ -141,7 +141,7 @@ sys.path[:] = [place for place in sys.path if place]
 if not find_spec("preprocess"):
     sys.path.append("")
 found = find_spec("preprocess")
-missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
+missing = [name for name in ("numpy", "orjson", "tokenizers") if not find_spec(name)]
 # To look for preprocess.plan runs preprocess: not if that is a script.
 if not (found and found.submodule_search_locations and find_spec("preprocess.plan")):
     missing.insert(0, "preprocess.plan")

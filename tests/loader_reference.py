@@ -5,13 +5,13 @@ The signature and docstring of ``get_llama3_dataloader`` are the declaration; of
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import loader
-from loader.dataloader import arguments_by_group
-from loader.token_loader import TokenLoader
 from tests.checkout import ROOT
 
 PAGE = ROOT / "docs" / "loader.md"
@@ -38,10 +38,22 @@ def page() -> str:
     return "\n".join([HEAD, *_arguments(), *_members(), *_names()]) + "\n"
 
 
+def arguments_by_group() -> dict[str, dict[str, str]]:
+    """The arguments that the docstring explains: group -> name -> text."""
+    groups: dict[str, dict[str, str]] = {}
+    docstring = inspect.getdoc(loader.get_llama3_dataloader) or ""
+    text = docstring.partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
+    for group in re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)[1:]:
+        title, _, arguments = group.partition(":\n")
+        items = re.split(r"^ {8}(?=\S)", arguments, flags=re.MULTILINE)[1:]
+        explained = (item.partition(": ") for item in items)
+        groups[title] = {name: " ".join(words.split()) for name, _, words in explained}
+    return groups
+
+
 def _arguments() -> Iterator[str]:
-    function: Any = loader.get_llama3_dataloader
-    parameters = inspect.signature(function).parameters
-    for group, arguments in arguments_by_group(function.__doc__).items():
+    parameters = inspect.signature(loader.get_llama3_dataloader).parameters
+    for group, arguments in arguments_by_group().items():
         yield f"### {group}\n"
         yield "| argument | default | meaning |\n|---|---|---|"
         for name, text in arguments.items():
@@ -54,8 +66,9 @@ def _arguments() -> Iterator[str]:
 def _members() -> Iterator[str]:
     yield "## The loader\n"
     yield "| member | what it is |\n|---|---|"
-    for name, member in sorted(vars(TokenLoader).items()):
-        if name.startswith("_") or not (isinstance(member, property) or inspect.isfunction(member)):
+    for name, member in sorted(vars(loader.TokenLoader).items()):
+        is_property = isinstance(member, (property, functools.cached_property))
+        if name.startswith("_") or not (is_property or inspect.isfunction(member)):
             continue
         called = ""
         if inspect.isfunction(member):

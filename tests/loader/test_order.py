@@ -1,267 +1,177 @@
-"""The sampling order, by its promises."""
+"""What the order promises beyond its law: even chances, bounded reads, and steps that count through epochs.
+
+tests/oracle/law.py says the order number by number, and tests/oracle/test_law.py that the loader has it. So
+what is a matter of chance is tried on the law.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import random
 import re
+import shutil
+import tracemalloc
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from loader.order import Order, choose_windows, hash_array, hash_ints, permute, share
-from shardprep.errors import UsageError
-from tests.ticks import samples_of_tick
-
-HASH_OF_0 = 7960286522194355700
-HASH_OF_1_2_3 = 9561316468229751942
-HASHES_UNDER_5 = [7134611160154358618, 7958955049054603978]
-PERMUTED_6 = [1, 5, 3, 2, 4, 0]
-BATCHES = [[15, 29, 34, 44], [9, 39, 46, 35]]
+from tests.checkout import ROOT
+from tests.forged import rewrite_json
+from tests.oracle.forms import DataSets
+from tests.oracle.law import CYCLE, Order, Run, Source, spread
+from tests.world import open_loader
 
 
-@st.composite
-def orders(draw: st.DrawFn) -> Order:
-    global_batch = draw(st.integers(1, 48))
-    num_samples = draw(st.integers(global_batch, 4000))
-    return Order(
-        num_samples=num_samples,
-        tick_samples=global_batch,
-        block_samples=draw(st.integers(1, max(1, num_samples // (2 * global_batch)))),
-        window_samples=draw(st.integers(1, 2 * num_samples)),
-        seed=draw(st.integers(-(2**63), 2**63)),
-        shuffle=draw(st.booleans()),
-    )
-
-
-def delivered(order: Order, epoch: int, slots: range, first_step: int = 0) -> np.ndarray:
-    """What slots deliver from a step to the end of an epoch: int64[slots, steps]."""
-    parts = []
-    for start, end in order.windows(first_step):
-        parts.append(order.samples_of(epoch, slots, start, end)[:, max(first_step - start, 0) :])
-    return np.concatenate(parts, axis=1) if parts else np.empty((len(slots), 0), np.int64)
-
-
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(orders(), st.integers(0, 2**40))
-def test_an_epoch_gives_each_sample_once_but_the_counted_remainder(order: Order, epoch: int) -> None:
-    samples = delivered(order, epoch, range(order.tick_samples))
-    assert samples.shape == (order.tick_samples, order.ticks_per_epoch)
-    assert len(np.unique(samples)) == samples.size == order.num_samples - order.num_left_out
-    assert 0 <= samples.min() <= samples.max() < order.num_samples
-    assert 0 <= order.num_left_out < order.tick_samples
-
-
-@pytest.mark.slow
-@settings(max_examples=150)
-@given(orders(), st.integers(0, 99), st.data())
-def test_ranks_and_workers_only_share_the_slots_of_a_global_batch_out(
-    order: Order, epoch: int, data: st.DataObject
-) -> None:
-    size = order.tick_samples
-    world = data.draw(st.sampled_from([w for w in range(1, size + 1) if size % w == 0]))
-    workers = data.draw(st.integers(1, size // world))
-    whole = delivered(order, epoch, range(size))
-    parts = []
-    for rank in range(world):
-        slots = share(range(size), rank, world)
-        assert len(slots) == size // world
-        parts += [delivered(order, epoch, share(slots, number, workers)) for number in range(workers)]
-    assert np.array_equal(np.concatenate(parts), whole)
-
-
-@settings(max_examples=100)
-@given(orders(), st.integers(0, 99), st.data())
-def test_starting_at_any_step_gives_the_rest_of_the_unbroken_epoch(
-    order: Order, epoch: int, data: st.DataObject
-) -> None:
-    step = data.draw(st.integers(0, order.ticks_per_epoch - 1))
-    slots = range(order.tick_samples)
-    whole = delivered(order, epoch, slots)
-    assert np.array_equal(delivered(order, epoch, slots, step), whole[:, step:])
-    assert samples_of_tick(order, epoch, step) == whole[:, step].tolist()
-
-
-def test_without_shuffle_global_batch_k_is_the_kth_slice_of_the_data_set() -> None:
-    order = Order(
-        num_samples=23, tick_samples=4, block_samples=2, window_samples=16 * 2, seed=1, shuffle=False
-    )
-    assert [samples_of_tick(order, 3, k) for k in range(5)] == [
-        list(range(4 * k, 4 * k + 4)) for k in range(5)
-    ]
-
-
-def test_epochs_and_seeds_each_have_an_order_of_their_own() -> None:
-    def first_batches(seed: int, epoch: int) -> tuple[int, ...]:
-        order = Order(num_samples=1000, tick_samples=8, block_samples=4, window_samples=16 * 4, seed=seed)
-        return tuple(samples_of_tick(order, epoch, 0))
-
-    seen = {first_batches(seed, epoch) for seed in range(5) for epoch in range(5)}
-    assert len(seen) == 25
+def order_of(num_samples: int, size: int, sample_bytes: int = 8192, seed: int = 1) -> Order:
+    return Order(Source([1] * num_samples, num_samples * sample_bytes), size, 1, seed)
 
 
 @pytest.mark.slow
 def test_each_epoch_leaves_out_other_samples_and_none_more_often_than_chance() -> None:
-    order = Order(num_samples=103, tick_samples=10, block_samples=3, window_samples=16 * 3, seed=7)
-    num_epochs = 2000
-    drops: Counter[int] = Counter()
+    order, num_epochs = order_of(53, 10), 400
+    left_out: Counter[int] = Counter()
     for epoch in range(num_epochs):
-        left = set(range(103)) - set(delivered(order, epoch, range(10)).ravel().tolist())
-        assert len(left) == 3
-        drops.update(left)
-    chance = 3 / 103
-    sigma = math.sqrt(num_epochs * chance * (1 - chance))
-    assert max(abs(drops[sample] - num_epochs * chance) for sample in range(103)) < 4.5 * sigma
-
-
-@settings(max_examples=60)
-@given(st.data(), st.integers(0, 99))
-def test_groups_are_of_like_length_and_still_give_each_sample_once(data: st.DataObject, epoch: int) -> None:
-    group, slots = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
-    num_samples = data.draw(st.integers(group * slots, 1500))
-    order = Order(
-        num_samples=num_samples,
-        tick_samples=group * slots,
-        block_samples=data.draw(st.integers(1, 20)),
-        window_samples=data.draw(st.integers(1, 300)),
-        group=group,
-        seed=data.draw(st.integers(0, 99)),
-    )
-    lengths = hash_array(1, np.arange(num_samples)).astype(np.int64) % 1000
-
-    def window(which: range, start: int, end: int) -> np.ndarray:
-        return order.samples_of(epoch, which, start, end, lengths.__getitem__)
-
-    seen = []
-    for start, end in order.windows(0):
-        whole = window(range(slots), start, end)
-        seen += whole.reshape(-1).tolist()
-        part = data.draw(st.integers(0, slots - 1))
-        assert np.array_equal(
-            window(range(part, part + 1), start, end), whole[part * group : (part + 1) * group]
-        )
-        slot = np.sort(lengths[whole[:group].T], axis=1)  # the slices of one slot do not overlap in length
-        slot = slot[np.lexsort((slot[:, -1], slot[:, 0]))]
-        assert (np.sort(slot[:-1, -1]) <= np.sort(slot[1:, 0])).all()
-    assert len(set(seen)) == len(seen) == order.ticks_per_epoch * group * slots
-
-
-def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> None:
-    """Variance of a source's share, against a full permutation's, over one step and over 64."""
-    num_samples, global_batch, num_sources = 20 * 25_600, 64, 20
-    block, window = choose_windows(
-        num_samples=num_samples, num_bytes=8192 * num_samples, tick_samples=global_batch
-    )
-    order = Order(
-        num_samples=num_samples,
-        tick_samples=global_batch,
-        block_samples=block,
-        window_samples=window,
-        seed=1,
-    )
-    slots = delivered(order, 0, range(global_batch))
-    steps = slots.T[: slots.shape[1] // 64 * 64] // (num_samples // num_sources)
-    chance = 1 / num_sources
-    for span, limit in ((1, 1.2), (64, 6.0)):
-        counts = np.stack([(steps == source).sum(1) for source in range(num_sources)])
-        shares = counts.reshape(num_sources, -1, span).sum(2)
-        fair = span * global_batch * chance * (1 - chance)
-        assert float(((shares - span * global_batch * chance) ** 2).mean()) / fair <= limit
+        seen = {sample for tick in range(order.ticks_per_epoch) for sample in order.samples(epoch, tick)}
+        left_out.update(set(range(53)) - seen)
+    assert left_out.total() == 3 * num_epochs
+    expected = num_epochs * 3 / 53
+    sigma = math.sqrt(expected * (1 - 3 / 53))
+    assert max(abs(left_out[sample] - expected) for sample in range(53)) < 4.5 * sigma
 
 
 def test_a_sample_meets_every_step_about_equally_often() -> None:
-    order = Order(num_samples=256, tick_samples=4, block_samples=4, window_samples=16 * 4, seed=3)
-    steps: Counter[int] = Counter()
-    for epoch in range(1000):
-        steps[int(np.argwhere(delivered(order, epoch, range(4)) == 17)[0][1]) // 8] += 1
-    assert min(steps[part] for part in range(8)) > 125 - 5 * math.sqrt(125)
-    assert max(steps[part] for part in range(8)) < 125 + 5 * math.sqrt(125)
+    order = order_of(64, 4)
+    steps = Counter(
+        next(tick for tick in range(16) if 17 in order.samples(epoch, tick)) // 4 for epoch in range(200)
+    )
+    assert all(abs(steps[part] - 50) < 5 * math.sqrt(50) for part in range(4))
 
 
-def test_three_samples_and_a_batch_of_one_make_three_shuffled_batches() -> None:
-    order = Order(num_samples=3, tick_samples=1, block_samples=1, window_samples=16 * 1, seed=0)
-    epochs = {tuple(delivered(order, epoch, range(1))[0].tolist()) for epoch in range(60)}
-    assert epochs == {(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)}
+def test_three_samples_in_batches_of_one_come_in_all_their_orders() -> None:
+    order = order_of(3, 1)
+    found = {tuple(order.samples(epoch, tick)[0] for tick in range(3)) for epoch in range(60)}
+    assert found == {(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)}
 
 
-def test_too_few_samples_for_one_tick_are_refused_with_both_numbers() -> None:
-    with pytest.raises(UsageError) as error:
-        Order(num_samples=7, tick_samples=8, block_samples=1, window_samples=16, seed=0)
-    assert (error.value.found, error.value.expected) == ("7 samples", "8")
+@pytest.mark.slow
+def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> None:
+    """Variance of a source's share, against a full permutation's, over one step and over 64."""
+    num_samples, size, num_sources = 20 * 25_600, 64, 20
+    order = order_of(num_samples, size)
+    steps = [Counter(n * num_sources // num_samples for n in order.samples(0, tick)) for tick in range(512)]
+    for span, most in ((1, 1.2), (64, 6.0)):
+        shares = [sum(steps[first : first + span], Counter()) for first in range(0, 512, span)]
+        expected = span * size / num_sources
+        deviations = [(share[source] - expected) ** 2 for share in shares for source in range(num_sources)]
+        assert sum(deviations) / len(deviations) <= most * expected * (1 - 1 / num_sources)
 
 
-def test_a_billion_samples_cost_no_more_memory_than_a_window() -> None:
-    order = Order(num_samples=10**9 + 7, tick_samples=64, block_samples=250, window_samples=16 * 250, seed=0)
-    window = order.samples_of(0, range(8), 0, order.window_ticks)
-    assert window.shape == (8, 16 * 250)
-    assert len(np.unique(window)) == window.size
+@pytest.mark.parametrize("counts", [(32768, 19661, 13100, 7), (65535, 1), (1, 0, 65535)])
+def test_a_source_of_a_mixture_is_never_two_ticks_from_its_share(counts: tuple[int, ...]) -> None:
+    taken = [0] * len(counts)
+    for tick, source in enumerate(spread(counts, 4000)):
+        taken[source] += 1
+        for number, count in zip(taken, counts, strict=True):
+            assert abs(number - (tick + 1) * count / CYCLE) < 2
 
 
-def test_blocks_are_as_large_as_memory_allows_unless_slots_would_get_too_few_of_them() -> None:
-    kib = {"num_samples": 10**7, "num_bytes": 1024 * 10**7}
-    assert choose_windows(**kib, tick_samples=8) == (512, 16 * 512)
-    assert choose_windows(**kib, tick_samples=64) == (128, 16 * 128)
-    assert choose_windows(**kib, tick_samples=256) == (128, 4 * 128)
-    assert choose_windows(**kib, tick_samples=512) == (256, 4 * 256)
-    many = {"num_samples": 10**9, "num_bytes": 1024 * 10**9}
-    assert choose_windows(**many, tick_samples=2048) == (1024, 4 * 1024)
-    assert choose_windows(**many, tick_samples=32_768) == (1024, 4 * 1024)
-    assert choose_windows(num_samples=16 * 64 * 3, num_bytes=10**6, tick_samples=64) == (3, 48)
-    assert choose_windows(num_samples=10, num_bytes=10**9, tick_samples=10) == (1, 16)
-    assert choose_windows(**kib, tick_samples=64, group=32) == (512, 8192)
+@pytest.mark.slow
+def test_a_sources_share_of_a_tick_varies_as_in_a_full_shuffle() -> None:
+    sources = {name: Source([1] * 30_000, 30_000) for name in ("a", "b")}
+    run = Run(sources, sizes=[(0, 16)], weights=[(0, {"a": 0.7, "b": 0.3})], seed=5)
+    counts = [sum(sample.source == "b" for sample in run.tick(tick)) for tick in range(30 * 64)]
+    mean = sum(counts) / len(counts)
+    assert mean == pytest.approx(0.3 * 16, rel=0.02)
+    variance = sum((count - mean) ** 2 for count in counts) / len(counts)
+    assert 0.8 < variance / (16 * 0.7 * 0.3) < 1.1
 
 
-@pytest.mark.parametrize("global_batch", [1, 8, 32, 64, 100, 256, 1024, 4096, 32_768])
+@pytest.fixture
+def huge(sets: DataSets, tmp_path: Path) -> Any:
+    """Give a data set an index.json of other numbers, which is all that a loader opens to begin with."""
+    folder = Path(shutil.copytree(sets["documents"], tmp_path / "huge"))
+
+    def forge(num_samples: int, num_bytes: int) -> Path:
+        idx_bytes = 64 + 28 * num_samples + 4 * -(-num_samples // 512)
+        row = [num_samples, num_samples, 100 * num_samples, num_bytes - 2 * 10240, idx_bytes, 0, None]
+        index = json.loads((folder / "index.json").read_bytes())
+        row[-1] = index["shards"][0][-1]
+        rest = [[0, 0, 0, 10240, 64, 0, each[-1]] for each in index["shards"][1:]]
+        rewrite_json(folder / "index.json", shards=[row, *rest])
+        return folder
+
+    return forge
+
+
+# samples of 4 KiB, global batch, group; samples of a block and of a slot's window
+WINDOWS = [
+    (10**7, 8, 1, 128, 16 * 128),
+    (10**7, 64, 1, 32, 16 * 32),
+    (10**7, 256, 1, 32, 4 * 32),
+    (10**7, 512, 1, 64, 4 * 64),
+    (10**9, 2048, 1, 256, 4 * 256),
+    (10**9, 32_768, 1, 256, 4 * 256),
+    (16 * 64 * 3, 64, 1, 3, 48),
+    (100, 10, 1, 1, 16),
+    (10**7, 64, 32, 128, 8192),
+]
+
+
+@pytest.mark.parametrize(("num_samples", "size", "group", "block", "window"), WINDOWS)
+def test_blocks_and_windows_are_as_large_as_the_memory_of_all_slots_allows(
+    huge: Any, num_samples: int, size: int, group: int, block: int, window: int
+) -> None:
+    folder = huge(num_samples, num_samples * 4096)
+    with open_loader(folder, size, rank=0, world_size=1, group_by_length=group if group > 1 else 0) as loader:
+        assert loader.state_dict()["sources"][0][3:5] == [block, window]
+
+
+@pytest.mark.parametrize("size", [8, 64, 256, 1024, 4096, 32_768])
 def test_windows_take_128_mib_of_all_ranks_and_from_256_samples_on_up_to_4_mib_of_each(
-    global_batch: int,
+    huge: Any, size: int
 ) -> None:
-    sample_bytes = 8192
-    _, window = choose_windows(num_samples=10**9, num_bytes=sample_bytes * 10**9, tick_samples=global_batch)
-    stated = 128 << 20 if global_batch <= 256 else global_batch * min(global_batch * 2048, 4 << 20)
-    assert stated // 2 <= global_batch * window * sample_bytes <= stated or global_batch == 1
+    folder = huge(10**9, 8192 * 10**9)
+    with open_loader(folder, 1, global_batch_size=size, rank=0, world_size=size) as loader:
+        window = loader.state_dict()["sources"][0][4]
+    stated = 128 << 20 if size <= 256 else size * min(size * 2048, 4 << 20)
+    assert stated // 2 <= size * window * 8192 <= stated
 
 
-@given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
-@settings(max_examples=60)
-def test_the_block_permutation_is_one(count: int, key: int) -> None:
-    assert sorted(permute(np.arange(count), count, key).tolist()) == list(range(count))
+def test_the_place_of_a_step_of_a_billion_samples_costs_no_memory(huge: Any) -> None:
+    folder = huge(10**9, 8192 * 10**9)
+    tracemalloc.start()
+    try:
+        with open_loader(folder, 8, rank=0, world_size=8) as loader:
+            assert loader.state_at(40_000_000)["epoch"] == 40_000_000 // (10**9 // 64)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
-def test_hashes_never_change() -> None:
-    """Pinned: another value would break every resumed run."""
-    assert hash_ints(0) == HASH_OF_0
-    assert hash_ints(1, 2, 3) == HASH_OF_1_2_3
-    assert hash_array(5, np.arange(2)).tolist() == HASHES_UNDER_5
-    assert permute(np.arange(6), 6, 42).tolist() == PERMUTED_6
-
-
-@pytest.mark.parametrize("count", [2, 5, 17, 256, 257, 1500])
-def test_a_permutation_is_the_same_with_and_without_its_table(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    positions = np.random.default_rng(count).integers(0, count, (3, 40))
-    by_table = permute(positions, count, 7)
-    monkeypatch.setattr("loader.order._TABLE_SIZE", 0)
-    walked = permute(positions, count, 7)
-    assert walked.shape == positions.shape
-    assert walked.tolist() == by_table.tolist()
-    order = Order(num_samples=50, tick_samples=4, block_samples=2, window_samples=16 * 2, seed=9)
-    assert [samples_of_tick(order, 1, tick) for tick in (0, 11)] == BATCHES
+def test_steps_of_a_schedule_are_those_of_counting_one_by_one(numbered: Path) -> None:
+    draw = random.Random(0)
+    lengths = {"all": Source([1] * 107, 107)}
+    for _ in range(20):
+        steps = [0, *sorted(draw.sample(range(1, 60), draw.randrange(4)))]
+        sizes = [(step, 2 * draw.randint(1, 6)) for step in steps]
+        least = math.gcd(*(size for _, size in sizes))
+        law = Run(lengths, sizes=sizes)
+        with open_loader(numbered, least, model_id=numbered, global_batch_size=sizes) as loader:
+            first_of_epoch: dict[int, int] = {}
+            for step in range(120):
+                epoch, _ = law.position(step)
+                first_of_epoch.setdefault(epoch, step)
+                state = loader.state_at(step)
+                assert (state["epoch"], state["step"]) == (epoch, step - first_of_epoch[epoch])
 
 
 def test_the_loader_draws_nothing_from_generators_whose_streams_may_change_with_a_version() -> None:
-    modules = sorted((Path(__file__).parents[2] / "loader").rglob("*.py"))
+    modules = sorted((ROOT / "loader").rglob("*.py"))
     assert len(modules) > 20
     drawing = re.compile(
         r"np\.random|numpy\.random|torch\.rand(?!om\.fork_rng)|^\s*(import|from) random", re.MULTILINE
     )
     assert not [path.name for path in modules if drawing.search(path.read_text(encoding="utf-8"))]
-
-
-def test_scalar_and_array_hashes_are_splitmix64() -> None:
-    """The published first output of splitmix64 for the seed 0."""
-    assert hash_array(0, np.zeros(1, np.int64))[0] == 0xE220A8397B1DCDAF

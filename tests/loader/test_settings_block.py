@@ -40,19 +40,15 @@ def test_settings_and_steps_of_an_epoch_stand_in_one_record(
         made_dir, 4, global_batch_size=16, rank=0, world_size=2, num_workers=0
     ) as loader:
         steps, samples = loader.run.steps_in(0), loader.run.sources[0].order.num_samples
-    lines = block.splitlines()
-    assert lines[0].startswith(f"loader of 3 shards, {samples:,} samples, about ")
-    pad = f"with {loader.tokenizer.pad_token} (id {loader.tokenizer.pad_token_id})"
-    batch = "4 per batch x 2 batches per step x 2 ranks; padding to the longest of a batch"
-    left_out = f"{samples % 16:,} samples left out, others each epoch"
-    assert lines[1:7] == [
-        "  sample: a document, cut at 64 tokens",
-        f"  global batch: {batch}, {pad}",
-        f"  epoch: {steps:,} steps, {2 * steps:,} batches per rank; {left_out}",
-        "  order: shuffled anew each epoch, seed 7",
-        "  from step 0: all 100.0%; global batches of 16",
-        "  readers: this process, no workers",
-    ]
+    for words in (
+        "rank 0 of 2, batch_size 4, global_batch_size 16",
+        "of at most 64 tokens",
+        "seed 7",
+        f"{steps:,} steps",
+        f"{samples % 16:,} samples are left out",
+        f"{samples:,} samples of about",
+    ):
+        assert words in block
 
 
 @pytest.mark.parametrize(
@@ -107,17 +103,12 @@ def test_only_rank_0_says_it(caplog: pytest.LogCaptureFixture, made_dir: Path) -
     assert said(caplog, made_dir, rank=1, world_size=2) == []
 
 
-def test_a_block_tells_rows_their_boundaries_and_groups(
-    caplog: pytest.LogCaptureFixture, made_dir: Path
-) -> None:
+def test_a_block_tells_rows_and_their_boundaries(caplog: pytest.LogCaptureFixture, made_dir: Path) -> None:
     (crossing,) = said(caplog, made_dir, seq_len=128)
     assert "a row of 128 tokens; attention crosses documents (no boundaries)" in crossing
     (apart,) = said(caplog, made_dir, seq_len=128, boundaries="transformers", shuffle=False)
-    assert "a row of 128 tokens; boundaries transformers" in apart
-    assert "order: as the shards stand, not shuffled" in apart
-    (grouped,) = said(caplog, made_dir, group_by_length=True, padding="max_length", max_length=32)
-    assert "samples of similar length in groups of 4" in grouped
-    assert "padding to 32 tokens, with " in grouped
+    assert "a row of 128 tokens; boundaries: transformers" in apart
+    assert "not shuffled" in apart
 
 
 def test_fewer_workers_than_asked_for_are_told_with_the_reason(
@@ -125,4 +116,4 @@ def test_fewer_workers_than_asked_for_are_told_with_the_reason(
 ) -> None:
     (block,) = said(caplog, made_dir, batch_size=2, num_workers=3)
     assert "num_workers is 3, but a rank's part of a global batch is 2" in caplog.text
-    assert "readers: 2 workers per rank, 2 chunks ahead each, kept between epochs" in block
+    assert "2 workers" in block

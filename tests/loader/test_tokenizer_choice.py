@@ -126,7 +126,7 @@ def test_a_model_of_another_eos_pads_and_ends_documents_as_the_manifests_say(
     CHANGES["another EOS"](folder)
     found = choose_tokenizer(shards, folder)
     expected = shards.datasets[0].spec.tokenizer.eos_token_id
-    assert found.special.eos_token_id == found.load().eos_token_id == expected
+    assert found.eos_token_id == found.load().eos_token_id == expected
 
 
 @pytest.fixture
@@ -191,8 +191,9 @@ def test_where_another_file_may_add_tokens_transformers_is_asked_at_once(
 def test_what_the_files_tell_of_a_tokenizer_is_what_transformers_finds(data_dir: Path) -> None:
     found = choose_tokenizer(find_shards(data_dir), None)
     loaded = LoaderTokenizer.of_loaded(found.load(), found.fingerprint)
-    assert (found.special, found.vocab_size) == (loaded.special, loaded.vocab_size)
-    assert choose_pad_token(found.special) == choose_pad_token(found.load())
+    names = ("eos_token", "eos_token_id", "pad_token", "pad_token_id", "added_vocab", "vocab_size")
+    assert {name: getattr(found, name) for name in names} == {name: getattr(loaded, name) for name in names}
+    assert choose_pad_token(found) == choose_pad_token(found.load())
 
 
 def test_a_model_id_with_the_very_files_of_the_data_set_is_not_loaded(

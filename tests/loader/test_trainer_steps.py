@@ -162,6 +162,31 @@ def test_epochs_of_the_loader_are_those_of_trainers_strategies(data: Path, tmp_p
     assert kept == [2, 7, 9]
 
 
+def test_several_loaders_are_evaluated_by_name(data: Path, more_data: Path, tmp_path: Path) -> None:
+    loaders = {
+        name: load(folder, split="validation", model_id=data)
+        for name, folder in (("a", data), ("b", more_data))
+    }
+    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=8, use_cpu=True, report_to=[])
+    trainer: Any = OwnTrainer(model=SmallModel(), args=args, train_loader=load(data), eval_loader=loaders)
+    metrics = trainer.evaluate()
+    for name, loader in loaders.items():
+        assert metrics[f"eval_{name}_loss"] == pytest.approx(evaluation_loss(trainer.model, loader))
+
+
+def test_what_is_no_loader_is_refused(data: Path) -> None:
+    wrong: Any
+    for wrong in (["a"], {"a": ["b"]}):
+        with pytest.raises(UsageError):
+            OwnTrainer(model=SmallModel(), train_loader=load(data), eval_loader=wrong)
+
+
+def test_a_mixin_behind_trainer_is_refused_with_the_right_order() -> None:
+    with pytest.raises(UsageError) as error:
+        type("Wrong", (Trainer, LoaderMixin), {})
+    assert "LoaderMixin, Trainer" in str(error.value.expected)
+
+
 def test_shifted_targets_are_refused_where_trainer_computes_the_loss(data: Path, tmp_path: Path) -> None:
     shifted, same = (load(data, seq_len=16, targets=targets) for targets in ("shifted", "same"))
 

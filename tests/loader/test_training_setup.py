@@ -54,8 +54,7 @@ def test_a_loaders_tokenizer_pads_right_with_the_loaders_own_token(data: Path) -
         loader.tokenizer.padding_side = "left"
         setup = set_up_training(loader, num_threads=1)
         assert loader.tokenizer.padding_side == "right"
-        collator: Any = loader.step_batches.collate_fn
-        assert loader.tokenizer.pad_token_id == setup.pad.token_id == collator.pad.token_id
+        assert loader.tokenizer.pad_token_id == setup.pad.token_id == loader.collate_fn.pad.token_id
 
 
 def test_a_pad_token_that_is_eos_is_a_warning(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -417,20 +417,14 @@ def test_only_what_is_missing_and_not_queued_is_sent_and_wait_ends_with_0_only_w
     assert not fake.sent()
 
 
-def test_the_lines_that_plan_prints_are_accepted_by_this_site_from_any_folder(
+def test_where_there_is_slurm_plan_says_to_submit_from_any_folder(
     fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
-    """Nodes have 4 CPUs where the script asks for 8, the folder's name has a blank, MaxArraySize is 1001."""
-    fake.answers("sinfo", "gpu|64\ncpu*|4\n")
     data = tmp_path / "my data"
     flags = ("--input_dir", sample_dir, "--model_id", prep.model_dir, "--num_shards", 5, "--output_dir")
     said = command("plan", *flags, os.path.relpath(data)).text
-    assert f"next: sbatch --array=0-4 --cpus-per-task=4 {ROOT / 'slurm' / 'prep_array.sh'} '{data}'" in said
-    assert f"  or: shardprep submit '{data}'" in said
-    fake.answers("config", "MaxArraySize            = 4\n")
-    said = command("plan", *flags, tmp_path / "second").text
-    assert "sbatch" not in said
-    assert f"next: shardprep submit {tmp_path / 'second'}" in said
+    assert f"next: shardprep submit '{data}'" in said
+    slurm("submit", data, "--dry_run")
 
 
 # --- whose commands run

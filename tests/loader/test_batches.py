@@ -1,0 +1,495 @@
+"""What a batch is: widths, padding, labels, packed rows, targets, collators, and what is counted."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+import tarfile
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from loader import CausalLMCollator, UsageError
+from tests.checkout import SHARED
+from tests.external_tars import write_numbered_tars
+from tests.oracle.forms import SEQ_LEN, DataSets
+from tests.word_tokenizers import save_word_tokenizer
+from tests.world import EOS, ids_of, open_loader, refuses, samples_of
+
+FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
+
+
+@pytest.fixture(scope="module")
+def documents(sets: DataSets) -> list[list[int]]:
+    """The ids of all documents, in the order of the shards."""
+    with open_loader(sets["documents"], 1, shuffle=False) as loader:
+        return [ids for batch in loader for ids in ids_of(batch)]
+
+
+def eos_of(loader: Any) -> int:
+    return int(loader.tokenizer.convert_tokens_to_ids(EOS))
+
+
+# Padding and collators
+
+
+@pytest.mark.slow
+@settings(max_examples=20)
+@given(
+    st.integers(1, 6), st.sampled_from([None, 8]), st.sampled_from([{}, {"max_length": 2}]), st.integers(0, 3)
+)
+def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(
+    numbered: Path, batch_size: int, multiple: int | None, options: Any, seed: int
+) -> None:
+    options = {"model_id": numbered, "seed": seed, **options}
+    made = open_loader(numbered, batch_size, pad_to_multiple_of=multiple, **options)
+    raw = open_loader(numbered, batch_size, collate_fn=list, **options)
+    assert isinstance(made.collate_fn, DataCollatorForLanguageModeling)
+    own = DataCollatorForLanguageModeling(made.tokenizer, mlm=False, pad_to_multiple_of=multiple)
+    for batch, samples in zip(made, raw, strict=True):
+        lists = [sample["input_ids"] for sample in samples]
+        for expected in (own(samples), made.collate_fn(samples), made.collate_fn(lists)):
+            assert list(batch) == list(expected)
+            assert all(torch.equal(batch[name], expected[name]) for name in batch)
+            assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert raw.collate_fn is list
+    assert type(made.collate_fn([[1]])) is BatchEncoding
+    arrays = made.collate_fn([[1], [2, 3]], return_tensors="np")
+    assert {type(array) for array in arrays.values()} == {np.ndarray}
+
+
+def tokenizer(pad: str | None = "w98", eos: str | None = "w99", special: tuple[str, ...] = ()) -> Any:
+    """100 words, and some special tokens from id 100 on."""
+    model = Tokenizer(models.WordLevel({f"w{number}": number for number in range(100)}, "w0"))
+    model.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return PreTrainedTokenizerFast(tokenizer_object=model, pad_token=pad, eos_token=eos)
+
+
+def test_labels_of_real_eos_survive_where_pad_is_eos_and_what_a_mask_hides_has_none() -> None:
+    names = tokenizer(pad="w99")
+    names.padding_side = "left"  # it is to the right whatever the tokenizer says
+    examples: list[Any] = [{"input_ids": [1, 99, 2, 99]}, {"input_ids": [3, 99], "attention_mask": [0, 1]}]
+    found = CausalLMCollator(names)(examples)
+    assert found["input_ids"].tolist() == [[1, 99, 2, 99], [3, 99, 99, 99]]
+    assert found["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 0, 0]]
+    assert found["labels"].tolist() == [[1, 99, 2, 99], [-100, 99, -100, -100]]
+    original = DataCollatorForLanguageModeling(names, mlm=False)(examples[:1])
+    assert 99 not in original["labels"]  # the trap: a model that never learns to stop
+
+
+RIGHT_PAD, RESERVED = "<|finetune_right_pad_id|>", "<|reserved_special_token_3|>"
+
+
+@pytest.mark.parametrize(
+    ("names", "token", "token_id", "level"),
+    [
+        (tokenizer(special=(RIGHT_PAD,)), "w98", 98, logging.INFO),
+        (tokenizer(pad=None, special=(RESERVED, RIGHT_PAD)), RIGHT_PAD, 101, logging.INFO),
+        (tokenizer(pad=None, special=("<|x|>", RESERVED)), RESERVED, 101, logging.INFO),
+        (tokenizer(pad=None), "w99", 99, logging.WARNING),
+        (tokenizer(pad="w99"), "w99", 99, logging.WARNING),
+    ],
+)
+def test_the_pad_token_is_one_the_tokenizer_has_and_the_log_says_which(
+    names: Any, token: str, token_id: int, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    size, own = len(names), names.pad_token
+    with caplog.at_level(logging.INFO, "loader"):
+        collator = CausalLMCollator(names)
+        assert collator([[1, 2], [3]])["input_ids"].tolist() == [[1, 2], [3, token_id]]
+    assert (len(names), names.pad_token) == (size, own)
+    assert [(record.levelno, token in record.getMessage()) for record in caplog.records] == [(level, True)]
+
+
+def test_the_loaders_tokenizer_names_the_pad_token_that_batches_have(tmp_path: Path) -> None:
+    tokenizer(pad=None, special=(RIGHT_PAD,)).save_pretrained(tmp_path)
+    write_numbered_tars(tmp_path, 2, 1, ids_of=lambda number: [1] * (1 + number))
+    with open_loader(tmp_path, 2, model_id=tmp_path, shuffle=False) as loader:
+        assert (loader.tokenizer.pad_token, loader.tokenizer.pad_token_id) == (RIGHT_PAD, 100)
+        assert next(iter(loader))["input_ids"].tolist() == [[1, 100], [1, 1]]
+        assert len(loader.tokenizer) == 101
+
+
+def test_what_cannot_be_collated_is_refused() -> None:
+    with refuses(UsageError):
+        CausalLMCollator(tokenizer(pad=None, eos=None))
+    names = tokenizer()
+    names.mask_token = "w97"
+    with refuses(UsageError):
+        CausalLMCollator(names, mlm=True)
+    with refuses(UsageError):
+        CausalLMCollator(tokenizer())([{"input_ids": [1], "token_type_ids": [1]}])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SHARED / "tokenizers" / "llama3").is_dir(), reason="no tokenizer of Llama 3 here")
+def test_llama_3_is_padded_with_a_token_of_its_own_and_its_eos_keeps_its_label() -> None:
+    names = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "llama3")
+    long, short = ([*names.encode(text), names.eos_token_id] for text in ("Hello there, world", "Hi"))
+    found = CausalLMCollator(names)([long, short])
+    assert found["labels"].tolist() == [long, [*short, *[-100] * (len(long) - len(short))]]
+    assert found["input_ids"][1, -1] not in (names.eos_token_id, names.bos_token_id)
+
+
+class MarkedBatches(CausalLMCollator):
+    def torch_call(self, examples: list[Any]) -> Any:
+        return {**super().torch_call(examples), "marked": len(examples)}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", ["documents", "chat"])
+def test_a_collate_fn_gets_lists_and_labels_where_they_are_others_in_the_training_process(
+    sets: DataSets, name: str, workers: int
+) -> None:
+    with open_loader(sets[name]) as loader:
+        expected = [samples_of(batch) for batch in loader]
+        collator = MarkedBatches(pickle.loads(pickle.dumps(loader.collate_fn)).tokenizer)
+    seen: list[Any] = []  # of this process
+
+    def collate(samples: list[Any]) -> Any:
+        seen.append(samples)
+        return tuple(samples)
+
+    options: dict[str, Any] = {"num_workers": workers}
+    with open_loader(sets[name], collate_fn=collate, **options) as loader:
+        assert [type(batch) for batch in loader] == [tuple] * len(expected)
+    assert len(seen) == len(expected)
+    for samples, of_batch in zip(seen, expected, strict=True):
+        has_labels = name == "chat"
+        assert {frozenset(sample) for sample in samples} == {
+            frozenset({"input_ids", "labels"} if has_labels else {"input_ids"})
+        }
+        for sample, made in zip(samples, of_batch, strict=True):
+            assert all(sample[field] == made[field] for field in sample)
+    with open_loader(sets[name], collate_fn=collator, **options) as loader:
+        batches: list[Any] = [*loader]
+    assert {batch.pop("marked") for batch in batches} == {4}
+    assert [samples_of(batch) for batch in batches] == expected
+
+
+def test_transformers_own_collator_gets_what_a_tokenized_data_set_gives_it(sets: DataSets) -> None:
+    for name in ("documents", "concat"):
+        with open_loader(sets[name]) as ours:
+            original = DataCollatorForLanguageModeling(ours.tokenizer, mlm=False)
+            with open_loader(sets[name], collate_fn=original) as theirs:
+                for one, other in zip(ours, theirs, strict=True):
+                    width = other["input_ids"].shape[1]  # the last row of a shard may make theirs narrower
+                    assert all(torch.equal(one[field][:, :width], other[field]) for field in other)
+                    assert (one["labels"][:, width:] == -100).all()
+
+
+def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole(numbered: Path) -> None:
+    options = {"model_id": numbered, "seq_len": 16}
+    for boundaries in ("transformers", FIELDS):
+        with open_loader(numbered, boundaries=boundaries, **options) as loader:
+            batch: Any = next(iter(loader))
+        assert batch.labels is batch["labels"]
+        for again in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+            assert type(again) is type(batch)
+            assert list(again) == list(batch)
+            assert torch.equal(again.labels, batch.labels)
+        moved = {name: value.to("meta", non_blocking=True) for name, value in batch.items()}
+        tensors = {name for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        assert {str(moved[name].device) for name in tensors} == {"meta"}
+        assert all(int(moved[name]) == int(batch[name]) for name in batch.keys() - tensors)
+        assert batch.to("meta") is batch
+
+
+@pytest.mark.slow
+def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(numbered: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    with open_loader(numbered, model_id=numbered, seq_len=16, boundaries="transformers") as loader:
+        batch = next(iter(loader))
+    plain = {name: value if isinstance(value, torch.Tensor) else int(value) for name, value in batch.items()}
+    expected = model(**{**plain, "use_cache": False})
+    moved = {name: value.to("cpu") for name, value in batch.items()}
+    for found in (model(**moved), torch.compile(model, backend="eager", fullgraph=True)(**moved)):
+        assert torch.equal(found.logits, expected.logits)
+        assert found.past_key_values is None
+
+
+def test_pinned_batches_are_the_batches_in_pinned_memory(
+    numbered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU nothing can be pinned, so the call that pins is recorded."""
+    with open_loader(numbered, model_id=numbered, pin_memory=True) as loader:  # no GPU: ignored
+        expected = [ids_of(batch) for batch in loader]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    recorded = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *_: recorded.append(1) or self.clone())
+    with open_loader(numbered, model_id=numbered) as loader:
+        assert loader.pin_memory
+        found = [*loader]
+    assert [ids_of(batch) for batch in found] == expected
+    assert {callable(getattr(batch, "to", None)) for batch in found} == {True}
+    assert len(recorded) == 3 * len(expected)
+
+
+# Widths and counts
+
+
+def test_widths_are_the_longest_the_maximum_or_the_multiple_asked_for(sets: DataSets) -> None:
+    def widths(**options: Any) -> set[int]:
+        with open_loader(sets["documents"], **options) as loader:
+            return {batch["input_ids"].shape[1] for batch in loader}
+
+    assert len(widths()) > 5
+    assert widths(max_length=40, padding="max_length") == {40}
+    assert widths(max_length=40, padding="max_length", pad_to_multiple_of=16) == {48}
+    assert {width % 16 for width in widths(pad_to_multiple_of=16)} == {0}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"collate_fn": list}])
+def test_metrics_count_tokens_padding_waiting_and_what_is_cut(
+    sets: DataSets, documents: list[list[int]], options: dict[str, Any]
+) -> None:
+    with open_loader(sets["documents"], 1, max_length=20, **options) as loader:
+        if "collate_fn" not in options:
+            found = [tuple(ids) for batch in loader for ids in ids_of(batch)]
+            assert Counter(found) == Counter(tuple(ids[:20]) for ids in documents)
+            assert loader.metrics.num_cut_tokens >= sum(len(ids[20:]) for ids in documents) > 0
+            assert loader.metrics.num_tokens == sum(map(len, found))
+    with open_loader(sets["documents"], **options) as loader:
+        batches: list[Any] = [*loader]
+        metrics = loader.metrics
+        assert metrics.num_batches == len(batches)
+        assert metrics.wait_s > 0
+        if "collate_fn" not in options:
+            padding = sum(int((batch["attention_mask"] == 0).sum()) for batch in batches)
+            assert metrics.num_tokens == sum(int(batch["attention_mask"].sum()) for batch in batches)
+            assert metrics.num_padding == padding
+            assert metrics.padding_share == pytest.approx(padding / (metrics.num_tokens + padding))
+        metrics.reset()
+        assert (metrics.num_tokens, metrics.wait_s, metrics.padding_share) == (0, 0, 0)
+
+
+def test_grouping_makes_less_padding_in_batches_of_all_lengths_side_by_side(tmp_path: Path) -> None:
+    """Of tars whose lengths are counted first. That no sample is lost is the law's."""
+    save_word_tokenizer(tmp_path, 200)
+    write_numbered_tars(tmp_path, 640, 2, ids_of=lambda number: [5] * (1 + number * 29 % 64))
+    shares, orders = [], []
+    for group in (False, True):
+        with open_loader(tmp_path, 8, model_id=tmp_path, group_by_length=group) as loader:
+            orders.append([max(map(len, ids_of(batch))) for batch in loader])
+            shares.append(loader.metrics.padding_share)
+    assert shares[1] < shares[0] / 3
+    ascents = sum(one < other for one, other in zip(orders[1], orders[1][1:], strict=False))
+    assert 20 < ascents < 60, "batches of all lengths are mixed, not sorted"
+
+
+def test_a_batch_without_any_label_is_told_once_for_a_loader(
+    numbered: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of documents of one token, which no token stands before."""
+    write_numbered_tars(tmp_path, 40, 1)
+
+    def num_warnings(data: Path, **options: Any) -> int:
+        with open_loader(data, 2, model_id=numbered, **options) as loader:
+            caplog.clear()
+            batches: list[Any] = [*loader]
+        assert all((batch["labels"] != -100).any() for batch in batches)
+        return len(caplog.records)
+
+    collator = CausalLMCollator(AutoTokenizer.from_pretrained(numbered))
+    for options in ({}, {"collate_fn": collator}, {"collate_fn": lambda rows: {**collator(rows)}}):
+        assert num_warnings(tmp_path, **options) == 1
+    assert num_warnings(numbered, shuffle=False, seq_len=8) == 0
+
+
+# Rows
+
+
+@pytest.mark.parametrize("name", ["documents", "documents_npy"])
+@pytest.mark.parametrize("seq_len", [7, SEQ_LEN, 1000])
+def test_unshuffled_rows_are_the_joined_documents_cut_at_every_row(
+    sets: DataSets, documents: list[list[int]], name: str, seq_len: int
+) -> None:
+    """With EOS behind each; ``documents_npy`` has it on disk."""
+    with open_loader(sets[name], 1, seq_len=seq_len, shuffle=False) as loader:
+        stream = [token for ids in documents for token in (*ids, eos_of(loader))]
+        assert len(loader) == len(stream) // seq_len
+        found = [*chain.from_iterable(ids for batch in loader for ids in ids_of(batch))]
+    assert found == stream[: len(stream) // seq_len * seq_len]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["json", "<u2", ">i8"])
+def test_tars_of_others_get_an_eos_behind_those_documents_alone_that_end_without_one(
+    sets: DataSets, tmp_path: Path, dtype: str
+) -> None:
+    with open_loader(sets["documents_npy"], 1, shuffle=False) as loader:
+        eos, ours = eos_of(loader), [token for batch in loader for token in ids_of(batch)[0]]
+        model = loader.tokenizer.name_or_path
+    documents = [[5, 6, eos], [7, eos, 8], [], [eos], [9] * 40 + [eos], [200, 201]] * 5
+    field = "token_ids.json" if dtype == "json" else "token_ids.npy"
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number, ids in enumerate(documents):
+            writer.write({"__key__": f"d{number}", field: ids if dtype == "json" else np.array(ids, dtype)})
+    theirs = [token for ids in documents for token in (ids if ids[-1:] == [eos] else [*ids, eos])]
+    data: Any = [sets["documents_npy"], tmp_path / "a.tar"]
+    with open_loader(data, 1, seq_len=7, model_id=model, shuffle=False) as loader:
+        found = [token for batch in loader for token in ids_of(batch)[0]]
+    assert found == (ours + theirs)[: len(found)]
+    assert len(found) > len(ours + theirs) - 7
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("name", "workers"), [("documents", 2), ("concat", 0), ("best_fit", 0)])
+def test_boundaries_stand_where_documents_begin_and_all_three_kinds_agree(
+    sets: DataSets, name: str, workers: int
+) -> None:
+    num_starts = 0
+    with open_loader(sets[name], seq_len=SEQ_LEN, boundaries=FIELDS, num_workers=workers) as loader:
+        bos = loader.tokenizer.bos_token_id
+        for batch in loader:
+            samples_of(batch)  # compares cu_seqlens and max_seqlen with position_ids
+            assert batch["cu_seqlens"].dtype == torch.int32
+            is_real, is_start = batch["attention_mask"] == 1, batch["position_ids"] == 0
+            expected = (batch["input_ids"] == bos) & is_real
+            expected[:, 0] = True
+            expected[:, 1:] |= is_real[:, :-1] & ~is_real[:, 1:]  # padding is set apart
+            assert torch.equal(is_start, expected)
+            num_starts += int((is_start & is_real)[:, 1:].sum())
+            assert torch.equal(batch["segment_ids"] == 0, ~is_real)
+            assert torch.equal(batch["segment_ids"].diff(dim=1) != 0, is_start[:, 1:])
+            labels = torch.where(is_real & ~is_start, batch["input_ids"], -100)
+            assert torch.equal(batch["labels"], labels)
+    assert num_starts > 20
+
+
+def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) -> None:
+    with open_loader(sets["documents"], boundaries=FIELDS) as loader:
+        batch = next(iter(loader))
+    assert torch.equal(batch["segment_ids"], batch["attention_mask"])
+    assert len(batch["cu_seqlens"]) == 1 + 4 + int((batch["attention_mask"][:, -1] == 0).sum())
+
+
+def test_too_few_tokens_for_a_row_are_refused_with_their_number(
+    sets: DataSets, documents: list[list[int]]
+) -> None:
+    num_tokens = sum(len(ids) + 1 for ids in documents)
+    with refuses(UsageError, found=f"seq_len={num_tokens + 1}", expected=f"{num_tokens:,}"):
+        open_loader(sets["documents"], 1, seq_len=num_tokens + 1)
+    with open_loader(sets["documents"], 1, seq_len=num_tokens) as loader:
+        assert len(loader) == 1
+
+
+# Labels of conversations
+
+
+def rows_on_disk(folder: Path, *, has_boundaries: bool) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of every row, of the members of the tars: others' words have no label."""
+    found = []
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            read = {item.name: np.load(io.BytesIO(tar.extractfile(item).read())) for item in tar}  # type: ignore[union-attr]
+        for name, ids in read.items():
+            if name.endswith("token_ids.npy"):
+                key = name.removesuffix("token_ids.npy")
+                labels = np.where(read[f"{key}loss_mask.npy"], ids.astype(int), -100)
+                if has_boundaries:
+                    labels[:, 0] = -100
+                    labels.reshape(-1)[read[f"{key}doc_starts.npy"]] = -100
+                for row, length in enumerate(read[f"{key}row_tokens.npy"]):
+                    found.append((ids[row, :length].tolist(), labels[row, :length].tolist()))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("boundaries", [(), "position_ids"])
+def test_only_what_the_assistant_says_has_labels_also_beside_plain_text(
+    sets: DataSets, boundaries: Any
+) -> None:
+    """That the masks on disk are transformers' is compared by ``python -m tests.oracle --make``."""
+
+    def loaded(data: Any, **options: Any) -> list[tuple[list[int], list[int]]]:
+        with open_loader(data, 1, boundaries=boundaries, **options) as loader:
+            rows = [sample for batch in loader for sample in samples_of(batch)]
+        return [(row["input_ids"], row["labels"]) for row in rows]
+
+    chat = rows_on_disk(sets["chat"], has_boundaries=bool(boundaries))
+    assert loaded(sets["chat"], shuffle=False) == chat
+    num_labels = sum(label != -100 for _, labels in chat for label in labels)
+    assert 0 < num_labels < sum(len(ids) for ids, _ in chat)
+    model = {"model_id": str(sets["chat"].parent / "model")}
+    text = loaded(sets["best_fit"], shuffle=False)
+    mixed = loaded(
+        {"chat": sets["chat"], "text": sets["best_fit"]}, weights={"chat": 0.5, "text": 0.5}, **model
+    )
+    assert all((row in chat) != (row in text) for row in mixed)
+    assert 0 < sum(row in chat for row in mixed) < len(mixed)
+    assert loaded([sets["best_fit"], sets["chat"]], shuffle=False, **model) == [*text, *chat]
+
+
+# Targets one place ahead
+
+
+def shifted(data: Path, **options: Any) -> list[Any]:
+    options = {"shuffle": False, "targets": "shifted", **options}
+    with open_loader(data, model_id=data, **options) as loader:
+        return [*loader]
+
+
+def test_inputs_and_targets_are_the_same_rows_one_place_apart(numbered: Path) -> None:
+    rows = shifted(numbered, seq_len=17, targets="same")
+    found = shifted(numbered, seq_len=16)
+    assert len(found) == len(rows) > 2
+    for batch, row in zip(found, rows, strict=True):
+        assert torch.equal(batch["input_ids"], row["input_ids"][:, :-1])
+        assert torch.equal(batch["labels"], row["labels"][:, 1:])
+        assert batch["attention_mask"].shape == batch["input_ids"].shape == (4, 16)
+        assert all(value.is_contiguous() for value in batch.values())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_target_is_the_first_token_of_another_document(numbered: Path, workers: int) -> None:
+    num_targets = 0
+    for batch in shifted(numbered, seq_len=16, boundaries=FIELDS, num_workers=workers, shuffle=True):
+        ids, labels, segments = batch["input_ids"], batch["labels"], batch["segment_ids"]
+        samples_of(batch)
+        same = segments[:, 1:] == segments[:, :-1]
+        assert torch.equal((batch["position_ids"] == 0)[:, 1:], ~same)
+        assert torch.equal(labels[:, :-1][same], ids[:, 1:][same])
+        assert (labels[:, :-1][~same] == -100).all()
+        num_targets += int(same.sum())
+    assert num_targets > 100
+
+
+def test_padded_documents_lose_no_target_and_keep_their_widths(numbered: Path) -> None:
+    found: list[list[int]] = []
+    for batch in shifted(numbered, pad_to_multiple_of=4):
+        assert batch["input_ids"].shape[1] % 4 == 0
+        assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+        for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+            targets = [label for label in labels if label != -100]
+            found.append([ids[0], *targets])
+            assert [ids[0], *targets[:-1]] == ids[: max(len(targets), 1)]
+    assert found == [[number, *range(number % 5)] for number in range(104)]
+    for batch in shifted(numbered, max_length=3, padding="max_length"):
+        assert batch["input_ids"].shape == (4, 3)

@@ -1,0 +1,588 @@
+"""Tars that others wrote, and every way to name shards: what Python's tarfile and json read, or a refusal."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import random
+import re
+import tarfile
+import tempfile
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from loader import BrokenShard, NotFound, ReadWriteError, ShardprepError, UsageError
+from shardprep.errors import UnknownMember
+from tests.oracle.forms import DataSets
+from tests.word_tokenizers import save_word_tokenizer
+from tests.world import ids_of, open_loader, refuses
+
+VOCAB_SIZE = 1000
+EOS = VOCAB_SIZE - 1
+FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+SIZE, KIND, MAGIC = 124, 156, 257  # bytes of a header
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_word_tokenizer(tmp_path_factory.mktemp("model"), VOCAB_SIZE)
+
+
+def write_tar(path: Path, samples: list[dict[str, Any]]) -> Path:
+    """A tar by webdataset's own TarWriter: PAX headers, float mtimes. Bytes are written as they are."""
+    with webdataset.TarWriter(str(path)) as writer:
+        for number, fields in enumerate(samples):
+            writer.write({"__key__": f"d{number}", **fields})
+    return path
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> list[Path]:
+    """Three tars of 5, 6 and 7 documents; a document's first id is its number, 0 to 17."""
+    paths, first = [], 0
+    for shard, count in enumerate((5, 6, 7)):
+        documents = [{"token_ids.json": [n, *range(900, 900 + n % 4)]} for n in range(first, first + count)]
+        paths.append(write_tar(tmp_path / f"part-{shard:02d}.tar", documents))
+        first += count
+    return paths
+
+
+def read(shards: Any, model: str, **options: Any) -> list[list[int]]:
+    """The ids of all samples, as the shards stand."""
+    with open_loader(shards, 1, model_id=model, **{"shuffle": False, **options}) as loader:
+        return [ids for batch in loader for ids in ids_of(batch)]
+
+
+# Names
+
+
+def test_every_way_to_name_shards_gives_the_same_batches(
+    tars: list[Path], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tars[0].parent
+    monkeypatch.chdir(folder.parent)
+    named = [
+        str(folder / "part-{00..02}.tar"),
+        str(folder / "part-*.tar"),
+        folder / "part-0[0-2].tar",
+        [str(path) for path in tars],
+        iter(tars),
+        f"{folder}/",
+        f"{folder.name}/part-{{00,01,02}}.tar",
+        [str(folder / "part-{00..01}.tar"), tars[2]],
+    ]
+    expected = [
+        json.loads(sample["token_ids.json"])
+        for path in tars
+        for sample in webdataset.WebDataset(str(path), shardshuffle=False)
+    ]
+    assert all(read(shards, model) == expected for shards in named)
+
+
+def test_a_data_set_of_ours_is_named_by_its_folder_its_index_or_some_of_its_shards(
+    sets: DataSets, tmp_path: Path
+) -> None:
+    folder, options = sets["documents"], {"model_id": sets["documents"] / "tokenizer", "shuffle": False}
+
+    def loaded(shards: Any) -> list[Any]:
+        with open_loader(shards, 1, **options) as loader:
+            return [ids for batch in loader for ids in ids_of(batch)]
+
+    whole = loaded(folder)
+    tars = sorted(folder.glob("*.tar"))
+    for shards in (folder / "index.json", f"{folder}/shard-{{00000..00002}}.tar", f"{folder}/*.tar", tars):
+        assert loaded(shards) == whole
+    one, rest = loaded(tars[1]), loaded([tars[0], tars[2]])
+    assert len(one) > 10
+    assert sorted(one + rest) == sorted(whole)
+    assert loaded([folder, sets["documents_as_files"]])[: len(whole)] == whole
+    (tmp_path / "a{0..1}[x]").mkdir()  # a folder's name is taken as it is
+    write_tar(tmp_path / "a{0..1}[x]" / "t.tar", [{"token_ids.json": ids} for ids in whole[:3]])
+    assert loaded(tmp_path / "a{0..1}[x]") == whole[:3]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "numbers"),
+    [
+        ("t{3..1}", [3, 2, 1]), ("t{0..6..3}", [0, 3, 6]), ("t{4,2}", [4, 2]), ("t{8..11}", [8, 9, 10, 11]),
+        ("t{0,1}{0..1}", [0, 1, 10, 11]), ("{t,t}5", [5]),
+    ],
+)  # fmt: skip
+def test_braces_expand_as_in_a_shell(tmp_path: Path, model: str, pattern: str, numbers: list[int]) -> None:
+    for number in range(12):
+        write_tar(tmp_path / f"t{number}.tar", [{"token_ids.json": [number]}])
+    for number in (0, 1):
+        (tmp_path / f"t0{number}.tar").symlink_to(tmp_path / f"t{number}.tar")
+    assert read(str(tmp_path / f"{pattern}.tar"), model) == [[number] for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("named", "kind", "fault"),
+    [
+        ("nowhere", NotFound, "nowhere"),
+        ("no-*.tar", NotFound, "no-*.tar"),
+        ("part-{00..03}.tar", NotFound, "part-03.tar"),
+        ("part-{x}.tar", UsageError, "part-{x}.tar"),
+        ("part-00.tar.gz", UsageError, "part-00.tar.gz"),
+        (["part-00.tar", "part-*.tar"], UsageError, "part-00.tar"),
+        ([".", "empty"], UsageError, "part-00.tar.gz"),  # another of these tars would be passed over
+        ("empty", NotFound, "empty"),
+    ],
+)
+def test_names_of_nothing_of_something_else_and_of_a_tar_twice_are_refused(
+    tars: list[Path], model: str, named: Any, kind: type[ShardprepError], fault: str
+) -> None:
+    folder = tars[0].parent
+    (folder / "part-00.tar.gz").write_bytes(b"\x1f\x8b")
+    (folder / "empty").mkdir()
+    names = [str(folder / name) for name in ([named] if isinstance(named, str) else named)]
+    with refuses(kind, path=folder / fault):
+        open_loader(names, model_id=model)
+
+
+# Whole tars, and headers
+
+
+def test_a_tar_cut_anywhere_or_joined_is_refused_though_webdataset_takes_it(
+    tmp_path: Path, model: str
+) -> None:
+    path = write_tar(tmp_path / "a.tar", [{"token_ids.json": [number] * 300} for number in range(4)])
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        ends = [member.offset_data + -(-member.size // 512) * 512 for member in tar.getmembers()]
+    cut = tmp_path / "cut.tar"
+    contents = [whole[:size] for size in (0, 100, 512, *ends, *(end - 1 for end in ends), ends[-1] + 512)]
+    for content in [*contents, whole + whole]:
+        cut.write_bytes(content)
+        with refuses(BrokenShard, path=cut):
+            open_loader(cut, 1, model_id=model)
+    cut.write_bytes(whole[: ends[-1] + 1024])  # the two end blocks, without the padding behind them
+    assert len(read(cut, model)) == 4
+    cut.write_bytes(whole[: ends[1]])
+    assert len(list(webdataset.WebDataset(str(cut), shardshuffle=False, empty_check=False))) == 2
+
+
+def tar_of(names: list[str], form: int = tarfile.USTAR_FORMAT, data: bytes = b"[1]") -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=form) as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+TWO = ["a.token_ids.json", "b.token_ids.json"]
+
+
+def with_field(raw: bytes, offset: int, field: bytes, *, header: int = 0) -> bytes:
+    """A field of a header exchanged, and the header's checksum made right again."""
+    block = bytearray(raw[header : header + 512])
+    block[offset : offset + len(field)] = field
+    block[148:156] = b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    return raw[:header] + bytes(block) + raw[header + 512 :]
+
+
+def expected_of(raw: bytes) -> list[list[int]] | None:
+    """The ids of a tar as tarfile and json read it; None where a sample has none."""
+    found: list[list[int]] = []
+    with tarfile.open(fileobj=io.BytesIO(raw), mode="r:", errors="surrogateescape") as tar:
+        items = [(item.name, tar.extractfile(item).read()) for item in tar if item.isreg()]  # type: ignore[union-attr]
+    split = [(match[1], match[2].lower(), data) for name, data in items
+             if (match := re.match(r"^((?:.*/|)[^.]+)[.]([^/]*)$", name))]  # fmt: skip
+    for _, members in groupby(split, key=lambda each: each[0]):
+        ids = [data for _, field, data in members if field == "token_ids.json"]
+        if len(ids) != 1:
+            return None
+        found.append(json.loads(ids[0]))
+    return found
+
+
+def read_bounded(path: Path, raw: bytes, model: str) -> list[list[int]]:
+    """Read a tar with not much more calls than it has blocks."""
+    path.write_bytes(raw)
+    num_reads, real = 0, os.preadv
+
+    def reading(*args: Any) -> int:
+        nonlocal num_reads
+        num_reads += 1
+        assert num_reads <= 20 + len(raw) // 256, "it goes round and round"
+        return real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", reading)
+        return read(path, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_bit_flipped_anywhere_in_a_header_is_refused_and_drops_no_sample(
+    tmp_path: Path, model: str, form: int
+) -> None:
+    raw = tar_of([*TWO, "long/" * 30 + "c.token_ids.json"], form)
+    headers = [at for at in range(0, len(raw), 512) if b"ustar" in raw[at : at + 512]]
+    assert len(headers) == (3 if form == tarfile.USTAR_FORMAT else 4)
+    for number, at in enumerate(header + place for header in headers for place in range(0, 512, 3)):
+        flipped = bytearray(raw)
+        flipped[at] ^= 1 << number % 8
+        try:
+            found = read_bounded(tmp_path / "a.tar", bytes(flipped), model)
+        except BrokenShard:
+            continue
+        # A zero of the checksum itself may become a blank, and the blank at its end anything.
+        assert 148 <= at % 512 < 156, at
+        assert found == [[1]] * 3
+
+
+BAD_SIZES = {
+    "negative": b"-0000000001\0",
+    "negative in base 256": b"\xff" * 12,
+    "huge in base 256": b"\x80" + b"\xff" * 11,
+    "text": b"one hundred\0",
+    "hexadecimal": b"0x000000010\0",
+    "a byte that is no mark": b"\xa0" + bytes(11),
+}
+
+
+def pax_tar(value: bytes) -> bytes:
+    info = tarfile.TarInfo("a.token_ids.json")
+    info.size, info.pax_headers = 3, {"size": value.decode()}
+    return info.tobuf(tarfile.PAX_FORMAT) + b"[1]".ljust(512, b"\0") + bytes(1024)
+
+
+BAD_HEADERS: dict[str, tuple[bytes, int]] = {
+    **{f"size {name}, {header}": (with_field(tar_of(TWO), SIZE, size, header=header), header)
+       for name, size in BAD_SIZES.items() for header in (0, 1024)},
+    **{f"PAX size {value!r}": (pax_tar(value), 0)
+       for value in (b"-512", b"1e3", b"", b"9" * 30, b" 3", b"3_0")},
+    **{f"kind {kind!r}": (with_field(tar_of(TWO), KIND, kind, header=1024), 1024)
+       for kind in (b"S", b"M", b"D", b"V", b"X", b"Z", b"8")},
+    "a long name as large as the tar": (with_field(tar_of(["x"], data=bytes(3 << 20)), KIND, b"x"), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD_HEADERS)
+def test_a_header_that_says_no_file_is_refused_with_its_place(tmp_path: Path, model: str, fault: str) -> None:
+    raw, header = BAD_HEADERS[fault]
+    with refuses(BrokenShard, path=tmp_path / "a.tar", found=f"byte {header}"):
+        read_bounded(tmp_path / "a.tar", raw, model)
+
+
+def test_tars_from_before_ustar_with_sizes_in_base_256_and_sums_of_signed_bytes_are_read(
+    tmp_path: Path, model: str
+) -> None:
+    raw = tar_of(TWO)
+    old = raw
+    for header in (0, 1024):
+        old = with_field(with_field(old, MAGIC, bytes(255), header=header), KIND, b"\0", header=header)
+    signed = bytearray(tar_of(["한국어.token_ids.json"], tarfile.GNU_FORMAT))
+    signed[148:156] = b" " * 8
+    signed[148:156] = b"%06o\0 " % sum(byte - 256 * (byte > 127) for byte in signed[:512])
+    for each in (with_field(raw, SIZE, b"\x80" + (3).to_bytes(11, "big")), old, bytes(signed)):
+        assert read_bounded(tmp_path / "a.tar", each, model) == expected_of(each)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, model: str, kind: str) -> None:
+    path = tmp_path / "a.tar"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with refuses(BrokenShard, path=path):
+        open_loader(path, model_id=model)
+
+
+def some_tar(chance: random.Random) -> bytes:
+    """A tar of any format with all that a header can say, beside samples of ids."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=chance.choice(FORMATS)) as tar:
+        for number in range(chance.randrange(1, 5)):
+            key = chance.choice(["a", "한", "d/" * 60, "d/" * 130 + "e/"]) + str(number)
+            for field in ["token_ids.json", *chance.choice([[], ["text.txt"], ["Folder"], ["link"]])]:
+                info = tarfile.TarInfo(f"{key}.{field}")
+                data = b"[%d]" % number
+                data = data.ljust(chance.choice([3, 511, 512, 513, 1500])) if "." in field else b""
+                info.type = {"Folder": tarfile.DIRTYPE, "link": tarfile.SYMTYPE}.get(field, tarfile.REGTYPE)
+                info.linkname = chance.choice(["x", "y" * 90]) if field == "link" else ""
+                info.size, info.mtime = len(data), chance.choice([0, 1, 1700000000])
+                if tar.format == tarfile.PAX_FORMAT and chance.random() < 0.3:
+                    info.pax_headers = chance.choice(
+                        [
+                            {"comment": "é"},
+                            {"size": str(info.size)},
+                            {"path": "p.token_ids.json"},
+                            {"mtime": "1.5"},
+                        ]
+                    )
+                try:
+                    tar.addfile(info, io.BytesIO(data))
+                except ValueError:  # a name too long for ustar
+                    continue
+    return file.getvalue()
+
+
+def altered(raw: bytes, chance: random.Random) -> bytes:
+    """Something changed: a byte, a field with its checksum made right, a block left out, put in or moved."""
+    blocks = [raw[at : at + 512] for at in range(0, len(raw), 512)]
+    headers = [number for number, block in enumerate(blocks) if block[257:262] == b"ustar"]
+    fields: list[tuple[int, list[bytes]]] = [  # by their first bytes
+        (SIZE, [b"%011o\0" % size for size in (0, 1, 512, 513, 1024, 1 << 30)] + [*BAD_SIZES.values()]),
+        (KIND, [b"0", b"\0", b"1", b"5", b"7", b"L", b"K", b"x", b"g", b"S", b"X", b"q"]),
+        (MAGIC, [b"ustar  \0", bytes(8), b"ustar\x0000", b"xstar\x0000"]),
+        (345, [b"p/q", b"0123", b"\xff\xfe"]),
+        (0, [b"n.token_ids.json\0", b"folder/\0", bytes(100), b"\xff.token_ids.json\0"]),
+        (100, [b"abc", b"-000001\0", b"   644 \0", b"\0", b"\xff" * 8]),
+        (136, [b"-1", b"\x80" + bytes(11), b"1_1\0"]),
+        (chance.randrange(148), [chance.randbytes(1)]),
+        (chance.randrange(156, 512), [chance.randbytes(1)]),
+    ]
+    how = chance.randrange(8)
+    if how < 5:
+        offset, values = chance.choice(fields)
+        return with_field(raw, offset, chance.choice(values), header=512 * chance.choice(headers or [0]))
+    place = chance.randrange(len(blocks))
+    if how == 5:
+        at = chance.randrange(len(raw))
+        return raw[:at] + chance.randbytes(1) + raw[at + 1 :]
+    rest = blocks[place + 1 :] if how == 6 else [chance.choice(blocks), *blocks[place:]]
+    return b"".join([*blocks[:place], *rest])
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(st.integers(0, 2**63))
+def test_what_is_accepted_is_what_tarfile_finds_and_all_else_is_refused(model: str, seed: int) -> None:
+    chance = random.Random(seed)
+    raw = some_tar(chance)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.tar")
+        try:
+            assert read_bounded(path, raw, model) == expected_of(raw)
+        except ShardprepError:  # one path twice, a sample without ids, or no sample
+            assert not expected_of(raw)
+        for _ in range(chance.randrange(1, 4)):
+            raw = altered(raw, chance)
+        try:
+            found = read_bounded(path, raw, model)
+        except ShardprepError:
+            return
+    assert found == expected_of(raw)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "key"),
+    [
+        (["a.tokens.json", "a.text.txt"], BrokenShard, "'a'"),
+        # webdataset makes one sample of these two: what stands before the first dot is the key.
+        (["part-0.8_1.token_ids.json", "part-0.8_2.token_ids.json"], BrokenShard, "'part-0'"),
+        (["same.token_ids.json", "same.token_ids.json"], BrokenShard, "'same'"),
+        (["a.token_ids.json", "a.loss_mask.npy"], UnknownMember, ""),
+    ],
+)
+def test_members_that_make_no_sample_of_ids_are_refused_with_the_samples_key(
+    tmp_path: Path, model: str, names: list[str], kind: type[ShardprepError], key: str
+) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_of(names))
+    with refuses(kind, path=path, found=key):
+        open_loader(path, model_id=model)
+
+
+def test_a_scan_that_fails_is_tried_again_and_then_names_the_tar(
+    tars: list[Path], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes, real = [errno.EIO, errno.ESTALE], os.open
+
+    def failing(path: Any, *args: Any, **options: Any) -> int:
+        if codes and str(path).endswith(".tar"):
+            raise OSError(codes[0], os.strerror(codes.pop(0)))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    assert [ids[0] for ids in read(tars[0], model)] == [*range(5)]
+    assert not codes
+    for faults in ([errno.EIO] * 100, [errno.EACCES]):
+        codes[:] = faults
+        with pytest.raises(ReadWriteError) as raised:
+            open_loader(tars[0], model_id=model)
+        assert str(tars[0]) in str(raised.value)
+
+
+def test_a_tar_that_changes_or_shrinks_under_the_loader_is_an_error_and_no_signal(
+    tars: list[Path], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_loader(tars, 3, model_id=model) as loader:
+        write_tar(tars[1], [{"token_ids.json": [number] * 5000} for number in range(6)])
+        with refuses(BrokenShard, path=tars[1]):
+            list(loader)
+    real = tarfile.TarFile  # made between the look at the size and the first header
+
+    def shrinking(*args: Any, **options: Any) -> Any:
+        os.truncate(tars[1], 4096)
+        return real(*args, **options)
+
+    monkeypatch.setattr(tarfile, "TarFile", shrinking)
+    with pytest.raises(BrokenShard) as raised:
+        open_loader(tars[1], model_id=model)
+    assert str(tars[1]) in str(raised.value)
+
+
+# Ids
+
+BAD_TEXTS = [
+    b"[1, 2", b'{"ids": [1]}', b"[1.5]", b"[99999999999]", b"[[1], [2]]", b"[1000]", b"[-1]", b"[true]",
+    b"[" * 3000 + b"]" * 3000, b"[" + b"9" * 5000 + b"]", b"7",
+]  # fmt: skip
+
+
+def npy(array: Any, found: str = "NUMPY", said: str = "NUMPY") -> bytes:
+    """An array's .npy with something else in its header, of the same length."""
+    file = io.BytesIO()
+    np.save(file, array)
+    raw = file.getvalue()
+    assert found.encode() in raw[:128]
+    head = raw[:128].replace(found.encode(), said.encode()).rstrip(b" \n")
+    return head.ljust(127) + b"\n" + raw[128:]
+
+
+IDS = np.array([1, 2, 3], np.int64)
+BAD_ARRAYS = {
+    "a shape beyond the member": npy(IDS, "(3,)", "(3000000000000,)"),
+    "a shape of less": npy(IDS, "(3,)", "(2,)"),
+    "no shape": npy(IDS, "(3,)", "(3 1,)"),
+    "a negative shape": npy(IDS, "(3,)", "(-3,)"),
+    "floats": npy(np.ones(3)),
+    "objects": npy(IDS, "<i8", "|O8"),
+    "another width": npy(IDS, "<i8", "<i4"),
+    "the other order": npy(IDS, "False", "True "),
+    "no field of numpy's": npy(IDS, "'shape'", "'spahe'"),
+    "no array": npy(IDS, "NUMPY", "NUMPI"),
+    "two dimensions": npy(np.ones((2, 2), np.int64)),
+    "an id beyond 32 bits": npy(np.array([2**40])),
+    "an id beyond the vocabulary": npy(np.array([VOCAB_SIZE])),
+    "a negative id": npy(np.array([-1])),
+    "the largest of all": npy(np.array([1, 2**64 - 1], np.uint64)),
+}
+BAD_IDS = {f"{raw[:12].decode()} of {len(raw)}": ("json", raw) for raw in BAD_TEXTS}
+BAD_IDS |= {name: ("npy", raw) for name, raw in BAD_ARRAYS.items()}
+
+
+@pytest.mark.parametrize("fault", BAD_IDS)
+@pytest.mark.parametrize("options", [{}, {"seq_len": 2}], ids=["documents", "rows"])
+def test_what_holds_no_ids_of_the_tokenizer_is_refused_with_its_tar(
+    tmp_path: Path, model: str, fault: str, options: dict[str, Any]
+) -> None:
+    form, raw = BAD_IDS[fault]
+    good = b"[1]" if form == "json" else npy(IDS)
+    path = write_tar(tmp_path / "a.tar", [{f"token_ids.{form}": data} for data in (good, raw, good)])
+    with refuses(BrokenShard, path=path):
+        read(path, model, **options)
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<i4", "<i8", ">i8", "<u4"])
+def test_arrays_of_any_integers_load_beside_lists_in_one_tar(tmp_path: Path, model: str, dtype: str) -> None:
+    documents = [[number, 998, 7] for number in range(6)] + [[], [999]]
+    samples: list[dict[str, Any]] = [
+        {"token_ids.npy": np.array(ids, dtype)} if number % 2 else {"token_ids.json": ids, "text.txt": "x"}
+        for number, ids in enumerate(documents)
+    ]
+    assert read(write_tar(tmp_path / "a.tar", samples), model) == documents
+
+
+def test_json_is_counted_as_it_is_written_and_its_last_id_is_known(tmp_path: Path, model: str) -> None:
+    """Rows are laid out by the counts of a scan, with EOS behind documents that do not end with it."""
+    texts = ["[]", " [ ] ", f"[{EOS}]", "[1,2]", "[\n 1,\n 22\n]\n"]
+    path = write_tar(tmp_path / "a.tar", [{"token_ids.json": text.encode()} for text in texts])
+    assert read(path, model, seq_len=1) == [[n] for n in (EOS, EOS, EOS, 1, 2, EOS, 1, 22, EOS)]
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.text("[]0123456789, -.e", max_size=8)
+        | st.lists(st.integers(0, 999)).map(str)
+        | st.lists(st.integers(0, 9)).map(lambda ids: json.dumps(ids, separators=(",", ""))),
+        min_size=1, max_size=4,
+    ),
+    st.booleans(),
+)  # fmt: skip
+@example(["[1 2,]"], False)
+@example(["[,1 2]"], False)
+@example(["[1,,2]"], False)
+@example(["[1,2", "3]"], False)
+@example(["[1]]", "[[2]"], False)
+@example(["[123456789]"], False)
+def test_what_is_read_as_a_list_of_ids_is_what_json_reads(model: str, texts: list[str], is_row: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_tar(Path(folder, "a.tar"), [{"token_ids.json": text.encode()} for text in texts])
+        try:
+            found = read(path, model, **({"seq_len": 1} if is_row else {}))
+        except BrokenShard:
+            assert not all(map(is_list_of_ids, texts))
+            return
+    expected = [json.loads(without_zeros(text)) for text in texts]
+    if is_row:
+        expected = [[token] for ids in expected for token in (ids if ids[-1:] == [EOS] else [*ids, EOS])]
+    assert found == expected
+
+
+def without_zeros(text: str) -> str:
+    return re.sub(r"\b0+(?=\d)", "", text)  # zeros in front change no number, though JSON forbids them
+
+
+def is_list_of_ids(text: str) -> bool:
+    try:
+        ids = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(ids, list) and all(type(each) is int and 0 <= each < VOCAB_SIZE for each in ids)
+
+
+PACKED: dict[str, Any] = {
+    "doc_starts": np.array([0, 3, 5], np.uint32),
+    "row_tokens": np.array([4, 3], np.uint32),
+    "token_ids": np.arange(8, dtype=np.uint16).reshape(2, 4),
+}
+PACKED_FAULTS: dict[str, tuple[str, bytes]] = {
+    "ids of another width": ("token_ids", npy(np.arange(8).reshape(2, 4))),
+    "signed ids": ("token_ids", npy(np.zeros((2, 4), np.int16))),
+    "ids in the other byte order": ("token_ids", npy(np.zeros((2, 4), ">u2"))),
+    "a million million rows of nothing": (
+        "token_ids",
+        npy(np.zeros((1, 0), np.uint16), "(1, 0)", "(1000000000000, 0)"),
+    ),
+    "no rows": ("token_ids", npy(np.zeros((0, 4), np.uint16))),
+    "more rows than bytes": ("token_ids", npy(np.zeros((2, 4), np.uint16), "(2, 4)", "(9999999, 4)")),
+    "a row longer than rows are": ("row_tokens", npy(np.array([5, 4], np.uint32))),
+    "a row of none": ("row_tokens", npy(np.array([4, 0], np.uint32))),
+    "fewer lengths than rows": ("row_tokens", npy(np.array([4], np.uint32))),
+    "starts of another width": ("doc_starts", npy(np.array([0, 3, 5]))),
+    "starts behind the rows": ("doc_starts", npy(np.array([0, 8], np.uint32))),
+    "starts that do not ascend": ("doc_starts", npy(np.array([3, 3], np.uint32))),
+    "a mask of other rows": ("loss_mask", npy(np.ones((2, 3), np.uint8))),
+}
+
+
+@pytest.mark.parametrize("fault", PACKED_FAULTS)
+def test_packed_members_that_are_not_as_ours_are_refused(tmp_path: Path, model: str, fault: str) -> None:
+    whole = {f"{name}.npy": npy(array) for name, array in PACKED.items()}
+    path = write_tar(tmp_path / "a.tar", [whole])
+    assert read(path, model) == [[0, 1, 2, 3], [4, 5, 6]]
+    name, raw = PACKED_FAULTS[fault]
+    write_tar(path, [{**whole, f"{name}.npy": raw}])
+    with refuses(BrokenShard, path=path):
+        open_loader(path, 1, model_id=model)

@@ -1,0 +1,174 @@
+"""Arguments of ``get_llama3_dataloader`` that cannot be, and misuses of a loader. More: tests/oracle."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import loader
+import shardprep
+from loader import NotFound, UsageError, get_llama3_dataloader
+from shardprep.removed import ARGUMENTS
+from tests import loader_reference
+from tests.oracle.forms import SEQ_LEN, DataSets
+from tests.world import open_loader, refuses
+
+
+def rows_of(values: dict[str, tuple[Any, ...]], expected: str) -> list[tuple[dict[str, Any], str, str]]:
+    """The same for several arguments: name -> wrong values."""
+    return [({name: value}, f"{name}={value!r}", expected) for name in values for value in values[name]]
+
+
+# Arguments beside a data set, batch_size=2 and model_id; what was found, and what was expected.
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    *rows_of(
+        dict.fromkeys(("shuffle", "amend", "pin_memory", "persistent_workers"), ("x",)), "True or False"
+    ),
+    *rows_of({"origins": ("yes", None)}, "True or False"),
+    *rows_of({"batch_size": ("2", 0), "seq_len": ("16", True, 0), "max_length": (1.5,)}, "at least 1"),
+    *rows_of({"prefetch_factor": (True,), "world_size": (1.0,), "global_batch_size": (8.0,)}, "at least 1"),
+    *rows_of({"pad_to_multiple_of": (True,), "num_workers": (True, "2", -1), "rank": (1.0,)}, "at least 0"),
+    *rows_of({"group_by_length": (-4, 2.5)}, "at least 0"),
+    *rows_of({"seed": ("a", 1.0)}, "a whole number"),
+    *rows_of({"model_id": (4,), "collate_fn": (5,)}, "a "),
+    ({"input_shards": [3]}, "input_shards=3", "the path of a folder"),
+    ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor=0", "at least 1"),
+    ({"seq_len": 0, "targets": "shifted"}, "seq_len=0", "at least 1"),
+    ({"boundaries": True}, "boundaries=[True]", "position_ids"),
+    ({"boundaries": None}, "boundaries=[None]", "position_ids"),
+    ({"boundaries": "rows"}, "boundaries=['rows']", "position_ids"),
+    ({"global_batch_size": 3}, "global_batch_size=3", "2 x 1 ranks"),
+    ({"global_batch_size": 6, "rank": 0, "world_size": 4}, "global_batch_size=6", "2 x 4 ranks"),
+    ({"group_by_length": 8, "global_batch_size": 8, "rank": 0, "world_size": 4}, "4 ranks", "[1]"),
+    ({"group_by_length": 50}, "50", "2"),
+    ({"seq_len": 8, "group_by_length": True}, "seq_len=8", ""),
+    ({"split": "validation", "global_batch_size": [(0, 4), (3, 8)]}, "global_batch_size=[", "one size"),
+    ({"split": "train"}, 'split="train"', "--validation_fraction"),
+    ({"split": "test"}, "split='test'", "'train' or 'validation'"),
+    ({"targets": "next"}, "targets='next'", "'same' or 'shifted'"),
+]
+
+
+@pytest.mark.parametrize(("options", "found", "expected"), WRONG, ids=[str(options) for options, *_ in WRONG])
+def test_a_value_of_a_wrong_type_or_size_is_named_with_what_is_expected(
+    numbered: Path, options: dict[str, Any], found: str, expected: str
+) -> None:
+    given: dict[str, Any] = {"input_shards": numbered, "batch_size": 2, "model_id": numbered, **options}
+    with refuses(UsageError, found=found, expected=expected):
+        get_llama3_dataloader(**{"num_workers": 0, **given})
+
+
+# Arguments that do not go together, whose error has no fields.
+TOGETHER: list[dict[str, Any]] = [
+    {"boundaries": "position_ids", "seq_len": 8, "collate_fn": list},
+    {"origins": True, "collate_fn": list},
+    {"targets": "shifted", "seq_len": 8, "collate_fn": list},
+    {"group_by_length": 2, "shuffle": False},
+    {"group_by_length": 2, "split": "validation"},
+]
+
+
+@pytest.mark.parametrize("options", TOGETHER, ids=str)
+def test_arguments_that_do_not_go_together_are_refused_and_go_alone(
+    numbered: Path, options: dict[str, Any]
+) -> None:
+    with refuses(UsageError):
+        open_loader(numbered, 2, model_id=numbered, **options)
+    for name in ("collate_fn", "shuffle", "split"):
+        options = {key: value for key, value in options.items() if key != name}
+    open_loader(numbered, 2, model_id=numbered, **options).close()
+
+
+@pytest.mark.parametrize("options", [{"seq_len": SEQ_LEN + 1}, {"max_length": 8}, {"group_by_length": True}])
+def test_packed_rows_are_of_their_own_length_alone(sets: DataSets, options: dict[str, Any]) -> None:
+    (name,) = options
+    with refuses(UsageError, found=name, expected=f"packed rows of {SEQ_LEN} tokens", remedy="--seq_len"):
+        open_loader(sets["concat"], **options)
+    with open_loader(sets["concat"], seq_len=SEQ_LEN) as one, open_loader(sets["concat"]) as other:
+        assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True))
+
+
+def test_an_unknown_argument_is_answered_with_the_nearest_and_all_by_group() -> None:
+    make: Any = get_llama3_dataloader
+    with pytest.raises(TypeError) as raised:
+        make("DATA", 4, seqlen=16)
+    words = str(raised.value)
+    assert words.index("'seqlen'") < words.index("'seq_len'")
+    for group, arguments in loader_reference.arguments_by_group().items():
+        assert f"{group.lower()}: {', '.join(arguments)}" in words
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_that_went_is_answered_with_what_to_do_instead(name: str) -> None:
+    make: Any = get_llama3_dataloader
+    with pytest.raises(TypeError) as raised:
+        make("DATA", 4, **{name: 1})
+    assert name in str(raised.value)
+    assert ARGUMENTS[name] in str(raised.value)
+
+
+def test_each_argument_is_explained_in_one_group_and_the_reference_page_says_it() -> None:
+    groups = loader_reference.arguments_by_group()
+    explained = [name for arguments in groups.values() for name in arguments]
+    assert sorted(explained) == sorted(inspect.signature(get_llama3_dataloader).parameters)
+    assert len(groups) == 6
+    assert all(text.endswith((".", "``.")) for arguments in groups.values() for text in arguments.values())
+    found = loader_reference.PAGE.read_text("utf-8")
+    assert found == loader_reference.page(), "run: python -m tests.loader_reference"
+    assert shardprep.get_llama3_dataloader is loader.get_llama3_dataloader
+
+
+def test_what_gives_no_data_is_answered_with_what_makes_it(
+    tmp_path: Path, numbered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(NotFound) as raised:
+        open_loader(numbered, model_id="nobody/nothing-at-all")
+    assert "nobody/nothing-at-all" in str(raised.value)
+    (tmp_path / "plan.json").write_text("{}")
+    with refuses(NotFound, path=tmp_path, remedy=f"shardprep run {tmp_path}"):
+        open_loader(tmp_path)
+
+
+def test_a_field_that_a_batch_has_not_is_answered_with_those_it_has(numbered: Path) -> None:
+    with open_loader(numbered, model_id=numbered) as made:
+        batch = next(iter(made))
+    for look, kind in ((lambda: batch["inputs"], KeyError), (lambda: batch.inputs, AttributeError)):
+        with pytest.raises(kind) as raised:
+            look()
+        assert all(name in str(raised.value) for name in (*batch, "inputs"))
+    assert batch.get("inputs") is None
+
+
+@pytest.mark.processes
+def test_who_makes_a_loader_of_the_loader_is_told_so(numbered: Path) -> None:
+    """As accelerate's prepare, skip_first_batches and Lightning do, and who takes it for a data set."""
+    with open_loader(numbered, model_id=numbered) as made:
+        itself: Any = made
+        names = ("plan", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
+        shown = {name: vars(made)[name] for name in names}
+        assert len(type(made)(**shown)) == len(made)
+        for remake in (
+            lambda: DataLoader(itself),
+            lambda: DataLoader(itself, batch_size=4, sampler=range(8)),
+            lambda: DataLoader(made.dataset, batch_size=made.batch_size, num_workers=1),
+            lambda: type(made)(**shown, sampler=None),
+        ):
+            with refuses(UsageError):
+                next(iter(remake()))
+        assert len([*made]) == len(made)
+
+
+@pytest.mark.parametrize("num_workers", [3, 4])
+def test_workers_that_would_have_nothing_to_read_are_warned_of(
+    numbered: Path, caplog: pytest.LogCaptureFixture, num_workers: int
+) -> None:
+    with open_loader(numbered, 3, model_id=numbered, num_workers=num_workers) as made:
+        assert made.num_workers == 3
+    warned = [record for record in caplog.records if "num_workers" in record.getMessage()]
+    assert len(warned) == num_workers - 3

@@ -19,9 +19,8 @@ from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
 from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.names import id_ranges
-from shardprep.format.plan import Plan, need_plan
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 from shardprep.format.submissions import JOBS_FOLDER, JobRequest
-from shardprep.format.tokenizer_files import check_tokenizer_files
 from slurm.commands import SlurmRefused, minutes_of, read_config, slurm_answer, slurm_output
 
 _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)

@@ -55,13 +55,14 @@ def test_shards_without_idx_or_manifests_lose_nothing(
     missing = [folder / "shard-00000.idx", folder / "shard-00002.idx"]
     for path in missing:
         path.unlink()
+    options: dict[str, Any]
     for options in [{"boundaries": "position_ids"}, *([] if name == "chat" else [{"seq_len": SEQ_LEN}])]:
         assert epoch(folder, **options) == epoch(sets[name], **options)
     assert all(str(path) in caplog.text for path in missing)
     for path in folder.glob("shard-*.[ij]*"):
         path.unlink()
-    for path in ("index.json", "plan.json"):
-        (folder / path).unlink()
+    (folder / "index.json").unlink()
+    (folder / "plan.json").unlink()
     options = {"boundaries": "segment_ids", "shuffle": False}
     model = sets[name] / "tokenizer"
     assert epoch(folder, 1, model_id=model, **options) == epoch(sets[name], 1, **options)

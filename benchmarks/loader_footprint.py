@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from benchmark_text import ROOT
 
-from shardprep.format.dataset_spec import idx_num_bytes
+from shardprep.format.idx import idx_num_bytes
 from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import tar_path
 

@@ -28,8 +28,8 @@ from measured_run import machine_line
 from loader.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.shards import DatasetShards, ShardSet
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, idx_num_bytes
-from shardprep.format.idx import ChunkCrcs, idx_header, open_idx, read_idx
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.idx import ChunkCrcs, idx_header, idx_num_bytes, open_idx, read_idx
 from shardprep.format.index import DatasetIndex, read_index
 from shardprep.format.names import idx_path
 
@@ -140,9 +140,7 @@ def large_idx(folder: Path, num_documents: int) -> tuple[float, float, int]:
 
     def block() -> None:
         idx = open_idx(folder, spec, 0)
-        rows = slice(num_documents // 2, num_documents // 2 + 16)
-        offset, num_bytes = idx.place(rows)
-        idx.records(rows, np.frombuffer(idx.file.read(offset, num_bytes), np.uint8))
+        idx.read(slice(num_documents // 2, num_documents // 2 + 16))
         idx.file.close()
 
     _, block_s, _ = taken(block)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -89,7 +88,7 @@ def boundary_fields(
     if "cu_seqlens" in names or "transformers" in names:
         ends = np.empty(len(edges.begins) + 1, np.int32)
         ends[:-1], ends[-1] = edges.begins, num_places
-        edge_tensor, longest = torch.from_numpy(ends), HostNumber(edges.longest)
+        edge_tensor, longest = torch.from_numpy(ends), HostNumber(edges.sizes.max())
         if "cu_seqlens" in names:
             fields |= {"cu_seqlens": edge_tensor, "max_seqlen": longest}
         if "transformers" in names:
@@ -182,18 +181,14 @@ def mask_documents(model: Any) -> RemovableHandle:
     return handle
 
 
-def _transformers_masks(model: Any, position_ids: torch.Tensor, attention: str | None = None) -> Any:
+def _transformers_masks(model: Any, position_ids: torch.Tensor) -> Any:
     """Return what transformers makes of ``position_ids``: a mask, or a dict of them by kind of layer."""
     from transformers.masking_utils import create_masks_for_generate
 
-    config = model.config.get_text_config()
-    if attention is not None:
-        config = deepcopy(config)
-        config._attn_implementation = attention  # noqa: SLF001  as transformers names it
-    weights = next(model.parameters())
     make = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    weights = next(model.parameters())
     like = torch.empty(*position_ids.shape, 0, dtype=weights.dtype, device=position_ids.device)
-    return make(config, like, None, None, position_ids=position_ids)
+    return make(model.config.get_text_config(), like, None, None, position_ids=position_ids)
 
 
 def _unwrapped(model: Any) -> Any:
@@ -215,9 +210,9 @@ def check_boundaries(model: Any, batch: Mapping[str, Any], *, noise: float | Non
 
     It changes all tokens of every second document and compares the logits of the documents between them,
     then the other way round: three forward passes without gradients, under the autocast that holds. Training
-    mode and random state stay as they were. A 4-D ``attention_mask`` or BlockMask in the batch is also
-    compared with the sliding or chunked windows of ``model.config``. ``loader.trainer.LoaderMixin`` calls it
-    by itself.
+    mode and random state stay as they were. Where the batch has a 4-D ``attention_mask`` or a BlockMask, a
+    fourth pass compares it with the masks that ``mask_documents`` gives, which have the windows of each
+    layer. ``loader.trainer.LoaderMixin`` calls it by itself.
 
     With torch.distributed all ranks must call it, each with its batch; all raise if one finds something.
     It does not see mistakes that no other document changes, such as wrong positions. Experts that drop
@@ -265,32 +260,66 @@ def why_unchecked(
         return _ONE_DOCUMENT
     known = ids.unique()
     other_ids = known[(torch.searchsorted(known, ids) + 1) % len(known)]
-    stays = _place_that_stays(numbers)
-    num_moved, most, looks_back = 0, 0.0, False
+    is_real = numbers >= 0
+    # The second token of a document stays, unless it is the last one, too: its logits must move when the
+    # first one changes, or the model looks at no token before another.
+    positions = _positions(numbers)
+    stays = is_real & (positions == 1)
+    stays[:, -1] = False
+    stays[:, :-1] &= numbers[:, 1:] == numbers[:, :-1]
+    num_moved, most, looks_back, num_other = 0, 0.0, False, 0
     with _evaluated(model):
         before = _some_logits(model, fields)
         spread = before.std(-1).clamp_min(torch.finfo(before.dtype).tiny)
+
+        def moved_by(**changed: Any) -> torch.Tensor:
+            return (_some_logits(model, {**fields, **changed}) - before).abs().amax(-1) / spread
+
         # Documents that stand side by side are of different halves.
-        for half in ((numbers >= 0) & (numbers % 2 == 0), numbers % 2 == 1):
-            changed = {**fields, "input_ids": torch.where(half & ~stays, other_ids, ids)}
-            moved = (_some_logits(model, changed) - before).abs().amax(-1) / spread
-            others = moved[((numbers >= 0) & ~half).to(moved.device)]
+        for half in (is_real & (numbers % 2 == 0), numbers % 2 == 1):
+            moved = moved_by(input_ids=torch.where(half & ~stays, other_ids, ids))
+            others = moved[(is_real & ~half).to(moved.device)]
             if has_two and len(others):
                 num_moved += int((~(others <= noise)).sum())
                 most = max(most, float(others.amax()))
             looks_back |= bool((moved[(half & stays).to(moved.device)] > noise).any())
-    lost = _lost_window(_unwrapped(model), fields, numbers)
-    found = before.new_tensor([has_two, looks_back, num_moved, most, bool(lost)])
+        if _has_mask_of_ones_own(_unwrapped(model), fields):
+            moved = moved_by(attention_mask=_transformers_masks(_unwrapped(model), positions))
+            num_other = int((~(moved <= noise))[is_real.to(moved.device)].sum())
+    found = before.new_tensor([has_two, looks_back, num_moved, most, num_other])
     if is_distributed:
         dist.all_reduce(found, dist.ReduceOp.MAX)
-    has_several, does_look_back, num_leaks, most, is_lost = found.tolist()
+    has_several, does_look_back, num_leaks, most, num_other = found.tolist()
     if num_leaks:
-        raise Refused(_leak(model, int(num_leaks), int((numbers >= 0).sum()), most))
-    if is_lost:
-        raise Refused(lost or "the attention_mask of another rank's batch switches off the model's windows")
+        raise Refused(_leak(model, int(num_leaks), int(is_real.sum()), most))
+    if num_other:
+        raise Refused(
+            f"the attention_mask of the batch is not that of {type(_unwrapped(model)).__name__}: with the "
+            f"model's own {int(num_other)} of {int(is_real.sum())} tokens have other logits. transformers "
+            "takes a mask as it is, so it switches the windows of layers off, or puts them on all layers. "
+            'Pass batches of boundaries="transformers" without an attention_mask, and call '
+            "loader.mask_documents(model) once before training",
+            remedy="loader.mask_documents(model)",
+        )
     if not has_several:
         return _ONE_DOCUMENT
     return "" if does_look_back else _LOOKS_AT_NOTHING
+
+
+def _has_mask_of_ones_own(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Return whether the batch brings a mask that a transformers model would take as it is."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    mask = batch.get("attention_mask")
+    is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
+    return is_made and hasattr(getattr(model, "config", None), "get_text_config")
+
+
+def _positions(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the place of each token in its document: int64[batch, seq]."""
+    places = torch.arange(numbers.shape[1], device=numbers.device).expand(numbers.shape)
+    is_start = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
+    return places - torch.where(is_start, places, 0).cummax(1).values
 
 
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
@@ -298,23 +327,6 @@ _LOOKS_AT_NOTHING = (
     "the logits of a token do not depend on the tokens before it, as in a model whose attention begins with "
     "weights of zero; check it after the first steps"
 )
-
-
-def _place_that_stays(numbers: torch.Tensor) -> torch.Tensor:
-    """Choose a token that is not changed: bool[batch, seq], True at one place at most.
-
-    Its logits must move when the tokens before it in its document change, or the model looks at none of them.
-    It ends the last document of a row, if it can, so that no later document is left without a change.
-    """
-    following = torch.cat([numbers[:, 1:], torch.full_like(numbers[:, :1], -1)], dim=1)
-    preceding = torch.cat([torch.full_like(numbers[:, :1], -1), numbers[:, :-1]], dim=1)
-    is_end = (numbers >= 0) & (numbers != following) & (numbers == preceding)
-    ends_row = is_end & (following < 0)
-    stays = torch.zeros_like(is_end)
-    places = (ends_row if ends_row.any() else is_end).flatten().nonzero()
-    if len(places):
-        stays.view(-1)[places[-1]] = True
-    return stays
 
 
 def document_numbers(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -385,53 +397,3 @@ def _leak(model: Any, num_moved: int, num_compared: int, most: float) -> str:
         "another attn_implementation. If none of them helps, this model cannot be trained on packed rows: "
         "leave out seq_len= and boundaries="
     )
-
-
-def _lost_window(model: Any, batch: Mapping[str, Any], numbers: torch.Tensor) -> str:
-    """Return what is wrong with the windows of a mask that was made without the model, or ""."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    mask, config = batch.get("attention_mask"), getattr(model, "config", None)
-    is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
-    if not is_made or config is None or not hasattr(config, "get_text_config"):
-        return ""
-    text, seq_len = config.get_text_config(), numbers.shape[1]
-    windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    window = min((size for size in windows if size), default=seq_len)
-    if window >= seq_len:
-        return ""
-    places = torch.arange(seq_len, device=numbers.device).expand(numbers.shape)
-    is_start = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
-    positions = places - torch.where(is_start, places, 0).cummax(1).values
-    row = int(positions.amax(1).argmax())  # that of the longest document: all rows would take much memory
-    own = _transformers_masks(model, positions[row : row + 1], "sdpa")
-    own = own if isinstance(own, dict) else {"attention": own}
-    own = {kind: made for kind, made in own.items() if made is not None and made.ndim == 4}
-    given = mask if isinstance(mask, dict) else dict.fromkeys(own, mask)
-    is_same = all(torch.equal(_row_of_mask(given.get(kind), row, seq_len), own[kind]) for kind in own)
-    if is_same and (len(own) == 1 or isinstance(mask, dict)):
-        return ""
-    return (
-        f"the attention_mask of the batch is not one of {type(model).__name__}, whose layers have "
-        f"{' and '.join(sorted(own))} with a window of {window} tokens, and rows have {seq_len}: "
-        "transformers takes such a mask as it is, so it switches windows off, or puts them on all layers. "
-        'Pass batches of boundaries="transformers" without an attention_mask, and call '
-        "loader.mask_documents(model) once before training"
-    )
-
-
-def _row_of_mask(mask: Any, row: int, seq_len: int) -> torch.Tensor:
-    """Return one row of a 4-D mask or BlockMask: bool[1, 1, seq, seq]."""
-    from torch.nn.attention.flex_attention import BlockMask, create_mask
-
-    if isinstance(mask, BlockMask):
-        device = str(mask.kv_indices.device)
-
-        def sees(first: Any, head: Any, query: Any, key: Any) -> Any:
-            return mask.mask_mod(first + row, head, query, key)
-
-        return create_mask(sees, 1, 1, seq_len, seq_len, device)
-    if not isinstance(mask, torch.Tensor):
-        return torch.empty(0)
-    part = mask[row : row + 1, :1]
-    return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2

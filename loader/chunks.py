@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ ORIGIN = ("row", "place", "source", "shard", "sample", "document")  # what a bat
 _HEAD = 5  # samples per tick, ticks, tokens cut, document starts and origins (-1: none were asked for)
 
 Ids = npt.NDArray[np.signedinteger[Any]]
+Integers = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,40 +32,41 @@ class Ragged:
     a whole chunk would not.
     """
 
-    flats: list[npt.NDArray[np.integer[Any]]]
-    counts: npt.NDArray[np.integer[Any]]  # [samples per tick, ticks]: how many numbers
-    begins: Int64s | None = None  # [samples per tick, ticks]; None: one tick after another in one array
+    flats: list[Integers]
+    counts: Integers  # [samples per tick, ticks]: how many numbers
+    begins: Int64s  # [samples per tick, ticks]
     flat_of: npt.NDArray[np.intp] | None = None  # [samples per tick, ticks]; None: all in the first array
     width: int = 0  # numbers of each sample where all have equally many, else 0
+    is_joined: bool = False  # samples stand one after another, one tick after another, and nothing else does
 
     @staticmethod
-    def of_rows(flat: npt.NDArray[np.integer[Any]], begins: Int64s, width: int) -> Ragged:
+    def of_joined(flat: Integers, counts: Integers, width: int = 0) -> Ragged:
+        """Return samples that stand one after another, one tick after another."""
+        by_tick = counts.T
+        begins = np.cumsum(by_tick, dtype=np.int64).reshape(by_tick.shape).T - counts
+        return Ragged(flats=[flat], counts=counts, begins=begins, width=width, is_joined=True)
+
+    @staticmethod
+    def of_rows(flat: Integers, begins: Int64s, width: int) -> Ragged:
         """Return rows of one width that begin anywhere in an array: int64[samples per tick, ticks]."""
         return Ragged(flats=[flat], counts=np.full(begins.shape, width), begins=begins, width=width)
 
     @staticmethod
     def empty(shape: tuple[int, int], width: int = 0) -> Ragged:
         """Return one whose samples are ``put`` there later."""
-        return Ragged(
-            flats=[],
-            counts=np.zeros(shape, np.int32),
-            begins=np.zeros(shape, np.int64),
-            flat_of=np.zeros(shape, np.intp),
-            width=width,
-        )
+        begins, flat_of = np.zeros(shape, np.int64), np.zeros(shape, np.intp)
+        return Ragged(flats=[], counts=np.zeros(shape, np.int32), begins=begins, flat_of=flat_of, width=width)
 
     def put(self, places: Any, other: Ragged) -> None:
         """Let the samples at some places lie where those of another chunk lie."""
-        assert self.begins is not None
         assert self.flat_of is not None
         self.flat_of[places] = len(self.flats) + (0 if other.flat_of is None else other.flat_of)
-        self.begins[places] = other._begins_in_flat if other.begins is None else other.begins
+        self.begins[places] = other.begins
         self.counts[places] = other.counts
         self.flats.extend(other.flats)
 
     def ticks(self, first: int, end: int) -> Ragged:
         """Return the ticks from ``first`` up to ``end`` of one that was put together."""
-        assert self.begins is not None
         assert self.flat_of is not None
         return replace(
             self,
@@ -76,54 +77,35 @@ class Ragged:
 
     def joined(self) -> Ragged:
         """Return a copy, int32, whose samples stand one after another, one tick after another."""
-        if self.begins is None:
+        if self.is_joined:
             return self
         flat = self._gathered(self.begins.T, None if self.flat_of is None else self.flat_of.T, self.counts.T)
-        return Ragged(flats=[flat.astype(np.int32, copy=False)], counts=self.counts, width=self.width)
+        return Ragged.of_joined(flat.reshape(-1).astype(np.int32, copy=False), self.counts, self.width)
 
-    def of(self, tick: int, first: int, end: int) -> npt.NDArray[np.integer[Any]]:
+    def of(self, tick: int, first: int, end: int) -> Integers:
         """Return the numbers of some samples of a tick, one after another: a copy, or a part of the array.
 
         Where all have equally many they are rows, [samples, width].
         """
-        if self.begins is None:
-            before = tick * len(self.counts)
-            found = self.flats[0][self._bounds[before + first] : self._bounds[before + end]]
-        elif self.width and self.flat_of is None:
-            return self._windows[self.begins[first:end, tick]]
+        places = (slice(first, end), tick)
+        if self.is_joined:
+            last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
+            found = self.flats[0][self.begins[first, tick] : last]
         else:
-            places = (slice(first, end), tick)
             flat_of = None if self.flat_of is None else self.flat_of[places]
             found = self._gathered(self.begins[places], flat_of, self.counts[places])
         return found.reshape(-1, self.width) if self.width else found
 
-    def _gathered(
-        self, begins: Int64s, flat_of: npt.NDArray[np.intp] | None, counts: npt.NDArray[np.integer[Any]]
-    ) -> npt.NDArray[np.integer[Any]]:
+    def _gathered(self, begins: Int64s, flat_of: npt.NDArray[np.intp] | None, counts: Integers) -> Integers:
         if flat_of is None and self.width:
-            return self._windows[begins].reshape(-1)
+            return self._windows[begins]
         numbers = [0] * begins.size if flat_of is None else flat_of.reshape(-1).tolist()
         places = zip(numbers, begins.reshape(-1).tolist(), counts.reshape(-1).tolist(), strict=True)
-        parts = [self.flats[number][begin : begin + count] for number, begin, count in places]
-        return np.concatenate(parts)
+        return np.concatenate([self.flats[number][begin : begin + count] for number, begin, count in places])
 
     @cached_property
-    def _windows(self) -> npt.NDArray[np.integer[Any]]:
+    def _windows(self) -> Integers:
         return sliding_window_view(self.flats[0], self.width)
-
-    @cached_property
-    def _begins_in_flat(self) -> Int64s:
-        by_tick = self.counts.T
-        return np.cumsum(by_tick, dtype=np.int64).reshape(by_tick.shape).T - self.counts
-
-    @cached_property
-    def _bounds(self) -> list[int]:
-        """Return where each sample begins, and the end.
-
-        One flat list: a list a sample would make the garbage collector run for 0.1 s.
-        """
-        bounds: list[int] = [*self._begins_in_flat.T.reshape(-1).tolist(), len(self.flats[0])]
-        return bounds
 
 
 class Edges(NamedTuple):
@@ -131,12 +113,9 @@ class Edges(NamedTuple):
 
     begins: Int64s  # int64[edges], ascending
     sizes: Int64s  # int64[edges]: places up to the next one
-    longest: int  # of the sizes
 
     @staticmethod
-    def of_rows(
-        starts: npt.NDArray[Any], num_starts: npt.NDArray[Any], lengths: npt.NDArray[Any], width: int
-    ) -> Edges:
+    def of_rows(starts: Integers, num_starts: Integers, lengths: Integers, width: int) -> Edges:
         """Find the edges of rows, whose documents begin at these places. ``lengths``: tokens of each row."""
         row_begins = np.arange(len(lengths), dtype=np.int64) * width
         short = np.flatnonzero(lengths < width)
@@ -144,18 +123,7 @@ class Edges(NamedTuple):
         begins = np.concatenate([row_begins, begins, row_begins[short] + lengths[short]])
         begins.sort()
         begins = begins[np.diff(begins, prepend=-1) > 0]
-        sizes = np.diff(begins, append=len(lengths) * width)
-        return Edges(begins, sizes, int(sizes.max()))
-
-    @staticmethod
-    def joined(parts: Sequence[Edges], num_places: Sequence[int]) -> Edges:
-        """Return those of the batch that has the parts' rows one under another."""
-        if len(parts) == 1:
-            return parts[0]
-        before = np.cumsum([0, *num_places[:-1]]).tolist()
-        begins = [part.begins + places for part, places in zip(parts, before, strict=True)]
-        sizes = np.concatenate([part.sizes for part in parts])
-        return Edges(np.concatenate(begins), sizes, max(part.longest for part in parts))
+        return Edges(begins, np.diff(begins, append=len(lengths) * width))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,15 +157,14 @@ class Chunk:
 
     def edges_of(self, tick: int, first: int, end: int) -> Edges:
         """Return where documents begin in some rows of a tick, as a batch of their own."""
-        edges, bounds, longest = self._edges
+        edges, bounds = self._edges
         row = tick * self.num_samples + first
-        last = row + end - first
-        part = slice(bounds[row], bounds[last])
-        return Edges(edges.begins[part] - row * self.row_tokens, edges.sizes[part], max(longest[row:last]))
+        part = slice(bounds[row], bounds[row + end - first])
+        return Edges(edges.begins[part] - row * self.row_tokens, edges.sizes[part])
 
     @cached_property
-    def _edges(self) -> tuple[Edges, list[int], list[int]]:
-        """Return the edges of all rows, tick after tick, each row's first edge, and its longest size.
+    def _edges(self) -> tuple[Edges, list[int]]:
+        """Return the edges of all rows, tick after tick, and each row's first edge.
 
         Found at once they cost 15 ns each, where a batch alone costs 30 us.
         """
@@ -206,10 +173,9 @@ class Chunk:
         lengths: Int32s = self.lengths.T.reshape(-1)
         edges = Edges.of_rows(starts.flats[0], starts.counts.T.reshape(-1), lengths, self.row_tokens)
         bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.row_tokens)
-        longest = np.maximum.reduceat(edges.sizes, bounds[:-1])
-        return edges, bounds.tolist(), longest.tolist()
+        return edges, bounds.tolist()
 
-    def with_origins(self, num_documents: npt.NDArray[Any], origins: Int32s) -> Chunk:
+    def with_origins(self, num_documents: Integers, origins: Int32s) -> Chunk:
         """Return the chunk with the origins of its documents, int32[documents, ORIGIN], tick after tick.
 
         ``num_documents``: int[samples per tick, ticks]. The documents' rows are put in here.
@@ -217,16 +183,14 @@ class Chunk:
         rows = np.tile(np.arange(self.num_samples, dtype=np.int32), self.num_ticks)
         origins[:, 0] = np.repeat(rows, num_documents.T.reshape(-1))
         counts = num_documents.astype(np.int32) * len(ORIGIN)
-        return replace(self, origins=Ragged(flats=[origins.reshape(-1)], counts=counts))
+        return replace(self, origins=Ragged.of_joined(origins.reshape(-1), counts))
 
     def pack(self) -> torch.Tensor:
         """Return all of it as one int32 tensor: every tensor that is sent costs a file handle."""
         told = [None if each is None else each.joined() for each in (self.starts, self.origins)]
         sizes = [-1 if each is None else len(each.flats[0]) for each in told]
-        arrays: list[npt.NDArray[Any]] = [
-            np.array([*self.lengths.shape, self.num_cut, *sizes], np.int32),
-            self.lengths.reshape(-1),
-        ]
+        head = np.array([*self.lengths.shape, self.num_cut, *sizes], np.int32)
+        arrays: list[Integers] = [head, self.lengths.reshape(-1)]
         for each in told:
             if each is not None:
                 arrays += [each.counts.reshape(-1), each.flats[0]]
@@ -246,11 +210,11 @@ class Chunk:
                 told.append(None)
                 continue
             counts, part, rest = np.split(rest, [slots * ticks, slots * ticks + size])
-            told.append(Ragged(flats=[part], counts=counts.reshape(slots, ticks)))
+            told.append(Ragged.of_joined(part, counts.reshape(slots, ticks)))
         counts = np.full(lengths.shape, row_tokens) if row_tokens else lengths
         return Chunk(
             lengths=lengths,
-            ids=Ragged(flats=[rest], counts=counts, width=row_tokens),
+            ids=Ragged.of_joined(rest, counts, row_tokens),
             row_tokens=row_tokens,
             num_cut=num_cut,
             starts=told[0],

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from loader.batches import PaddedBatches, PadToken, choose_pad_token, log_pad_token
+from loader.chunks import IGNORED
 from shardprep.errors import UsageError
+
+_FIELDS = {"input_ids", "attention_mask", "special_tokens_mask", "labels"}
 
 
 @dataclass
@@ -40,8 +46,19 @@ class CausalLMCollator(DataCollatorForLanguageModeling):
 
     def torch_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
         """Collate samples as transformers gives them: ids, or dicts with ``input_ids`` (and ``labels``)."""
-        return BatchEncoding(self.batches(examples))
+        given = [each if isinstance(each, Mapping) else {"input_ids": each} for each in examples]
+        if unknown := {name for fields in given for name in fields} - _FIELDS:
+            raise UsageError(f"samples have {sorted(unknown)}, expected input_ids; pass your own collate_fn")
+        ids = [np.asarray(fields["input_ids"], np.int64) for fields in given]
+        batch = self.batches.of_documents(np.concatenate(ids), np.array([len(row) for row in ids]))
+        for row, fields in enumerate(given):
+            for name in ("attention_mask", "labels"):
+                if name in fields:
+                    values = torch.as_tensor(fields[name])
+                    batch[name][row, : len(values)] = values
+        batch["labels"].masked_fill_(batch["attention_mask"] == 0, IGNORED)
+        return BatchEncoding(batch)
 
     def numpy_call(self, examples: list[Any]) -> BatchEncoding:  # type: ignore[override]
         """Collate as ``torch_call`` does, into numpy arrays."""
-        return BatchEncoding({name: tensor.numpy() for name, tensor in self.batches(examples).items()})
+        return BatchEncoding({name: tensor.numpy() for name, tensor in self.torch_call(examples).items()})

@@ -6,7 +6,6 @@ import difflib
 import functools
 import inspect
 import logging
-import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,14 +28,10 @@ from loader.batches import (
 from loader.boundaries import Boundary, boundary_names
 from loader.describe import settings_block
 from loader.find_shards import InputShards, find_sources
-from loader.order import ORDER_VERSION
 from loader.ranks import find_process_rank
-from loader.reading import ReaderIndex
-from loader.run import Run
 from loader.samples import SampleRules, make_samples
 from loader.shards import ShardSet, SplitName, check_choice
 from loader.sources import (
-    Plan,
     Sizes,
     Weights,
     WeightsIn,
@@ -71,9 +66,10 @@ def arguments_by_group(docstring: str) -> dict[str, dict[str, str]]:
     return groups
 
 
-def _with_hints(make: _Function) -> _Function:
-    """Answer an unknown argument with the nearest name and all by group, one that went with what to do."""
-    known = inspect.signature(make).parameters
+def _with_checks(make: _Function) -> _Function:
+    """Check names and types of the arguments; numpy's numbers become Python's, as states are JSON."""
+    signature = inspect.signature(make)
+    known = signature.parameters
 
     @functools.wraps(make)
     def call(*args: Any, **options: Any) -> Any:
@@ -85,12 +81,44 @@ def _with_hints(make: _Function) -> _Function:
             groups = arguments_by_group(make.__doc__ or "").items()
             every = "; ".join(f"{group.lower()}: {', '.join(names)}" for group, names in groups)
             raise TypeError(f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {every}")
-        return make(*args, **options)
+        bound = signature.bind(*args, **options)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = _checked(name, value, known[name].annotation)
+        return make(*bound.args, **bound.kwargs)
 
     return cast(_Function, call)
 
 
-@_with_hints
+_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
+_TYPES: dict[str, tuple[Any, str]] = {
+    "seed": (Integral, "a whole number"),
+    "model_id": ((str, os.PathLike), "a model's folder or its name on the hub"),
+    "cache_dir": ((str, os.PathLike), "a folder"),
+}
+
+
+def _checked(name: str, value: Any, annotation: str) -> Any:
+    """Return an argument as the type that it is declared with. Raises UsageError for another one."""
+    kind = annotation.removesuffix(" | None")
+    if value is None and kind != annotation:
+        return None
+    if kind == "int" and name != "seed":
+        return whole_number(name, value, least=int(name not in _FROM_0))
+    if name == "collate_fn":
+        is_right, expected = callable(value), "a function of a list of samples"
+    elif kind == "bool":
+        is_right, expected = value in (True, False), "True or False"
+    else:
+        types, expected = _TYPES.get(name, (object, ""))
+        is_right = isinstance(value, types)
+    if not is_right:
+        raise UsageError.of_value(name, value, expected)
+    if kind == "bool":
+        return bool(value)
+    return int(value) if name == "seed" else value
+
+
+@_with_checks
 def get_llama3_dataloader(
     input_shards: InputShards | Mapping[str, InputShards],
     batch_size: int,
@@ -214,7 +242,6 @@ def get_llama3_dataloader(
         NotFound, MissingShard, BrokenShard, UnknownVersion, OtherTokenizer, UsageError: all are
         ShardprepErrors that say what was found and what to do. TypeError for an unknown argument.
     """
-    _check_types(locals())
     is_validation = split == "validation"
     who = find_process_rank(rank, world_size)
     fields = boundary_names(boundaries)
@@ -247,12 +274,13 @@ def get_llama3_dataloader(
         name: make_samples(
             of_source,
             rules,
-            eos_token_id=tokenizer.special.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
             vocab_size=tokenizer.vocab_size if of_source.has_external else None,
             starts=bool(fields),
             keeps_tail=is_validation,
             origins=origins,
-            reader_index=ReaderIndex(number=who.rank, count=who.world_size),
+            rank=who.rank,
+            world_size=who.world_size,
         )
         for name, of_source in shards_of.items()
     }
@@ -269,47 +297,49 @@ def get_llama3_dataloader(
         shuffle=shuffle and not is_validation,
         keeps_tail=is_validation,
         is_mixture=is_mixture,
-    )
-    plan = Plan(
-        run=run,
-        samples=tuple(samples.values()),
-        weights=tuple(of_samples),
-        fingerprint=_fingerprint(rules, shards, run, tokenizer.fingerprint),
+        settings={
+            "tokenizer": tokenizer.fingerprint,
+            "seq_len": shards.row_tokens or rules.seq_len or 0,
+            "max_length": rules.max_length or 0,
+            "split": shards.split,
+        },
     )
     workers = _worker_options(
         num_workers,
-        run.num_slots // who.world_size,
+        run.order.num_slots // who.world_size,
         prefetch_factor=prefetch_factor,
         persistent_workers=persistent_workers,
     )
-    pad = getattr(collate_fn, "pad", None)
-    if collate_fn is None:
-        pad = choose_pad_token(tokenizer.special)
-        log_pad_token(pad, tokenizer.special.eos_token_id)
-        collate_fn = PaddedBatches(
+    has_blanks = any(of_source.blank_id is not None for of_source in shards_of.values())
+    padded = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
+    if not isinstance(padded, PaddedBatches):
+        # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
+        pad = PadToken(token="", token_id=0, reason="of a collate_fn")
+        if collate_fn is None or has_blanks:
+            pad = choose_pad_token(tokenizer)
+        padded = PaddedBatches(
             pad=pad,
             pad_to_multiple_of=pad_to_multiple_of,
             pad_to_length=rules.max_length if padding == "max_length" else None,
             num_beyond=int(shifts),
         )
-    if isinstance(pad, PadToken):
-        tokenizer.pad_with(pad.token)
-    pad_for_blanks = None
-    if any(each.shards.blank_id is not None for each in samples.values()):
-        token = pad if isinstance(pad, PadToken) else choose_pad_token(tokenizer.special)
-        pad_for_blanks = token.token_id
+        if collate_fn is None:
+            log_pad_token(pad, tokenizer.eos_token_id)
+    if padded.pad.token:
+        tokenizer.pad_with(padded.pad.token)
     step_batches = StepBatches(
         batch_size=batch_size,
-        row_tokens=plan.row_tokens,
-        boundaries=fields,
+        row_tokens=run.row_tokens,
+        padded=padded,
         collate_fn=collate_fn,
+        boundaries=fields,
+        has_masks=any(of_source.has_masks for of_source in shards_of.values()),
+        has_blanks=has_blanks,
         shifts_targets=shifts,
         origins=origins,
-        has_masks=any(of_source.has_masks for of_source in shards_of.values()),
-        pad_for_blanks=pad_for_blanks,
     )
     loader = TokenLoader(
-        plan,
+        run,
         step_batches=step_batches,
         loader_tokenizer=tokenizer,
         process_rank=who,
@@ -326,55 +356,12 @@ def get_llama3_dataloader(
                 "behind it; plan into a new folder, which will know"
             )
         has_end = seq_len is not None or all(ends) or tokenizer.ends_with_eos
-        if not (has_end or is_validation or tokenizer.special.eos_token_id is None):
+        if not (has_end or is_validation or tokenizer.eos_token_id is None):
             logger.warning(
                 "documents end without EOS, so a model fine-tuned on them never learns to stop; "
                 "pass seq_len=, or plan the data with --append_eos"
             )
     return loader
-
-
-def _fingerprint(rules: SampleRules, shards: ShardSet, run: Run, tokenizer: str) -> dict[str, Any]:
-    """Return what fixes which sample is where, beside the run's sources and stages."""
-    order = run.sources[0].order
-    return {
-        "order_version": ORDER_VERSION,
-        "tokenizer": tokenizer,
-        "seed": run.seed,
-        "shuffle": order.shuffle,
-        "is_mixture": run.is_mixture,
-        "seq_len": shards.row_tokens or rules.seq_len or 0,
-        "group_by_length": order.group,
-        "max_length": rules.max_length or 0,
-        "split": shards.split,
-        "keeps_tail": order.keeps_tail,
-    }
-
-
-_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
-# By an argument's name, or by the type in the signature.
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "seed": (lambda value: isinstance(value, Integral), "a whole number"),
-    "model_id": (
-        lambda value: isinstance(value, (str, os.PathLike)),
-        "a model's folder or its name on the hub",
-    ),
-    "collate_fn": (callable, "a function of a list of samples"),
-    "bool": (lambda value: value in (True, False), "True or False"),
-}
-
-
-def _check_types(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for the first argument that is of no type that it may have."""
-    for name, parameter in inspect.signature(get_llama3_dataloader).parameters.items():
-        value, kind = given[name], parameter.annotation.removesuffix(" | None")
-        if value is None and kind != parameter.annotation:
-            continue
-        is_right, expected = _EXPECTED.get(name) or _EXPECTED.get(kind) or (None, "")
-        if is_right is not None and not is_right(value):
-            raise UsageError.of_value(name, value, expected)
-        if is_right is None and kind == "int":
-            whole_number(name, value, least=int(name not in _FROM_0))
 
 
 def _worker_options(
@@ -385,23 +372,22 @@ def _worker_options(
     persistent_workers: bool,
 ) -> dict[str, Any]:
     """Return what torch's DataLoader wants to know of workers, of which each has a slot at least."""
-    asked = operator.index(num_workers)
-    if prefetch_factor is not None and not asked:
+    if prefetch_factor is not None and not num_workers:
         raise UsageError(
             f"prefetch_factor={prefetch_factor} says what workers read ahead, and num_workers is 0; "
             "leave it out, or pass num_workers",
             found=f"prefetch_factor={prefetch_factor}",
             remedy="num_workers",
         )
-    if asked > num_slots:
+    if num_workers > num_slots:
         logger.warning(
             "num_workers is %d, but a rank's part of a global batch is %d, which no more workers can share: "
             "%d read; a larger batch_size or global_batch_size gives more of them work",
-            asked,
+            num_workers,
             num_slots,
             num_slots,
         )
-    count = min(asked, num_slots)
+    count = min(num_workers, num_slots)
     return {
         "num_workers": count,
         "prefetch_factor": (prefetch_factor or 2) if count else None,

@@ -1,11 +1,9 @@
-"""Tars that have no idx: their members and samples, by one scan of the headers.
+"""Tars that others wrote: one scan of their headers makes the records that an idx would have.
 
-A header that says nothing unusual is read here, in about 5 us; all others by Python's tarfile, as webdataset
-does. The bytes of the tar are read, not mapped: a failing page of a map would end the process with SIGBUS.
-
-Keys are formed as webdataset forms them: a member's name up to its first dot is the key, the rest is the
-field, and members of one sample stand together. Where lengths are needed beforehand a scan reads everything
-once, at about 1 GB/s. Tars of our packed rows are known by their two-dimensional ids, see docs/format.md.
+The bytes of a tar are read, not mapped: a failing page of a map would end the process with SIGBUS. Keys are
+formed as webdataset forms them: a member's name up to its first dot is the key, the rest is the field, and
+members of one sample stand together. Where lengths are needed beforehand a scan reads everything once, at
+about 1 GB/s. Tars of our packed rows are known by their two-dimensional ids, see docs/format.md.
 """
 
 from __future__ import annotations
@@ -17,68 +15,44 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
-from zlib import adler32
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from loader.shards import DatasetShards
 from shardprep.errors import BrokenShard, UnknownMember
-from shardprep.files import ReadFile
+from shardprep.files import open_regular
+from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
 
 _BUFFER_BYTES = 64 << 10  # read at once: headers of small members lie near each other
 _MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has 4,096 at most
 _PIECE_BYTES = 1 << 20
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
-_KINDS = b"\x0001234567xgLK"  # files, links, folders, devices; and headers that say more of the next one
-_SIZE = re.compile(r"\d{1,18}")
+_KINDS = set(tarfile.SUPPORTED_TYPES) - {tarfile.GNUTYPE_SPARSE}  # others could hold a part of a sample
+# A header of a file, or of PAX records, in which every number is octal and the name has no prefix.
+_PLAIN_HEADER = re.compile(
+    rb"(?s)(?P<name>.{100})"
+    rb"(?:[0-7]{6}[0-7 ]\0){3}"  # mode, owner, group
+    rb"(?P<size>[0-7]{11})[\0 ][0-7]{11}[\0 ]"  # and time
+    rb"(?P<checksum>[0-7]{6})[\0 ]{2}"
+    rb"(?P<kind>[0x]).{172}"  # link, magic, names of owner and group
+    rb"(?:[0-7]{7}\0|\0{8}){2}\0.{166}"  # numbers of a device, no prefix
+)
 _TIME = re.compile(rb"(\d\d) [acm]time=[\d.]+\n")
-# Records that change which bytes a member has; a global one would change all members.
-_LAYOUT_KEYS = {"path", "size", "hdrcharset"}
-
-
-class _RawBytes(io.RawIOBase):
-    """A ReadFile as a stream: its errors name the path, and a file that became shorter is one."""
-
-    def __init__(self, file: ReadFile) -> None:
-        self._file, self._position = file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position}[whence]
-        return self._position
-
-    def readinto(self, target: Any, /) -> int:
-        view = memoryview(target)[: max(self._file.num_bytes - self._position, 0)]
-        num_bytes = self._file.read_some(view, self._position) if view else 0
-        self._position += num_bytes
-        return num_bytes
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 class TarBytes(io.BufferedReader):
     """The bytes of a tar, as tarfile asks for them, and at any place. Use it in ``with``."""
 
     def __init__(self, path: Path) -> None:
-        file = ReadFile(path)
-        super().__init__(_RawBytes(file), _BUFFER_BYTES)
-        self.path, self.num_bytes = path, file.num_bytes
+        super().__init__(io.FileIO(open_regular(path)), _BUFFER_BYTES)
+        self.path, self.num_bytes = path, os.fstat(self.fileno()).st_size
 
     def at(self, first: int, end: int) -> bytes:
-        """Return the bytes from one up to another, or to the end that the file had when it was opened."""
+        """Return the bytes from one up to another, or to the end that the file has."""
         self.seek(first)
         return super().read(max(min(end, self.num_bytes) - first, 0))
 
@@ -101,167 +75,101 @@ class TarBytes(io.BufferedReader):
 
 
 def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, offset and size of the data) of every regular file of a tar.
+    """Yield (name, first byte and end of the data) of every regular file of a tar.
 
     They are the same as Python's tarfile finds. Raises BrokenShard for any other tar.
     """
-    archive = tarfile.TarFile(
-        fileobj=io.BytesIO(bytes(2 * BLOCK_BYTES)), encoding="utf-8", errors="surrogateescape"
-    )
+    # tarfile looks for members as soon as it has a file, so it gets the tar behind that.
+    archive = tarfile.TarFile(fileobj=io.BytesIO(2 * _ZERO_BLOCK), encoding="utf-8", errors="surrogateescape")
     archive.fileobj = tar
     position = 0
-    while True:
-        block = tar.at(position, position + BLOCK_BYTES)
-        if block == _ZERO_BLOCK:
-            _check_end(tar, position)
-            return
+    while (block := tar.at(position, position + BLOCK_BYTES)) != _ZERO_BLOCK:
         if len(block) < BLOCK_BYTES:
             raise tar.broken(
                 f"is cut short at byte {tar.num_bytes}", expected="the two zero blocks that close a tar"
             )
-        begin = position
-        if block[156] == ord("x") and _says_a_time_alone(block, tar.at(position + 512, position + 1024)):
-            begin += 2 * BLOCK_BYTES
-        header = _plain_header(tar.at(begin, begin + BLOCK_BYTES), "0")
-        if header is None:
-            name, data, num_bytes, is_file = _unusual_member(tar, archive, block, position)
-        else:
-            name, data, num_bytes, is_file = header[0], begin + BLOCK_BYTES, header[1], True
-        if data + num_bytes > tar.num_bytes:
+        # PAX records of the whole tar may change any member.
+        plain = None if archive.pax_headers else _plain_member(tar, position)
+        name, first, end = plain or _unusual_member(tar, archive, position)
+        if end > tar.num_bytes:
             raise tar.broken(
-                f"is cut short: the member at byte {position} needs {data + num_bytes} bytes, the file has "
-                f"{tar.num_bytes}"
+                f"is cut short: the member at byte {position} needs {end} bytes, the file has {tar.num_bytes}"
             )
-        position = data + (num_bytes + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
-        if is_file:
-            yield name, data, num_bytes
-
-
-def _says_a_time_alone(block: bytes, records: bytes) -> bool:
-    """Return whether a PAX header has one record, a time, as webdataset writes before each member."""
-    header, record = _plain_header(block, "x"), _TIME.fullmatch(records.rstrip(b"\0"))
-    return header is not None and record is not None and header[1] == int(record[1]) == len(record[0])
-
-
-def _plain_header(block: bytes, kind: str) -> tuple[str, int] | None:
-    """Return name and size of a header of this kind, None where tarfile has to look: bytes[512]. 5 us."""
-    if len(block) < BLOCK_BYTES or block[156] != ord(kind) or block[345]:
-        return None
-    said, size = block[148:154], block[124:135]
-    if not (said.isdigit() and size.isdigit() and block[135] in b"\0 " and block[154] in b"\0 "):
-        return None
-    if b"8" in size or b"9" in size or b"8" in said or b"9" in said:
-        return None
-    # Adler's lower half is 1 + the sum modulo 65,521, which no 256 bytes reach; 20 times as fast as sum.
-    parts = adler32(block[:148]), adler32(block[156:356]), adler32(block[356:])
-    counted = sum(part & 0xFFFF for part in parts) - 3 + 8 * ord(" ")
-    if int(said, 8) != counted or not _are_numbers(block[100:124] + block[136:148] + block[329:345]):
-        return None
-    return block[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape"), int(size, 8)
-
-
-@lru_cache(maxsize=256)  # most members of a tar have the same
-def _are_numbers(fields: bytes) -> bool:
-    """Return whether mode, owner, group, time and device are numbers: tarfile ends where one is none."""
-    try:
-        for start, end in pairwise((0, 8, 16, 24, 36, 44, 52)):
-            tarfile.nti(fields[start:end])  # type: ignore[attr-defined]
-    except tarfile.HeaderError:
-        return False
-    return True
-
-
-def _unusual_member(
-    tar: TarBytes, archive: tarfile.TarFile, block: bytes, position: int
-) -> tuple[str, int, int, bool]:
-    """Return name, first byte and size of the data, and whether it is a regular file.
-
-    tarfile reads the header, and those before it that say more of the member. Raises BrokenShard.
-    """
-    try:
-        _check_kind(tar, tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape").type, position)
-        tar.seek(position)
-        member = tarfile.TarInfo.fromtarfile(archive)
-    except tarfile.SubsequentHeaderError:  # type: ignore[attr-defined]
-        raise tar.broken(f"is damaged: behind the header at byte {position} no whole one stands") from None
-    except tarfile.HeaderError as error:
-        if position == 0 and (block[:2] == b"\x1f\x8b" or block[:4] == b"\x28\xb5\x2f\xfd"):
-            raise tar.broken("is compressed", "decompress it, as the loader reads at random") from None
-        raise tar.broken(
-            f"is no tar, or is damaged: at byte {position} stands no member's header of a right checksum and "
-            f"numbers ({error})"
-        ) from None
-    _check_kind(tar, member.type, member.offset)
-    records, shared = member.pax_headers, archive.pax_headers
-    has_size = _SIZE.fullmatch(records.get("size", "0"))
-    if member.size < 0 or not has_size or not _LAYOUT_KEYS.isdisjoint(shared) or "hdrcharset" in records:
-        what = f"PAX records {records} {shared}" if records or shared else f"a size of {member.size} bytes"
-        raise tar.broken(
-            f"is damaged: the header at byte {position} has {what}, expected a whole number of bytes, and "
-            "none for all members"
-        )
-    if member.sparse is not None or any(key.startswith("GNU.sparse.") for key in records):
-        _check_kind(tar, tarfile.GNUTYPE_SPARSE, position)
-    is_file = member.isreg()
-    return member.name, member.offset_data, member.size if is_file else 0, is_file
-
-
-def _check_kind(tar: TarBytes, kind: bytes, position: int) -> None:
-    if kind not in _KINDS:
-        raise tar.broken(
-            f"has a member of kind {kind.decode('latin1')!r} at byte {position}, expected files, folders and "
-            "links",
-            "sparse files and parts of volumes cannot be read: unpack and pack them again",
-        )
-
-
-def _check_end(tar: TarBytes, position: int) -> None:
-    """Raise BrokenShard unless two zero blocks end a tar, and nothing but zeros stands behind them."""
+        position = first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
+        if name is not None:
+            yield name, first, end
     if position + 2 * BLOCK_BYTES > tar.num_bytes:
         raise tar.broken("is cut short: only one of the two zero blocks that close a tar is there")
-    for first in range(position, tar.num_bytes, _PIECE_BYTES):
-        if tar.at(first, first + _PIECE_BYTES).strip(b"\0"):
+    for begin in range(position, tar.num_bytes, _PIECE_BYTES):
+        if tar.at(begin, begin + _PIECE_BYTES).strip(b"\0"):
             raise tar.broken(
                 f"goes on behind its end at byte {position}, so samples would be lost",
                 "were tars joined with cat? Unpack and pack them again",
             )
 
 
-_FIELDS = re.compile(
-    rb"\{ *'descr': *'([<|>=][iu][1248])' *, *'fortran_order': *False *, "
+def _plain_member(tar: TarBytes, position: int) -> tuple[str, int, int] | None:
+    """Read a header that says nothing unusual. None where tarfile has to look, which takes 10 times as long.
+
+    webdataset writes PAX records before each header, of a time alone, which are passed over.
+    """
+    header = _plain_header(tar.at(position, position + BLOCK_BYTES))
+    if header is not None and header["kind"] == b"x":
+        records_at, position = position + BLOCK_BYTES, position + 2 * BLOCK_BYTES
+        time = _TIME.fullmatch(tar.at(records_at, position).rstrip(b"\0"))
+        if time is None or not len(time[0]) == int(time[1]) == int(header["size"], 8):
+            return None
+        header = _plain_header(tar.at(position, position + BLOCK_BYTES))
+    if header is None or header["kind"] != b"0":
+        return None
+    name = header["name"].partition(b"\0")[0].decode("utf-8", "surrogateescape")
+    first = position + BLOCK_BYTES
+    return name, first, first + int(header["size"], 8)
+
+
+def _plain_header(block: bytes) -> re.Match[bytes] | None:
+    header = _PLAIN_HEADER.fullmatch(block)
+    if header is None:
+        return None
+    counted = sum(block) - sum(block[148:156]) + 8 * ord(" ")  # the checksum counts as blanks
+    return header if int(header["checksum"], 8) == counted else None
+
+
+def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> tuple[str | None, int, int]:
+    """Let tarfile read a header, and those before it that say more of its member. Raises BrokenShard.
+
+    Returns the name, None where it is no regular file, and the first byte and the end of the data.
+    """
+    try:
+        tar.seek(position)
+        member = tarfile.TarInfo.fromtarfile(archive)
+    except (tarfile.TarError, ValueError) as error:
+        if tar.at(0, 2) == b"\x1f\x8b" or tar.at(0, 4) == b"\x28\xb5\x2f\xfd":
+            raise tar.broken("is compressed", "decompress it, as the loader reads at random") from None
+        raise tar.broken(
+            f"is no tar, or is damaged: no whole header with its checksum stands at byte {position} ({error})"
+        ) from None
+    # tarfile takes a size in PAX records that is no number for 0.
+    said = member.pax_headers.get("size", str(member.size))
+    if said != str(member.size):
+        raise tar.broken(f"has PAX records at byte {position} with a size of {said!r}")
+    if member.type not in _KINDS or member.issparse() or member.size < 0:
+        raise tar.broken(
+            f"has a member of kind {member.type.decode('latin1')!r} and {member.size} bytes at byte "
+            f"{position}, expected files, folders and links",
+            "sparse files and parts of volumes cannot be read: unpack and pack them again",
+        )
+    if not member.isreg():
+        return None, member.offset_data, member.offset_data
+    return member.name, member.offset_data, member.offset_data + member.size
+
+
+# What numpy writes before an array of integers in C order, and nothing else.
+_NPY_HEADER = re.compile(
+    rb"(?s)\x93NUMPY\x01\0..\{ *'descr': *'([<|>=][iu][1248])' *, *'fortran_order': *False *, "
     rb"*'shape': *\( *((?:\d{1,15} *, *)*(?:\d{1,15})?) *\) *,? *\}[ \n\0]*"
 )
-_VERSIONS = (b"\x01\0", b"\x02\0", b"\x03\0")
 _HEADER_BYTES = 4096
-
-
-class NpyHeader(NamedTuple):
-    """What an array of integers says of itself."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    data_start: int  # byte of the file where the numbers begin
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of the whole file."""
-        return self.data_start + math.prod(self.shape) * self.dtype.itemsize
-
-
-def parse_npy_header(raw: bytes) -> NpyHeader | None:
-    """Return the header that ``raw`` begins with, or None where it is none of an integer array in C order.
-
-    Only a whole header counts, with nothing before, between or behind its fields that numpy does not write.
-    """
-    size_bytes = 2 if raw[6:7] == b"\x01" else 4
-    data_start = 8 + size_bytes + int.from_bytes(raw[8 : 8 + size_bytes], "little")
-    match = _FIELDS.fullmatch(raw, 8 + size_bytes, data_start)
-    is_npy = raw.startswith(b"\x93NUMPY") and raw[6:8] in _VERSIONS and data_start <= len(raw)
-    if not is_npy or match is None:
-        return None
-    shape = tuple(int(part) for part in match[2].split(b",") if part.strip())
-    return NpyHeader(np.dtype(match[1].decode()), shape, data_start)
-
 
 IDS_FIELD = "token_ids.npy"
 JSON_FIELD = "token_ids.json"
@@ -283,55 +191,73 @@ _RECORD = np.dtype(
         ("last_id", np.int64),  # -1 where tokens were not counted, or there are none
     ]
 )
+Records = npt.NDArray[np.void]
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's base_plus_ext
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset skips such names
 _MOST_DIGITS = 10  # of an id
 _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScannedTar:
-    """Where the token ids of a tar's samples lie."""
+def scan_tar(path: Path, *, count_tokens: bool = False) -> DatasetShards:
+    """Return a tar as a data set of one shard, whose records take the place of an idx.
 
-    path: Path
-    num_bytes: int  # of the tar
-    records: npt.NDArray[np.void]  # of _RECORD, one per sample, in tar order
-    fingerprint: str  # of sizes, places and some samples' bytes; the path is outside it
-    row_tokens: int = 0  # of packed rows, else 0
-
-    @property
-    def has_mask(self) -> bool:
-        """Return whether rows say which of their tokens have a label."""
-        return bool(self.records["mask_offset"].any())
-
-
-def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
-    """Index a tar by its headers, with ``count_tokens`` by its data, too.
-
-    Raises BrokenShard; UnknownMember for a member that would change the training; OSError.
+    Its spec has what the loader asks for. Nobody knows its tokenizer, which has no name and no hash. The path
+    is outside its fingerprint. With ``count_tokens`` all data is read. Raises BrokenShard; UnknownMember for
+    a member that would change the training; OSError.
     """
     with TarBytes(path) as tar:
         samples = _samples(tar)
         row_tokens = 0
-        if samples and samples[0].is_packed:
+        if samples and {IDS_FIELD, DOC_STARTS_FIELD} <= samples[0].fields.keys():
             records, row_tokens = _packed_records(samples)
         else:
             records = np.zeros(len(samples), _RECORD)
             for number, sample in enumerate(samples):
                 records[number] = _document_record(sample, count_tokens=count_tokens)
-        return ScannedTar(
-            path=path,
-            num_bytes=tar.num_bytes,
-            records=records,
-            fingerprint=_fingerprint(tar, records),
-            row_tokens=row_tokens,
-        )
+        # Hash sizes, places and the bytes of some samples.
+        offset, num_bytes = records["offset"], records["num_bytes"]
+        digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
+        for row in range(0, len(records), max(len(records) // _FINGERPRINTED, 1)):
+            digest.update(tar.at(int(offset[row]), int(offset[row] + num_bytes[row])))
+    counted = records["num_tokens"]
+    # Tokens that were not counted are guessed, 4 bytes each.
+    num_tokens = int(counted.sum()) if (counted >= 0).all() else tar.num_bytes // 4
+    record: Literal["documents", "packed", "chat"] = "documents"
+    if row_tokens:
+        record = "chat" if records["mask_offset"].any() else "packed"
+    spec = DatasetSpec(
+        plan_id=digest.hexdigest(),
+        num_shards=1,
+        record=record,
+        token_format="npy" if row_tokens else "json",
+        seq_len=row_tokens,
+        append_eos=False,
+        tokenizer=TokenizerSpec(
+            model_id="",
+            fingerprint="",
+            vocab_size=2**31,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        ),
+    )
+    return DatasetShards(
+        folder=path.parent,
+        spec=spec,
+        shard_ids=np.zeros(1, np.int64),
+        num_samples=np.array([len(records)]),
+        num_tokens=np.array([num_tokens]),
+        tar_bytes=np.array([tar.num_bytes]),
+        tar_sha256=np.array([digest.hexdigest()[:16]]),
+        scanned_tar=path,
+        records=records,
+    )
 
 
 def _samples(tar: TarBytes) -> list[_Sample]:
     """Return the samples of a tar, whose members stand together. Raises BrokenShard."""
     found: list[_Sample] = []
-    for name, offset, num_bytes in tar_members(tar):
+    for name, first, end in tar_members(tar):
         match = _KEY_AND_FIELD.match(name)
         if match is None or _META.match(name):
             continue
@@ -343,8 +269,17 @@ def _samples(tar: TarBytes) -> list[_Sample]:
                 f"has two members {field!r} for sample {key!r}",
                 "what stands before a name's first dot is the sample's key, and keys must differ",
             )
-        found[-1].fields[field] = (offset, num_bytes)
+        found[-1].fields[field] = (first, end)
     return found
+
+
+class _Array(NamedTuple):
+    """Where the numbers of a .npy member lie."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    first: int  # byte of the tar
+    end: int
 
 
 class _Sample(NamedTuple):
@@ -352,81 +287,67 @@ class _Sample(NamedTuple):
 
     tar: TarBytes
     key: str
-    fields: dict[str, tuple[int, int]]  # offset and size of each member
+    fields: dict[str, tuple[int, int]]  # first byte and end of each member
 
-    @property
-    def is_packed(self) -> bool:
-        """Return whether the ids are rows, ``[rows, seq_len]``."""
-        if IDS_FIELD not in self.fields or DOC_STARTS_FIELD not in self.fields:
-            return False
-        header = self._header(IDS_FIELD)
-        return header is not None and len(header.shape) == 2
-
-    def array(self, field: str, dtypes: tuple[str, ...], num_dimensions: int) -> NpyHeader:
-        """Return the header of an array of one of some types, which must have the member's size."""
-        header, num_bytes = self._header(field), self.fields[field][1]
-        is_right = header is not None and header.dtype in map(np.dtype, dtypes)
-        if header is None or not is_right or len(header.shape) != num_dimensions:
-            found = "no array of integers" if header is None else f"{header.dtype.str}{list(header.shape)}"
+    def array(self, field: str, dtypes: tuple[str, ...], num_dimensions: int) -> _Array:
+        """Return an array of one of some types, which must have the member's size. Raises BrokenShard."""
+        first, end = self.fields[field]
+        raw = self.tar.at(first, min(end, first + _HEADER_BYTES))
+        header_bytes = 10 + int.from_bytes(raw[8:10], "little")
+        header = _NPY_HEADER.fullmatch(raw, 0, header_bytes)
+        if header is None or header_bytes > len(raw):
+            raise self.broken(field, "no array of integers", "a .npy as numpy writes it")
+        dtype = np.dtype(header[1].decode())
+        shape = tuple(int(part) for part in header[2].split(b",") if part.strip())
+        if dtype not in map(np.dtype, dtypes) or len(shape) != num_dimensions:
             kinds = "integers" if dtypes == _WIDTHS else " or ".join(dtypes)
-            raise self.broken(field, found, f"a .npy of {kinds} with {num_dimensions} dimensions")
-        if header.num_bytes != num_bytes:
-            raise self.broken(field, f"{num_bytes} bytes", f"{header.num_bytes}, as its header says")
-        return header
+            expected = f"a .npy of {kinds} with {num_dimensions} dimensions"
+            raise self.broken(field, f"{dtype.str}{list(shape)}", expected)
+        num_bytes = header_bytes + math.prod(shape) * dtype.itemsize
+        if end - first != num_bytes:
+            raise self.broken(field, f"{end - first} bytes", f"{num_bytes}, as its header says")
+        return _Array(dtype, shape, first + header_bytes, end)
 
     def numbers(self, field: str) -> tuple[npt.NDArray[np.uint32], int]:
         """Return the numbers of a small member, uint32[n], and the byte of the tar where they begin."""
-        begin = self.fields[field][0] + self.array(field, ("<u4",), 1).data_start
-        return np.frombuffer(self.tar.at(begin, sum(self.fields[field])), "<u4"), begin
+        array = self.array(field, ("<u4",), 1)
+        return np.frombuffer(self.tar.at(array.first, array.end), "<u4"), array.first
 
-    def broken(self, field: str, found: object, expected: str) -> BrokenShard:
-        """Return the error to raise for a member."""
-        return BrokenShard(
-            f"{self.tar.path}: {field} of sample {self.key!r} has {found}, expected {expected}",
-            path=self.tar.path,
-            found=str(found),
-            expected=expected,
+    def broken(
+        self, field: str, found: object, expected: str, kind: type[BrokenShard] = BrokenShard
+    ) -> BrokenShard:
+        """Return the error to raise for a member, or for all of them."""
+        message = f"{self.tar.path}: {field} of sample {self.key!r} has {found}, expected {expected}"
+        return kind(message, path=self.tar.path, found=str(found), expected=expected)
+
+    def unknown(self, expected: str) -> BrokenShard:
+        """Return the error to raise for members of which one left out could change the training."""
+        return self.broken(
+            "a member", f"the fields {', '.join(sorted(self.fields))}", expected, UnknownMember
         )
-
-    def unknown(self, expected: str) -> UnknownMember:
-        """Return the error to raise for members that cannot be left out."""
-        found = ", ".join(sorted(self.fields))
-        return UnknownMember(
-            f"{self.tar.path}: sample {self.key!r} has the fields {found}, expected {expected}; leaving one "
-            "out could change the training",
-            path=self.tar.path,
-            found=found,
-            expected=expected,
-        )
-
-    def _header(self, field: str) -> NpyHeader | None:
-        offset, num_bytes = self.fields[field]
-        return parse_npy_header(self.tar.at(offset, offset + min(num_bytes, _HEADER_BYTES)))
 
 
 def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
     """Return the _RECORD of a document. Raises BrokenShard or UnknownMember."""
     if LOSS_MASK_FIELD in sample.fields:
         raise sample.unknown(f"no {LOSS_MASK_FIELD} but of packed rows")
+    num_tokens = last_id = -1
     if JSON_FIELD in sample.fields:
-        offset, num_bytes = sample.fields[JSON_FIELD]
-        num_tokens = last_id = -1
+        first, end = sample.fields[JSON_FIELD]
         if count_tokens:
-            num_tokens, last_id = _count_json(sample.tar.at(offset, offset + num_bytes))
-        return offset, num_bytes, num_tokens, 0, 0, 0, JSON, last_id
+            num_tokens, last_id = _count_json(sample.tar.at(first, end))
+        return first, end - first, num_tokens, 0, 0, 0, JSON, last_id
     if IDS_FIELD not in sample.fields:
         raise sample.tar.broken(
             f"has the fields {', '.join(sorted(sample.fields))} for sample {sample.key!r}",
             "what stands before a name's first dot is the sample's key",
             expected=f"{JSON_FIELD} or {IDS_FIELD}",
         )
-    header, last_id = sample.array(IDS_FIELD, _WIDTHS, 1), -1
-    end = sum(sample.fields[IDS_FIELD])
-    if count_tokens and header.shape[0]:
-        last = int(np.frombuffer(sample.tar.at(end - header.dtype.itemsize, end), header.dtype)[0])
+    ids = sample.array(IDS_FIELD, _WIDTHS, 1)
+    if count_tokens and ids.shape[0]:
+        last = int(np.frombuffer(sample.tar.at(ids.end - ids.dtype.itemsize, ids.end), ids.dtype)[0])
         last_id = last if 0 <= last < 2**31 else -1
-    begin = sample.fields[IDS_FIELD][0] + header.data_start
-    return begin, end - begin, header.shape[0], 0, 0, 0, TOKEN_DTYPES.index(header.dtype), last_id
+    return ids.first, ids.end - ids.first, ids.shape[0], 0, 0, 0, TOKEN_DTYPES.index(ids.dtype), last_id
 
 
 def _count_json(raw: bytes) -> tuple[int, int]:
@@ -439,14 +360,14 @@ def _count_json(raw: bytes) -> tuple[int, int]:
     return (raw.count(b",") + 1 if last else 0), (int(last) if is_id else -1)
 
 
-def _packed_records(samples: list[_Sample]) -> tuple[npt.NDArray[np.void], int]:
+def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
     """Return the _RECORD of each row, and the tokens of a row. No ids are read."""
     parts, forms = [], set()
     for sample in samples:
-        if sample.fields.keys() - _ROW_FIELDS or IDS_FIELD not in sample.fields:
-            raise sample.unknown(f"some of {', '.join(sorted(_ROW_FIELDS))}")
-        if DOC_STARTS_FIELD not in sample.fields:
-            raise sample.broken(DOC_STARTS_FIELD, "no such member", "where documents begin")
+        if not {IDS_FIELD, DOC_STARTS_FIELD} <= sample.fields.keys() <= _ROW_FIELDS:
+            raise sample.unknown(
+                f"{IDS_FIELD}, {DOC_STARTS_FIELD} and some of {', '.join(sorted(_ROW_FIELDS))}"
+            )
         ids = sample.array(IDS_FIELD, ("<u2", "<u4"), 2)
         num_rows, seq_len = ids.shape
         forms.add((seq_len, ids.dtype, LOSS_MASK_FIELD in sample.fields))
@@ -457,12 +378,12 @@ def _packed_records(samples: list[_Sample]) -> tuple[npt.NDArray[np.void], int]:
     return np.concatenate(parts), forms.pop()[0]
 
 
-def _rows_of_member(sample: _Sample, ids: NpyHeader) -> npt.NDArray[np.void]:
+def _rows_of_member(sample: _Sample, ids: _Array) -> Records:
     """Return the _RECORD of each row of one member. Raises BrokenShard."""
     num_rows, seq_len = ids.shape
     row, row_bytes = np.arange(num_rows), seq_len * ids.dtype.itemsize
     records = np.zeros(num_rows, _RECORD)
-    records["offset"] = sample.fields[IDS_FIELD][0] + ids.data_start + row * row_bytes
+    records["offset"] = ids.first + row * row_bytes
     records["num_bytes"] = row_bytes
     records["num_tokens"] = seq_len
     records["dtype"] = TOKEN_DTYPES.index(ids.dtype)
@@ -484,13 +405,5 @@ def _rows_of_member(sample: _Sample, ids: NpyHeader) -> npt.NDArray[np.void]:
         mask = sample.array(LOSS_MASK_FIELD, ("u1",), 2)
         if mask.shape != ids.shape:
             raise sample.broken(LOSS_MASK_FIELD, list(mask.shape), str(list(ids.shape)))
-        records["mask_offset"] = sample.fields[LOSS_MASK_FIELD][0] + mask.data_start + row * seq_len
+        records["mask_offset"] = mask.first + row * seq_len
     return records
-
-
-def _fingerprint(tar: TarBytes, records: npt.NDArray[np.void]) -> str:
-    offset, num_bytes = records["offset"], records["num_bytes"]
-    digest = hashlib.sha256(np.stack([offset, num_bytes]).astype("<i8").tobytes())
-    for row in range(0, len(records), max(len(records) // _FINGERPRINTED, 1)):
-        digest.update(tar.at(int(offset[row]), int(offset[row] + num_bytes[row])))
-    return digest.hexdigest()

@@ -10,10 +10,10 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from braceexpand import braceexpand
@@ -37,8 +37,8 @@ from shardprep.format.index import merge_manifests, read_index
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import INDEX_NAME, PLAN_NAME, manifest_path, tar_path
 
-T = TypeVar("T")
-InputShards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+Named: TypeAlias = "str | bytes | os.PathLike[str]"
+InputShards: TypeAlias = "Named | Iterable[Named]"
 
 NAMEABLE = "a folder, an index.json, tars or a pattern of tars"
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -47,19 +47,9 @@ _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 
 
-def find_shards(
-    input_shards: InputShards,
-    *,
-    cache_dir: str | os.PathLike[str] | None = None,
-    count_tokens: bool = False,
-    split: SplitName | None = None,
-) -> ShardSet:
-    """Find what a user named. An incomplete folder is refused.
-
-    ``count_tokens``: tars without an idx are read once for the lengths of their samples.
-    """
-    named = {"all": input_shards}
-    return find_sources(named, cache_dir=cache_dir, count_tokens=count_tokens, split=split)["all"]
+def find_shards(input_shards: InputShards, **options: Any) -> ShardSet:
+    """Find the shards of one source, as ``find_sources`` does with these options."""
+    return find_sources({"all": input_shards}, **options)["all"]
 
 
 def find_sources(
@@ -69,13 +59,16 @@ def find_sources(
     count_tokens: bool = False,
     split: SplitName | None = None,
 ) -> dict[str, ShardSet]:
-    """Find the shards of each named source, as ``find_shards`` does. No shard may be in two of them."""
+    """Find the shards of each named source. An incomplete folder is refused, and a shard in two sources.
+
+    ``count_tokens``: tars without an idx are read once for the lengths of their samples.
+    """
     if not sources or not all(isinstance(name, str) and name for name in sources):
         raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
     found = {}
     for name, input_shards in sources.items():
-        paths = find_inputs(input_shards, cache_dir)
-        shards = found[name] = ShardSet(_of_paths(paths, count_tokens=count_tokens), split)
+        paths = find_paths(input_shards, cache_dir)
+        shards = found[name] = ShardSet(_shards_of(paths, count_tokens=count_tokens), split)
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
             raise UsageError(found=f"no sample{side} in {input_shards}", expected="one at least")
@@ -83,22 +76,22 @@ def find_sources(
     return found
 
 
-def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
+def find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
     """Return every absolute path that was named, brace patterns and globs expanded, in the order given.
 
     What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
     """
     named: list[Any] = [input_shards]
-    if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, os.PathLike)):
+    if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, bytes, os.PathLike)):
         named = list(input_shards)
     for each in named:
-        if not isinstance(each, (str, os.PathLike)):
+        if not isinstance(each, (str, bytes, os.PathLike)):
             expected = "the path of a folder, an index.json or a tar"
             raise UsageError(found=f"input_shards={each!r}", expected=expected)
+    names = [os.fsdecode(each) for each in named]
+    check_names_are_utf8(*names)
     names_in: dict[str, frozenset[str] | None] = {}
     paths: list[str] = []
-    names = [os.fspath(each) for each in named]
-    check_names_are_utf8(*names)
     for name in names:
         if is_url(name):
             paths += [copy_url(url, cache_dir) for url in expand_braces(name)]
@@ -114,11 +107,12 @@ def find_inputs(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
 
 
 def _expand(name: str, names_in: dict[str, frozenset[str] | None]) -> list[str]:
-    if _exists(_absolute(name), names_in):
-        return [_absolute(name)]
+    """Return the paths that a name stands for: itself, if it is there, before any pattern."""
+    if _exists(path := os.path.abspath(name), names_in):  # noqa: PTH100  Path.resolve would follow links
+        return [path]
     found: list[str] = []
     for pattern in expand_braces(name):
-        path = _absolute(pattern)
+        path = os.path.abspath(pattern)  # noqa: PTH100
         if _exists(path, names_in):
             found.append(path)
             continue
@@ -128,11 +122,6 @@ def _expand(name: str, names_in: dict[str, frozenset[str] | None]) -> list[str]:
             raise NotFound(path=path, found=found_nothing, expected=NAMEABLE)
         found += matches
     return found
-
-
-def _absolute(name: str) -> str:
-    """Return a path without following links: a linked tar's manifest stands beside the link."""
-    return os.path.abspath(name)  # noqa: PTH100  Path.resolve would follow them
 
 
 def _exists(path: str, names_in: dict[str, frozenset[str] | None]) -> bool:
@@ -166,14 +155,14 @@ def expand_braces(pattern: str) -> list[str]:
     return names
 
 
-def _of_paths(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
+def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
     """Return what the paths name: folders and tars of others in their order, then shards named one by one."""
     found: list[DatasetShards] = []
     named: dict[str, list[int]] = {}  # folder of one of our data sets -> shards of it that were named
     is_ours: dict[str, bool] = {}  # folder -> whether it is a data set: looked up once for 100,000 shards
 
-    def add(path: str) -> None:
-        """Read what one path names. What is read again after an error counts once."""
+    def add(path: str) -> list[str]:
+        """Read what a path names. Returns the tars that are still to be added, of a folder of tars."""
         folder, name = os.path.split(path)
         shard = _SHARD_TAR.fullmatch(name)
         if shard and folder not in is_ours:
@@ -183,30 +172,23 @@ def _of_paths(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         elif name == INDEX_NAME:
             found.append(_dataset(Path(folder)))
         elif name.endswith(".tar"):
-            found.append(_scanned(path, count_tokens=count_tokens))
+            found.append(scan_tar(Path(path), count_tokens=count_tokens))
         elif not is_folder(Path(path)):
             expected = f"a tar, a folder or an {INDEX_NAME}; decompress .tar.gz files first"
             raise UsageError(path=path, found="none of what can be loaded", expected=expected)
         elif _has_index_or_plan(Path(path)) or manifest_ids(Path(path)):
             found.append(_dataset(Path(path)))
         else:
-            tars = _tars_in(Path(path))
-            found.extend([_scanned(tar, count_tokens=count_tokens) for tar in tars])
+            return _tars_in(Path(path))
+        return []
 
     for path in paths:
-        _retried(path, partial(add, path))
+        for tar in with_retries(f"{path} cannot be read", partial(add, path)):
+            with_retries(f"{tar} cannot be read", partial(add, tar))
     for folder, ids in named.items():
-        found.append(_retried(folder, partial(_dataset, Path(folder), ids)))
+        attempt = partial(_dataset, Path(folder), ids)
+        found.append(with_retries(f"{folder} cannot be read", attempt))
     return found
-
-
-def _retried(path: str, attempt: Callable[[], T]) -> T:
-    return with_retries(f"{path} cannot be read", attempt)
-
-
-def _scanned(path: str, *, count_tokens: bool) -> DatasetShards:
-    tar = _retried(path, lambda: scan_tar(Path(path), count_tokens=count_tokens))
-    return DatasetShards.of_scanned(tar)
 
 
 def _tars_in(folder: Path) -> list[str]:
@@ -217,12 +199,8 @@ def _tars_in(folder: Path) -> list[str]:
     tars = [str(folder / name) for name in names if name.endswith(".tar")]
     if not tars:
         remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
-        raise NotFound(
-            path=folder,
-            found="no shards",
-            expected=f"an {INDEX_NAME}, manifests or tars; if these are raw texts",
-            remedy=remedy,
-        )
+        expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"
+        raise NotFound(path=folder, found="no shards", expected=expected, remedy=remedy)
     return tars
 
 
@@ -258,6 +236,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
     refuse_other_plan(folder, index.spec.plan_id)
     refuse_found(folder, read_findings(folder, index.spec.plan_id), ids.tolist())
+    num_validation = index.column("num_validation_samples")[rows]
     return DatasetShards(
         folder=folder,
         spec=index.spec,
@@ -266,9 +245,7 @@ def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
         num_tokens=index.column("num_tokens")[rows],
         tar_bytes=index.column("tar_bytes")[rows],
         tar_sha256=np.array(index.tar_sha256)[rows],
-        num_validation=index.column("num_validation_samples")[rows]
-        if index.spec.validation_fraction
-        else None,
+        num_validation=num_validation if index.spec.validation_fraction else None,
         has_blanks=bool(index.blanked),
     )
 

@@ -47,7 +47,7 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
         )
     data, row = shards.locate(shard)
     place, address = "", ""
-    if data.scanned is None:
+    if data.records is None:
         shard_id = int(data.shard_ids[row])
         address = f"{shard_id}:{sample}:{document}" if data.row_tokens else f"{shard_id}:{sample}"
         with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan

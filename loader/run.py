@@ -2,13 +2,13 @@
 
 A run has one source or several, each with an order of its own (order.py). A **tick** takes L samples, one for
 each of its L places; a training **step** is one tick or several. A **stage** says from which step on the
-sources have which shares, and how many ticks a step has. Everything else follows from the list of stages:
+sources have which weights, and how many ticks a step has. Everything else follows from the list of stages:
 
 * An epoch has R ticks: as many as one epoch of each source that the run began with, together. It ends where
   the next step would not fit, and the ticks that are left are not used. Ticks are counted through all epochs,
   unused ones included, so tick t of a run with one source is always tick t % R of that source's epoch t // R.
-* Shares are whole ticks of a cycle of 65,536, evenly spread. So how many ticks a source has had before tick t
-  follows from t alone.
+* Weights are rounded to **shares**, whole ticks of a cycle of 65,536, and these are evenly spread. So how
+  many ticks a source has had before tick t follows from t alone.
 * A **round** is 64 ticks, in which every slot takes equally many samples of a source, each slot in an order
   of its own. Rounds are counted from the tick at which shares begin to hold, and the last round before other
   shares is laid out to end where it ends. At the end of a round all slots stand at the same place in each
@@ -20,21 +20,25 @@ some rounds only.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from loader.order import Int64s, Order, hash_array, hash_ints
+from loader.order import ORDER_VERSION, Int64s, Order, hash_array, hash_ints
 from shardprep.errors import UsageError
+
+if TYPE_CHECKING:
+    from loader.samples import Samples
 
 ROUND = 64  # ticks
 CYCLE = 1 << 16  # ticks
 _PATTERN, _SEED = 6, 7  # what a hash is for, beside those of order.py
+_NEVER = 1 << 62  # the step at which the last stage ends
 
 
 class Position(NamedTuple):
@@ -62,6 +66,8 @@ class Source:
     data: str  # fingerprint of its shards, 16 hex digits
     order: Order
     added_at: int = 0  # the step at which an amendment added it; 0: the run began with it
+    # What to read; None where this loader was not given it, since the run has dropped it.
+    samples: Samples | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +76,31 @@ class Stage:
 
     step: int
     ticks_per_step: int
-    shares: tuple[int, ...] | None  # ticks of each source in a cycle; None: as before, and the round goes on
+    # Shares of the samples by the source's name, 1 in all. None: as before, and the round goes on.
+    weights: Mapping[str, float] | None
     is_amended: bool = False  # an amendment begins here
 
 
 class Held(NamedTuple):
-    """What holds from a step on, in words that two runs can be compared by."""
+    """What holds from a step on, so that two runs can be compared."""
 
     step: int
     global_batch_size: int
-    shares: dict[str, int]  # by the source's name, those above 0
+    shares: dict[str, int]  # ticks of a cycle by the source's name, those above 0
+
+    def __str__(self) -> str:
+        shares = [f"{name} {share / CYCLE:.4g}" for name, share in self.shares.items()]
+        return f"from step {self.step}: {', '.join(shares)}, global_batch_size {self.global_batch_size}"
+
+
+class _Stretch(NamedTuple):
+    """Steps of equal size: the rest of an epoch, or all epochs from the beginning of one on."""
+
+    step: int  # the first one
+    epoch: int  # where that begins
+    tick: int  # of the epoch, likewise
+    size: int  # ticks of a step
+    num_steps: int  # from the tick to the end of the epoch
 
 
 class _Mix(NamedTuple):
@@ -105,6 +126,12 @@ def source_seed(seed: int, number: int) -> int:
     return hash_ints(seed, _SEED, number)
 
 
+def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return weights as ticks of a cycle. Their sums are rounded, so that they make a whole cycle."""
+    ends = np.rint(np.array([0.0, *accumulate(weights)]) * CYCLE).astype(np.int64)
+    return tuple(np.diff(ends).tolist())
+
+
 @lru_cache(maxsize=16)
 def spread(shares: tuple[int, ...]) -> Int64s:
     """Return the source of each tick of a cycle, evenly spread: int64[CYCLE].
@@ -117,15 +144,22 @@ def spread(shares: tuple[int, ...]) -> Int64s:
     return source[np.lexsort((source, (2 * number + 1) / counts[source]))]
 
 
+def _count_ticks(shares: tuple[int, ...], num_ticks: int) -> Int64s:
+    """Count the ticks of each source among the first ticks of shares: int64[sources]."""
+    num_cycles, rest = divmod(num_ticks, CYCLE)
+    return num_cycles * np.array(shares, np.int64) + np.bincount(spread(shares)[:rest], minlength=len(shares))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Which samples each step of a run takes. Raises UsageError where a step is more than an epoch."""
 
     sources: tuple[Source, ...]
-    stages: tuple[Stage, ...]  # ascending; the first one is at step 0 and has shares
+    stages: tuple[Stage, ...]  # ascending; the first one is at step 0 and has weights
     batches_per_tick: int  # of each rank
     seed: int = 0
     is_mixture: bool = False  # sources are named, and have seeds of their own
+    settings: Mapping[str, Any] = field(default_factory=dict)  # what else a sample depends on
 
     def __post_init__(self) -> None:
         largest = max(stage.ticks_per_step for stage in self.stages)
@@ -136,98 +170,100 @@ class Run:
             )
 
     @property
-    def _order(self) -> Order:
-        """Sources have equal L, g and shuffle."""
+    def order(self) -> Order:
+        """The order of the first source: all have its L, group, shuffle and tail."""
         return self.sources[0].order
 
     @property
     def tick_samples(self) -> int:
         """L."""
-        return self._order.tick_samples
-
-    @property
-    def num_slots(self) -> int:
-        return self._order.num_slots
-
-    @property
-    def group(self) -> int:
-        return self._order.group
-
-    @cached_property
-    def ticks_per_epoch(self) -> int:
-        return sum(source.order.ticks_per_epoch for source in self.sources if not source.added_at)
+        return self.order.tick_samples
 
     @property
     def is_validation(self) -> bool:
-        return self._order.keeps_tail
+        return self.order.keeps_tail
 
-    def fillers(self, step: int, slots: range) -> npt.NDArray[np.bool_] | None:
-        """Return which slots hold a sample again at a step of an epoch, of a validation set; None: none."""
-        return self._order.is_filler(step, slots)
+    @cached_property
+    def ticks_per_epoch(self) -> int:
+        """R."""
+        return sum(source.order.ticks_per_epoch for source in self.sources if not source.added_at)
+
+    @property
+    def samples(self) -> list[Samples]:
+        """What this loader reads of the sources."""
+        return [source.samples for source in self.sources if source.samples is not None]
+
+    @cached_property
+    def row_tokens(self) -> int:
+        """Tokens of every sample where all are rows of one length, else 0."""
+        return self.samples[0].row_tokens
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What fixes which sample is where, beside sources and stages."""
+        return {
+            "order_version": ORDER_VERSION,
+            "seed": self.seed,
+            "shuffle": self.order.shuffle,
+            "is_mixture": self.is_mixture,
+            "group_by_length": self.order.group,
+            "keeps_tail": self.is_validation,
+            **self.settings,
+        }
 
     # Steps and epochs.
 
     @cached_property
-    def has_sizes(self) -> bool:
-        """Whether steps differ in size."""
-        return len({stage.ticks_per_step for stage in self.stages}) > 1
+    def _stretches(self) -> list[_Stretch]:
+        found = []
+        epoch = tick = 0
+        ends = [*(stage.step for stage in self.stages[1:]), _NEVER]
+        for stage, end in zip(self.stages, ends, strict=True):
+            step, size = stage.step, stage.ticks_per_step
+            while step < end:
+                num_steps = (self.ticks_per_epoch - tick) // size
+                if not num_steps:  # the next step does not fit
+                    epoch, tick = epoch + 1, 0
+                    continue
+                found.append(_Stretch(step, epoch, tick, size, num_steps))
+                if tick == 0 and end == _NEVER:
+                    break  # all epochs from here on are alike
+                # From the beginning of an epoch on there may be many epochs up to the end of the stage. The
+                # next stage begins behind the last step, maybe in the same epoch.
+                num_taken = min(num_steps, end - step) if tick else end - step
+                epoch += (num_taken - 1) // num_steps
+                tick += ((num_taken - 1) % num_steps + 1) * size
+                step += num_taken
+        return found
+
+    def _stretch(self, step: int) -> _Stretch:
+        return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
+
+    def _begin(self, step: int) -> tuple[int, int]:
+        """Return the epoch in which a step begins, and the tick of that epoch."""
+        stretch = self._stretch(step)
+        num_epochs, within = divmod(step - stretch.step, stretch.num_steps)
+        return stretch.epoch + num_epochs, stretch.tick + within * stretch.size
 
     def ticks_in_step(self, step: int) -> int:
-        return self._stage(step).ticks_per_step
+        return self._stretch(step).size
 
     def batches_in_step(self, step: int) -> int:
         """Return the batches of a rank in a step."""
         return self.batches_per_tick * self.ticks_in_step(step)
 
-    def _stage(self, step: int) -> Stage:
-        last = self.stages[-1]  # asked for each step of training
-        if step >= last.step:
-            return last
-        return next(stage for stage in reversed(self.stages) if stage.step <= step)
-
-    def _stretches(self, first: int) -> Iterator[tuple[int, int | None, int]]:
-        """Yield stretches of steps of equal size from a step on: first step, end or None, ticks per step."""
-        ends = [*(stage.step for stage in self.stages[1:]), None]
-        for stage, end in zip(self.stages, ends, strict=True):
-            if end is None or end > first:
-                yield max(stage.step, first), end, stage.ticks_per_step
-
-    def _ticks_between(self, first: int, end: int) -> int:
-        """Count the ticks of the steps in [first, end)."""
-        total = 0
-        for begin, stop, size in self._stretches(first):
-            if begin >= end:
-                break
-            total += (end - begin if stop is None else min(stop, end) - begin) * size
-        return total
-
-    def _last_step_within(self, first: int, num_ticks: int) -> int:
-        """Return the end of the steps from ``first`` on that fit into some ticks."""
-        for begin, stop, size in self._stretches(first):
-            end = begin + num_ticks // size
-            if stop is None or end < stop:
-                return end
-            num_ticks -= (stop - begin) * size
-        raise AssertionError("the last stretch has no end")
-
-    @cached_property
-    def _first_steps(self) -> list[int]:
-        """First steps of epochs, as far as they were asked for; epochs in the last stage are all alike."""
-        return [0]
-
     def first_step(self, epoch: int) -> int:
-        known, last = self._first_steps, self.stages[-1]
-        while len(known) <= epoch and known[-1] < last.step:
-            known.append(self._last_step_within(known[-1], self.ticks_per_epoch))
-        num_beyond = max(epoch + 1 - len(known), 0)
-        return known[min(epoch, len(known) - 1)] + num_beyond * (self.ticks_per_epoch // last.ticks_per_step)
+        # An epoch begins where a stretch does, or a whole number of epochs behind one that begins an epoch.
+        stretch = next(each for each in reversed(self._stretches) if not each.tick and each.epoch <= epoch)
+        return stretch.step + (epoch - stretch.epoch) * stretch.num_steps
 
     def steps_in(self, epoch: int) -> int:
         return self.first_step(epoch + 1) - self.first_step(epoch)
 
     def ticks_in(self, epoch: int) -> int:
         """Count the ticks that an epoch uses: all of them unless the steps do not fit."""
-        return self._ticks_between(self.first_step(epoch), self.first_step(epoch + 1))
+        last = self.first_step(epoch + 1) - 1
+        return self._begin(last)[1] + self.ticks_in_step(last)
 
     def step_of(self, position: Position) -> int:
         """Count the whole steps before a position, through all epochs."""
@@ -235,46 +271,41 @@ class Run:
 
     def position(self, step: int) -> Position:
         """Return where a step begins."""
-        # An epoch has at least this many steps.
-        fewest = self.ticks_per_epoch // max(stage.ticks_per_step for stage in self.stages)
-        epoch = bisect_right(range(step // fewest + 1), step, key=self.first_step) - 1
+        epoch, _ = self._begin(step)
         return Position(epoch=epoch, step=step - self.first_step(epoch))
 
     def tick_in_epoch(self, position: Position) -> int:
-        first = self.first_step(position.epoch)
-        return self._ticks_between(first, first + position.step) + position.num_micro // self.batches_per_tick
+        return self._begin(self.step_of(position))[1] + position.num_micro // self.batches_per_tick
 
     def tick_of(self, position: Position) -> int:
         """Count the ticks before a position through all epochs, unused ones included."""
         return position.epoch * self.ticks_per_epoch + self.tick_in_epoch(position)
 
     def tick_of_step(self, step: int) -> int:
-        return self.tick_of(self.position(step))
+        epoch, tick = self._begin(step)
+        return epoch * self.ticks_per_epoch + tick
 
     def step_from(self, tick: int) -> int:
         """Return the first step that begins at a tick or behind it."""
-        epoch, within = divmod(tick, self.ticks_per_epoch)
-        first = self.first_step(epoch)
-        step = min(self._last_step_within(first, within), self.first_step(epoch + 1))
-        if step < self.first_step(epoch + 1) and self._ticks_between(first, step) < within:
-            step += 1
-        return step
+        return bisect_left(range(tick), tick, key=self.tick_of_step)  # a step has one tick at least
 
     # Rounds.
+
+    def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
+        """Return the ticks of each source in a cycle. They are rounded in the order of the sources."""
+        return round_weights([weights.get(source.name, 0.0) for source in self.sources])
 
     @cached_property
     def _mixes(self) -> list[_Mix]:
         mixes: list[_Mix] = []
         for stage in self.stages:
-            if stage.shares is None:
+            if stage.weights is None:
                 continue
             first, taken = self.tick_of_step(stage.step), np.zeros(len(self.sources), np.int64)
             if mixes:
                 before = mixes[-1] = mixes[-1]._replace(end=first)
-                taken = before.taken + _counts(before.shares, first - before.first)
-            # Sources that were added later have no share of it.
-            shares = stage.shares + (0,) * (len(self.sources) - len(stage.shares))
-            mixes.append(_Mix(first, None, shares, taken))
+                taken = before.taken + _count_ticks(before.shares, first - before.first)
+            mixes.append(_Mix(first, None, self.shares(stage.weights), taken))
         return mixes
 
     def _mix_at(self, tick: int) -> _Mix:
@@ -287,7 +318,7 @@ class Run:
         end = first + ROUND if mix.end is None else min(first + ROUND, mix.end)
         within = (first - mix.first) % CYCLE  # a cycle is a multiple of a round
         sources = spread(mix.shares)[within : within + end - first]
-        return Round(first, end, sources, mix.taken + _counts(mix.shares, first - mix.first))
+        return Round(first, end, sources, mix.taken + _count_ticks(mix.shares, first - mix.first))
 
     def only_source_at(self, tick: int) -> tuple[int, int, int | None] | None:
         """Return the source that has all ticks from this one on: its number, how many ticks it has had, and
@@ -307,18 +338,17 @@ class Run:
     def _samples_before(self, tick: int) -> Int64s:
         """Count the samples of each source before a tick, unused ticks included: int64[sources]."""
         of_round = self.round_at(tick)
-        pattern = self.pattern(of_round, range(self.num_slots))[:, : tick - of_round.first]
-        within = np.bincount(pattern.reshape(-1), minlength=len(self.sources)) * self.group
+        pattern = self.pattern(of_round, range(self.order.num_slots))[:, : tick - of_round.first]
+        within = np.bincount(pattern.reshape(-1), minlength=len(self.sources)) * self.order.group
         return of_round.taken * self.tick_samples + within
 
     def source_samples(self, position: Position) -> dict[str, int]:
         """Count the samples of each source that were delivered before a position, all ranks together."""
         counts = self._samples_before(self.tick_of(position))
         for epoch in range(position.epoch):
-            first = epoch * self.ticks_per_epoch
-            if (used := self.ticks_in(epoch)) < self.ticks_per_epoch:
-                unused = self._samples_before(first + self.ticks_per_epoch)
-                counts = counts - unused + self._samples_before(first + used)
+            end = (epoch + 1) * self.ticks_per_epoch
+            if num_unused := self.ticks_per_epoch - self.ticks_in(epoch):
+                counts = counts - self._samples_before(end) + self._samples_before(end - num_unused)
         return {source.name: int(count) for source, count in zip(self.sources, counts, strict=True)}
 
     def source_epochs(self, position: Position) -> dict[str, float]:
@@ -331,15 +361,14 @@ class Run:
 
     # Amendments.
 
-    def held_from(self, step: int, end: int | None = None) -> list[Held]:
-        """Return what holds in the steps from one on, up to another; equal neighbours are one."""
+    def held_from(self, step: int) -> list[Held]:
+        """Return what holds in the steps from one on; equal neighbours are one."""
         found: list[Held] = []
         shares: dict[str, int] = {}
         for stage in self.stages:
-            if end is not None and stage.step >= end:
-                break
-            if stage.shares is not None:
-                shares = {self.sources[n].name: share for n, share in enumerate(stage.shares) if share}
+            if stage.weights is not None:
+                of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
+                shares = {source.name: share for source, share in of_sources if share}
             held = Held(max(stage.step, step), stage.ticks_per_step * self.tick_samples, shares)
             if stage.step <= step:
                 found = [held]
@@ -351,12 +380,12 @@ class Run:
         """Return the step of the last amendment, 0 if there is none."""
         return max((stage.step for stage in self.stages if stage.is_amended), default=0)
 
-    def amended(self, position: Position, plan: Run, sources: Sequence[Source]) -> tuple[Run, int]:
+    def amended(self, position: Position, plan: Run) -> tuple[Run, int]:
         """Return this run with what a plan holds from the next border on, and the step of that border.
 
         The border is the first step, from the position on, before which each round that has begun is over. An
-        amendment that has not begun is replaced, and its sources are gone. ``sources`` are the plan's, with
-        orders of this run's L, of which its sizes are multiples. The position is behind the first step.
+        amendment that has not begun is replaced, and its sources are gone. The plan has this run's L, and its
+        sources in the order of this run's. The position is behind the first step.
         """
         tick, step = self.tick_of(position), self.step_of(position)
         begun = self.round_at(tick)
@@ -364,7 +393,7 @@ class Run:
         free_tick = begun.end if is_begun else tick  # from which on no round has begun
         border = max(step, self.step_from(free_tick))
         while True:
-            run = self._with_stages_of(plan, border, sources)
+            run = self._up_to(border, plan)
             # With other sizes a step may begin elsewhere: smaller ones may fit into the end of an epoch. What
             # is over stays so, and a round that has begun ends where it was to end.
             stays = not is_begun or run.round_at(tick)[:2] == begun[:2]
@@ -372,42 +401,27 @@ class Run:
                 return run, border
             border += 1
 
-    def _with_stages_of(self, plan: Run, step: int, sources: Sequence[Source]) -> Run:
+    def _up_to(self, step: int, plan: Run) -> Run:
         """Return this run up to a step, and the plan from there on."""
-        kept = [source for source in self.sources if source.added_at < step]
-        known = {source.name for source in kept}
-        for source in sources:
+        sources = [source for source in self.sources if source.added_at < step]
+        known = {source.name for source in sources}
+        for source in plan.sources:
             if source.name not in known:
-                order = replace(source.order, seed=source_seed(self.seed, len(kept)))
-                kept.append(replace(source, order=order, added_at=step))
-        numbers = {source.name: number for number, source in enumerate(kept)}
+                order = replace(source.order, seed=source_seed(self.seed, len(sources)))
+                sources.append(replace(source, order=order, added_at=step))
         stages = [stage for stage in self.stages if stage.step < step]
         shares = self.held_from(step - 1)[0].shares
         # Where shares began to hold, a round may have been laid out to end: another one has to begin there.
-        begins_round = any(stage.step == step and stage.shares is not None for stage in self.stages)
+        begins_round = any(stage.step == step and stage.weights is not None for stage in self.stages)
         for held in plan.held_from(step):
             goes_on = held.shares == shares and not (begins_round and held.step == step)
             stage = Stage(
                 step=held.step,
                 ticks_per_step=held.global_batch_size // self.tick_samples,
-                shares=None if goes_on else _by_number(held.shares, numbers),
+                weights=None if goes_on else {name: share / CYCLE for name, share in held.shares.items()},
                 is_amended=held.step == step,
             )
             if not goes_on or stage.ticks_per_step != stages[-1].ticks_per_step:
                 stages.append(stage)
             shares = held.shares
-        return replace(self, sources=tuple(kept), stages=tuple(stages))
-
-
-def _by_number(shares: Mapping[str, int], numbers: Mapping[str, int]) -> tuple[int, ...]:
-    of_sources = [0] * (max(numbers[name] for name in shares) + 1)
-    for name, share in shares.items():
-        of_sources[numbers[name]] = share
-    return tuple(of_sources)
-
-
-def _counts(shares: tuple[int, ...], num_ticks: int) -> Int64s:
-    """Count the ticks of each source among the first ticks of shares: int64[sources]."""
-    cycles, rest = divmod(num_ticks, CYCLE)
-    within = np.bincount(spread(shares)[:rest], minlength=len(shares)) if rest else 0
-    return cycles * np.array(shares, np.int64) + within
+        return replace(self, sources=tuple(sources), stages=tuple(stages))

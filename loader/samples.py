@@ -21,13 +21,12 @@ from loader.decode import (
     check_vocab,
     decode_samples,
     decode_starts,
-    place_named,
     places_of,
     rows_in_place,
     with_loss_masks,
 )
 from loader.order import Int32s, Int64s
-from loader.reading import ReaderIndex, SampleBytes, ShardReader
+from loader.reading import SampleBytes, ShardReader
 from loader.shards import DatasetShards, ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.dataset_spec import BLANK
@@ -41,7 +40,8 @@ class Samples:
 
     shards: ShardSet
     vocab_size: int | None = None  # checked where it is given: ids that others made
-    reader_index: ReaderIndex = ReaderIndex()  # noqa: RUF009  frozen
+    rank: int = 0  # of the process, among those that read: it opens other shards first
+    world_size: int = 1
     origins: bool = False  # whether chunks say where each document comes from
 
     @property
@@ -64,7 +64,7 @@ class Samples:
         raise NotImplementedError
 
     def open(self) -> ShardReader:
-        return ShardReader(self.shards, self.reader_index)
+        return ShardReader(self.shards, self.rank, self.world_size)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Lengths by the idx alone, int64[n]; of the samples int64[n]."""
@@ -79,29 +79,29 @@ class Samples:
     ) -> Decoded:
         """Decode samples, with ids that others made checked; those of blanked documents are BLANK, and so
         is an EOS that is put behind one. Raises BrokenShard."""
-        with place_named(self.shards, data):
-            found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
-            if (blank := self.shards.blank_id) is not None:
-                found.ids[found.ids == blank] = BLANK
-                if end_ids is not None:
-                    ends = np.cumsum(found.lengths, dtype=np.int64) - 1
-                    ends = ends[(end_ids >= 0) & (found.lengths > 1)]
-                    found.ids[ends[found.ids[ends - 1] == BLANK]] = BLANK
-            self._check_vocab(found.ids, found.lengths, rows)
+        found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
+        if (blank := self.shards.blank_id) is not None:
+            found.ids[found.ids == blank] = BLANK
+            if end_ids is not None:
+                ends = np.cumsum(found.lengths, dtype=np.int64) - 1
+                ends = ends[(end_ids >= 0) & (found.lengths > 1)]
+                found.ids[ends[found.ids[ends - 1] == BLANK]] = BLANK
+        self._check_vocab(data, rows, found.ids, found.lengths)
         return found
 
-    def _check_vocab(self, ids: npt.NDArray[np.integer[Any]], lengths: Int32s, rows: Int64s) -> None:
+    def _check_vocab(
+        self, data: SampleBytes, rows: Int64s, ids: npt.NDArray[np.integer[Any]], lengths: Int32s
+    ) -> None:
         if self.vocab_size is not None:
             if self.shards.blank_id is not None:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
-            check_vocab(ids, lengths, rows, self.vocab_size)
+            check_vocab(data, rows, ids, lengths, self.vocab_size)
 
     def _origins(self, samples: Int64s) -> Int32s:
         """int32[samples, ORIGIN] of the first document of each, at place 0; row and source come later."""
-        stored, first = self.shards.stored(samples), self.shards.first_record
-        shard = np.searchsorted(first, stored, side="right") - 1
+        shard = self.shards.shard_of(samples)
         found = np.zeros((len(samples), len(ORIGIN)), np.int32)
-        found[:, 3], found[:, 4] = shard, stored - first[shard]
+        found[:, 3], found[:, 4] = shard, self.shards.records_of(samples, shard)
         return found
 
     def _sums(self, count: Callable[[ShardReader, int], int]) -> Int64s:
@@ -147,7 +147,7 @@ class WholeSamples(Samples):
         steps = rows[:, first:end].T
         found = self.decode(data, steps.reshape(-1), self.max_length)
         lengths = found.lengths.reshape(steps.shape).T
-        chunk = Chunk(lengths=lengths, ids=Ragged(flats=[found.ids], counts=lengths), num_cut=found.num_cut)
+        chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(found.ids, lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
         return chunk.with_origins(np.ones_like(lengths), self._origins(data.sample[steps.reshape(-1)]))
@@ -161,15 +161,14 @@ class WholeSamples(Samples):
             ids.flats[0][ids.flats[0] == self.shards.blank_id] = BLANK
         if self.vocab_size is not None:
             full = np.full(rows.size, self.row_tokens, np.int32)
-            with place_named(self.shards, data):
-                self._check_vocab(ids.joined().flats[0], full, steps)
+            self._check_vocab(data, steps, ids.joined().flats[0], full)
         ids = with_loss_masks(ids, data, rows, self.row_tokens)
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
         if not (self.starts or self.origins):
             return chunk
         starts = decode_starts(data, steps, self.row_tokens)
         if self.starts:
-            chunk = replace(chunk, starts=Ragged(flats=[starts], counts=data.num_starts[rows]))
+            chunk = replace(chunk, starts=Ragged.of_joined(starts, data.num_starts[rows]))
         if not self.origins:
             return chunk
         counts, places, numbers = _document_places(starts, data.num_starts[steps])
@@ -226,15 +225,15 @@ class JoinedRows(Samples):
         sizes = []
         for source in self.shards.sources:
             lacks = self._lacks_eos(source)
-            num_eos = source.num_samples * lacks if source.scanned is None else lacks.sum()
+            num_eos = source.num_samples * lacks if source.records is None else lacks.sum()
             sizes.append(source.num_tokens + num_eos)
         return np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
 
     def _lacks_eos(self, source: DatasetShards) -> npt.NDArray[np.bool_]:
         """Whether documents end without EOS: bool[documents] of a scanned tar, else bool[1] for all."""
-        if source.scanned is None:
+        if source.records is None:
             return np.array([not source.spec.append_eos])
-        last_id = source.scanned.records["last_id"]
+        last_id = source.records["last_id"]
         if self.eos_token_id is None:
             return np.ones(len(last_id), np.bool_)
         return np.not_equal(last_id, self.eos_token_id)
@@ -313,8 +312,10 @@ class JoinedRows(Samples):
         asked = np.concatenate(documents)
         found = self.decode(reader.read(asked), np.arange(len(asked)), end_ids=np.concatenate(end_ids))
         if len(found.ids) != decoded:
-            where = self.shards.describe(int(asked[0]))
-            raise BrokenShard(f"{where} and on: {len(found.ids)} tokens, expected {decoded}")
+            path, record = self.shards.path_and_record(int(asked[0]))
+            raise BrokenShard(
+                f"sample {record} of {path} and on: {len(found.ids)} tokens, expected {decoded}", path=path
+            )
         starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
         has_tokens = found.lengths > 0
         last = self.offsets - (self.num_samples - 1) * self.seq_len  # tokens of the last row
@@ -361,7 +362,7 @@ class JoinedRows(Samples):
             counts = np.searchsorted(starts, steps + self.seq_len) - low
             within = starts[places_of(low, counts)] - np.repeat(steps, counts)
             counts = counts.reshape(at.T.shape).T
-            chunk = replace(chunk, starts=Ragged(flats=[within.astype(np.int32)], counts=counts))
+            chunk = replace(chunk, starts=Ragged.of_joined(within.astype(np.int32), counts))
         if not self.origins:
             return chunk
         low = np.searchsorted(starts, steps, side="right") - 1
@@ -409,7 +410,8 @@ def make_samples(
     starts: bool = False,
     keeps_tail: bool = False,
     origins: bool = False,
-    reader_index: ReaderIndex = ReaderIndex(),  # noqa: B008  frozen
+    rank: int = 0,
+    world_size: int = 1,
 ) -> Samples:
     """The samples of some shards.
 
@@ -417,11 +419,12 @@ def make_samples(
     begin in packed rows. ``keeps_tail``: rows packed at load end with one that is not full. ``origins``:
     chunks say where documents come from. Raises UsageError where the rules do not fit what the shards hold.
     """
-    _check_rows(rules, shards, starts or origins)
+    _check_rows(rules, shards)
     shared: dict[str, Any] = {
         "shards": shards,
         "vocab_size": vocab_size,
-        "reader_index": reader_index,
+        "rank": rank,
+        "world_size": world_size,
         "origins": origins,
     }
     if rules.seq_len is not None and not shards.row_tokens:
@@ -431,10 +434,13 @@ def make_samples(
     return WholeSamples(max_length=rules.max_length, starts=starts, **shared)
 
 
-def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
+def _check_rows(rules: SampleRules, shards: ShardSet) -> None:
     if not shards.has_rows:
         return
-    rows = f"packed rows of {shards.row_tokens} tokens" if shards.row_tokens else "some packed rows"
+    if not shards.row_tokens:
+        found = "packed rows beside documents, or beside rows of another length"
+        raise UsageError(found=found, expected="documents alone, or rows of one length: load them apart")
+    rows = f"packed rows of {shards.row_tokens} tokens"
     if rules.max_length is not None or rules.group > 1:
         given = "group_by_length" if rules.max_length is None else f"max_length={rules.max_length}"
         raise UsageError(
@@ -451,9 +457,4 @@ def _check_rows(rules: SampleRules, shards: ShardSet, starts: bool) -> None:
             found=f"seq_len={rules.seq_len}",
             expected=rows,
             remedy="--seq_len",
-        )
-    if starts and not shards.row_tokens:
-        raise UsageError(
-            "boundaries and origins are for rows of one length; load documents and packed rows apart",
-            expected="rows of one length",
         )

@@ -11,10 +11,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from loader.external_tars import ScannedTar
 from loader.order import Int64s
 from shardprep.errors import UsageError
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec, blank_id, idx_num_bytes
+from shardprep.format.dataset_spec import DatasetSpec, blank_id
 from shardprep.format.names import rerun_command, tar_path
 
 SplitName = Literal["train", "validation"]
@@ -39,60 +38,16 @@ class DatasetShards:
     tar_sha256: npt.NDArray[np.str_]  # the first 16 hex digits
     num_validation: Int64s | None = None  # samples, where the plan has a fraction for it
     has_blanks: bool = False  # documents of some shards are blanked
-    scanned: ScannedTar | None = None  # the one tar, where others wrote it: in place of an idx
-
-    @staticmethod
-    def of_scanned(tar: ScannedTar) -> DatasetShards:
-        """Return a tar that others wrote as a data set of one shard.
-
-        Its spec has what the loader asks for. Nobody knows its tokenizer, which has no name and no hash.
-        """
-        records = tar.records
-        counted = records["num_tokens"]
-        # Tokens that were not counted are guessed, 4 bytes each.
-        num_tokens = int(counted.sum()) if (counted >= 0).all() else tar.num_bytes // 4
-        record: Literal["documents", "packed", "chat"] = "documents"
-        if tar.row_tokens:
-            record = "chat" if tar.has_mask else "packed"
-        spec = DatasetSpec(
-            plan_id=tar.fingerprint,
-            num_shards=1,
-            record=record,
-            token_format="npy" if tar.row_tokens else "json",
-            seq_len=tar.row_tokens,
-            append_eos=False,
-            tokenizer=TokenizerSpec(
-                model_id="",
-                fingerprint="",
-                vocab_size=2**31,
-                bos_token_id=None,
-                eos_token_id=None,
-                pad_token_id=None,
-            ),
-        )
-        return DatasetShards(
-            folder=tar.path.parent,
-            spec=spec,
-            shard_ids=np.zeros(1, np.int64),
-            num_samples=np.array([len(records)]),
-            num_tokens=np.array([num_tokens]),
-            tar_bytes=np.array([tar.num_bytes]),
-            tar_sha256=np.array([tar.fingerprint[:16]]),
-            scanned=tar,
-        )
+    scanned_tar: Path | None = None  # the one tar, where others wrote it
+    records: Any = None  # of its samples, in place of an idx
 
     def path_of(self, row: int) -> Path:
         """Return the tar of a shard."""
-        return self.scanned.path if self.scanned else tar_path(self.folder, int(self.shard_ids[row]))
+        return self.scanned_tar or tar_path(self.folder, int(self.shard_ids[row]))
 
     def remedy_of(self, row: int) -> str | None:
         """Return the command that makes a shard again, None for a tar that others wrote."""
-        return None if self.scanned else rerun_command(int(self.shard_ids[row]), self.folder)
-
-    @property
-    def idx_bytes(self) -> Int64s:
-        """Return the bytes of each idx: int64[shards]."""
-        return idx_num_bytes(self.spec.kind, self.num_samples)
+        return None if self.scanned_tar else rerun_command(int(self.shard_ids[row]), self.folder)
 
     @property
     def row_tokens(self) -> int:
@@ -120,13 +75,12 @@ class ShardSet:
 
     def __init__(self, sources: Iterable[DatasetShards], split: SplitName | None = None) -> None:
         self.sources = tuple(sources)
-        self.datasets = [source for source in self.sources if source.scanned is None]
+        self.datasets = [source for source in self.sources if source.records is None]
         self.has_external = len(self.datasets) < len(self.sources)
         # Shard s is row s - source_first[i] of source i.
         self.source_first = np.cumsum([0, *(len(source.num_samples) for source in self.sources)])
         none = np.zeros(0, np.int64)
         self.num_records = np.concatenate([none, *(source.num_samples for source in self.sources)])
-        self.first_record = np.cumsum(self.num_records) - self.num_records
         # Whether some plan holds documents out; of the others all samples are on either side.
         self.has_planned = any(source.num_validation is not None for source in self.sources)
         if split == "train":
@@ -134,10 +88,15 @@ class ShardSet:
         self.split = split if self.has_planned else None  # None: the samples of both sides
         counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
         if self.split is not None:
-            num_validation = np.concatenate([_num_for_validation(source) for source in self.sources])
-            counts = num_validation if split == "validation" else self.num_records - num_validation
+            held_out = [
+                source.num_samples if source.num_validation is None else source.num_validation
+                for source in self.sources
+            ]
+            counts = np.concatenate(held_out)
             if split == "validation":
-                self._first_of_side = self.num_records - num_validation
+                self._first_of_side = self.num_records - counts
+            else:
+                counts = self.num_records - counts
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
@@ -162,6 +121,21 @@ class ShardSet:
         """Return where samples stand in their shards: int64[n] -> int64[n]."""
         return samples - self.first_sample[shard] + self._first_of_side[shard]
 
+    def shard_of(self, samples: Int64s) -> Int64s:
+        """Return the shard of each sample, counted through all sources, in the same shape."""
+        return np.searchsorted(self.first_sample, samples, side="right") - 1
+
+    def locate(self, shard: int) -> tuple[DatasetShards, int]:
+        """Return the source of a shard, counted through all sources, and its row there."""
+        number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
+        return self.sources[number], shard - int(self.source_first[number])
+
+    def path_and_record(self, sample: int) -> tuple[Path, int]:
+        """Return the tar that holds a sample, and its number in it."""
+        shard = int(self.shard_of(np.array(sample)))
+        source, row = self.locate(shard)
+        return source.path_of(row), int(self.records_of(np.array(sample), shard))
+
     @property
     def split_words(self) -> str:
         """Say which side this is and by which rule, or "" where no document is held out."""
@@ -172,13 +146,6 @@ class ShardSet:
         if self.has_planned:
             return "split: none, with the documents that the plan holds out for validation"
         return ""
-
-    def stored(self, samples: Int64s) -> Int64s:
-        """Return the places of samples among the records of all shards: int64[n] -> int64[n]."""
-        if self.split is None:
-            return samples
-        shard = self.shard_of(samples)
-        return self.first_record[shard] + self.records_of(samples, shard)
 
     @property
     def blank_id(self) -> int | None:
@@ -198,27 +165,3 @@ class ShardSet:
     def fingerprint(self) -> str:
         """Hash all sources in their order: sha256."""
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
-
-    def locate(self, shard: int) -> tuple[DatasetShards, int]:
-        """Return the source of a shard, counted through all sources, and its row there."""
-        number = int(np.searchsorted(self.source_first, shard, side="right")) - 1
-        return self.sources[number], shard - int(self.source_first[number])
-
-    def shard_of(self, samples: Int64s) -> Int64s:
-        """Return the shard of each sample, counted through all sources, in the same shape."""
-        return np.searchsorted(self.first_sample, samples, side="right") - 1
-
-    def describe(self, sample: int) -> str:
-        """Name a sample for messages: ``sample 17 of DATA/shard-00003.tar``."""
-        shard = self.shard_of(np.array([sample]))
-        return f"sample {self.records_of(np.array([sample]), shard)[0]} of {self.path_of(sample)}"
-
-    def path_of(self, sample: int) -> Path:
-        """Return the tar that holds a sample."""
-        source, row = self.locate(int(self.shard_of(np.array(sample))))
-        return source.path_of(row)
-
-
-def _num_for_validation(source: DatasetShards) -> Int64s:
-    """Return the samples for validation of each shard: all of them where the plan has no fraction."""
-    return source.num_samples if source.num_validation is None else source.num_validation

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import gcd
 from operator import index
 from typing import Any, Literal, SupportsIndex, TypeAlias
@@ -25,27 +24,6 @@ _MOST_COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
 _MOST_SUGGESTED = 1 << 14  # sizes that an error tries, to name those that fit
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a loader delivers: the run, the samples of each of its sources, and what a state compares."""
-
-    run: Run
-    samples: tuple[Samples | None, ...]  # by the number of the source; None: dropped, and not needed
-    # Shares by step and number of the source, whose sum is 1: a run rounds them in the order of its sources.
-    weights: tuple[tuple[int, tuple[float, ...]], ...] = ()
-    fingerprint: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def present(self) -> list[Samples]:
-        """Samples of the sources that this loader reads."""
-        return [samples for samples in self.samples if samples is not None]
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of every sample where all are rows of one length, else 0."""
-        return self.present[0].row_tokens
-
-
 def whole_number(name: str, value: object, *, least: int) -> int:
     """Return the value as an int. Raises UsageError for what is none, or less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
@@ -55,12 +33,14 @@ def whole_number(name: str, value: object, *, least: int) -> int:
     return number
 
 
-def check_schedule(name: str, stages: Sequence[Any]) -> None:
-    """Raise UsageError unless these are pairs whose steps ascend from 0."""
+def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
+    """Return pairs of a step and what holds from it on. Raises UsageError unless steps ascend from 0."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [(0, value)]
     try:
-        steps = [step for step, _ in stages]
+        steps = [step for step, _ in value]
     except (TypeError, ValueError):
-        raise UsageError.of_value(name, stages, "pairs of a step and what holds from it on") from None
+        raise UsageError.of_value(name, value, "pairs of a step and what holds from it on") from None
     are_steps = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
     if not are_steps or steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
         raise UsageError(
@@ -68,17 +48,16 @@ def check_schedule(name: str, stages: Sequence[Any]) -> None:
             found=f"{name} {steps}",
             expected="whole numbers that ascend from 0",
         )
+    return value
 
 
 def choose_sizes(
     global_batch_size: Sizes | None, batch_size: int, world_size: int
 ) -> tuple[int, list[tuple[int, int]]]:
     """Return L, which all sizes are multiples of, and the global batch size by step. Raises UsageError."""
-    stages: Sequence[Any] = [(0, batch_size * world_size if global_batch_size is None else global_batch_size)]
-    if isinstance(global_batch_size, Sequence) and not isinstance(global_batch_size, str):
-        check_schedule("global_batch_size", global_batch_size)
-        stages = global_batch_size
-    sizes = [(step, whole_number("global_batch_size", size, least=1)) for step, size in stages]
+    name = "global_batch_size"
+    stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
+    sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
     tick_samples = gcd(*(size for _, size in sizes))
     check_batch(batch_size, tick_samples, world_size)
     return tick_samples, sizes
@@ -123,7 +102,7 @@ def group_size(group_by_length: bool | int, batch_size: int) -> int:
 
 
 def make_order(
-    samples: Samples, tick_samples: int, group: int, *, seed: int, shuffle: bool, keeps_tail: bool = False
+    samples: Samples, tick_samples: int, group: int, *, seed: int, shuffle: bool, keeps_tail: bool
 ) -> Order:
     """Return the sampling order of a source. Raises UsageError where it has too few samples."""
     block_samples, window_samples = choose_windows(
@@ -147,7 +126,7 @@ def make_order(
 def make_run(
     samples: Mapping[str, Samples],
     sizes: Sequence[tuple[int, int]],
-    weights: Sequence[tuple[int, tuple[float, ...]]],
+    weights: Sequence[tuple[int, Mapping[str, float]]],
     *,
     tick_samples: int,
     batches_per_tick: int,
@@ -156,6 +135,7 @@ def make_run(
     shuffle: bool,
     keeps_tail: bool,
     is_mixture: bool,
+    settings: Mapping[str, Any],
 ) -> Run:
     """Return the run that the arguments say. Raises UsageError where it cannot be."""
     sources = []
@@ -164,19 +144,20 @@ def make_run(
         order = make_order(
             of_source, tick_samples, group, seed=of_seed, shuffle=shuffle, keeps_tail=keeps_tail
         )
-        sources.append(Source(name=name, data=of_source.shards.fingerprint[:16], order=order))
+        data = of_source.shards.fingerprint[:16]
+        sources.append(Source(name=name, data=data, order=order, samples=of_source))
     size_at, weights_at = dict(sizes), dict(weights)
     stages, size = [], 0
     for step in sorted({*size_at, *weights_at}):
         size = size_at.get(step, size)
-        shares = round_shares(weights_at[step]) if step in weights_at else None
-        stages.append(Stage(step=step, ticks_per_step=size // tick_samples, shares=shares))
+        stages.append(Stage(step=step, ticks_per_step=size // tick_samples, weights=weights_at.get(step)))
     return Run(
         sources=tuple(sources),
         stages=tuple(stages),
         batches_per_tick=batches_per_tick,
         seed=seed,
         is_mixture=is_mixture,
+        settings=settings,
     )
 
 
@@ -210,10 +191,10 @@ def check_mixing(
 
 def weights_of_samples(
     samples: Mapping[str, Samples], weights: Weights | None, weights_in: WeightsIn
-) -> list[tuple[int, tuple[float, ...]]]:
+) -> list[tuple[int, dict[str, float]]]:
     """Return the share of samples of each source, by step. Raises UsageError."""
     if weights is None:
-        return [(0, (1.0,))]
+        return [(0, dict.fromkeys(samples, 1.0))]
     lengths = {name: of_source.row_tokens for name, of_source in samples.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -225,16 +206,11 @@ def weights_of_samples(
     means = dict.fromkeys(samples, 1.0)
     if weights_in == "tokens":
         means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
-    stages: Sequence[Any] = [(0, weights)]
-    if isinstance(weights, Sequence):
-        check_schedule("weights", weights)
-        stages = weights
-    return [(step, _shares(of_stage, means)) for step, of_stage in stages]
+    return [(step, _in_samples(of_stage, means)) for step, of_stage in _stages("weights", weights)]
 
 
-def _shares(weights: object, means: Mapping[str, float]) -> tuple[float, ...]:
-    """Return the share of each source; its weight counts in the ``means`` of its samples. A source without a
-    weight has 0."""
+def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of samples of each source, whose weight counts in the ``means`` of its samples."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
     are_numbers = all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
@@ -248,21 +224,15 @@ def _shares(weights: object, means: Mapping[str, float]) -> tuple[float, ...]:
     # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
     exact = [Fraction(str(value)) if isinstance(value, float) else Fraction(value) for value in values]
     of_samples = [value / Fraction(mean) for value, mean in zip(exact, means.values(), strict=True)]
-    shares = [float(value / sum(of_samples)) for value in of_samples]
-    for name, share in zip(means, shares, strict=True):
+    shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
+    for name, share in shares.items():
         if 0 < share < 1 / CYCLE:
             raise UsageError(
                 f"{name} would be less than one of {CYCLE} samples; give it more, or 0",
                 found=name,
                 expected=f"one of {CYCLE} samples",
             )
-    return tuple(shares)
-
-
-def round_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return shares as ticks of a cycle. Their sums are rounded, so that they make a whole cycle."""
-    ends = np.rint(np.array([0.0, *accumulate(weights)]) * CYCLE).astype(np.int64)
-    return tuple(np.diff(ends).tolist())
+    return shares
 
 
 def _mean_tokens(samples: Samples) -> float:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardprep.console import Progress, print_lines, quoted, short_bytes
+from shardprep.console import Progress, print_lines, quoted, say, short_bytes
 from shardprep.errors import BrokenShard, CannotWrite, MissingShard, ShardprepError, UsageError
 from shardprep.files import (
     NOT_THERE,
@@ -39,7 +39,6 @@ from shardprep.format.names import (
     manifest_path,
     remake_command,
 )
-from shardprep.signals import raise_on_stop_signals
 
 READ_BYTES = 4 << 20
 _OF_SHARDS = (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR)  # copied with their shards
@@ -62,7 +61,6 @@ def stage(args: argparse.Namespace) -> int:
 
     Raises ShardprepErrors, and Stopped on TERM, USR1 and INT, which leaves no temporary file.
     """
-    raise_on_stop_signals("what is staged is whole")
     folder, target = args.input_shards, args.to
     if size_of_file(folder) is not None and not is_folder(folder):
         raise UsageError(
@@ -99,7 +97,7 @@ def stage(args: argparse.Namespace) -> int:
                 _copy_shard(folder, shard_id, target, progress)
             except (BrokenShard, MissingShard) as error:  # of DATA; the other shards may be whole
                 failures.append(error)
-                progress.say(f"error: {error}")
+                say(f"error: {error}")
         if not failures and size_of_file(folder / INDEX_NAME) is not None:
             _copy_file(folder / INDEX_NAME, target / INDEX_NAME)
     num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)

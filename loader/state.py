@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from loader.order import Order
 from loader.run import CYCLE, Held, Position, Run, Source, Stage, source_seed
-from loader.sources import Plan, check_batch, check_slots, make_order, round_shares
+from loader.sources import check_batch, check_slots, make_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 from shardprep.format.json_files import as_type
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 STATE_FORMAT, STATE_VERSION = "shardprep-loader-state", 4
 MAX_EPOCH = 2**31 - 1  # workers are told the epoch in an int64
-_OTHERWISE = "make the loader as it was when the state was saved, or start without the state"
 _Count = Annotated[int, Meta(ge=0, le=MAX_EPOCH)]
 _Number = Annotated[int, Meta(ge=1, le=2**62)]
 
@@ -60,25 +59,25 @@ class _State:
     step: _Count
     num_micro: _Count
     num_left: int
+    layout: dict[str, int]
     tick_samples: _Number
     sources: Annotated[list[_SourceRow], Meta(min_length=1)]
     stages: Annotated[list[_StageRow], Meta(min_length=1)]
 
 
-def state_of(plan: Plan, position: Position, layout: Mapping[str, int], num_left: int) -> dict[str, Any]:
+def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: int) -> dict[str, Any]:
     """Return the state of a position. ``num_left``: steps of epochs that the loop left.
 
     All states have the same keys, and lists without dicts in them: torch.distributed.checkpoint reads only
     the keys that a fresh loader's state has.
     """
-    run = plan.run
     sources, stages = [], []
     for source in run.sources:
         order = source.order
         sizes = order.num_samples, order.block_samples, order.window_samples
         sources.append([*_SourceRow(source.name, source.data, *sizes, source.added_at)])
     for stage in run.stages:
-        shares = None if stage.shares is None else list(stage.shares)
+        shares = None if stage.weights is None else list(run.shares(stage.weights))
         size = stage.ticks_per_step * run.tick_samples
         stages.append([*_StageRow(stage.step, size, shares, stage.is_amended)])
     return {
@@ -90,71 +89,65 @@ def state_of(plan: Plan, position: Position, layout: Mapping[str, int], num_left
         "tick_samples": run.tick_samples,
         "sources": sources,
         "stages": stages,
-        "fingerprint": dict(plan.fingerprint),
+        "fingerprint": run.fingerprint,
     }
 
 
 class GoesOn(NamedTuple):
     """How a loader goes on behind a state."""
 
-    plan: Plan
+    run: Run
     position: Position
     num_left: int
     amended_at: int | None  # the step from which on the loader's own plan holds, if it does not already
 
 
-def go_on(plan: Plan, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool) -> GoesOn:
+def go_on(plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool) -> GoesOn:
     """Return what a loader of a plan delivers behind a state, and from where on.
 
     Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
     """
-    _check_fingerprint(state, plan)
-    saved = _read(state)
+    saved = _read(state, plan)
+    _check_fingerprint(saved, state["fingerprint"], plan)
     position = Position(saved.epoch, saved.step, saved.num_micro)
-    if amend and position == Position() and saved.tick_samples != plan.run.tick_samples:
-        return GoesOn(plan, position, saved.num_left, 0)  # no sample was delivered in ticks of that size
+    if amend and position == Position():
+        return GoesOn(plan, position, saved.num_left, 0)  # no sample was delivered: the plan begins
     run = _run_of(saved, plan, layout)
-    given, plan = plan, _in_order_of(run, plan)
-    _check_data(run, plan.run)
-    _check_position(position, state, run, layout)
+    _check_data(run, plan)
+    _check_position(position, saved, run, layout)
+    own, plan = plan, _in_terms_of(run, plan)
     step = run.step_of(position)
     # What was amended later is compared from there on: a step before it is gone on from as it was.
     since = max(step, run.last_amendment())
-    found, wanted = run.held_from(since), plan.run.held_from(since)
-    if found == wanted:
-        return GoesOn(_with_run(plan, run, step), position, saved.num_left, None)
-    difference = f"{_words(found)} in the state, {_words(wanted)} here"
-    if not amend or run.is_validation:
-        advice = "" if run.is_validation else "pass amend=True to change the run from the next border on, or "
-        raise OtherRun(
-            f"the state, of step {step}, is of another run: {difference}; {advice}{_OTHERWISE}",
-            found=_words(found),
-            expected=_words(wanted),
-            remedy=None if run.is_validation else "amend=True",
-        )
-    if position.num_micro:
-        raise UsageError(
-            f"the state was saved inside of a step, after {position.num_micro} batches, and a run is "
-            "amended between two steps; take a state of after the optimizer's step"
-        )
-    if not step:
-        return GoesOn(given, position, saved.num_left, 0)  # no sample was delivered: the plan begins
-    _check_past(run, plan.run, step, since)
-    amended, border = run.amended(position, plan.run, _sources_in_ticks_of(run, plan))
-    return GoesOn(_with_run(plan, amended, step), position, saved.num_left, border)
+    found, wanted = run.held_from(since), plan.held_from(since)
+    border = None
+    if found != wanted:
+        if not amend or run.is_validation:
+            raise _other_run(step, found, wanted, can_amend=not run.is_validation)
+        if position.num_micro:
+            raise UsageError(
+                f"the state was saved inside of a step, after {position.num_micro} batches, and a run is "
+                "amended between two steps; take a state of after the optimizer's step"
+            )
+        run, border = run.amended(position, plan)
+    return GoesOn(_with_samples(run, own, step), position, saved.num_left, border)
 
 
-def _check_fingerprint(state: Mapping[str, Any], plan: Plan) -> None:
-    """Raise BrokenShard for what is no state, OtherRun or OtherTokenizer for one of another fingerprint."""
+def _is_equal(saved: Any, here: Any) -> bool:
+    """Return whether a value of a state, which may be anything, is that of this loader."""
+    return type(saved) is type(here) and bool(saved == here)
+
+
+def _read(state: Mapping[str, Any], plan: Run) -> _State:
+    """Return the values of a state that have a meaning of their own. Raises UsageError for what is no dict,
+    BrokenShard for what is no state, UnknownVersion for one of another version."""
     if not isinstance(state, Mapping):
-        remedy = "loader.load_state_dict(torch.load(PATH))"
         raise UsageError(
-            f"the state is {state!r:.80}, expected what state_dict() returned; of a file: {remedy}",
-            found=f"{state!r:.80}",
-            expected="what state_dict() returned",
-            remedy=remedy,
+            found=f"the state is {state!r:.80}",
+            expected="what state_dict() returned; of a file: loader.load_state_dict(torch.load(PATH))",
+            remedy="loader.load_state_dict(torch.load(PATH))",
         )
-    if not _are_equal(state.get("format"), STATE_FORMAT):
+    if not _is_equal(state.get("format"), STATE_FORMAT):
         raise BrokenShard(
             f"this is no state of a loader: its format is {state.get('format')!r:.80}, expected "
             f"{STATE_FORMAT!r}; pass what state_dict() returned",
@@ -162,61 +155,24 @@ def _check_fingerprint(state: Mapping[str, Any], plan: Plan) -> None:
             expected=STATE_FORMAT,
             remedy="state_dict()",
         )
-    saved, here = state.get("fingerprint"), dict(plan.fingerprint)
     version, expected = state.get("version"), STATE_VERSION
-    if _are_equal(version, expected):
-        if not isinstance(saved, Mapping):
-            raise BrokenShard(found=f"the state's fingerprint is {saved!r:.80}", expected="a dict")
-        version, expected = saved.get("order_version"), here["order_version"]
-    if not _are_equal(version, expected):
+    if _is_equal(version, expected):
+        of_run = state.get("fingerprint")
+        if not isinstance(of_run, Mapping):
+            raise BrokenShard(found=f"the state's fingerprint is {of_run!r:.80}", expected="a dict")
+        version, expected = of_run.get("order_version"), plan.fingerprint["order_version"]
+    if not _is_equal(version, expected):
         raise UnknownVersion(
             f"the state, or the order of samples in it, has version {version!r:.80}, this shardprep reads "
             f"{expected}; go on with the shardprep that saved it, or start without the state",
             found=f"{version!r:.80}",
             expected=expected,
         )
-    assert isinstance(saved, Mapping)
-    if not plan.run.is_mixture and isinstance(data := _data_in(state), str):
-        saved, here = {"data": data, **saved}, {"data": plan.run.sources[0].data, **here}
-    differing = [name for name in {**here, **saved} if not _are_equal(saved.get(name), here.get(name))]
-    if differing:
-        found = "; ".join(f"{name} {saved.get(name)!r:.20}" for name in differing)
-        wanted = "; ".join(f"{name} {here.get(name)!r:.20}" for name in differing)
-        error = OtherTokenizer if differing == ["tokenizer"] else OtherRun
-        raise error(
-            f"the state is of another run: {found} in the state, {wanted} here; {_OTHERWISE}",
-            found=found,
-            expected=wanted,
-        )
-
-
-def _are_equal(saved: Any, mine: Any) -> bool:
-    """Compare two values; an array in a state equals nothing that this loader has."""
-    try:
-        return bool(saved == mine)
-    except (RuntimeError, ValueError, TypeError):
-        return False
-
-
-def _data_in(state: Mapping[str, Any]) -> object:
-    """Return which data the only source of a state is, if it says so."""
-    try:
-        return state["sources"][0][1]
-    except (KeyError, IndexError, TypeError):
-        return None
-
-
-def _read(state: Mapping[str, Any]) -> _State:
-    """Return the values of a state that have a meaning of their own. Raises BrokenShard."""
     known = {name: state[name] for name in _State.__annotations__ if name in state}
     try:
         saved = as_type(Path("state"), known, _State)
     except BrokenShard as error:
-        raise BrokenShard(
-            f"the state is damaged: its {error.found}, expected {error.expected}; take another one",
-            found=error.found,
-            expected=error.expected,
-        ) from None
+        raise _damaged(error.found, error.expected) from None
     names = [row.name for row in saved.sources]
     added = [row.added_at for row in saved.sources]
     if len(set(names)) < len(names) or added[0] or added != sorted(added):
@@ -232,103 +188,79 @@ def _read(state: Mapping[str, Any]) -> _State:
     return saved
 
 
-def _damaged(name: str, expected: str) -> BrokenShard:
-    found = f"{name} of the state"
+def _damaged(found: object, expected: object) -> BrokenShard:
     return BrokenShard(
-        f"{found} are damaged, expected {expected}; take another one", found=found, expected=expected
+        f"the state is damaged: its {found}, expected {expected}; take another one",
+        found=found,
+        expected=expected,
     )
 
 
-def _run_of(saved: _State, plan: Plan, layout: Mapping[str, int]) -> Run:
+def _check_fingerprint(saved: _State, fingerprint: Mapping[str, Any], plan: Run) -> None:
+    """Raise OtherRun or OtherTokenizer for a state of another fingerprint."""
+    then, here = dict(fingerprint), plan.fingerprint
+    if not plan.is_mixture:  # no source can be added: its only data is part of what it is
+        then["data"], here["data"] = saved.sources[0].data, plan.sources[0].data
+    differing = [name for name in {**here, **then} if not _is_equal(then.get(name), here.get(name))]
+    if differing:
+        found = "; ".join(f"{name} {then.get(name)!r:.20}" for name in differing)
+        wanted = "; ".join(f"{name} {here.get(name)!r:.20}" for name in differing)
+        error = OtherTokenizer if differing == ["tokenizer"] else OtherRun
+        raise error(
+            f"the state is of another run: {found} in the state, {wanted} here; make the loader as it was "
+            "when the state was saved, or start without the state",
+            found=found,
+            expected=wanted,
+        )
+
+
+def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
     """Return the run of a state, in equal batches of this loader. Raises BrokenShard or OtherRun."""
-    of_plan, size = plan.run, saved.tick_samples
-    like = of_plan.sources[0].order
-    if size != like.tick_samples:
-        try:
-            check_batch(layout["batch_size"], size, layout["world_size"])
-            check_slots(size, like.group, layout["world_size"])
-        except UsageError as error:
-            raise OtherRun(
-                f"global_batch_size {size} in the state, {like.tick_samples} here; the order of the state "
-                f"takes {size} samples at once, of which any later size is a multiple, in equal batches: "
-                f"{error}",
-                found=error.found,
-                expected=error.expected,
-            ) from None
+    size, like = saved.tick_samples, plan.order
     try:
-        sources = []
+        check_batch(layout["batch_size"], size, layout["world_size"])
+        check_slots(size, like.group, layout["world_size"])
+    except UsageError as error:
+        raise OtherRun(
+            f"global_batch_size {size} in the state, {plan.tick_samples} here; the order of the state takes "
+            f"{size} samples at once, of which any later size is a multiple, in equal batches: {error}",
+            found=error.found,
+            expected=error.expected,
+        ) from None
+    sources, stages = [], []
+    try:
         for number, row in enumerate(saved.sources):
             order = Order(
                 num_samples=row.num_samples,
                 tick_samples=size,
                 block_samples=row.block_samples,
                 window_samples=row.window_samples,
-                seed=source_seed(of_plan.seed, number) if of_plan.is_mixture else of_plan.seed,
+                seed=source_seed(plan.seed, number) if plan.is_mixture else plan.seed,
                 shuffle=like.shuffle,
                 group=like.group,
                 keeps_tail=like.keeps_tail,
             )
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
-        stages = [
-            Stage(
-                step=row.step,
-                ticks_per_step=row.global_batch_size // size,
-                shares=None if row.shares is None else tuple(row.shares),
-                is_amended=row.is_amended,
+        for step, global_batch_size, shares, is_amended in saved.stages:
+            weights = None
+            if shares is not None:
+                weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
+            stages.append(
+                Stage(
+                    step=step,
+                    ticks_per_step=global_batch_size // size,
+                    weights=weights,
+                    is_amended=is_amended,
+                )
             )
-            for row in saved.stages
-        ]
-        return Run(
+        return replace(
+            plan,
             sources=tuple(sources),
             stages=tuple(stages),
             batches_per_tick=size // (layout["batch_size"] * layout["world_size"]),
-            seed=of_plan.seed,
-            is_mixture=of_plan.is_mixture,
         )
     except UsageError as error:  # of orders and sizes that no run has
         raise BrokenShard(f"the state is damaged: {error}") from None
-
-
-def _in_order_of(run: Run, plan: Plan) -> Plan:
-    """Return the plan with its sources in the order that a run has them in, by which shares are rounded."""
-    places = {source.name: number for number, source in enumerate(run.sources)}
-    of_plan = plan.run.sources
-    order = sorted(range(len(of_plan)), key=lambda number: places.get(of_plan[number].name, len(places)))
-    weights = {step: tuple(shares[number] for number in order) for step, shares in plan.weights}
-    stages = [
-        stage if stage.shares is None else replace(stage, shares=round_shares(weights[stage.step]))
-        for stage in plan.run.stages
-    ]
-    sources = tuple(of_plan[number] for number in order)
-    return replace(
-        plan,
-        run=replace(plan.run, sources=sources, stages=tuple(stages)),
-        samples=tuple(plan.samples[number] for number in order),
-        weights=tuple(weights.items()),
-    )
-
-
-def _check_position(
-    position: Position, state: Mapping[str, Any], run: Run, layout: Mapping[str, int]
-) -> None:
-    """Raise BrokenShard for a position that the run does not have, UsageError for one inside of a step of
-    another layout."""
-    if position.num_micro and not _are_equal(state.get("layout"), dict(layout)):
-        raise UsageError(
-            f"the state was saved inside of a step, after {position.num_micro} batches of "
-            f"{state.get('layout')!r:.80}, this loader has {dict(layout)}; save it after the optimizer's "
-            "step to change them, or resume with the same"
-        )
-    steps_per_epoch = run.steps_in(position.epoch)
-    if position.step >= steps_per_epoch:
-        raise BrokenShard(
-            f"the state stands at {position}, expected a step below {steps_per_epoch}",
-            found=position,
-            expected=f"a step below {steps_per_epoch}",
-        )
-    num_batches = run.batches_in_step(run.step_of(position))
-    if position.num_micro >= num_batches:
-        raise UsageError(f"the state has {position.num_micro} batches of a step of {num_batches}")
 
 
 def _check_data(run: Run, plan: Run) -> None:
@@ -350,39 +282,32 @@ def _check_data(run: Run, plan: Run) -> None:
             )
 
 
-def _check_past(run: Run, plan: Run, step: int, since: int) -> None:
-    """Raise OtherRun where stages of the plan that were over at a step are not those of the run since its
-    last amendment. An argument without a schedule says nothing of the past, and one that changes nothing is
-    not asked."""
-    first = max((stage.step for stage in run.stages if stage.is_amended and stage.step <= step), default=0)
-    for field in ("global_batch_size", "shares"):
-        if _stages_of(run.held_from(since), field) == _stages_of(plan.held_from(since), field):
-            continue
-        end = [begin for begin, _ in _stages_of(plan.held_from(0), field) if begin <= step][-1]
-        found, wanted = run.held_from(first, end), plan.held_from(first, end)
-        if first < end and _stages_of(found, field) != _stages_of(wanted, field):
-            raise OtherRun(
-                f"the stages of the steps {first} to {end} are over: {_words(found)} in the state, "
-                f"{_words(wanted)} here; keep them, or pass weights and global_batch_size without a schedule",
-                found=_words(found),
-                expected=_words(wanted),
-            )
+def _check_position(position: Position, saved: _State, run: Run, layout: Mapping[str, int]) -> None:
+    """Raise BrokenShard for a position that the run does not have, UsageError for one inside of a step of
+    another layout."""
+    if position.num_micro and saved.layout != layout:
+        raise UsageError(
+            f"the state was saved inside of a step, after {position.num_micro} batches of {saved.layout}, "
+            f"this loader has {dict(layout)}; save it after the optimizer's step to change them, or resume "
+            "with the same"
+        )
+    steps_per_epoch = run.steps_in(position.epoch)
+    if position.step >= steps_per_epoch:
+        raise _damaged(position, f"a step below {steps_per_epoch}")
+    num_batches = run.batches_in_step(run.step_of(position))
+    if position.num_micro >= num_batches:
+        raise UsageError(f"the state has {position.num_micro} batches of a step of {num_batches}")
 
 
-def _stages_of(held: Sequence[Held], field: str) -> list[tuple[int, Any]]:
-    """Return the steps at which one field of what holds changes, with its values."""
-    stages: list[tuple[int, Any]] = []
-    for each in held:
-        value = getattr(each, field)
-        if not stages or stages[-1][1] != value:
-            stages.append((each.step, value))
-    return stages
-
-
-def _sources_in_ticks_of(run: Run, plan: Plan) -> list[Source]:
-    """Return the plan's sources in ticks of another run. Raises OtherRun where its sizes do not fit them."""
-    size, like = run.tick_samples, plan.run.sources[0].order
-    for held in plan.run.held_from(0):
+def _in_terms_of(run: Run, plan: Run) -> Run:
+    """Return a plan with its sources in the order that a run has them in, by which shares are rounded, and in
+    ticks of the run. Raises OtherRun where its sizes do not fit these."""
+    places = {source.name: number for number, source in enumerate(run.sources)}
+    sources = sorted(plan.sources, key=lambda source: places.get(source.name, len(places)))
+    size = run.tick_samples
+    if size == plan.tick_samples:
+        return replace(plan, sources=tuple(sources))
+    for held in plan.held_from(0):
         if held.global_batch_size % size:
             least = max(held.global_batch_size // size, 1) * size
             raise OtherRun(
@@ -392,19 +317,37 @@ def _sources_in_ticks_of(run: Run, plan: Plan) -> list[Source]:
                 found=held.global_batch_size,
                 expected=f"a multiple of {size}",
             )
-    sources = []
-    for source, samples in zip(plan.run.sources, plan.present, strict=True):
-        order = source.order
-        if order.tick_samples != size:
-            order = make_order(samples, size, like.group, seed=order.seed, shuffle=like.shuffle)
-        sources.append(replace(source, order=order))
-    return sources
+    in_ticks = []
+    for source in sources:
+        assert source.samples is not None
+        of = source.order
+        order = make_order(
+            source.samples, size, of.group, seed=of.seed, shuffle=of.shuffle, keeps_tail=of.keeps_tail
+        )
+        in_ticks.append(replace(source, order=order))
+    stages = [
+        replace(stage, ticks_per_step=stage.ticks_per_step * plan.tick_samples // size)
+        for stage in plan.stages
+    ]
+    return replace(plan, sources=tuple(in_ticks), stages=tuple(stages))
 
 
-def _with_run(plan: Plan, run: Run, step: int) -> Plan:
-    """Return the plan by another run, with its samples of each source. Raises OtherRun where it lacks some
-    that are needed from a step on."""
-    known = {source.name: samples for source, samples in zip(plan.run.sources, plan.samples, strict=True)}
+def _other_run(step: int, found: Sequence[Held], wanted: Sequence[Held], *, can_amend: bool) -> OtherRun:
+    in_state, here = ("; ".join(map(str, held)) for held in (found, wanted))
+    advice = "pass amend=True to change the run from the next border on, or " if can_amend else ""
+    return OtherRun(
+        f"the state, of step {step}, is of another run: {in_state} in the state, {here} here; {advice}make "
+        "the loader as it was when the state was saved",
+        found=in_state,
+        expected=here,
+        remedy="amend=True" if can_amend else None,
+    )
+
+
+def _with_samples(run: Run, plan: Run, step: int) -> Run:
+    """Return a run with the samples of a plan. Raises OtherRun where it lacks some that are needed from a
+    step on."""
+    known = {source.name: source.samples for source in plan.sources}
     for held in run.held_from(step):
         for name in held.shares.keys() - known.keys():
             raise OtherRun(
@@ -413,17 +356,8 @@ def _with_run(plan: Plan, run: Run, step: int) -> Plan:
                 found=list(known),
                 expected=name,
             )
-    return replace(plan, run=run, samples=tuple(known.get(source.name) for source in run.sources))
-
-
-def _words(held: Sequence[Held]) -> str:
-    """Say what holds: ``web 0.5, code 0.5, global_batch_size 8; from step 64 on web 1, ...``."""
-    stages = []
-    for each in held:
-        begin = f"from step {each.step} on " if each.step else ""
-        shares = [f"{name} {share / CYCLE:.4g}" for name, share in each.shares.items()]
-        stages.append(begin + ", ".join([*shares, f"global_batch_size {each.global_batch_size}"]))
-    return "; ".join(stages)
+    sources = [replace(source, samples=known.get(source.name)) for source in run.sources]
+    return replace(run, sources=tuple(sources))
 
 
 @dataclass(kw_only=True)
@@ -440,7 +374,7 @@ class Progress:
 
     @property
     def to_save(self) -> Position:
-        """What a state has: what was trained, where the loop says it, else what was delivered."""
+        """Return what a state has: what was trained, where the loop says it, else what was delivered."""
         return self.delivered if self.trained is None else self.trained
 
     def load(self, position: Position, num_left: int) -> None:
@@ -454,7 +388,7 @@ class Progress:
         Raises UsageError where a state that was loaded would be thrown away.
         """
         if epoch > MAX_EPOCH:
-            raise UsageError(f"epoch is {epoch}, expected at most {MAX_EPOCH}")
+            raise UsageError.of_value("epoch", epoch, f"at most {MAX_EPOCH}")
         if self.is_loaded:
             raise UsageError(
                 f"set_epoch({epoch}) would throw away the state that was loaded, which goes on in epoch "

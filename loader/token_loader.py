@@ -1,247 +1,33 @@
-"""The torch DataLoader that a training loop sees, and the processes behind it."""
+"""The torch DataLoader that a training loop sees."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import multiprocessing
-import os
-import shutil
-import signal
 import sys
-import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from multiprocessing.util import get_temp_dir
-from pathlib import Path
-from typing import Any, cast
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from loader.batches import Batch, LoaderMetrics, StepBatches, Uncollated
-from loader.chunks import IGNORED, Chunk
+from loader.batches import Batch, LoaderMetrics, StepBatches
+from loader.chunks import IGNORED
 from loader.describe import describe
 from loader.order import share
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.run import Position, Run
-from loader.sources import Plan, whole_number
+from loader.sources import whole_number
 from loader.state import Progress, go_on, state_of
+from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer
-from loader.workers import ChunkDataset, cannot_share
-from shardprep.errors import ReadWriteError, ShardprepError, UsageError
-from shardprep.signals import stop_signals_wait
-
-# Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end
-# the process that trains, by an error of torch's DataLoader, before that one has saved its checkpoint. So
-# workers block these, and end with the process that trains.
-_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-_LOOK_EVERY_S = 1.0  # whether the process that trains is still there; 50 us of CPU each time
-
-
-class WorkerLoader(DataLoader[Any]):
-    """A DataLoader that passes items on as they are, and whose workers end with the main process alone."""
-
-    stream: Any = None  # the newest iterator
-
-    def __init__(self, dataset: Dataset[Any], **options: Any) -> None:
-        super().__init__(
-            dataset, batch_size=None, collate_fn=_as_it_is, worker_init_fn=follow_main_process, **options
-        )
-
-    def start(self) -> Iterator[Any]:
-        """``iter()``; workers that it starts begin with the signals blocked, while they import, too."""
-        context = self.multiprocessing_context or multiprocessing.get_context()
-        waits: Any = contextlib.nullcontext()
-        if self.num_workers and self._iterator is None:  # torch keeps persistent workers there
-            waits = stop_signals_wait(_SIGNALS, spawns=context.get_start_method() != "fork")
-        try:
-            with waits:
-                self.stream = iter(self)
-        except OSError as error:  # semaphores lie in shared memory, too
-            raise cannot_share(error) from error
-        return cast(Iterator[Any], self.stream)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether one of the workers ended, as by Ctrl-C."""
-        return any(not worker.is_alive() for worker in getattr(self.stream, "_workers", ()))
-
-    @property
-    def failed_to_share(self) -> bool:
-        """Whether one of the workers ended by ``_end_without_files``."""
-        workers = getattr(self.stream, "_workers", ())
-        return any(worker.exitcode == ReadWriteError.exit_code for worker in workers)
-
-    def end(self) -> None:
-        """End the workers; ``start`` would start them again."""
-        stream, self.stream = self.stream, None
-        self._iterator = None  # torch has no public way to end persistent workers
-        if hasattr(stream, "_shutdown_workers"):
-            stream._shutdown_workers()  # noqa: SLF001
-
-
-def follow_main_process(_: int) -> None:
-    """As a ``worker_init_fn``: block the signals, and end when the main process does. torch does not look for
-    it while a worker waits for room in a pipe, nor under forkserver."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
-    settings.pop("tempdir", None)  # a forked process has its parent's, which lives on
-    sys.excepthook = _end_without_files
-    folder = Path(get_temp_dir())  # of the sockets that send tensors
-    threading.Thread(target=_end_with_main_process, args=(os.getppid(), folder), daemon=True).start()
-
-
-def _end_without_files(_: object, error: BaseException, __: object) -> None:
-    """End a worker whose thread that sends tensors failed. That thread tells sys.excepthook, and would go on
-    failing, where no file can be opened, while the main process waits for it."""
-    logger.error("%s", cannot_share(error))
-    os._exit(ReadWriteError.exit_code)
-
-
-def _end_with_main_process(parent_pid: int, folder: Path) -> None:
-    """End this process once the main one is gone or sends SIGTERM, as torch does to a worker that hangs."""
-    main = multiprocessing.parent_process()
-    assert main is not None
-    while os.getppid() == parent_pid and main.is_alive():
-        received = signal.sigtimedwait((signal.SIGTERM,), _LOOK_EVERY_S)
-        if received is not None and received.si_pid == main.pid:
-            break
-    for _ in range(100):
-        if not folder.exists():
-            break
-        shutil.rmtree(folder, ignore_errors=True)  # fails where the main thread adds a socket meanwhile
-    os._exit(0)
-
+from loader.workers import ChunkDataset
+from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
-
-
-def _as_it_is(batch: Any) -> Any:
-    """Without it, torch would turn what the workers send into something else."""
-    return batch
-
-
-_MOST_PATH_BYTES = 107  # of a Unix socket
-_SOCKET_BYTES = len("/pymp-12345678/listener-12345678")
-
-
-class BatchStream:
-    """Batches with the samples that they were made of; with workers a few chunks are read ahead. Waits are
-    counted in ``metrics``. Raises UsageError where TMPDIR is too long for workers."""
-
-    def __init__(
-        self,
-        chunks: ChunkDataset,
-        step_batches: StepBatches,
-        metrics: LoaderMetrics,
-        workers: Mapping[str, Any],
-    ) -> None:
-        self._chunks = chunks
-        self._step_batches = step_batches
-        self._metrics = metrics
-        self._num_workers: int = workers.get("num_workers", 0)
-        if self._num_workers:
-            check_worker_sockets()
-            try:
-                chunks.position.share_memory_()
-            except (OSError, RuntimeError) as error:
-                raise cannot_share(error) from error
-        self._chunk_loader = WorkerLoader(chunks, **workers)
-        self._stands_at: Position | None = None  # if that is the beginning of an epoch
-
-    def rest_of_epoch(self, start: Position) -> Iterator[tuple[Uncollated, Any]]:
-        """The batches of an epoch from a position on: the samples of each, and the batch."""
-        if self._chunk_loader.is_broken:
-            self.end()
-        if self._stands_at != start or start.num_micro:  # persistent workers are sent there
-            shared = self._chunks.position
-            shared[0], shared[1] = start.epoch, self._chunks.plan.run.tick_in_epoch(start)
-            self._chunk_loader.start()
-        self._stands_at = None
-        for part in self._uncollated(start):
-            batch = self._step_batches.collate(part)
-            self._step_batches.warn_of_no_labels(part, batch)
-            yield part, batch
-        self._stands_at = Position(epoch=start.epoch + 1, step=0)
-
-    def end(self) -> None:
-        """End the workers and close the files; the next batches start them again."""
-        self._stands_at = None
-        self._chunk_loader.end()
-        self._chunks.close()
-
-    def _uncollated(self, start: Position) -> Iterator[Uncollated]:
-        run, step = self._chunks.plan.run, start.step
-        number, num_steps = run.step_of(start), run.steps_in(start.epoch)
-        num_done, within = divmod(start.num_micro, run.batches_per_tick)
-        num_left = run.ticks_in_step(number) - num_done  # of this step
-        while step < num_steps:
-            chunks = self._next_chunks()
-            for place in range(chunks[0].num_ticks):
-                fillers = run.fillers(step, self._chunks.slots)
-                yield from self._step_batches.cut(chunks, place, within, fillers)
-                num_left, within = num_left - 1, 0
-                if not num_left:
-                    step, number = step + 1, number + 1
-                    num_left = run.ticks_in_step(number)
-            del chunks  # they may hold their window; the next one is read now
-
-    def _next_chunks(self) -> list[Chunk]:
-        """The next chunk of every worker, in the order of their slots."""
-        began = time.perf_counter()
-        arriving = self._chunk_loader.stream
-        try:
-            chunks = [next(arriving) for _ in range(max(self._num_workers, 1))]
-        except RuntimeError as error:  # torch's, that a worker has ended
-            if self._chunk_loader.failed_to_share or isinstance(error.__cause__, ReadWriteError):
-                raise cannot_share(EOFError()) from error
-            raise
-        for chunk in chunks:
-            if isinstance(chunk, ShardprepError):  # of a worker
-                raise chunk
-        self._metrics.wait_s += time.perf_counter() - began
-        if self._num_workers:
-            row_tokens = self._chunks.plan.row_tokens
-            chunks = [Chunk.unpack(chunk, row_tokens) for chunk in chunks]
-        self._metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
-        return chunks
-
-
-def check_worker_sockets() -> None:
-    """Raise UsageError where TMPDIR is too long for a socket below it. A worker would say so on standard
-    error, lose its batches, and the loop would wait for them for ever."""
-    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
-        return
-    folder, most = tempfile.gettempdir(), _MOST_PATH_BYTES - _SOCKET_BYTES
-    if len(os.fsencode(folder)) > most:
-        raise UsageError(
-            f"the folder for temporary files, {folder}, has a path of {len(os.fsencode(folder))} bytes, and "
-            f"workers can hand over their batches below one of {most} at most; set TMPDIR to a shorter one "
-            "(export TMPDIR=/tmp), or num_workers to 0"
-        )
-
-
-def warn_of_accumulation(micro_batches: int) -> None:
-    """Log a warning where accelerate accumulates another number of batches than ``micro_batches``."""
-    accelerate = sys.modules.get("accelerate.state")  # never imported here: not in use then
-    if accelerate is None or not accelerate.GradientState._shared_state:  # noqa: SLF001  asking would start it
-        return
-    num_steps = accelerate.GradientState().num_steps
-    if num_steps not in (1, micro_batches):
-        logger.warning(
-            "accelerate accumulates %d batches, but a global batch is %d of each rank; pass "
-            "global_batch_size=batch_size x ranks x %d, so that a step is the same samples on any number of "
-            "ranks, and set accelerator.step = 0 after a load_state that changes the number",
-            num_steps,
-            micro_batches,
-            num_steps,
-        )
 
 
 class TokenLoader(DataLoader[Batch]):
@@ -266,7 +52,7 @@ class TokenLoader(DataLoader[Batch]):
 
     def __init__(
         self,
-        plan: Plan,
+        run: Run,
         *,
         step_batches: StepBatches,
         loader_tokenizer: LoaderTokenizer,
@@ -286,12 +72,12 @@ class TokenLoader(DataLoader[Batch]):
             _RefusedDataset(),
             batch_size=step_batches.batch_size,
             drop_last=True,
-            collate_fn=step_batches.collate_fn,
             pin_memory=pin_memory,
             **workers,
         )
+        del self.collate_fn  # torch's; ours is worked out when it is looked at
         self._made_with: dict[str, Any] = {
-            "plan": plan,
+            "run": run,
             "step_batches": step_batches,
             "loader_tokenizer": loader_tokenizer,
             "process_rank": process_rank,
@@ -299,32 +85,39 @@ class TokenLoader(DataLoader[Batch]):
             "amend": amend,
             **workers,
         }
-        self.plan = plan  # what its arguments say; after an amended state ``chunks`` has another
         self.loader_tokenizer = loader_tokenizer
-        self._collator: Any = None
         self.process_rank = process_rank
-        self._layout = {"world_size": process_rank.world_size, "batch_size": step_batches.batch_size}
         self.metrics = LoaderMetrics()
         self.step_batches = step_batches
         self.can_amend = amend
+        self._layout = {"world_size": process_rank.world_size, "batch_size": step_batches.batch_size}
         self._worker_options = workers
-        self._go_by(plan)
-        self._newest = 0
         self._pins = pin_memory and torch.cuda.is_available()
+        self._newest = 0  # number of the iterator that may be used
         self._progress = Progress()
-        self._num_accumulated = plan.run.batches_in_step(0)
+        self._num_accumulated = run.batches_in_step(0)
         self._step_labels: list[Any] = []  # of each batch of this rank's part of the newest step
         self._labels_per_rank: torch.Tensor | None = None  # once it was asked for
+        self._go_by(run)
 
-    @property
-    def run(self) -> Run:
-        """Sources, stages, and what each step is made of."""
-        return self.chunks.plan.run
+    def _go_by(self, run: Run) -> None:
+        """Deliver a run from now on: its sources, stages, and what each step is made of."""
+        self.run = run
+        who = self.process_rank
+        slots = share(range(run.order.num_slots), who.rank, who.world_size)
+        num_workers = min(self._worker_options.get("num_workers", 0), len(slots))
+        endless = self.persistent_workers or not self.num_workers
+        self._stream = BatchStream(
+            ChunkDataset(run, slots, endless=endless),
+            self.step_batches,
+            self.metrics,
+            {**self._worker_options, "num_workers": num_workers},
+        )
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal where a state is loaded, beside sources and stages."""
-        return dict(self.plan.fingerprint)
+        return self.run.fingerprint
 
     def __len__(self) -> int:
         """Batches of the next epoch, on every rank; a resumed one gives the rest, from ``first_batch``."""
@@ -345,28 +138,20 @@ class TokenLoader(DataLoader[Batch]):
         """
         return self.loader_tokenizer.load()
 
-    @property
-    def collate_fn(self) -> Any:
+    @cached_property
+    def collate_fn(self) -> Any:  # type: ignore[override]
         """What collates: the user's, else a DataCollatorForLanguageModeling that makes the same batches.
 
         The loader works without it, so transformers is imported when it is looked at.
         """
-        padded = self.step_batches.padded
-        if padded is not self.step_batches.collate_fn:  # the user's
+        if self.step_batches.collate_fn is not None:
             return self.step_batches.collate_fn
-        if self._collator is None:
-            from loader.collator import CausalLMCollator
+        from loader.collator import CausalLMCollator
 
-            self._collator = CausalLMCollator(
-                self.tokenizer,
-                pad_to_multiple_of=padded.pad_to_multiple_of,
-                pad_to_length=padded.pad_to_length,
-            )
-        return self._collator
-
-    @collate_fn.setter
-    def collate_fn(self, _: Any) -> None:
-        """Taken by torch's DataLoader when it is made; ``step_batches`` has it."""
+        padded = self.step_batches.padded
+        return CausalLMCollator(
+            self.tokenizer, pad_to_multiple_of=padded.pad_to_multiple_of, pad_to_length=padded.pad_to_length
+        )
 
     @property
     def first_batch(self) -> int:
@@ -446,7 +231,7 @@ class TokenLoader(DataLoader[Batch]):
         end = Position(epoch=self._progress.delivered.epoch + 1)
         if until_step is not None:
             end = self.run.position(whole_number("until_step", until_step, least=0))
-        return describe(self.chunks.plan, self._progress.delivered, end)
+        return describe(self.run, self._progress.delivered, end)
 
     @property
     def source_samples(self) -> dict[str, int]:
@@ -468,11 +253,13 @@ class TokenLoader(DataLoader[Batch]):
 
         ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for numbers that are none.
         """
-        all_samples, names = self.chunks.plan.samples, self.source_names
-        samples = all_samples[source] if 0 <= source < len(names) else None
+        sources = self.run.sources
+        samples = sources[source].samples if 0 <= source < len(sources) else None
         if samples is None:
-            raise UsageError(f"source {source}: the loader reads {', '.join(names)}, numbered from 0")
-        return find_origin(names[source], samples.shards, shard, sample, document)
+            raise UsageError(
+                f"source {source}: the loader reads {', '.join(self.source_names)}, numbered from 0"
+            )
+        return find_origin(sources[source].name, samples.shards, shard, sample, document)
 
     @property
     def has_loaded_state(self) -> bool:
@@ -489,31 +276,18 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._made_with), (), (self._progress, self.chunks.plan)
+        return partial(type(self), **self._made_with), (), (self._progress, self.run)
 
-    def __setstate__(self, now: tuple[Progress, Plan]) -> None:
+    def __setstate__(self, now: tuple[Progress, Run]) -> None:
         """Stand where the original stood."""
-        progress, plan = now
+        progress, run = now
         self._progress = replace(progress, trained=None)  # of an optimizer that the copy does not follow
-        self._go_by(plan)
+        self._go_by(run)
 
-    def _go_by(self, plan: Plan) -> None:
-        self.chunks = self._chunks_of(plan)
-        num_workers = min(self._worker_options.get("num_workers", 0), len(self.chunks.slots))
-        workers = {**self._worker_options, "num_workers": num_workers}
-        self._stream = BatchStream(self.chunks, self.step_batches, self.metrics, workers)
-
-    def _chunks_of(self, plan: Plan) -> ChunkDataset:
-        who = self.process_rank
-        slots = share(range(plan.run.num_slots), who.rank, who.world_size)
-        return ChunkDataset(plan, slots, endless=self.persistent_workers or not self.num_workers)
-
-    def __getitem__(self, _: Any) -> Any:
-        raise UsageError(
-            "a TokenLoader is no data set of samples, but was indexed like one, as "
-            "StatefulDataLoader(loader), DataLoader(loader) and Trainer(train_dataset=loader) do; iterate "
-            "the loader itself, and keep its state with loader.state_dict() and load_state_dict(); under "
-            f"HF's Trainer, {_OVERRIDE}"
+    def __getitem__(self, _: Any) -> NoReturn:
+        _refuse(
+            "a TokenLoader was indexed like a data set of samples, as StatefulDataLoader(loader), "
+            "DataLoader(loader) and Trainer(train_dataset=loader) do"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -545,7 +319,7 @@ class TokenLoader(DataLoader[Batch]):
         return self._progress
 
     def _state_of(self, at: Position) -> dict[str, Any]:
-        return state_of(self.chunks.plan, at, self._layout, self._progress.num_left)
+        return state_of(self.run, at, self._layout, self._progress.num_left)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them. Changes
@@ -572,20 +346,23 @@ class TokenLoader(DataLoader[Batch]):
         the step from which on its own hold. Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see
         loader/state.py.
         """
-        plan, position, num_left, amended_at = go_on(self.plan, state, self._layout, amend=self.can_amend)
+        # The run that the arguments say, which an amended state may have replaced by its own.
+        given = self._made_with["run"]
+        run, position, num_left, amended_at = go_on(given, state, self._layout, amend=self.can_amend)
         self._newest += 1
-        if plan.run == self.run:
+        # Compared as a state tells them, in which weights are rounded.
+        if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):
             self._end_unless_persistent()
         else:
-            self._stream.end()  # workers have the plan of before
-            self._go_by(plan)
+            self._stream.end()  # workers have the run of before
+            self._go_by(run)
         self._progress.load(position, num_left)
-        self._num_accumulated = plan.run.batches_in_step(plan.run.step_of(position))
+        self._num_accumulated = self.run.batches_in_step(self.run.step_of(position))
         if self.process_rank.rank == 0 and amended_at is not None:
             logger.warning(
                 "the run is amended from step %d on, and stands at step %d:\n%s",
                 amended_at,
-                plan.run.step_of(position),
+                self.run.step_of(position),
                 self.describe(),
             )
 
@@ -593,11 +370,16 @@ class TokenLoader(DataLoader[Batch]):
         """Make the next ``iter()`` this epoch; all ranks must.
 
         If the loop stands inside of this epoch, ``iter()`` still gives the rest of it. Another epoch begins
-        with its first step, also where this one was not over. Raises UsageError where that would throw away a
-        state that was just loaded.
+        with its first step, also where this one was not over, and a loop that is still running is refused its
+        next batch. Raises UsageError where that would throw away a state that was just loaded.
         """
         if whole_number("epoch", epoch, least=0) != self._progress.delivered.epoch:
-            self._progress.leave_for(int(epoch), self.run)
+            self._leave_for(int(epoch))
+
+    def _leave_for(self, epoch: int) -> None:
+        self._progress.leave_for(epoch, self.run)
+        self._newest += 1  # an older iterator would count its batches for the new epoch
+        self._end_unless_persistent()
 
     def peek(self) -> Batch:
         """Return the batch that the next ``iter()`` begins with; changes nothing, nor is it counted.
@@ -606,16 +388,16 @@ class TokenLoader(DataLoader[Batch]):
         """
         without_workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
         with TokenLoader(**{**self._made_with, **without_workers}) as copy:
-            copy.__setstate__((self._progress, self.chunks.plan))
+            copy.__setstate__((self._progress, self.run))
             return next(iter(copy))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)
-        if not self.run.has_sizes:
-            warn_of_accumulation(self.run.batches_in_step(0))
-        self._newest += 1
+        if len({stage.ticks_per_step for stage in self.run.stages}) == 1:
+            _warn_of_accumulation(self.run.batches_in_step(0))
         if self._next != self._progress.delivered:
-            self._progress.leave_for(self._next.epoch, self.run)  # a validation set begins anew
+            self._leave_for(self._next.epoch)  # a validation set begins anew
+        self._newest += 1
         self._progress.is_loaded = False
         return self._epoch_batches(self._progress.delivered, self._newest)
 
@@ -636,26 +418,20 @@ class TokenLoader(DataLoader[Batch]):
 
     def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
         self._check_newest(number)
-        position, run = start, self.run
-        num_steps, has_sizes = run.steps_in(start.epoch), run.has_sizes
-        accumulated = self._num_accumulated = run.batches_in_step(run.step_of(start))
-        step: list[tuple[Uncollated, Any]] = []
+        position, num_steps = start, self.run.steps_in(start.epoch)
         try:
-            for collated in self._stream.rest_of_epoch(start):
-                if has_sizes and not position.num_micro and not step:
-                    accumulated = self._num_accumulated = run.batches_in_step(run.step_of(position))
-                step.append(collated)
-                if len(step) < accumulated - position.num_micro:
-                    continue  # the loop may ask for the labels of the whole step at its first batch
-                self._step_labels = [_labels_of(batch) for _, batch in step]
+            # A whole step is there before its first batch, at which the loop may ask for the step's labels.
+            for batches in self._stream.steps(start):
+                self._num_accumulated = position.num_micro + len(batches)
+                self._step_labels = [_labels_of(batch) for batch, _ in batches]
                 self._labels_per_rank = None
-                for part, batch in step:
-                    position = position.after(accumulated, num_steps)
+                while batches:  # each is let go when it was delivered
+                    batch, num_tokens = batches.pop(0)
+                    position = position.after(self._num_accumulated, num_steps)
                     self._progress.delivered = position
-                    self.metrics.count(part, batch)
+                    self.metrics.count(num_tokens, batch)
                     yield pinned(batch) if self._pins else batch
                     self._check_newest(number)
-                step = []
         except GeneratorExit:
             raise
         except BaseException:  # Ctrl-C, too: half a message may be read, so the workers are not kept
@@ -669,7 +445,8 @@ class TokenLoader(DataLoader[Batch]):
     def _check_newest(self, number: int) -> None:
         if number != self._newest:
             raise UsageError(
-                "this iterator ended when the loader was closed or iterated anew; use the newest one"
+                "this loop ended when the loader was closed, iterated anew, given a state or sent to another "
+                "epoch; begin a new one: for batch in loader"
             )
 
 
@@ -677,19 +454,41 @@ def _labels_of(batch: Any) -> Any:
     return batch.get("labels") if isinstance(batch, Mapping) else None
 
 
-_OVERRIDE = (
-    "write class LlamaTrainer(LoaderMixin, Trainer) with LoaderMixin of loader.trainer, and pass "
-    "train_loader=loader"
-)
+def _warn_of_accumulation(num_batches: int) -> None:
+    """Log a warning where accelerate accumulates another number of batches than a step has."""
+    accelerate = sys.modules.get("accelerate.state")  # never imported here: not in use then
+    if accelerate is None or not accelerate.GradientState._shared_state:  # noqa: SLF001  asking would start it
+        return
+    num_steps = accelerate.GradientState().num_steps
+    if num_steps not in (1, num_batches):
+        logger.warning(
+            "accelerate accumulates %d batches, but a global batch is %d of each rank; pass "
+            "global_batch_size=batch_size x ranks x %d, so that a step is the same samples on any number of "
+            "ranks, and set accelerator.step = 0 after a load_state that changes the number",
+            num_steps,
+            num_batches,
+            num_steps,
+        )
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UsageError(
+        f"{what}; iterate the TokenLoader itself, which shares samples out among the ranks, and keep its "
+        "state with loader.state_dict() and load_state_dict(). Under transformers' Trainer write class "
+        "LlamaTrainer(LoaderMixin, Trainer), with LoaderMixin of loader.trainer, and pass train_loader=loader"
+    )
 
 
 class _RefusedDataset(IterableDataset[Any]):
     """What a TokenLoader shows as its ``dataset`` to those who would make a DataLoader of their own of it."""
 
-    def __iter__(self) -> Iterator[Any]:
-        raise UsageError(
-            "the dataset of a TokenLoader was iterated by another loader, as those that accelerate's "
-            "skip_first_batches and Trainer(train_dataset=loader.dataset) make; iterate the "
-            "TokenLoader itself, which shares samples out among the ranks, and resume with load_state_dict; "
-            f"under HF's Trainer, {_OVERRIDE}"
+    def __iter__(self) -> NoReturn:
+        _refuse(
+            "the dataset of a TokenLoader was iterated by another loader, as accelerate's skip_first_batches "
+            "and Trainer(train_dataset=loader.dataset) do"
+        )
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        _refuse(
+            "loader.dataset holds no samples; next(iter(loader)) is a batch, and loader.peek() the next one"
         )

@@ -37,50 +37,45 @@ _READ_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_FILE_BYTES = 256 << 20  # the largest tokenizers known have 40 MB
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpecialTokens:
-    """What batches need of a tokenizer, by the names that transformers has for it."""
+@dataclass(kw_only=True)
+class LoaderTokenizer:
+    """What batches need of a tokenizer, by transformers' names; ``load`` returns transformers' object."""
 
     eos_token: str | None
     eos_token_id: int | None
     pad_token: str | None
     pad_token_id: int | None
     added_vocab: Mapping[str, int]
-
-    def get_added_vocab(self) -> Mapping[str, int]:
-        """Return the ids of the tokens beside the vocabulary."""
-        return self.added_vocab
-
-
-@dataclass(kw_only=True)
-class LoaderTokenizer:
-    """The tokenizer of a loader: what is known of it, and transformers' object once ``load`` is called."""
-
-    special: SpecialTokens
     fingerprint: str  # of what made the ids
     vocab_size: int  # added tokens included
     ends_with_eos: bool = False  # by itself, what it makes of a text
     folder: Path | None = None  # of a data set, whose files were compared
     spec: TokenizerSpec | None = None  # of that data set
     _loaded: Any = None
-    _pad_token: str | None = field(default=None, init=False)
+    _pads_with: str | None = field(default=None, init=False)
 
     @staticmethod
     def of_loaded(tokenizer: Any, fingerprint: str | None = None) -> LoaderTokenizer:
         """Describe one that transformers loaded. ``fingerprint``: of the manifests, where there are some."""
-        names = {name: getattr(tokenizer, name) for name in ("eos_token", "pad_token")}
-        ids = {f"{name}_id": getattr(tokenizer, f"{name}_id") for name in names}
         return LoaderTokenizer(
-            special=SpecialTokens(**names, **ids, added_vocab=tokenizer.get_added_vocab()),
+            eos_token=tokenizer.eos_token,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token=tokenizer.pad_token,
+            pad_token_id=tokenizer.pad_token_id,
+            added_vocab=tokenizer.get_added_vocab(),
             fingerprint=fingerprint or _fingerprint(tokenizer),
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
             ends_with_eos=tokenizer.eos_token_id in tokenizer("a")["input_ids"][-1:],
             _loaded=tokenizer,
         )
 
+    def get_added_vocab(self) -> Mapping[str, int]:
+        """Return the ids of the tokens beside the vocabulary."""
+        return self.added_vocab
+
     def pad_with(self, token: str) -> None:
         """Make ``token`` the pad token of transformers' object."""
-        self._pad_token = token
+        self._pads_with = token
         if self._loaded is not None:
             self._loaded.pad_token = token
 
@@ -93,8 +88,8 @@ class LoaderTokenizer:
             assert self.folder is not None
             assert self.spec is not None
             self._loaded = _load_own(self.folder, self.spec)
-            if self._pad_token is not None:
-                self._loaded.pad_token = self._pad_token
+            if self._pads_with is not None:
+                self._loaded.pad_token = self._pads_with
         return self._loaded
 
 
@@ -153,10 +148,8 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
         return None
     with without_garbage_collection():  # 280,000 merges
         try:
-            data, config = (
-                orjson.loads(raw),
-                orjson.loads(_content(folder / "tokenizer_config.json") or b"{}"),
-            )
+            data = orjson.loads(raw)
+            config = orjson.loads(_content(folder / "tokenizer_config.json") or b"{}")
             added = {token["content"]: token["id"] for token in data["added_tokens"]}
             names = {token_id: name for name, token_id in added.items()}
             for name in _SPECIAL_IDS:
@@ -169,13 +162,11 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     return LoaderTokenizer(
-        special=SpecialTokens(
-            eos_token=names.get(spec.eos_token_id),
-            eos_token_id=spec.eos_token_id,
-            pad_token=names.get(spec.pad_token_id),
-            pad_token_id=spec.pad_token_id,
-            added_vocab=added,
-        ),
+        eos_token=names.get(spec.eos_token_id),
+        eos_token_id=spec.eos_token_id,
+        pad_token=names.get(spec.pad_token_id),
+        pad_token_id=spec.pad_token_id,
+        added_vocab=added,
         fingerprint=spec.fingerprint,
         vocab_size=spec.vocab_size,
         ends_with_eos=spec.eos_token_id is not None and last_id == spec.eos_token_id,

@@ -11,7 +11,7 @@ The loader's state stands in trainer_state.json of each checkpoint, so it is of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,42 +35,59 @@ else:
 class LoaderMixin(_Trainer):
     """Write it before Trainer, or a subclass, among the bases, and pass ``train_loader=``.
 
-    ``eval_loader=``: a loader with ``split="validation"``. ``eval_loss`` is then the mean over all labels,
-    equal on every number of ranks. Of loaders with ``origins=True`` the mean of each source is logged, too:
-    ``loss/NAME``, and ``eval_loss/NAME``. Make the TrainingArguments before the loader: they start the
-    process group. Raises UsageError where Trainer's numbers would not make a step of one global batch, and
-    for ``targets="shifted"``, since Trainer's loss shifts labels itself. ``max_steps`` are trained through as
-    many epochs as it takes, and ``num_train_epochs`` are epochs of the loader, also where it begins inside of
-    one. With ``boundaries`` the first step runs ``loader.check_boundaries`` on what the model gets, unless
-    ``check_boundaries=False``.
+    ``eval_loader=``: a loader with ``split="validation"``, or several by name. ``eval_loss``, or
+    ``eval_NAME_loss``, is then the mean over all labels, equal on every number of ranks. Of loaders with
+    ``origins=True`` the mean of each source is logged, too: ``loss/NAME``, and ``eval_loss/NAME``. Make the
+    TrainingArguments before the loader: they start the process group. Raises UsageError where Trainer's
+    numbers would not make a step of one global batch, and for ``targets="shifted"``, since Trainer's loss
+    shifts labels itself. ``max_steps`` are trained through as many epochs as it takes, and
+    ``num_train_epochs`` are epochs of the loader, also where it begins inside of one. With ``boundaries`` the
+    first step runs ``loader.check_boundaries`` on what the model gets, unless ``check_boundaries=False``.
     """
 
-    _eval_losses: LossMean | None = None  # while eval_loader is evaluated
+    _evaluated: TokenLoader | None = None  # the loader whose losses are counted now
+    _eval_losses: LossMean | None = None  # of that
     _source_losses: SourceLosses | None = None  # of what is trained or evaluated now, with origins
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(LoaderMixin)]
+        if any(base.__module__ == "transformers.trainer" for base in before):
+            raise UsageError(
+                found=f"class {cls.__name__} has LoaderMixin behind Trainer, which would hide its methods",
+                expected=f"class {cls.__name__}(LoaderMixin, Trainer)",
+            )
 
     def __init__(
         self,
         *args: Any,
         train_loader: TokenLoader,
-        eval_loader: TokenLoader | None = None,
+        eval_loader: TokenLoader | Mapping[str, TokenLoader] | None = None,
         check_boundaries: bool = True,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(train_loader, TokenLoader):
-            raise UsageError(
-                f"train_loader is a {type(train_loader).__name__}, expected a TokenLoader, as "
-                "get_llama3_dataloader makes it"
-            )
+        self.train_loader, self.eval_loader = train_loader, eval_loader
+        eval_loaders = [*eval_loader.values()] if isinstance(eval_loader, Mapping) else [eval_loader]
+        for name, loader in [
+            ("train_loader", train_loader),
+            *(("eval_loader", each) for each in eval_loaders),
+        ]:
+            if not isinstance(loader, TokenLoader) and (loader is not None or name == "train_loader"):
+                raise UsageError(
+                    found=f"{name} is a {type(loader).__name__}",
+                    expected="a TokenLoader, as get_llama3_dataloader makes it",
+                )
         placeholder: Any = train_loader.dataset  # Trainer asks for data sets, and these are never iterated
         if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
             placeholder = _trl_data_set(kwargs.get("args"))
             kwargs["train_dataset"] = placeholder
-        if eval_loader is not None:
+        if isinstance(eval_loader, Mapping):
+            kwargs["eval_dataset"] = dict.fromkeys(eval_loader, placeholder)
+        elif eval_loader is not None:
             kwargs["eval_dataset"] = placeholder
         super().__init__(*args, **kwargs)
-        self.train_loader, self.eval_loader = train_loader, eval_loader
         self._placeholder = placeholder
-        for loader in (train_loader, eval_loader):
+        for loader in (train_loader, *eval_loaders):
             if type(self).compute_loss is LoaderMixin.compute_loss:
                 self._refuse_shifted(loader)
         step_batches = train_loader.step_batches
@@ -78,7 +95,7 @@ class LoaderMixin(_Trainer):
         self._source_losses = _losses_of(train_loader)
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
         # Else a state may stand in another stage.
-        if not train_loader.run.has_sizes and not train_loader.can_amend:
+        if len(train_loader.run.stages) == 1 and not train_loader.can_amend:
             check_trainer_arguments(self.args, train_loader)
         # The loader finds its place itself.
         self.args.ignore_data_skip = True
@@ -118,7 +135,10 @@ class LoaderMixin(_Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return what ``evaluate()`` iterates; whatever else is evaluated is Trainer's."""
-        if self.eval_loader is not None and (eval_dataset is None or eval_dataset is self._placeholder):
+        if isinstance(self.eval_loader, Mapping):
+            if isinstance(eval_dataset, str) and eval_dataset in self.eval_loader:
+                return self.eval_loader[eval_dataset]
+        elif self.eval_loader is not None and (eval_dataset is None or eval_dataset is self._placeholder):
             return self.eval_loader
         return super().get_eval_dataloader(eval_dataset)
 
@@ -137,15 +157,18 @@ class LoaderMixin(_Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, with the mean over all labels in place of Trainer's mean over batches."""
-        if self.eval_loader is None or dataloader is not self.eval_loader:
+        if not isinstance(dataloader, TokenLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        losses = self._eval_losses = LossMean.of_loader(self.eval_loader)
-        training, of_sources = self._source_losses, _losses_of(self.eval_loader)
-        self._source_losses = of_sources
+        training, of_sources, losses = (
+            self._source_losses,
+            _losses_of(dataloader),
+            LossMean.of_loader(dataloader),
+        )
+        self._evaluated, self._eval_losses, self._source_losses = dataloader, losses, of_sources
         try:
             output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
-            self._eval_losses, self._source_losses = None, training
+            self._evaluated, self._eval_losses, self._source_losses = None, None, training
         prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
         if not math.isnan(mean := losses.mean()):  # NaN where a compute_loss of the user's counts no labels
             output.metrics[prefix] = mean
@@ -163,7 +186,7 @@ class LoaderMixin(_Trainer):
     ) -> Any:
         """Compute the loss; while ``eval_loader`` is evaluated, a mean over labels, which is counted."""
         losses, origins, labels = self._eval_losses, inputs.pop("origins", None), inputs.get("labels")
-        self._refuse_shifted(self.train_loader if losses is None else self.eval_loader)
+        self._refuse_shifted(self.train_loader if self._evaluated is None else self._evaluated)
         if losses is not None:
             num_items_in_batch = None
         with_outputs = return_outputs or origins is not None
@@ -250,7 +273,7 @@ class EpochsOfLoader:
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
-    """Raises UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
+    """Raise UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
     next steps."""
     run, start = loader.run, loader.progress.delivered
     step = run.step_of(start)
@@ -260,21 +283,20 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
             "begins with a whole one; load a state that was saved after the optimizer's step, or "
             f"train_loader.state_at({step})"
         )
-    held = run.held_from(step, step + num_steps)
-    global_batch_size = held[0].global_batch_size
-    later = [each.step for each in held if each.global_batch_size != global_batch_size]
-    if later:
-        raise UsageError(
-            f"the global batch changes at step {later[0]}, by its schedule or an amendment, and "
-            "Trainer accumulates equally many batches through a run; train to that step by max_steps, write "
-            "the loop yourself, see docs/training_own_loop.md, or leave the schedule out"
-        )
+    global_batch_size = run.held_from(step)[0].global_batch_size
+    for held in run.held_from(step):
+        if held.step < step + num_steps and held.global_batch_size != global_batch_size:
+            raise UsageError(
+                f"the global batch changes at step {held.step}, by its schedule or an amendment, and Trainer "
+                "accumulates equally many batches through a run; train to that step by max_steps, write the "
+                "loop yourself, see docs/training_own_loop.md, or leave the schedule out"
+            )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
     world_size = loader.process_rank.world_size
     if batch_size != loader.step_batches.batch_size:
         raise UsageError(
-            f"per_device_train_batch_size of TrainingArguments makes batches of {batch_size} samples, those "
-            f"of the loader have {loader.step_batches.batch_size}; pass the same number to both"
+            found=f"per_device_train_batch_size={batch_size} in TrainingArguments",
+            expected=f"batch_size of the loader, {loader.step_batches.batch_size}: pass the same to both",
         )
     found = batch_size * accumulated * world_size
     if found != global_batch_size:

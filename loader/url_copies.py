@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from loader.external_tars import scan_tar
@@ -67,7 +67,7 @@ def copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
         names = _NAME.findall(url) or ["copy.tar"]
         path = folder / f"{_digits(url)}-{names[-1]}"
         if not _is_there(path):
-            _fetch(url, path, lambda temporary, _: _check_tar(url, temporary))
+            _fetch(url, path)
     except OSError as error:
         raise ReadWriteError(f"{shown_url(url)} cannot be copied to {wanted}: {error}") from error
     return str(path)
@@ -84,7 +84,7 @@ def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
         return path
     folder.mkdir(exist_ok=True)
     try:
-        _fetch(f"{root}/{manifest.name}", manifest, lambda *_: None)
+        _fetch(f"{root}/{manifest.name}", manifest)
     except NotFound as error:
         shown = shown_url(f"{root}/{path.name}")
         logger.warning("%s is taken for a tar that others wrote: %s", shown, error)
@@ -92,21 +92,10 @@ def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
             folder.rmdir()
         return None
     expected = read_manifest(folder, shard_id)
-    _fetch_stamped(root, idx_path(folder, shard_id), expected.idx)
-    _fetch_stamped(root, path, expected.tar)  # last: with it the copy is whole
+    idx = idx_path(folder, shard_id)
+    _fetch(f"{root}/{idx.name}", idx, expected.idx)
+    _fetch(f"{root}/{path.name}", path, expected.tar)  # last: with it the copy is whole
     return path
-
-
-def _fetch_stamped(root: str, target: Path, stamp: FileStamp) -> None:
-    def check(_: Path, found: FileStamp) -> None:
-        if found != stamp:
-            raise BrokenShard(
-                path=f"{shown_url(root)}/{target.name}",
-                found=f"{found.num_bytes} bytes of sha256 {found.sha256[:12]}",
-                expected=f"{stamp.num_bytes} bytes of {stamp.sha256[:12]}, as its manifest says",
-            )
-
-    _fetch(f"{root}/{target.name}", target, check)
 
 
 def _safe_folder(wanted: Path) -> Path:
@@ -145,16 +134,25 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _fetch(url: str, target: Path, check: Callable[[Path, FileStamp], None]) -> None:
-    """Publish what webdataset reads from a URL, once ``check`` takes it under its temporary name.
+def _fetch(url: str, target: Path, stamp: FileStamp | None = None) -> None:
+    """Publish what webdataset reads from a URL: a file as stamped, or a whole tar, or a manifest.
 
-    Raises NotFound where it cannot be read, OSError where it cannot be written.
+    Raises NotFound where it cannot be read, BrokenShard where it is another one, OSError where it cannot be
+    written.
     """
     try:
         with PublishedFile(target) as copy:
             for block in _blocks(url):
                 copy.write(block)
-            check(copy.temporary, copy.sync())
+            found = copy.sync()
+            if stamp is None and target.suffix == ".tar":
+                _check_tar(url, copy.temporary)
+            elif stamp not in (None, found):
+                raise BrokenShard(
+                    path=shown_url(url),
+                    found=f"{found.num_bytes} bytes of sha256 {found.sha256[:12]}",
+                    expected=f"{stamp.num_bytes} bytes of {stamp.sha256[:12]}, as its manifest says",
+                )
             copy.publish()
     except (CannotWrite, ReadWriteError) as error:
         raise OSError(str(error)) from error

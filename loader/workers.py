@@ -7,10 +7,11 @@ would read everything n times.
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
 import resource
-import tempfile
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -23,8 +24,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from loader.chunks import Chunk
 from loader.order import share
 from loader.rounds import RunReader
-from loader.sources import Plan
-from shardprep.errors import ReadWriteError, ShardprepError
+from loader.run import Run
+from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
 MAX_CHUNK_TICKS = 256
@@ -38,8 +39,8 @@ class ChunkDataset(IterableDataset[Any]):
     window.
     """
 
-    def __init__(self, plan: Plan, slots: range, *, endless: bool) -> None:
-        self.plan = plan
+    def __init__(self, run: Run, slots: range, *, endless: bool) -> None:
+        self.run = run
         self.slots = slots
         self.endless = endless
         self.position = torch.zeros(2, dtype=torch.int64)
@@ -50,7 +51,7 @@ class ChunkDataset(IterableDataset[Any]):
         worker = get_worker_info()
         if self._reader is None:
             slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
-            self._reader = RunReader(self.plan, slots)
+            self._reader = RunReader(self.run, slots)
             self._close_reader = weakref.finalize(self, self._reader.close)
         epoch, tick = self.position.tolist()
         chunks = self._reader.chunks(epoch, tick, self._chunk_ticks(), endless=self.endless)
@@ -73,12 +74,12 @@ class ChunkDataset(IterableDataset[Any]):
         """Choose the ticks of a chunk, from what all workers know alike: their chunks must agree. Rows that
         are not sent take no memory until their tick, see Ragged."""
         worker = get_worker_info()
-        row_tokens = self.plan.row_tokens
+        row_tokens = self.run.row_tokens
         if worker is None and row_tokens:
             return MAX_CHUNK_TICKS
         slots = -(-len(self.slots) // (worker.num_workers if worker else 1))
-        longest = max(samples.mean_tokens for samples in self.plan.present)
-        tick_bytes = 4 * slots * self.plan.run.group * (row_tokens or longest)
+        longest = max(samples.mean_tokens for samples in self.run.samples)
+        tick_bytes = 4 * slots * self.run.order.group * (row_tokens or longest)
         return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
 
@@ -108,15 +109,42 @@ def _received(pickled: bytes) -> torch.Tensor:
     return packed
 
 
+def check_main_guard() -> None:
+    """Raise UsageError where each worker would run this loop again: spawn and forkserver import the script.
+
+    Call it in the training process. Else a worker would fail, and where all that it is given is more than a
+    pipe holds, the training process would wait for it for ever.
+    """
+    frame: Any = sys._getframe()  # noqa: SLF001
+    while frame is not None and (
+        frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"
+    ):
+        frame = frame.f_back
+    path = "" if frame is None else frame.f_globals.get("__file__", "")
+    if not os.path.isfile(path):  # noqa: PTH113  typed in, or of a thread: it is imported by nobody
+        return
+    for statement in ast.parse(Path(path).read_bytes()).body:
+        if isinstance(statement, ast.If) and "'__name__'" in ast.dump(statement.test):
+            return
+        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno):
+            raise UsageError(
+                f"line {frame.f_lineno} of {path} starts workers by spawn or forkserver, and each of them "
+                'would import this script and do so again; put it below `if __name__ == "__main__":`, or '
+                "pass num_workers=0",
+                path=path,
+                remedy='if __name__ == "__main__":',
+            )
+
+
 def cannot_share(error: BaseException) -> ReadWriteError:
-    """Return the error to raise, which says how much there is of all that this takes."""
-    shared = _room_in("/dev/shm")  # noqa: S108  where torch shares memory
-    sockets = _room_in(tempfile.gettempdir())
+    """Return the error to raise, which says how much there is of what this takes."""
+    shared = os.statvfs("/dev/shm")  # noqa: S108  where torch shares memory
+    free, total = (blocks * shared.f_frsize / 1e6 for blocks in (shared.f_bavail, shared.f_blocks))
     most_files, most_bytes = (
         resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
     )
     try:
-        num_files = len(list(Path("/proc/self/fd").iterdir()))
+        num_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     except OSError:  # looking takes a file, too
         num_files = most_files
     reason = str(error) or "a worker ended before it had sent one (its last line says why)"
@@ -124,17 +152,8 @@ def cannot_share(error: BaseException) -> ReadWriteError:
         "" if most_bytes == resource.RLIM_INFINITY else f"; a file can have {most_bytes:,} bytes (ulimit -f)"
     )
     return ReadWriteError(
-        f"workers and the training process cannot share batches: {reason}. "
-        f"Shared memory: {shared}; sockets: {sockets}; files that process {os.getpid()} has open: "
-        f"{num_files} of {most_files} (ulimit -n){size}. Raise what is full (--shm-size of a container, "
-        "ulimit), pass a smaller num_workers or prefetch_factor, or num_workers=0, which needs none of these"
+        f"workers and the training process cannot share batches: {reason}. /dev/shm has {free:,.1f} of "
+        f"{total:,.1f} MB free; process {os.getpid()} has {num_files} of {most_files} files open (ulimit -n)"
+        f"{size}. Raise what is full (--shm-size of a container, ulimit), pass a smaller num_workers or "
+        "prefetch_factor, or num_workers=0, which needs none of these"
     )
-
-
-def _room_in(folder: str) -> str:
-    try:
-        room = os.statvfs(folder)
-    except OSError as error:
-        return f"{folder} cannot be looked at ({error.strerror})"
-    free, total = (blocks * room.f_frsize / 1e6 for blocks in (room.f_bavail, room.f_blocks))
-    return f"{folder} has {free:,.1f} of {total:,.1f} MB and {room.f_favail:,} inodes free"

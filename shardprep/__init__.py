@@ -43,9 +43,5 @@ def __getattr__(name: str) -> Any:
     if name == "get_llama3_dataloader":
         import loader
 
-        if name not in getattr(loader, "__all__", ()):
-            from shardprep.own_packages import not_ours
-
-            raise not_ours(loader)
         return loader.get_llama3_dataloader
     raise AttributeError(f"module 'shardprep' has no attribute {name!r}")

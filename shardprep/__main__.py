@@ -14,7 +14,7 @@ from shardprep import __version__
 from shardprep.command_line import Program, given_words, unknown_command
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
-from shardprep.own_packages import check_not_hidden, not_ours
+from shardprep.own_packages import check_not_hidden
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {
@@ -55,7 +55,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in _help():
                 say(line)
             return UsageError.exit_code
-        return _dispatch([*words[1:], "--help"] if words[0] == "help" and words[1:] else words)
+        if words[0] == "help":
+            words = [*words[1:], "--help"]
+        if words[0].startswith("-"):
+            return _program("preprocess").run(["shard", *words], name="shardprep")
+        command = words[0].replace("-", "_")
+        if command not in COMMANDS:
+            say(f"error: {unknown_command(words[0], list(COMMANDS))}")
+            return UsageError.exit_code
+        package = COMMANDS[command]
+        if package == command:
+            return _program(package).run(words[1:], name=f"shardprep {command}")
+        return _program(package).run([command, *words[1:]], name="shardprep")
     except ImportError as error:
         if error.name not in COMMANDS.values():
             raise
@@ -63,25 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UsageError.exit_code
 
 
-def _dispatch(words: list[str]) -> int:
-    if words[0].startswith("-"):
-        return _program("preprocess").run(["shard", *words], name="shardprep")
-    command = words[0].replace("-", "_")
-    if command not in COMMANDS:
-        say(f"error: {unknown_command(words[0], list(COMMANDS))}")
-        return UsageError.exit_code
-    package = COMMANDS[command]
-    if package == command:
-        return _program(package).run(words[1:], name=f"shardprep {command}")
-    return _program(package).run([command, *words[1:]], name="shardprep")
-
-
 def _program(package: str) -> Program:
     check_not_hidden(package)
-    module = importlib.import_module(f"{package}.__main__")
-    program = getattr(module, "PROGRAM", None)
-    if not isinstance(program, Program):
-        raise not_ours(module)
+    program: Program = importlib.import_module(f"{package}.__main__").PROGRAM
     return program
 
 

@@ -17,12 +17,13 @@ import importlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,7 +32,7 @@ from shardprep.console import guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.files import check_names_are_utf8
 from shardprep.removed import COMMANDS, FLAGS
-from shardprep.signals import raise_on_stop_signals
+from shardprep.signals import STOP_SIGNALS, raise_on_stop_signals
 
 
 def given_words(argv: Sequence[str] | None) -> list[str]:
@@ -42,6 +43,8 @@ def given_words(argv: Sequence[str] | None) -> list[str]:
     """
     if argv is not None:
         return list(argv)
+    # Ctrl-C while this process still imports waits until the command can stop cleanly.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         # The words as they were typed: what Python decoded as EUC-KR, it cannot always encode again.
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")[:-1]
@@ -93,16 +96,14 @@ class Program:
                 raise
             say(f"error: {message}")
             return UsageError.exit_code
-        except OSError as error:
-            say(f"error: {_unforeseen(error)}")
-            return ReadWriteError.exit_code
-        except MemoryError as error:
-            say(f"error: out of memory ({error or 'no more is given'}); nothing that is done was lost")
+        except (OSError, MemoryError) as error:
+            what = f"out of memory ({error or 'no more is given'}); nothing that is done was lost"
+            say(f"error: {_unforeseen(error) if isinstance(error, OSError) else what}")
             return ReadWriteError.exit_code
         return int(code)
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
-        """The parsed words; ``command`` is a key of ``commands``.
+        """Parse the words; ``command`` is a key of ``commands``.
 
         Raises UsageError for an unknown command or a NUL, SystemExit with 2 for flags that cannot be parsed.
         """
@@ -111,29 +112,27 @@ class Program:
         words = self._underscored(words)
         if words[:1] == ["help"]:
             words = [*words[1:], "--help"]
-        listed = [word for word, command in self.commands.items() if not command.is_nameless]
         if words and not words[0].startswith("-") and words[0] not in self.commands:
+            listed = [word for word, command in self.commands.items() if not command.is_nameless]
             raise UsageError(unknown_command(words[0], listed))
         parser, called = self._parser(words[:1], name or self.name)
         if words and words[0] in called:
-            known = called[words[0]]._option_string_actions  # noqa: SLF001 - argparse has no other list
+            known = [*called[words[0]]._option_string_actions]  # noqa: SLF001 - argparse has no other list
             for flag in (word.partition("=")[0] for word in words):
                 instead = FLAGS.get(f"{words[0]} {flag}", FLAGS.get(flag))
                 if instead and flag not in known:
                     called[words[0]].error(f"the flag {flag} was removed: {instead}")
         args, unknown = parser.parse_known_args(words)
         if unknown:
-            flags = [word.partition("=")[0] for word in unknown]
-            hints = [self.hints[flag] for flag in flags if flag in self.hints]
-            every = called[args.command]._option_string_actions  # noqa: SLF001 - as above
-            flags_known = [flag for flag in every if flag.startswith("--")]
-            near = [flag for flag in flags_known if len(flags[0]) > 2 and flag.startswith(flags[0])][:3]
-            near = near or _nearest(flags[0], flags_known)
-            hints = hints or ([f"did you mean {' or '.join(near)}?"] if near else [])
-            folders = [flag for flag in flags_known if flag in ("--input_dir", "--output_dir")]
-            if folders and not unknown[0].startswith("-"):
-                hints = [f"{args.command} takes folders by their flags: {', '.join(folders)}"]
-            called[args.command].error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
+            flag, own = unknown[0].partition("=")[0], called[args.command]
+            flags = [each for each in own._option_string_actions if each.startswith("--")]  # noqa: SLF001
+            folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
+            hint = self.hints.get(flag, "")
+            if folders and not hint and not flag.startswith("-"):
+                hint = f"{args.command} takes folders by their flags: {', '.join(folders)}"
+            elif not hint and (near := _nearest(flag, flags)):
+                hint = f"did you mean {near}?"
+            own.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
         return args
 
     def help_of(self, word: str, *, name: str) -> str:
@@ -141,7 +140,7 @@ class Program:
         return self._parser([word], name)[1][word].format_help()
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
-        """The words with underscores in the names of flags, and dashed values joined to their flags."""
+        """Return the words with underscores in names of flags, and dashed values joined to their flags."""
         found: list[str] = []
         for word in words:
             if found and found[-1] in self.dashed_values:
@@ -155,20 +154,18 @@ class Program:
         return found
 
     def _parser(self, called: Sequence[str], name: str) -> tuple[_Parser, dict[str, _Parser]]:
-        """The parser of all commands, with the flags of the one that is ``called``, and each one's own."""
+        """Return the parser of all commands, and each one's own: the one ``called`` has its flags."""
         parser = _Parser(prog=name, description=self.description, epilog=self.epilog)
         parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
         own: dict[str, _Parser] = {}
         for word, command in self.commands.items():
             shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
-            alone = command.is_nameless and name == self.name
-            prog = name if alone else f"{name} {word}"
+            prog = name if command.is_nameless and name == self.name else f"{name} {word}"
             own[word] = parsers.add_parser(word, prog=prog, **shown)
             if word in called:
                 own[word].description = command.summary[:1].upper() + command.summary[1:] + "."
                 _function(command.add_flags)(own[word])
-                _show_defaults(own[word])
-                own[word].usage = _usage(own[word])
+                own[word].settle()
         return parser, own
 
 
@@ -192,41 +189,30 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
 
-
-def _show_defaults(parser: argparse.ArgumentParser) -> None:
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other list of them
-        has_value = action.option_strings and (action.nargs != 0 or action.default is False)
-        is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
-        if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
-            action.help = f"{action.help} (default: {_shown(action.default)})"
-
-
-def _usage(parser: argparse.ArgumentParser) -> str:
-    words = ["%(prog)s"]
-    for action in parser._actions:  # noqa: SLF001 - argparse has no other list of them
-        name = str(action.metavar or action.dest.upper())
-        if not action.option_strings:
-            words.append(name if action.nargs != "+" else f"{name} ...")
-        elif action.required:
-            words.append(f"{action.option_strings[0]} {name}")
-    return " ".join([*words, "[flags]"])
-
-
-UNFORESEEN = "which nobody expected"
+    def settle(self) -> None:
+        """Tell each flag's default in its help; name in the usage what must be given, and no other flag."""
+        words = ["%(prog)s"]
+        for action in self._actions:
+            name = str(action.metavar or action.dest.upper())
+            if not action.option_strings:
+                words.append(name if action.nargs != "+" else f"{name} ...")
+                continue
+            if action.required:
+                words.append(f"{action.option_strings[0]} {name}")
+            has_value = action.nargs != 0 or action.default is False
+            is_told = action.help in (None, argparse.SUPPRESS) or "default" in str(action.help)
+            if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
+                action.help = f"{action.help} (default: {_shown(action.default)})"
+        self.usage = " ".join([*words, "[flags]"])
 
 
 def _unforeseen(error: OSError) -> str:
-    """The words of an error of the system that no stage has words for; it shows where to look for it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    standard = (os.path.dirname(os.__file__), "<frozen")  # noqa: PTH120
-    others = [
-        each for each in frames if "-packages" in each.filename or not each.filename.startswith(standard)
-    ]
-    frame = (others or frames)[-1]
+    """Return the words for an error of the system that no stage has words for, and where it came from."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     return (
-        f"{path}{error.strerror or error}, {UNFORESEEN} at {Path(frame.filename).name}:{frame.lineno}; "
-        "nothing that is done was lost: mend the cause, and run this again"
+        f"{path}{error.strerror or error}, at {Path(frame.filename).name}:{frame.lineno}; nothing that is "
+        "done was lost: mend the cause, and run this again"
     )
 
 
@@ -238,33 +224,34 @@ _EXTRAS = {
 
 
 def needs(what: str, library: str) -> str:
-    """What to say where ``what`` needs a library that is not installed."""
+    """Return what to say where ``what`` needs a library that is not installed."""
     package = next((extra for extra, libraries in _EXTRAS.items() if library in libraries), library)
     return f"{what} needs {library}, which is not installed; run: pip install {package}"
 
 
 def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
-    """What to say where ``what`` needs a library that is not installed; None for a fault of ours."""
+    """Return what to say where ``what`` needs a library that is not there; None for a fault of ours."""
     missing = str(error.name).partition(".")[0]
     if importlib.util.find_spec(missing) is not None:  # a module of it is missing
         return None
     return needs(what, missing)
 
 
-def _nearest(word: str, known: Sequence[str]) -> list[str]:
+def _nearest(word: str, known: Sequence[str]) -> str:
     import difflib  # 1 ms, which a task need not wait for
 
-    return difflib.get_close_matches(word, known, 1)
+    return next(iter(difflib.get_close_matches(word, known, 1)), "")
 
 
 def unknown_command(word: str, commands: Sequence[str]) -> str:
-    """What to say of a word that is no command: the one that was perhaps meant, and all that are."""
+    """Return what to say of a word that is no command: the one that was perhaps meant, and all that are."""
     if word in COMMANDS:
         return f"the command {word} was removed: {COMMANDS[word]}"
-    close = _nearest(word, commands)
-    meant = f"did you mean {close[0]}? " if close else ""
+    meant = ""
     if os.path.isdir(word):  # noqa: PTH112 - Path.is_dir() would raise
         meant = "it is a folder, so type a command before it, or --output_dir; "
+    elif close := _nearest(word, commands):
+        meant = f"did you mean {close}? "
     return f"there is no command {word[:60]!r}; {meant}commands: {', '.join(commands)}"
 
 
@@ -274,15 +261,6 @@ def option(default: Any, help: str = "", **facts: Any) -> Any:  # noqa: A002 - a
     Facts of a flag are ``group``, the title that it is listed under, and ``shown``, the default in words.
     """
     return field(default=default, metadata={"help": help, **facts})
-
-
-def flag_words(given: Mapping[str, Any]) -> Iterator[str]:
-    """The words of a command line that give these values."""
-    for name, value in given.items():
-        if isinstance(value, bool):
-            yield f"--{name}" if value else f"--no-{name}"
-        else:
-            yield from (f"--{name}", str(value))
 
 
 def add_flags_of(
@@ -306,11 +284,9 @@ def add_flags_of(
         text = str(item.metadata["help"])
         if "(default" not in text:
             text += f" (default: {item.metadata.get('shown') or _shown(item.default)})"
-        parser_of = places.get(item.metadata.get("group", ""), parser)
-        settings = _type_settings(hints[item.name])
-        parser_of.add_argument(
-            f"--{item.name}", help=text.replace("%", "%%"), default=argparse.SUPPRESS, **settings
-        )
+        settings = {**_type_settings(hints[item.name]), "default": argparse.SUPPRESS}
+        place = places.get(item.metadata.get("group", ""), parser)
+        place.add_argument(f"--{item.name}", help=text.replace("%", "%%"), **settings)
 
 
 def _shown(default: Any) -> str:
@@ -320,7 +296,7 @@ def _shown(default: Any) -> str:
 
 
 def given_of(args: argparse.Namespace, options: type) -> dict[str, Any]:
-    """The fields of a dataclass that the user gave as flags."""
+    """Return the fields of a dataclass that the user gave as flags."""
     names = {item.name for item in dataclasses.fields(options)}
     return {name: value for name, value in vars(args).items() if name in names}
 
@@ -329,7 +305,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_size(text: str, flag: str, *, such_as: str = "512M or 2G") -> int:
-    """``512M``, ``512MB`` or ``512MiB`` -> bytes: K, M, G and T are binary, a bare number is bytes.
+    """Return the bytes of ``512M``, ``512MB`` or ``512MiB``: K, M, G and T are binary, without it bytes.
 
     Raises UsageError, which names the flag. ``128b`` is refused: to ``lfs`` it means blocks of 512 bytes.
     """
@@ -347,11 +323,9 @@ def _function(given: Callable[..., Any] | str) -> Callable[..., Any]:
 
 
 def _type_settings(hint: Any) -> dict[str, Any]:
-    """What argparse is told of a field's type, with or without ``| None``."""
+    """Return what argparse is told of a field's type, with or without ``| None``."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] if is_union else [hint]
-    if set(kinds) == {bool, int}:  # a flag with or without a number
-        return {"type": int, "nargs": "?", "const": True, "metavar": "N"}
     if set(kinds) == {int, str}:
         return {"type": lambda text: int(text) if re.fullmatch(r"-?\d+", text) else text, "metavar": "N"}
     (kind,) = kinds

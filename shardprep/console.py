@@ -17,41 +17,36 @@ import select
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from shardprep.errors import ReadWriteError
 from shardprep.errors import quoted as quoted
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
-    from tqdm import tqdm
 
 LOG_EVERY_S = 30.0
+_TERMINAL_EVERY_S = 5.0
 
 
 class Progress:
-    """Counts up to a known total, on standard error: input bytes, or what ``unit`` names (in the plural)."""
+    """Counts up to a known total: input bytes, or what ``unit`` names (in the plural).
+
+    It prints a line to standard error every half minute, on a terminal every 5 s.
+    """
 
     def __init__(self, label: str, total: int, *, unit: str = "bytes") -> None:
         self._label, self._total, self._unit = label, total, unit
         self._done = 0
         self._counts: dict[str, int] = {}
         self._began = self._spoke = time.monotonic()
-        self._terminal = _Terminal(sys.stderr)
-        self._bar: tqdm[NoReturn] | None = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm  # 0.03 s that a log's reader need not wait for
-
-            sign = "B" if unit == "bytes" else f" {unit}"
-            stream: Any = self._terminal
-            self._bar = tqdm(total=total, desc=label, unit=sign, unit_scale=True, file=stream)
+        self._every_s = _TERMINAL_EVERY_S if sys.stderr.isatty() else LOG_EVERY_S
 
     def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        pass
 
     def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
         """Count more as done; less than none where something must be done again.
@@ -62,64 +57,44 @@ class Progress:
         for name, number in (counts or {}).items():
             self._counts[name] = self._counts.get(name, 0) + number
         now = time.monotonic()
-        if self._bar is not None:
-            if counts:
-                self._bar.set_postfix_str(_speeds(self._counts, now - self._began), refresh=False)
-            self._bar.update(num_done)
-        elif now - self._spoke >= LOG_EVERY_S:
+        if now - self._spoke >= self._every_s:
             self._spoke = now
             elapsed_s = now - self._began
-            self.say(progress_line(self._label, self._done, self._total, self._unit, elapsed_s, self._counts))
+            say(progress_line(self._label, self._done, self._total, self._unit, elapsed_s, self._counts))
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the work began."""
         return time.monotonic() - self._began
 
-    def say(self, line: str) -> None:
-        """Print a line without breaking the bar."""
-        if self._bar is not None:
-            self._bar.write(printable(line), file=self._terminal)
-        else:
-            say(line)
-
 
 def progress_line(
-    label: str,
-    num_done: int,
-    total: int,
-    unit: str,
-    elapsed_s: float,
-    counts: Mapping[str, int] | None = None,
+    label: str, num_done: int, total: int, unit: str, elapsed_s: float, counts: Mapping[str, int] = {}
 ) -> str:
-    """How far it is, how fast, also in what else is counted, and how long it will still take."""
+    """Return how far it is, how fast, also in what else is counted, and how long it will still take."""
+    elapsed_s = max(elapsed_s, 1e-9)
     rate = num_done / elapsed_s
     of, speed = counted(total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
     if unit == "bytes":
         of, speed = short_bytes(total), f"{short_bytes(rate)}/s"
-    if counts:
-        speed += f", {_speeds(counts, elapsed_s)}"
+    for name, number in counts.items():
+        speed += f", {short_number(number / elapsed_s)} {name}/s"
     left = f", {short_time((total - num_done) / rate)} left" if rate > 0 else ""
     return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}{left}"
 
 
-def _speeds(counts: Mapping[str, int], elapsed_s: float) -> str:
-    rates = {name: number / max(elapsed_s, 1e-9) for name, number in counts.items()}
-    return ", ".join(f"{short_number(rate)} {name}/s" for name, rate in rates.items())
-
-
 def short_number(value: float) -> str:
-    """``12345678`` -> ``12.3 M``: three digits and a decimal prefix; ``512`` stays as it is."""
+    """Return ``12.3 M`` for 12345678: three digits and a decimal prefix; 512 stays as it is."""
     return " ".join(filter(None, _scaled(value)))
 
 
 def short_bytes(value: float) -> str:
-    """``12345678`` -> ``12.3 MB``, ``512`` -> ``512 B``."""
+    """Return ``12.3 MB`` for 12345678, ``512 B`` for 512."""
     return "{} {}B".format(*_scaled(value))
 
 
 def short_time(seconds: float) -> str:
-    """``12.3 s``, ``5 min 03 s``, ``15 min``, ``2 h 05 min`` or ``1,234 h``."""
+    """Return ``12.3 s``, ``5 min 03 s``, ``15 min``, ``2 h 05 min`` or ``1,234 h``."""
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours >= 100:
         return f"{hours:,} h"
@@ -133,12 +108,12 @@ def short_time(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 shard``, ``2,500 shards``, ``3 batches``."""
+    """Return ``1 shard``, ``2,500 shards``, ``3 batches``."""
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def shards_text(ids: str) -> str:
-    """``0`` -> ``shard 0``, ``3-7`` -> ``shards 3-7``, so that nobody takes the number for a count."""
+    """Return ``shard 0`` for 0, ``shards 3-7`` for 3-7, so that nobody takes the number for a count."""
     return f"shard{'' if ids.isdecimal() else 's'} {ids}"
 
 
@@ -164,7 +139,7 @@ def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> li
 
 
 def _scaled(value: float) -> tuple[str, str]:
-    """Three digits of a number, and its decimal prefix."""
+    """Return three digits of a number, and its decimal prefix."""
     for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             scaled = value / size
@@ -205,7 +180,7 @@ def print_lines(*lines: str) -> None:
 
 def draw(codes: str) -> None:
     """Send a terminal the codes that draw a screen; its lines are ``printable`` already."""
-    _Terminal(sys.stdout).write(codes)
+    io.TextIOWrapper.write(sys.stdout, codes)  # type: ignore[arg-type]  # past what _Guarded escapes
     sys.stdout.flush()
 
 
@@ -223,7 +198,7 @@ def guard_streams() -> None:
 
 
 def output_is_read() -> bool:
-    """Whether standard output has a reader; for a command that would go on printing."""
+    """Return whether standard output has a reader; for a command that would go on printing."""
     poll = select.poll()
     poll.register(1, 0)  # errors are told unasked
     return not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -250,24 +225,8 @@ class _Guarded(io.TextIOWrapper):
         return len(text)
 
 
-class _Terminal:
-    """A stream for what draws by control characters, as a bar does: they are written as they are."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, codes: str) -> None:
-        if isinstance(self._stream, _Guarded):
-            io.TextIOWrapper.write(self._stream, codes)
-        else:
-            self._stream.write(codes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 def _guarded(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
-    """``stream`` anew over its descriptor; the null device for one that was closed before the start."""
+    """Return a stream anew over its descriptor; the null device for one that was closed before the start."""
     if stream is None:
         return open(os.devnull, "w")  # noqa: PTH123 - a TextIO, which lives as long as the process
     raw = _Outlasting(stream.fileno(), dropped)

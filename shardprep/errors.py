@@ -62,6 +62,10 @@ class ShardprepError(Exception):
             return message
         return f"{message}; run: {self.remedy}"
 
+    def advise(self, advice: str) -> None:
+        """Add to the message what to do; the fields stay."""
+        self.args = (f"{self}; {advice}",)
+
 
 def quoted(path: str | os.PathLike[str]) -> str:
     """Return a path as a command to type needs it: quoted, and the same from any folder."""

@@ -40,9 +40,31 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-HASH_BLOCK_BYTES = 4 << 20
+logger = logging.getLogger(__name__)
+
 NOT_THERE = (FileNotFoundError, NotADirectoryError)
 _KINDS = {"d": "a folder", "p": "a FIFO", "c": "a character device", "b": "a block device", "s": "a socket"}
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a sha256
+MAX_LINE_BYTES = 128 << 20  # a record has at most 64 MiB, of which a line of a side file repeats a part
+
+RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
+# What file systems over a network say while a server or the connection to it is gone, and what a system says
+# whose handles are all in use.
+RETRIED = frozenset({
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE
+})  # fmt: skip
+
+WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
+STALE_AFTER_S = 24 * 3600
+TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}\.tmp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileStamp:
+    """Size and content hash of one file."""
+
+    num_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    sha256: Digest
 
 
 def check_names_are_utf8(*paths: str) -> None:
@@ -60,25 +82,74 @@ def check_names_are_utf8(*paths: str) -> None:
     )
 
 
+@contextlib.contextmanager
+def errors_named(path: Path) -> Iterator[None]:
+    """Turn every OSError but "it is not there" into a ReadWriteError that names the path."""
+    try:
+        yield
+    except NOT_THERE:
+        raise
+    except OSError as error:
+        raise _read_error(path, error) from error
+
+
+def _read_error(path: Path | str, error: OSError) -> ReadWriteError:
+    why = error.strerror or str(error)
+    if isinstance(error, PermissionError):
+        why += f"; its owner can type: chmod -R a+rX {shlex.quote(str(Path(path).parent))}"
+    return ReadWriteError(f"{path} cannot be read: {why}", path=path, found=why)
+
+
+def with_retries(what: str, attempt: Callable[[], T]) -> T:
+    """Return ``attempt()``, made again after each error that may go away; ``what`` failed, for messages.
+
+    Raises ReadWriteError, or what ``attempt`` raises for another reason.
+    """
+    for delay_s in (*RETRY_DELAYS_S, None):
+        try:
+            return attempt()
+        except (OSError, BrokenShard, ReadWriteError) as error:
+            wait_to_retry(what, error, delay_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
+    """Sleep before another attempt. Raise the error where it stays, or where no attempt is left (None).
+
+    ``what`` failed, for messages. An OSError is raised as ReadWriteError.
+    """
+    cause = error if isinstance(error, OSError) else error.__context__
+    if isinstance(cause, OSError) and cause.errno in RETRIED and delay_s is not None:
+        logger.warning("%s (%s); trying again in %s s", what, cause, delay_s)
+        time.sleep(delay_s)
+        return
+    if not isinstance(error, OSError):
+        raise error
+    tries = "" if delay_s is not None else f" in {len(RETRY_DELAYS_S) + 1} attempts"
+    raise ReadWriteError(f"{what}{tries}: {error}") from error
+
+
 def open_regular(path: Path | str) -> int:
     """Return a handle for reading; links are followed. Close it with ``close_read``.
 
-    Raises BrokenShard for what is no regular file, without waiting for it; OSError with the path otherwise.
+    Raises BrokenShard for what is no regular file, without waiting for it; OSError otherwise.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO would wait for a writer
     try:
         _refuse_others(path, os.fstat(handle).st_mode)
-    except OSError as error:
-        close_read(handle)
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    except BrokenShard:
+    except BaseException:
         close_read(handle)
         raise
     return handle
 
 
+def close_read(handle: int) -> None:
+    """Close a handle that was only read from: what fails then loses nothing."""
+    with contextlib.suppress(OSError):
+        os.close(handle)
+
+
 def _refuse_others(path: Path | str, mode: int) -> None:
-    """Raise BrokenShard for what is no regular file."""
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.filemode(mode)[0], "a file of another kind")
         raise BrokenShard(path=path, found=kind, expected="a regular file; put the file itself there")
@@ -120,12 +191,12 @@ class ReadFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file, once; nothing happens to one that is closed."""
+        """Close the file, once."""
         handle, self._handle = self._handle, -1
         close_read(handle)
 
     def status(self) -> os.stat_result:
-        """What the file system says of it now. Raises OSError."""
+        """Return what the file system says of it now. Raises OSError."""
         return os.fstat(self._handle)
 
     def expect_scattered_reads(self) -> None:
@@ -134,16 +205,16 @@ class ReadFile:
             os.posix_fadvise(self._handle, 0, 0, os.POSIX_FADV_RANDOM)
 
     def mapped(self) -> mmap.mmap:
-        """All of it as memory, which outlives its closing. Raises OSError."""
+        """Return all of it as memory, which outlives its closing. Raises OSError."""
         return mmap.mmap(self._handle, 0, prot=mmap.PROT_READ)
 
     def read_beginning(self, offset: int, num_bytes: int) -> bytes:
-        """The first of some bytes, or all; none at the file's end. Raises OSError."""
+        """Return the first of some bytes, or all; none at the file's end. Raises OSError."""
         # No more than there is: pread takes the memory before it reads.
         return os.pread(self._handle, min(num_bytes, max(self.status().st_size - offset, 0)), offset)
 
     def read_some(self, target: memoryview, offset: int) -> int:
-        """Read into ``target`` from a byte on; returns how many bytes, as reads may be short."""
+        """Read into ``target`` from a byte on; return how many bytes, as reads may be short."""
         try:
             count = os.preadv(self._handle, [target], offset)
         except OSError as error:
@@ -153,7 +224,7 @@ class ReadFile:
         return count
 
     def read(self, offset: int, num_bytes: int) -> bytearray:
-        """All of some bytes, compared with the file's size before any memory is taken."""
+        """Return all of some bytes, compared with the file's size before any memory is taken."""
         if offset + num_bytes > self.num_bytes:
             raise BrokenShard(
                 f"{self.path} has {self.num_bytes} bytes, and bytes {offset} to {offset + num_bytes} of it "
@@ -167,50 +238,39 @@ class ReadFile:
 
 
 class HashedFile(ReadFile):
-    """A file of which each byte is read once, and hashed, by reads that go forward.
+    """A file that is read forward, each byte once, and hashed on the way.
 
-    What was read and may be asked for again is held until ``forget``.
+    A read gives up what lies before it. Where that is asked for later, it is read again.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._digest = hashlib.sha256()
-        self._held = bytearray()
-        self._first = 0  # byte of the file where ``_held`` begins
+        self._held = bytearray()  # what was hashed last
+        self._first = 0  # byte of the file where it begins
 
     def read(self, offset: int, num_bytes: int) -> bytearray:
-        """All of some bytes; those before the ones held are read again."""
-        if offset < self._first or offset + num_bytes > self.num_bytes:
+        """Return all of some bytes, as ReadFile does."""
+        end = offset + num_bytes
+        if offset < self._first or end > self.num_bytes:
             return super().read(offset, num_bytes)
-        while (end := self._first + len(self._held)) < offset + num_bytes:
-            block = super().read(end, min(HASH_BLOCK_BYTES, self.num_bytes - end))
+        while (num_hashed := self._first + len(self._held)) < end:
+            if num_hashed <= offset:
+                self._held, self._first = bytearray(), num_hashed
+            block = super().read(num_hashed, min(WRITE_BYTES, self.num_bytes - num_hashed))
             self._digest.update(block)
-            self._held += block
-        begin = offset - self._first
-        return self._held[begin : begin + num_bytes]
-
-    def forget(self, offset: int) -> None:
-        """Hold nothing before a byte any more."""
-        cut = min(max(offset - self._first, 0), len(self._held))
-        del self._held[:cut]
-        self._first += cut
+            self._held = self._held + block if self._held else block
+        del self._held[: offset - self._first]
+        self._first = offset
+        return self._held[:num_bytes]
 
     def sha256(self) -> str:
-        """The hash, in hex, of the whole file, the rest of which is read."""
-        self.forget(self.num_bytes)
-        for begin in range(self._first, self.num_bytes, HASH_BLOCK_BYTES):
-            self._digest.update(super().read(begin, min(HASH_BLOCK_BYTES, self.num_bytes - begin)))
-        self._first = self.num_bytes
+        """Return the hash, in hex, of the whole file, the rest of which is read."""
+        self.read(self.num_bytes, 0)
         return self._digest.hexdigest()
 
 
-def close_read(handle: int) -> None:
-    """Close a handle that was only read from: what fails then loses nothing."""
-    with contextlib.suppress(OSError):
-        os.close(handle)
-
-
-def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
+def read_regular(path: Path, *, max_bytes: int) -> bytes:
     """Return all bytes of a file, of which there may be ``max_bytes``.
 
     Raises FileNotFoundError or NotADirectoryError where it is not there, BrokenShard where it is no regular
@@ -219,28 +279,27 @@ def read_regular(path: Path | str, *, max_bytes: int) -> bytes:
     return read_with_status(path, max_bytes=max_bytes)[0]
 
 
-def read_with_status(path: Path | str, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
-    """``read_regular``, and what the file system says of the very file that was read."""
+def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
+    """Do as ``read_regular``; also return what the file system says of the very file that was read."""
     try:  # not errors_named: of 10,000 manifests it would take a tenth of the time
-        handle = open_regular(path)
-        try:
-            found = os.fstat(handle)
-            if found.st_size > max_bytes:
-                expected = f"at most {max_bytes}"
-                raise BrokenShard(path=path, found=f"{found.st_size} bytes", expected=expected)
-            content = os.read(handle, found.st_size + 1)
-            while len(content) < found.st_size and (more := os.read(handle, found.st_size - len(content))):
-                content += more  # reads may be short
-            return content, found
-        finally:
-            close_read(handle)
+        with ReadFile(path) as file:
+            if file.num_bytes > max_bytes:
+                found, expected = f"{file.num_bytes} bytes", f"at most {max_bytes}"
+                raise BrokenShard(path=path, found=found, expected=expected)
+            return bytes(file.read(0, file.num_bytes)), file.status()
     except NOT_THERE:
         raise
     except OSError as error:
         raise _read_error(path, error) from error
 
 
-MAX_LINE_BYTES = 128 << 20  # a record has at most 64 MiB, of which a line of a side file repeats a part
+def read_beginning(path: Path, num_bytes: int) -> bytes:
+    """Return a file's first bytes; none where it is not there. Raises BrokenShard or ReadWriteError."""
+    try:
+        with errors_named(path), ReadFile(path) as file:
+            return file.read_beginning(0, num_bytes)
+    except NOT_THERE:
+        return b""
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -251,32 +310,12 @@ def read_lines(path: Path) -> Iterator[bytes]:
     with errors_named(path), os.fdopen(open_regular(path), "rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:
-                raise BrokenShard(f"{path} has a line of more than {MAX_LINE_BYTES} bytes")
+                raise BrokenShard(f"{path} has a line of more than {MAX_LINE_BYTES} bytes", path=path)
             yield line
 
 
-def read_beginning(path: Path, num_bytes: int) -> bytes:
-    """The first bytes of a file; none where it is not there. Raises BrokenShard or ReadWriteError."""
-    try:
-        with errors_named(path), ReadFile(path) as file:
-            return file.read_beginning(0, num_bytes)
-    except NOT_THERE:
-        return b""
-
-
-Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # a sha256
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileStamp:
-    """Size and content hash of one file."""
-
-    num_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    sha256: Digest
-
-
 def stamp_file(path: Path) -> FileStamp:
-    """Size and sha256 of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
+    """Return size and sha256 of a file, read in blocks of 4 MiB. Raises as ``read_regular`` does."""
     with errors_named(path), HashedFile(path) as file:
         return FileStamp(num_bytes=file.num_bytes, sha256=file.sha256())
 
@@ -300,6 +339,11 @@ def _status_of(path: Path) -> os.stat_result | None:
         return None
     except OSError as error:
         raise _read_error(path, error) from error
+
+
+def is_link(path: Path) -> bool:
+    """Return whether a link has this name; False where that cannot be known, as a read there fails, too."""
+    return os.path.islink(path)  # noqa: PTH114 - Path's may raise OSError
 
 
 def names_in(folder: Path) -> list[str]:
@@ -339,23 +383,11 @@ def make_subfolder(folder: Path, name: str) -> Path:
         if is_link(path):
             raise CannotWrite(
                 f"{path} is a link to {os.readlink(path)!r}, and files of the same names in there would be "  # noqa: PTH115
-                "replaced; put a folder in its place"
+                "replaced; put a folder in its place",
+                path=path,
             )
         make_folder(path)
     return path
-
-
-def is_link(path: Path) -> bool:
-    """Whether a link has this name; False where that cannot be known, as what is read there fails, too."""
-    return os.path.islink(path)  # noqa: PTH114 - Path's may raise OSError
-
-
-def is_name_inside(name: str) -> bool:
-    """Whether a path that stands in a file leads to a place inside of the folder that it is joined to.
-
-    It is relative, has no ``..``, and is spelled as ``Path.relative_to`` gives it.
-    """
-    return bool(name) and {"", ".", ".."}.isdisjoint(name.split("/"))
 
 
 def append_bytes(path: Path, data: bytes) -> None:
@@ -366,68 +398,6 @@ def append_bytes(path: Path, data: bytes) -> None:
         os.write(handle, data)
     finally:
         os.close(handle)
-
-
-@contextlib.contextmanager
-def errors_named(path: Path) -> Iterator[None]:
-    """Turns every OSError but "it is not there" into a ReadWriteError that names the path."""
-    try:
-        yield
-    except NOT_THERE:
-        raise
-    except OSError as error:
-        raise _read_error(path, error) from error
-
-
-def _read_error(path: Path | str, error: OSError) -> ReadWriteError:
-    why = error.strerror or str(error)
-    if isinstance(error, PermissionError):
-        why += f"; its owner can type: chmod -R a+rX {shlex.quote(str(Path(path).parent))}"
-    return ReadWriteError(f"{path} cannot be read: {why}")
-
-
-logger = logging.getLogger(__name__)
-
-RETRY_DELAYS_S = (0.5, 1, 2, 4, 8, 16)  # a client that Lustre evicted is back in seconds
-# What file systems over a network say while a server or the connection to it is gone, and what a system says
-# whose handles are all in use.
-RETRIED = frozenset({
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EMFILE, errno.ENFILE
-})  # fmt: skip
-
-
-def with_retries(what: str, attempt: Callable[[], T]) -> T:
-    """``attempt()``, again after each error that may go away; ``what`` failed, as messages have it.
-
-    Raises ReadWriteError, or what ``attempt`` raises for another reason.
-    """
-    for delay_s in (*RETRY_DELAYS_S, None):
-        try:
-            return attempt()
-        except (OSError, BrokenShard, ReadWriteError) as error:
-            wait_to_retry(what, error, delay_s)
-    raise AssertionError("the last attempt returns or raises")
-
-
-def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
-    """Sleep before another attempt; after the last (``delay_s`` None), or where the error stays, raise it.
-
-    ``what`` failed, as messages have it. An OSError is raised as ReadWriteError.
-    """
-    cause = error if isinstance(error, OSError) else error.__context__
-    if not isinstance(cause, OSError) or cause.errno not in RETRIED or delay_s is None:
-        if not isinstance(error, OSError):
-            raise error
-        tries = "" if delay_s is not None else f" in {len(RETRY_DELAYS_S) + 1} attempts"
-        raise ReadWriteError(f"{what}{tries}: {cause}") from error
-    logger.warning("%s (%s); trying again in %s s", what, cause, delay_s)
-    time.sleep(delay_s)
-
-
-WRITE_BYTES = 4 << 20  # a Lustre stripe; smaller writes cost a lock each
-STALE_AFTER_S = 24 * 3600
-# As _temporary_name gives it; .old: what PublishedFolder puts aside.
-TEMPORARY_NAME = re.compile(r"\..+-\d+-[0-9a-f]{8}(\.old)?\.tmp")
 
 
 class PublishedFile:
@@ -443,13 +413,20 @@ class PublishedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_bytes = 0
-        self._fd = -1
         self._digest = hashlib.sha256()
         self.temporary = _temporary_name(path)
         self._owner = os.getpid()
         self._is_there = True  # perhaps; False once the temporary name is given up
+        self._fd = -1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
-            self._fd = _open_new(self.temporary)
+            try:
+                self._fd = os.open(self.temporary, flags | os.O_DIRECT, 0o666)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self.temporary.unlink(missing_ok=True)  # some make the file before they refuse the flag
+                self._fd = os.open(self.temporary, flags, 0o666)
         except OSError as error:
             raise _not_creatable(path, error) from None
         self._piece = mmap.mmap(-1, WRITE_BYTES)  # aligned to a page, as O_DIRECT wants
@@ -462,7 +439,7 @@ class PublishedFile:
         self.discard()
 
     def __del__(self) -> None:
-        """A signal may come before anybody holds the new object; not in a fork, which holds a copy."""
+        """Clean up if a signal arrives before anybody holds the object; not in a fork, which has a copy."""
         if getattr(self, "_is_there", False) and self._owner == os.getpid():
             self.discard()
 
@@ -471,23 +448,31 @@ class PublishedFile:
         view = memoryview(data).cast("B")
         self.num_bytes += len(view)
         self._digest.update(view)
-        while len(view) >= WRITE_BYTES - self._num_held:
-            size = WRITE_BYTES - self._num_held
-            self._piece[self._num_held :] = view[:size]
-            view = view[size:]
-            self._num_held = 0
-            self._write_out(memoryview(self._piece))
-        self._piece[self._num_held : self._num_held + len(view)] = view
-        self._num_held += len(view)
+        while view:
+            part = view[: WRITE_BYTES - self._num_held]
+            self._piece[self._num_held : self._num_held + len(part)] = part
+            self._num_held += len(part)
+            view = view[len(part) :]
+            if self._num_held == WRITE_BYTES:
+                self._write_out()
 
-    def _write_out(self, view: memoryview) -> None:
+    def _write_out(self) -> None:
+        view = memoryview(self._piece)[: self._num_held]
+        self._num_held = 0
         with self._errors("written"):
             while view:
                 try:
                     view = view[os.write(self._fd, view) :]
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not _leave_direct(self._fd):
+                    # O_DIRECT may be refused late, and for what is not a whole number of blocks.
+                    if error.errno != errno.EINVAL or not self._leave_direct():
                         raise
+
+    def _leave_direct(self) -> bool:
+        """Go on through the page cache; return whether the file was written past it until now."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        return bool(flags & os.O_DIRECT)
 
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
@@ -506,9 +491,8 @@ class PublishedFile:
         """Write out and fsync; the name is not yet given."""
         try:
             with self._errors("synced"):
-                _leave_direct(self._fd)  # the last piece is not of a whole number of blocks
-                self._write_out(memoryview(self._piece)[: self._num_held])
-                self._num_held = 0
+                self._leave_direct()  # the last piece is not of a whole number of blocks
+                self._write_out()
                 os.fsync(self._fd)
                 os.close(self._fd)
         finally:
@@ -522,7 +506,7 @@ class PublishedFile:
         self._is_there = False
 
     def publish_first(self) -> bool:
-        """Give the synced file its name unless that is taken; whether it was free."""
+        """Give the synced file its name unless that is taken; return whether it was free."""
         try:
             with self._errors("linked"), contextlib.suppress(FileExistsError):
                 os.link(self.temporary, self.path)
@@ -539,6 +523,15 @@ class PublishedFile:
         with contextlib.suppress(OSError):
             self.temporary.unlink(missing_ok=True)
             self._is_there = False
+
+
+def publish_bytes(path: Path, content: bytes) -> None:
+    """Make ``path`` hold ``content`` by one rename; synced, with its folder. Raises as PublishedFile does."""
+    with PublishedFile(path) as file:
+        file.write(content)
+        file.sync()
+        file.publish()
+    sync_folder(path.parent)
 
 
 def publish_link(path: Path, source: Path) -> None:
@@ -558,15 +551,6 @@ def publish_link(path: Path, source: Path) -> None:
             copy.publish()
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def publish_bytes(path: Path, content: bytes) -> None:
-    """Make ``path`` hold ``content`` by one rename; synced, with its folder. Raises as PublishedFile does."""
-    with PublishedFile(path) as file:
-        file.write(content)
-        file.sync()
-        file.publish()
-    sync_folder(path.parent)
 
 
 class PublishedFolder:
@@ -607,27 +591,25 @@ class PublishedFolder:
         return True
 
     def publish(self) -> None:
-        """Sync, and give the folder its name, in place of what has it.
-
-        A full folder is renamed away first and then removed: between the two renames nothing has the name. It
-        is renamed back where the second one fails.
-        """
-        if self.publish_first():
-            return
-        aside = self.temporary.with_suffix(".old.tmp")
-        try:
-            self.path.rename(aside)
-            self.temporary.rename(self.path)
-        except OSError as error:
-            raise CannotWrite(f"{self.path} cannot be written: {error.strerror}") from None
-        finally:
+        """Sync, and give the folder its name, in place of what has it: that is removed first."""
+        if not self.publish_first():
             with contextlib.suppress(OSError):
-                remove_tree(aside) if os.path.lexists(self.path) else aside.rename(self.path)
-        sync_folder(self.path.parent)
+                remove_tree(self.path)
+            if not self.publish_first():
+                raise CannotWrite(f"{self.path} is in the way: remove it", path=self.path)
+
+
+def _temporary_name(path: Path) -> Path:
+    attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return path.with_name(f".{path.name}.{attempt}.tmp")
+
+
+def _not_creatable(path: Path, error: OSError) -> CannotWrite:
+    return CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})")
 
 
 def sync_folder(path: Path) -> None:
-    """fsync a folder, so that its renames outlast a crash; or a file. Raises ReadWriteError."""
+    """Fsync a folder, so that its renames outlast a crash; or a file. Raises ReadWriteError."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -645,30 +627,18 @@ def remove_temporaries(
 
     Whether one of the attempts still lives cannot be known: losing its temporary file costs it the attempt.
     """
-    wanted, found = set(stems), list[Path]()
-    own = (folder / name for name in subfolders)
-    for each in (folder, *(path for path in own if not is_link(path))):
-        with contextlib.suppress(OSError):  # what cannot be listed is left for a later attempt
-            names = [name for name in os.listdir(each) if re.fullmatch(r"\..*\.tmp", name)]  # noqa: PTH208
-            found += [each / name for name in names if not wanted.isdisjoint(_stems_of(name))]
-    for path in found:
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime >= older_than_s:
-                remove_tree(path)
-
-
-def _stems_of(temporary: str) -> Iterator[str]:
-    """Whatever STEM may be in ``.STEM.ANYTHING.tmp``."""
-    return itertools.accumulate(temporary[1:-4].split(".")[:-1], "{}.{}".format)
-
-
-def _temporary_name(path: Path) -> Path:
-    attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return path.with_name(f".{path.name}.{attempt}.tmp")
-
-
-def _not_creatable(path: Path, error: OSError) -> CannotWrite:
-    return CannotWrite(f"{path.parent} cannot be written to: {error.strerror} ({path.name})")
+    wanted = set(stems)
+    for place in (folder, *(folder / name for name in subfolders)):
+        names: list[str] = []
+        with contextlib.suppress(ReadWriteError):  # what cannot be listed is left for a later attempt
+            names = names_in(place) if place == folder or not is_link(place) else []
+        for name in names:
+            # Whatever STEM may be in ".STEM.ANYTHING.tmp".
+            parts = name[1:-4].split(".")[:-1] if name.startswith(".") and name.endswith(".tmp") else []
+            if not wanted.isdisjoint(itertools.accumulate(parts, "{}.{}".format)):
+                with contextlib.suppress(OSError):
+                    if time.time() - (place / name).stat().st_mtime >= older_than_s:
+                        remove_tree(place / name)
 
 
 def remove_tree(path: Path) -> None:
@@ -677,22 +647,3 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink()
-
-
-def _open_new(path: Path) -> int:
-    """Create a file for writing, with O_DIRECT where its file system has that."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o666)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        path.unlink(missing_ok=True)  # some file systems create it before they refuse the flag
-        return os.open(path, flags, 0o666)
-
-
-def _leave_direct(fd: int) -> bool:
-    """Go on through the page cache; whether the file was written past it until now."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return bool(flags & os.O_DIRECT)

@@ -12,6 +12,7 @@ _FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", 
 _FILES += ["config.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"]
 _FILES += ["*.tiktoken", "tekken.json"]
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_URL = re.compile(r"(?:https?|hf)://(?:huggingface\.co/|hf\.co/)?([\w-][\w.-]*/[\w-][\w.-]*)/?.*")
 
 
 def find_on_hub(model_id: str) -> tuple[Path, str]:
@@ -27,6 +28,13 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
             path=model_id,
             expected="the folder of a tokenizer.json",
             remedy=folder,
+        )
+    if url := _URL.fullmatch(model_id):
+        raise NotFound(
+            f"model_id {model_id} is a URL, expected a folder, or a name on the hub; pass {url[1]}",
+            path=model_id,
+            expected="a name on the hub",
+            remedy=url[1],
         )
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache

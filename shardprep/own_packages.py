@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 HOME = Path(__file__).parents[1]  # our packages stand beside one another, installed or not
 
@@ -18,9 +17,13 @@ def check_not_hidden(package: str) -> None:
 
     In a ``python -m`` of our packages it is a line on standard error and exit code 2 instead.
     """
-    found = _hiding(package)
-    if found is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return  # not there at all: Python says so itself
+    places = list(spec.submodule_search_locations or ())
+    if any(Path(place).parent.samefile(HOME) for place in places):
         return
+    found = spec.origin or (places[0] if places else package)
     message = (
         f"{found} hides shardprep's package of the same name, which is needed here; rename it, or keep it "
         "away from the script that you start and from the folder that you start it in"
@@ -31,25 +34,3 @@ def check_not_hidden(package: str) -> None:
         say(f"error: {message}")
         raise SystemExit(2)
     raise ImportError(message, name=package, path=found)
-
-
-def _hiding(package: str) -> str | None:
-    """The file or folder that Python takes for the package, if it is not ours."""
-    if module := sys.modules.get(package):
-        origin, places = getattr(module, "__file__", None), list(getattr(module, "__path__", ()))
-    elif spec := importlib.util.find_spec(package):
-        origin, places = spec.origin, list(spec.submodule_search_locations or ())
-    else:
-        return None  # not there at all: Python says so itself
-    if any(Path(place).parent.samefile(HOME) for place in places):
-        return None
-    return origin or (places[0] if places else package)
-
-
-def not_ours(module: ModuleType) -> ImportError:
-    """Return the error of a module at our place that another distribution wrote: pip overwrites files."""
-    return ImportError(
-        f"{module.__file__} is not shardprep's: another installed package has written it; install shardprep "
-        "anew, in a virtual environment of its own",
-        name=module.__name__.partition(".")[0],
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ _STOP_AGAIN_S = 0.01  # longer than most finalizers; in a longer one it comes ag
 _PR_SET_PDEATHSIG = 1
 
 
-def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> None:
+def raise_on_stop_signals() -> None:
     """Make the first of STOP_SIGNALS raise Stopped in the main thread; later ones are ignored.
 
     Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
@@ -36,7 +35,7 @@ def raise_on_stop_signals(what_is_left: str = "nothing unfinished is left") -> N
     if not isinstance(sys.unraisablehook, _StopAgain):
         sys.unraisablehook = _StopAgain(sys.unraisablehook)
     for number in STOP_SIGNALS:
-        signal.signal(number, functools.partial(_stop, what_is_left))
+        signal.signal(number, _stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # of a process started within stop_signals_wait
 
 
@@ -96,11 +95,13 @@ def _run_child(parent: int, target: Callable[..., None], args: tuple[Any, ...]) 
         raise SystemExit(error.exit_code) from None
 
 
-def _stop(what_is_left: str, number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
+def _stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's signature
     for each in STOP_SIGNALS:
         # Not SIG_IGN: a second signal that is on its way already would end in Python's own OSError.
         signal.signal(each, lambda *_: None)
-    raise Stopped(f"stopped by {signal.Signals(number).name}; {what_is_left}, run this again to go on")
+    raise Stopped(
+        f"stopped by {signal.Signals(number).name}; nothing unfinished is left, run this again to go on"
+    )
 
 
 class _StopAgain:

@@ -1,9 +1,8 @@
 """The scripts of the jobs.
 
-``submit --dry_run`` prints exactly what sbatch would get. A script is ``prep_array.sh`` with another head, so
-that set-up, signals and exit codes are written once. The head of an array's script holds the table of the
-submission, array index -> shards. Slurm keeps a script from submission on, so no later file can change what a
-waiting task will do.
+A script is ``prep_array.sh`` with another head, so that set-up, signals and exit codes are written once. The
+head of an array's script holds the table of the submission, array index -> shards. Slurm keeps a script from
+submission on, so no later file can change what a waiting task will do.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ VERIFY, CONTROL = "-verify", "-control"  # end the names of such jobs
 
 
 def names_begin(folder: Path, plan_id: str) -> str:
-    """Return what the names of all jobs of a data set begin with, before the number of the submission.
-
-    It has the plan's id and the folder's identity, as a copy of the data set has the same plan.
-    """
+    """Return what the names of all jobs of a data set begin with, before the number of the submission."""
     return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder)}-"
 
 
@@ -49,7 +45,6 @@ def controller_script(
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:
     """Return the script of an array whose task i makes the shards ``tasks[i]``, such as ``17`` or ``0-5``.
 
-    A task of one shard is the plain worker; several are ``run DATA --shards``. ``name``: of the job.
     Raises UsageError for values that cannot stand in a script.
     """
     options = [
@@ -59,7 +54,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
     ]
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
     head = [
-        f"shardprep_folder={place} shardprep_by=submit",
+        f"shardprep_folder={place}",
         f"shards_of=({' '.join(tasks)})",
         "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
         'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
@@ -79,15 +74,12 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
 def verify_script(
     folder: Path, name: str, num_shards: int, request: JobRequest, *, time_min: int | None = None
 ) -> str:
-    """Return the script of the job that runs ``verify DATA`` when the arrays have ended, however they did.
-
-    In its log stands "shardprep: verified 1000 shards of DATA" then, or "shardprep: not verified: 1000 ...".
-    """
+    """Return the script of the job that runs ``verify DATA`` when the arrays have ended, however they did."""
     num_cpus = min(4, request.num_cpus or 4)
     small = request.changed(cpus_per_task=num_cpus, max_parallel=1, time_min=time_min)
     place = shlex.quote(str(folder))
     head = [
-        f"shardprep_folder={place} shardprep_by=submit",
+        f"shardprep_folder={place}",
         f"shardprep_what=verify shardprep_command=(verify {place})",
         f"shardprep_verified={shlex.quote(f'{num_shards} shards of {folder}')}",
     ]
@@ -107,10 +99,7 @@ _VERIFY_END = """shardprep_end() {
 
 
 def _settings(request: JobRequest) -> dict[str, str]:
-    """Return the script's SHARDPREP_ variables; the Python is the environment's or this one.
-
-    A container or a set-up file brings its own Python, so then this one is not named.
-    """
+    """Return the script's SHARDPREP_ variables. A container or a set-up file brings a Python of its own."""
     names = {each: name for each, name in REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
     settings = {name: getattr(request, each) or "" for each, name in names.items()}
     python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
@@ -127,7 +116,7 @@ def _log_pattern(folder: Path, name: str) -> str:
 
 
 def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) -> str:
-    """Return ``prep_array.sh`` with another head, behind which it begins with its first command."""
+    """Return ``prep_array.sh`` from its first command on, behind another head."""
     prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
     first = "set -euo pipefail\n"
     options = ["--open-mode=append", *options, *request.sbatch_options()]
@@ -148,10 +137,7 @@ def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) ->
 
 
 def _quoted(option: str) -> str:
-    """sbatch splits at blanks and knows quotes, but not a shell's way of ending and joining them.
-
-    Raises UsageError for a line end or the like: behind it the rest would be a command of the script.
-    """
+    """Quote as sbatch reads it, which knows no shell's way of joining quotes. Raises UsageError."""
     if found := re.search(r"[\x00-\x1f\x7f]", option):
         raise UsageError(
             f"{option!r} has {found[0]!r}, which cannot stand in a line of #SBATCH; rename the folder, or "

@@ -1,8 +1,6 @@
-"""What is checked before anything is written or submitted: the data set's folder, and Slurm's own word.
+"""What is checked before anything is written or submitted: the data set's folder, and what Slurm says.
 
-``check_folder`` looks at the data set, ``find_site`` asks for MaxArraySize and the partition's nodes, and
-``check_script`` has ``sbatch --test-only`` judge the script. Limits of accounts, QOS and partitions are not
-read: Slurm refuses what is beyond them, or says why a job waits.
+Limits of accounts and QOS are not read: Slurm refuses what is beyond them, or says why a job waits.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from shardprep.format.tokenizer_files import check_tokenizer_files
 from slurm.commands import SlurmRefused, minutes_of, read_config, slurm_answer, slurm_output
 
 _NODES_AWAY = re.compile("drain|down|maint|fail|reboot|unk|power|reserved", re.IGNORECASE)
-# Slurm's words for more jobs than MaxArraySize, a QOS or an account allows. It has the same words for a size
-# or time that a QOS forbids: then fewer tasks are refused, too, and its own words are shown.
+# Slurm's words for more jobs than MaxArraySize, a QOS or an account allows, and for a size or time that a QOS
+# forbids: then fewer tasks are refused, too, and its words are shown.
 _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
 
 
@@ -50,7 +48,7 @@ def refusal(error: SlurmRefused, num_tasks: int) -> SlurmRefused:
 def check_folder(folder: Path, request: JobRequest) -> Plan:
     """Return the plan, once folder, tokenizer, set-up file and input are as the tasks need them.
 
-    Raises NotFound, CannotWrite, OtherTokenizer, UsageError, each with what to do. Writes nothing.
+    Raises NotFound, CannotWrite, OtherTokenizer, UsageError. Writes nothing.
     """
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)
@@ -128,10 +126,7 @@ def find_site(partition: str | None) -> Site:
 
 
 def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: int | None) -> list[str]:
-    """Return the words of an array's table: task i makes ``result[i]``, such as ``17`` or ``0-5``.
-
-    ``shards_per_task`` (default: 1) is raised until the tasks fit; each takes neighbours, evenly.
-    """
+    """Return what each task makes, such as ``17`` or ``0-5``, at least ``shards_per_task`` (1) shards."""
     wanted = -(-len(shard_ids) // (shards_per_task or 1))
     num_tasks = max(1, min(wanted, max_tasks))
     bounds = [len(shard_ids) * number // num_tasks for number in range(num_tasks + 1)]
@@ -139,19 +134,14 @@ def tasks_of_shards(shard_ids: Sequence[int], max_tasks: int, shards_per_task: i
 
 
 def check_script(request: JobRequest, script: str, num_tasks: int, site: Site) -> None:
-    """Have Slurm test the script. Raises SlurmRefused, or TooManyTasks.
-
-    Nodes that are drained or down come back: of these it is only said that jobs wait for them.
-    """
+    """Have Slurm test the script. Raises SlurmRefused, or TooManyTasks."""
     try:
         slurm_output("sbatch", "--test-only", text=script)
     except SlurmRefused as error:
         mem_mb, num_cpus = request.least_mem_gb * 1024, request.num_cpus or 1
         fitting = [node for node in site.nodes if node[1] >= mem_mb and node[2] >= num_cpus]
         if fitting and all(_NODES_AWAY.search(state) for state, _, _ in fitting):
-            say(
-                f"warning: {error}; the jobs wait until such nodes are back (sinfo -R says why they are away)"
-            )
+            say(f"warning: {error}; the jobs wait until such nodes are back: sinfo -R")
             return
         words = f"{error}. Asked for: {shlex.join(request.sbatch_options())}"
         if site.nodes:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,17 @@ from tests.checkout import ROOT
 from tests.waiting import HANG_S
 
 Command = Sequence[str | os.PathLike[str]]
+
+
+def shardprep(*words: object) -> list[str]:
+    """Return the command line of ``shardprep WORDS`` in a process of its own."""
+    return [sys.executable, "-m", "shardprep", *map(str, words)]
+
+
+def environ_of_children(**variables: str) -> dict[str, str]:
+    """Return an environment outside of Slurm and without a network, with these variables."""
+    kept = {name: os.environ[name] for name in os.environ if not name.startswith(("SLURM_", "DATASET_"))}
+    return {**kept, "HF_HUB_OFFLINE": "1", **variables}
 
 
 def run_child(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 from shardprep.__main__ import COMMANDS
@@ -14,8 +16,9 @@ HEAD = """\
 # Commands
 
 On this page you can look up each flag of each command, with its default, and the exit codes.
-`shardprep help plan` shows the same in a terminal. [reference.md](reference.md) says which page explains
-which command. `python -m tests.command_reference` writes this page.
+A flag that several commands have is explained once. `shardprep help plan` shows all flags of a command in a
+terminal. [reference.md](reference.md) says which page explains which command.
+`python -m tests.command_reference` writes this page.
 
 ## Exit codes
 
@@ -28,7 +31,9 @@ All commands use these, and so do the tasks of a job array:
 
 def page() -> str:
     codes = "".join(f"| {code} | {meaning} |\n" for code, meaning in EXIT_CODES.items())
-    return HEAD + codes + "".join(f"\n## {title}\n\n```text\n{text}```\n" for title, text in helps())
+    explained: dict[str, str] = {}  # a flag with its help -> the command under which it stands
+    sections = [section_of(title, text, explained) for title, text in helps()]
+    return HEAD + codes + "".join(sections)
 
 
 def helps() -> Iterator[tuple[str, str]]:
@@ -40,6 +45,28 @@ def helps() -> Iterator[tuple[str, str]]:
                 yield f"{command} {word}", program.help_of(word, name=f"shardprep {command}")
         else:
             yield command, program.help_of(command, name="shardprep")
+
+
+def section_of(title: str, text: str, explained: dict[str, str]) -> str:
+    """A command's help, without the flags that stand under an earlier command."""
+    kept: list[str] = []
+    repeated: dict[str, list[str]] = defaultdict(list)
+    for block in re.split(r"\n(?=\n)", text.rstrip("\n")):  # each begins with an empty line but the first
+        entries = re.split(r"\n(?=  (?! ))", block)
+        shown = entries[:1]
+        for entry in entries[1:]:
+            words = " ".join(entry.split())
+            if words.startswith("-h, --help"):
+                continue
+            if words.startswith("-") and words in explained:
+                repeated[explained[words]].append(f"`{re.findall(r'--[a-z_]+', words)[0]}`")
+            else:
+                explained[words] = title
+                shown.append(entry)
+        if len(shown) > 1 or len(entries) == 1:
+            kept.append("\n".join(shown))
+    also = "".join(f"\nExplained under `{other}`: {', '.join(flags)}.\n" for other, flags in repeated.items())
+    return f"\n## {title}\n\n```text\n" + "\n".join(kept) + f"\n```\n{also}"
 
 
 if __name__ == "__main__":

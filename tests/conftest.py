@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import io
 import json
 import lzma
 import multiprocessing.util
-import os
-import re
 import runpy
 import shutil
-import signal
-import subprocess
 import sys
-import tarfile
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +16,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-from preprocess.__main__ import main
-from preprocess.look.train_tokenizer import train_tokenizer
-from preprocess.make.resources import WorkerSettings
-from preprocess.make.worker import load_worker
-from preprocess.plan.planning import Sharding, make_plan
-from shardprep.files import stamp_file
-from shardprep.format.idx import HEADER_BYTES, ChunkCrcs
-from shardprep.format.json_files import content_sha256
-from shardprep.format.manifest import read_manifest
-from shardprep.format.names import idx_path, manifest_path, tar_path
-from shardprep.format.options import PrepConfig
-from shardprep.format.plan import Plan, need_plan
-from shardprep.signals import STOP_SIGNALS
 from tests.checkout import ROOT, SHARED
 from tests.children import run_child
-from tests.waiting import HANG_S
+from tests.forged import seal as seal  # for others
+from tests.world import Ended, World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
 LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_w", "tests/loader/test_loader_")
@@ -144,80 +124,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByModule(config, log)
 
 
-def seal(path: Path) -> None:
-    """Give an edited JSON file of the contract the hash of its new content, as who forges it would."""
-    text, rows = path.read_text(encoding="utf-8"), ""
-    if path.name == "plan.json":  # whose first line, closed by a brace, is what the hash is of
-        text, _, rows = text.partition("\n")
-    data = json.loads(text + ("}" if rows else ""))
-    text = re.sub(r'("content_sha256": ?)"\w+"', rf'\1"{content_sha256(data)}"', text)
-    if isinstance(run := data.get("run"), dict):
-        held = {name: value for name, value in run.items() if name != "run_sha256"}
-        text = re.sub(r'("run_sha256": ?)"\w+"', rf'\1"{content_sha256(held)}"', text)
-    path.write_text(text + ("\n" if rows else "") + rows, encoding="utf-8")
-
-
-def forge_shard(folder: Path, shard_id: int, *, records: Any = None, tar: bytes | None = None) -> None:
-    """Give a shard another idx or tar, and a manifest with their hashes."""
-    if records is not None:
-        crcs = ChunkCrcs(records.dtype)
-        crcs.add(records.tobytes())
-        path = idx_path(folder, shard_id)
-        path.write_bytes(path.read_bytes()[:HEADER_BYTES] + records.tobytes() + crcs.table())
-    if tar is not None:
-        tar_path(folder, shard_id).write_bytes(tar)
-    manifest = dataclasses.replace(
-        read_manifest(folder, shard_id),
-        tar=stamp_file(tar_path(folder, shard_id)),
-        idx=stamp_file(idx_path(folder, shard_id)),
-    )
-    manifest_path(folder, shard_id).write_bytes(manifest.to_json())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a command ended and what it said."""
-
-    code: int
-    text: str  # standard output and error
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prep:
-    """The package as tests drive it; ``model_dir`` is the default tokenizer."""
+    """Data sets of the sample text, by commands; ``model_dir`` is the default tokenizer."""
 
     model_dir: Path
 
-    def plan(
-        self,
-        raw: Path,
-        out: Path,
-        *,
-        num_shards: int | None = None,
-        shard_bytes: int | None = None,
-        **options: Any,
-    ) -> Plan:
-        """Plan in this process."""
-        config = PrepConfig(
-            **{"model_id": str(self.model_dir), "input_dir": raw, "output_dir": out, **options}
-        )
-        return make_plan(
-            config, Sharding(num_shards=num_shards, shard_bytes=shard_bytes), say=lambda _: None
-        )[0]
+    def plan(self, raw: Path, out: Path, **options: Any) -> None:
+        """Plan; AssertionError unless the command ends with 0."""
+        ended = self.command("plan", *flags_of({
+            "input_dir": raw, "output_dir": out, "model_id": self.model_dir, **options
+        }))  # fmt: skip
+        assert ended.code == 0, ended.text
 
-    def make(self, out: Path, *shard_ids: int, engine: Any = "auto", input_dir: Path | None = None) -> Plan:
-        """Make all shards of a planned folder, or some, in this process."""
-        plan = need_plan(out)
-        worker = load_worker(
-            plan,
-            out,
-            WorkerSettings(input_dir=input_dir, engine=engine),
-            num_cpus=1,
-            warn=lambda line: pytest.fail(line),
-        )
-        for shard_id in shard_ids or range(plan.num_shards):
-            worker.run_shard(worker.plan.shard(shard_id), lambda _: None)
-        return plan
+    def make(self, out: Path, *shard_ids: int, **options: Any) -> None:
+        """Make all shards of a planned folder, or some."""
+        cuts = json.loads((out / "plan.json").read_bytes())["cuts"]
+        for shard_id in shard_ids or range(len(cuts) - 1):
+            words = ["shard", "--shard_id", shard_id, "--output_dir", out, "--planned", *flags_of(options)]
+            ended = self.command(*words)
+            assert ended.code == 0, ended.text
 
     def make_forms(
         self, raw: Path, root: Path, forms: Mapping[str, Mapping[str, Any]], *, num_shards: int
@@ -228,79 +154,18 @@ class Prep:
             self.make(root / name)
         return root
 
-    def command(self, *args: object, **variables: str) -> Ended:
-        """``python -m preprocess`` in this process; signal handlers and affinity are put back.
-
-        ``variables``: of the environment.
-        """
-        out = io.StringIO()
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        cpus = os.sched_getaffinity(0)
-        with pytest.MonkeyPatch.context() as patch:
-            for name in set(os.environ) - set(self.environ()):
-                patch.delenv(name)
-            for name, value in variables.items():
-                patch.setenv(name, value)
-            try:
-                with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-                    code: Any = main([str(item) for item in args])
-            except SystemExit as ending:
-                code = ending.code
-            finally:
-                os.sched_setaffinity(0, cpus)
-                for number, handler in handlers.items():
-                    signal.signal(number, handler)
-        return Ended(code=code, text=out.getvalue())
-
-    def cli(self, *args: object, **settings: Any) -> Ended:
-        """``python -m preprocess`` in a process of its own, without a network and outside of Slurm."""
-        process = self.start(*args, **settings)
-        text, _ = process.communicate(timeout=HANG_S)
-        return Ended(code=process.returncode, text=text)
-
-    def start(self, *args: object, **settings: Any) -> subprocess.Popen[str]:
-        settings["env"] = {**self.environ(), **settings.get("env", {})}
-        return subprocess.Popen(
-            [sys.executable, "-m", "preprocess", *map(str, args)],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            **{"cwd": ROOT, **settings},
-        )
-
     @staticmethod
-    def environ() -> dict[str, str]:
-        kept = {name: os.environ[name] for name in os.environ if not name.startswith(("SLURM_", "DATASET_"))}
-        return {**kept, "HF_HUB_OFFLINE": "1"}
+    def command(*words: object, **variables: str) -> Ended:
+        """Run a command in this process; ``variables``: of the environment."""
+        return call_main(*words, environ=variables)
 
     @staticmethod
     def contents(folder: Path) -> dict[str, bytes]:
-        """What equal data sets have equal: every shard's files, manifests without ``run``."""
-        found = {}
-        subfolders = ("quarantine", "digests")
-        own = [path for name in subfolders for path in folder.glob(f"{name}/shard-*")]
-        for path in sorted([*folder.glob("shard-*"), *own]):
-            data = path.read_bytes()
-            if path.suffix == ".json":
-                manifest = json.loads(data)
-                assert list(manifest)[-1] == "run", "what varies stands last"
-                data = data[: data.index(b'\n "run": ')]
-            found[path.relative_to(folder).as_posix()] = data
-        return found
-
-    @staticmethod
-    def names(folder: Path) -> list[str]:
-        return sorted(path.name for path in folder.iterdir())
+        return World(folder, raw_dir=folder, data_dir=folder).contents()
 
     @staticmethod
     def temporaries(folder: Path) -> list[str]:
-        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob(".*"))
-
-    @staticmethod
-    def members(tar: Path) -> list[tuple[str, bytes]]:
-        """Names and bytes in the order of the tar."""
-        with tarfile.open(tar) as file:
-            return [(item.name, file.extractfile(item).read()) for item in file]  # type: ignore[union-attr]
+        return World(folder, raw_dir=folder, data_dir=folder).temporaries()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -308,6 +173,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Planning's cache is of this run alone, neither what an earlier one left nor the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
         yield
 
 
@@ -322,7 +188,9 @@ def sample_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def prep(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Prep:
     folder = tmp_path_factory.mktemp("model") / "tokenizer"
-    train_tokenizer(input_dir=sample_dir, vocab_size=600, output_dir=folder)
+    words = {"input_dir": sample_dir, "vocab_size": 600, "output_dir": folder}
+    ended = call_main("train_tokenizer", *flags_of(words))
+    assert ended.code == 0, ended.text
     return Prep(model_dir=folder)
 
 

@@ -16,7 +16,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "for num_digits in range(1, (width + 1)):",
         "the loop ends at the first length that no id has",
     ),
-    ("shardprep/format/done.py", "_MAX_BYTES = 64 << 20", "_MAX_BYTES = (65) << 20", LIMIT),
+    ("shardprep/format/done.py", "_MAX_BYTES = 256 << 20", "_MAX_BYTES = (257) << 20", LIMIT),
     ("loader/reading.py", "_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
     (
         "preprocess/make/members.py",
@@ -91,12 +91,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         LIMIT,
     ),
     ("loader/decode.py", "if stride > 1:", "if (stride >= 1):", "places times one stay as they are"),
-    (
-        "shardprep/format/done.py",
-        "most_chars = min(_MOST_MESSAGE_CHARS, _MOST_MESSAGES_CHARS // len(of_shards))",
-        "most_chars = min(_MOST_MESSAGE_CHARS, (_MOST_MESSAGES_CHARS * len(of_shards)))",
-        LIMIT,
-    ),
     (
         "loader/rounds.py",
         "if mixed is None or not mixed.first <= at < mixed.end:",

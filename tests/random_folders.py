@@ -40,15 +40,21 @@ def _name(rng: random.Random) -> str:
 
 
 def random_folder(root: Path, rng: random.Random) -> None:
-    """Fill the empty folder ``root``: files, folders, links, FIFOs; no link to nothing is an input."""
+    """Fill the empty folder ``root``: files, folders, links, FIFOs; no link to nothing is an input.
+
+    All files are empty, which each input format allows.
+    """
     folders = [root]
+    elsewhere = [root.with_name(f"{root.name} {number}") for number in range(2)]
+    for file in elsewhere:
+        file.touch()
     for _ in range(rng.randint(1, 40)):
         path = rng.choice(folders) / _name(rng)
         if os.path.lexists(path):
             continue
         kind = rng.choices(
-            ("file", "empty", "folder", "file link", "folder link", "fifo", "fifo link", "dangling"),
-            (40, 5, 20, 8, 12, 4, 3, 4),
+            ("file", "folder", "file link", "folder link", "fifo", "fifo link", "dangling"),
+            (45, 20, 8, 12, 4, 3, 4),
         )[0]
         if kind == "folder":
             path.mkdir()
@@ -58,14 +64,14 @@ def random_folder(root: Path, rng: random.Random) -> None:
         elif kind == "fifo":
             os.mkfifo(path)
         elif kind == "file link":
-            path.symlink_to("/etc/hostname" if rng.random() < 0.5 else __file__)
+            path.symlink_to(rng.choice(elsewhere))
         elif kind == "fifo link":
             path.symlink_to("/dev/null")
         elif kind == "dangling":
             if not INPUT.fullmatch(path.name):
                 path.symlink_to("nowhere")
         else:
-            path.write_bytes(b"" if kind == "empty" else b"a\n")
+            path.touch()
 
 
 def _is_also(name: str, also: str) -> bool:
@@ -97,7 +103,7 @@ TRUE_REASONS: dict[str, Callable[[Path], bool]] = {
     "note of datasets": lambda path: path.is_file() and path.name in _NOTES,
     "cache of datasets": lambda path: path.is_file() and path.name in _CACHES,
     "note of Iceberg": lambda path: path.is_file() and path.name in _ICEBERG,
-    # These three are met in no random folder: see test_foreign_folders.py.
+    # These three are met in no random folder: see tests/preprocess/test_input_folders.py.
     "compressed form of a file that is taken": lambda _: False,
     "old version in a Delta table": lambda _: False,
     "other split": lambda _: False,

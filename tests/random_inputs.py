@@ -1,6 +1,6 @@
 """Random inputs of every format, and what an independent reader takes out of each.
 
-For long runs by hand: ``python -m tests.random_inputs --files 20000``. Where polars, duckdb, fastparquet or
+For long runs by hand: ``python -m tests.random_inputs --files 5000``. Where polars, duckdb, fastparquet or
 ``datasets`` is installed, files that it wrote are read, too, and compared with what it was given.
 """
 
@@ -12,36 +12,31 @@ import contextlib
 import gzip
 import importlib.util
 import io
-import itertools
 import json
 import lzma
 import os
 import random
 import re
+import resource
+import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 import zstandard
 
-from preprocess.plan import planning as input_files
-from preprocess.plan import planning as shard_boundaries
-from preprocess.plan.planning import divide, list_inputs, stamp_inputs
-from preprocess.read import arrow, compressed
-from preprocess.read.documents import read_documents
-from shardprep.errors import BadInput
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange
 from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
+from tests.world import World
 
-_FILES_AT_ONCE = 500
+_FILES_AT_ONCE = 200
 FRAMES = ((7, 100, 1, 1000), (300,), (300,), (2000, 500), (2000, 500), (65_280,))
 PACKERS: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "": lambda data, _: data,
@@ -107,15 +102,15 @@ def random_texts(rng: random.Random) -> list[str]:
     return [rng.randbytes(size).decode("latin-1").translate(table) for size in sizes]
 
 
-def file_name(form: str) -> str:
-    """``jsonl.frames.zst`` -> ``a.frames.jsonl.zst``."""
+def file_name(form: str, seed: int) -> str:
+    """``jsonl.frames.zst`` -> ``000007.frames.jsonl.zst``."""
     stem, *rest = form.replace("wide", "txt").split(".")
     if form in WRITERS:
-        return f"a.{rest[0]}"
+        return f"{seed:06d}.{rest[0]}"
     if form.endswith(("arrow", "parquet")):
-        return f"a.{form}"
+        return f"{seed:06d}.{form}"
     middle = f"{rest[0]}." if len(rest) > 1 else ""
-    return ".".join([f"a.{middle}{stem}", *rest[-1:]])
+    return ".".join([f"{seed:06d}.{middle}{stem}", *rest[-1:]])
 
 
 def random_file(form: str, rng: random.Random) -> tuple[bytes, bool]:
@@ -257,9 +252,8 @@ def _lines_of_json(data: bytes) -> Found:
     return Found([text for text in texts if text.strip()], num_bad)
 
 
-def _wide_text(form: str, rng: random.Random) -> tuple[bytes, str, Found]:
-    """A file of plain text, its codec, and what the whole of it, decoded at once, holds."""
-    encoding = rng.choice(_CODECS)
+def _wide_text(form: str, encoding: str, rng: random.Random) -> tuple[bytes, Found]:
+    """A file of plain text, and what the whole of it, decoded at once, holds."""
     letters = [letter for letter in _WIDE_LETTERS if letter.encode(encoding, "ignore").strip()]
     letters = [letter for letter in letters if letter.encode(encoding, "ignore").decode(encoding) == letter]
     ends = rng.choice([["\n"], ["\r\n"], ["\r"], ["\n", "\r\n", "\r", "\n\r"]])
@@ -269,7 +263,7 @@ def _wide_text(form: str, rng: random.Random) -> tuple[bytes, str, Found]:
     decoded = re.split(r"\r\n|\n|\r", data.decode(encoding))
     packed = form.removeprefix("wide")
     file = zstd_of_blocks(data, rng.choice(FRAMES)) if packed == ".zst" else PACKERS[packed](data, rng)
-    return file, encoding, Found([line.strip() for line in decoded if line.strip()])
+    return file, Found([line.strip() for line in decoded if line.strip()])
 
 
 def write_by(form: str, rng: random.Random, path: Path) -> Found:
@@ -367,90 +361,86 @@ _WRITE: dict[str, Callable[[dict[str, list[object]], Path, str, int, random.Rand
 }
 
 
-def ours(folder: Path, num_shards: int, batch_bytes: int, encoding: str = "utf-8") -> Found:
-    """What this project takes out of a folder that is divided into shards; every byte is accounted for."""
-    options = PlanOptions(encoding=encoding)
-    texts: list[tuple[int, str]] = []
-    num_bad = 0
-    try:
-        inputs, inspected = stamp_inputs(folder, list_inputs(folder, recursive=True), options)
-        division = divide(folder, inputs, inspected, num_shards, options)
-        for begin, stop in itertools.pairwise(division.cuts):
-            first, start, last, end = begin.input_number, begin.byte, stop.input_number, stop.byte
-            ranges = [
-                ByteRange(
-                    input_number=number,
-                    path=folder / inputs[number].path,
-                    start=start if number == first else 0,
-                    end=end if number == last else inputs[number].num_bytes,
-                    text_start=begin.text_start if number == first else 0,
-                )
-                for number in range(first, last + (end > 0))
-            ]
-            num_bytes = 0
-            for documents in read_documents(ranges, options, batch_bytes=batch_bytes):
-                num_bytes += documents.num_bytes
-                num_bad += len(documents.bad)
-                found = (text.decode() for text in documents.texts)
-                texts += zip(documents.offsets.tolist(), found, strict=True)
-            assert num_bytes == sum(part.end - part.start for part in ranges), "every byte is accounted for"
-    except BadInput:
-        return Found(None)
-    assert texts == sorted(texts, key=lambda item: item[0]), "places ascend"
-    assert len({place for place, _ in texts}) == len(texts), "no place twice"
-    return Found([text for _, text in texts], num_bad)
+def ours(world: World, seed: int, **options: Any) -> tuple[Found, dict[str, int]]:
+    """What this project takes out of a folder, at whatever places it is cut; bad records by their file.
 
-
-def compare(form: str, seed: int, folder: Path, *, forks: bool = False) -> str:
-    """``equal``, ``refused`` (a damaged file, by us; the other reader may take it), or ``WRONG`` and why.
-
-    ``aborted``: a damaged file for which pyarrow ends the process; looked for with ``forks``.
+    Every byte is accounted for: ``verify`` compares what shards have read with the sizes of the files.
     """
-    rng = random.Random(f"{form} {seed}")
-    path = folder / file_name(form)
-    wrong = f"WRONG: {form} with seed {seed}"
-    if form in WIDE or form in WRITERS:
-        encoding = "utf-8"
+    rng = random.Random(seed)
+    environ = rng.choice([{}, {"DATASET_BATCH_SIZE": "1"}, {"DATASET_BATCH_SIZE": "7"}])
+    ended = world.try_plan(num_shards=rng.choice([1, 2, 5, 30]), max_bad_fraction=1, **options)
+    num_shards = len(world.plan_json()["cuts"]) - 1 if not ended.code else 0
+    for number in range(num_shards):
+        ended = ended if ended.code else world.try_shard(number, environ=environ)
+    ended = ended if ended.code else world.main("verify", world.data_dir)
+    if ended.code == 65:
+        return Found(None), {}
+    assert ended.code == 0, ended.text
+    order = {name: number for number, name in enumerate(world.inputs())}
+    places = [(order[line["source"]], line["source_offset"]) for line in world.lines("quarantine")]
+    assert places == sorted(places), "places ascend"
+    return Found(world.texts(), len(places)), Counter(world.inputs()[number] for number, _ in places)
+
+
+def compare(form: str, seeds: Sequence[int], folder: Path, *, forks: bool = False) -> list[str]:
+    """``equal``, ``refused`` (a damaged file, by us; the other reader may take it), or ``WRONG`` and which.
+
+    ``aborted``: a damaged file for which pyarrow ends the process; looked for with ``forks``. Files that are
+    whole are read together, and each by itself only where they differ.
+    """
+    encoding = _CODECS[seeds[0] // len(seeds) % len(_CODECS)] if form in WIDE else "utf-8"
+    results, whole = [], dict[str, Found]()
+    together = World(folder / "together")
+    for seed in seeds:
+        rng = random.Random(f"{form} {seed}")
+        path = together.raw_dir / file_name(form, seed)
         if form in WIDE:
-            data, encoding, given = _wide_text(form, rng)
+            data, whole[path.name] = _wide_text(form, encoding, rng)
             path.write_bytes(data)
+        elif form in WRITERS:
+            whole[path.name] = write_by(form, rng, path)
         else:
-            given = write_by(form, rng, path)
-        return "equal" if _read_in_pieces(folder, rng, encoding) == given else wrong
-    data, is_damaged = random_file(form, rng)
-    path.write_bytes(data)
-    if forks and form == "parquet" and is_damaged and _ends_pyarrow(path):
-        path.unlink()
+            data, is_damaged = random_file(form, rng)
+            path.write_bytes(data)
+            if not is_damaged:
+                whole[path.name] = independent(form, path)
+                continue
+            alone = World(folder / "alone")
+            results.append(_of_damaged(form, path.rename(alone.raw_dir / path.name), alone, seed, forks))
+            shutil.rmtree(folder / "alone")
+    results += _of_whole(whole, together, seeds[0], encoding)
+    shutil.rmtree(folder / "together")
+    return results
+
+
+def _of_damaged(form: str, path: Path, world: World, seed: int, forks: bool) -> str:
+    if forks and form == "parquet" and _ends_pyarrow(path):
         return "aborted"
-    try:
-        with mock.patch.object(arrow, "_LARGE_BYTES", rng.choice([0, 1 << 24])):  # read by rows, or whole
-            found = ours(
-                folder, rng.choice([1, 1, 2, 2, 2, 5, 5, 30]), rng.choice([64, 1000, 1 << 19, 1 << 19])
-            )
-    except Exception as error:
-        return f"{wrong}: {error!r}"
-    finally:
-        expected = independent(form, path)
-        path.unlink()
-    if found.texts is None and is_damaged:
+    expected = independent(form, path)
+    found, _ = ours(world, seed)
+    if found.texts is None:
         return "refused"
-    if is_damaged and expected.texts is None:  # by rows, not all of a header is looked at
+    if expected.texts is None:  # by rows, not all of a header is looked at
         path.write_bytes(_whole_file(form, random.Random(f"{form} {seed}")))
         expected = independent(form, path)
-        path.unlink()
-    return "equal" if found == expected else wrong
+    return "equal" if found == expected else f"WRONG: {path.name}, which is damaged"
 
 
-def _read_in_pieces(folder: Path, rng: random.Random, encoding: str) -> Found:
-    """What this project takes out of a folder, in pieces of any size."""
-    with (
-        mock.patch.object(arrow, "_LARGE_BYTES", rng.choice([0, 1 << 24])),
-        mock.patch.object(compressed, "_READ_BYTES", rng.choice([18, 100, 128 << 10])),
-    ):
-        found = ours(folder, rng.choice([1, 2, 5]), rng.choice([1, 7, 64, 1000, 1 << 19]), encoding)
-    for path in folder.iterdir():
-        path.unlink()
-    return found
+def _of_whole(whole: Mapping[str, Found], world: World, seed: int, encoding: str) -> list[str]:
+    found, bad = ours(world, seed, encoding=encoding)
+    names = world.inputs() if found.texts is not None else []
+    texts = [text for name in names for text in whole[name].texts or []]
+    if found.texts == texts and bad == {name: each.num_bad for name, each in whole.items() if each.num_bad}:
+        return ["equal"] * len(whole)
+    results = []
+    for name, expected in whole.items():
+        alone = World(world.data_dir / name)
+        shutil.copy(world.raw_dir / name, alone.raw_dir)
+        of_file, _ = ours(alone, seed, encoding=encoding)
+        is_equal = of_file == expected or (of_file.texts is None and not expected.texts)
+        results.append("equal" if is_equal else f"WRONG: {name}")
+    wrong = [result for result in results if result != "equal"]
+    return results if wrong else ["WRONG: only where they are read together"]
 
 
 def _ends_pyarrow(path: Path) -> bool:
@@ -470,21 +460,6 @@ def _ends_pyarrow(path: Path) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
 
 
-class _Serial:
-    """ThreadPoolExecutor without threads: to start one per file took a third of the time."""
-
-    def __init__(self, _: int) -> None:
-        pass
-
-    def __enter__(self) -> _Serial:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    map = staticmethod(map)
-
-
 def _row(form: str, results: list[str]) -> str:
     wrong = [result for result in results if result.startswith("WRONG")]
     counts = [len(results), *map(results.count, ("equal", "refused", "aborted")), len(wrong)]
@@ -493,23 +468,21 @@ def _row(form: str, results: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--files", type=int, default=20_000, help="of each format")
+    parser.add_argument("--files", type=int, default=5_000, help="of each format")
     parser.add_argument(
         "--only", choices=[*FORMATS, *WIDE, *WRITERS], action="append", help="this format; may be repeated"
     )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     args = parser.parse_args()
-    for module in (input_files, shard_boundaries):
-        mock.patch.object(module, "ThreadPoolExecutor", _Serial).start()
+    # A length that a flipped bit made huge is a MemoryError, and so a traceback.
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
     tried: dict[str, list[str]] = {form: [] for form in args.only or [*FORMATS, *WIDE, *WRITERS]}
     with tempfile.TemporaryDirectory() as folder:
         end = args.first + args.files
-        for first in range(
-            args.first, end, _FILES_AT_ONCE
-        ):  # of every format, so that an ended run says much
+        for first in range(args.first, end, _FILES_AT_ONCE):  # of every format: an ended run says much
             for form, results in tried.items():
                 seeds = range(first, min(first + _FILES_AT_ONCE, end))
-                results += [compare(form, seed, Path(folder), forks=True) for seed in seeds]
+                results += compare(form, seeds, Path(folder), forks=True)
                 print(_row(form, results), file=sys.stderr, flush=True)
     print("| format | tried | equal | refused | aborted | wrong |\n|---|---|---|---|---|---|")
     print(*(_row(form, results) for form, results in tried.items()), sep="\n")

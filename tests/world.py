@@ -21,7 +21,9 @@ import random
 import shutil
 import signal
 import sys
+import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +69,7 @@ class Ended:
     code: int
     out: str  # standard output
     err: str  # standard error
+    error: ShardprepError | None = None  # the one that it told, the first of several
 
     @property
     def text(self) -> str:
@@ -159,8 +162,28 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def call_main(*words: object) -> Ended:
-    """Run ``shardprep WORDS`` in this process, outside of Slurm; put back what a command changes in it."""
+@contextlib.contextmanager
+def made_errors() -> Iterator[list[ShardprepError]]:
+    """See each error that is made: a command tells one on standard error and returns its exit code."""
+    made: list[ShardprepError] = []
+    init = ShardprepError.__init__
+
+    def note(self: ShardprepError, *args: Any, **fields: Any) -> None:
+        init(self, *args, **fields)
+        made.append(self)
+
+    ShardprepError.__init__ = note  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        ShardprepError.__init__ = init  # type: ignore[method-assign]
+
+
+def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended:
+    """Run ``shardprep WORDS`` in this process, outside of Slurm; put back what a command changes in it.
+
+    ``environ``: variables that it finds besides.
+    """
     out, err = io.StringIO(), io.StringIO()
     environment = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
@@ -168,8 +191,10 @@ def call_main(*words: object) -> Ended:
     for name in environment:
         if name.startswith(("SLURM_", "DATASET_")):
             del os.environ[name]
+    os.environ.update(environ or {})
+    made: list[ShardprepError] = []
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), made_errors() as made:
             code: Any = main([str(word) for word in words])
     except SystemExit as ending:
         code = ending.code
@@ -181,7 +206,9 @@ def call_main(*words: object) -> Ended:
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-    return Ended(code=code or 0, out=out.getvalue(), err=err.getvalue())
+    told = [error for error in made if str(error) in err.getvalue()]
+    told.sort(key=lambda error: (err.getvalue().index(str(error)), -len(str(error))))
+    return Ended(code or 0, out.getvalue(), err.getvalue(), told[0] if told else None)
 
 
 @contextlib.contextmanager
@@ -238,15 +265,27 @@ class World:
             path.write_bytes(content)
         return self
 
-    def main(self, *words: object, **options: Any) -> Ended:
+    def main(self, *words: object, environ: Mapping[str, str] | None = None, **options: Any) -> Ended:
         """Run ``shardprep WORDS --OPTIONS`` in this process; any exit code is fine."""
-        return call_main(*words, *flags_of(options))
+        return call_main(*words, *flags_of(options), environ=environ)
 
-    def plan(self, *, num_shards: int = 2, **options: Any) -> World:
-        """Plan ``data_dir`` from ``raw_dir``; AssertionError unless the command ends with 0."""
+    def words_of_plan(self, **options: Any) -> list[str]:
+        """Return the flags by which ``data_dir`` is planned from ``raw_dir``."""
         folders = {"input_dir": self.raw_dir, "output_dir": self.data_dir, "model_id": self.tokenizer}
-        self._succeed(self.main("plan", num_shards=num_shards, **{**folders, **options}))
-        self.num_shards = num_shards
+        return flags_of({**folders, **options})
+
+    def try_plan(self, **options: Any) -> Ended:
+        """Plan ``data_dir`` from ``raw_dir``; any exit code is fine."""
+        return self.main("plan", *self.words_of_plan(**options))
+
+    def try_shard(self, shard_id: int = 0, **options: Any) -> Ended:
+        """Make a shard as a task does; any exit code is fine."""
+        return self.main("shard", shard_id=shard_id, output_dir=self.data_dir, **options)
+
+    def plan(self, *, num_shards: int | None = 2, **options: Any) -> World:
+        """Plan ``data_dir`` from ``raw_dir``; AssertionError unless the command ends with 0."""
+        self._succeed(self.try_plan(num_shards=num_shards, **options))
+        self.num_shards = len(self.plan_json()["cuts"]) - 1
         return self
 
     def run(self, *shard_ids: int, **options: Any) -> World:
@@ -265,6 +304,72 @@ class World:
     def make(self, **options: Any) -> World:
         """Plan with these options, make all shards and verify them."""
         return self.plan(**options).run().verify()
+
+    def copy(self, folder: Path, *, but: Sequence[str] = ()) -> World:
+        """Return a world whose data set is a copy of this one in ``folder``, without files of some names."""
+        ignored = shutil.ignore_patterns(*but)
+        shutil.copytree(self.data_dir, folder / "data", dirs_exist_ok=True, ignore=ignored)
+        other = World(folder, tokenizer=self.tokenizer, raw_dir=self.raw_dir)
+        other.num_shards = self.num_shards
+        return other
+
+    def members(self) -> list[tuple[str, bytes]]:
+        """Return names and bytes of the members of all tars, in their order."""
+        found = []
+        for path in sorted(self.data_dir.glob("shard-*.tar")):
+            with tarfile.open(path) as tar:
+                found += [(item.name, tar.extractfile(item).read()) for item in tar]  # type: ignore[union-attr]
+        return found
+
+    def documents(self) -> list[tuple[str, str, list[int]]]:
+        """Return key, text and ids of each document that was kept with its text, as JSON."""
+        members = self.members()
+        texts = {name.partition(".")[0]: data.decode() for name, data in members if name.endswith(".txt")}
+        ids = {name.partition(".")[0]: data for name, data in members if name.endswith(".token_ids.json")}
+        return [(key, text, json.loads(ids[key])) for key, text in texts.items()]
+
+    def texts(self) -> list[str]:
+        """Return the texts of all documents, in order."""
+        return [text for _, text, _ in self.documents()]
+
+    def lines(self, folder: str) -> list[Any]:
+        """Return the lines of a side folder of the data set: quarantine, ids."""
+        paths = sorted((self.data_dir / folder).glob("shard-*.jsonl"))
+        return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
+
+    def manifests(self) -> list[dict[str, Any]]:
+        """Return the manifests of the shards that are made."""
+        return [json.loads(path.read_bytes()) for path in sorted(self.data_dir.glob("shard-*.json"))]
+
+    def left_out(self) -> dict[str, int]:
+        """Return how many documents were left out, by reason."""
+        counts = Counter[str]()
+        for manifest in self.manifests():
+            counts.update(manifest["counts"]["quarantined"])
+        return dict(counts)
+
+    def plan_json(self) -> dict[str, Any]:
+        """Return what plan.json holds."""
+        values: dict[str, Any] = json.loads((self.data_dir / "plan.json").read_bytes())
+        return values
+
+    def inputs(self) -> list[str]:
+        """Return the paths of the planned inputs, in order."""
+        return [row[0] for row in self.plan_json()["inputs"]]
+
+    def contents(self) -> dict[str, bytes]:
+        """Return what equal data sets have equal: the shards' files, manifests without their last key."""
+        found = {}
+        for path in sorted(self.data_dir.rglob("shard-*")):
+            data = path.read_bytes()
+            found[path.relative_to(self.data_dir).as_posix()] = (
+                data.partition(b'\n "run": ')[0] if path.suffix == ".json" else data
+            )
+        return found
+
+    def temporaries(self) -> list[str]:
+        """Return what attempts have left in the data set's folder."""
+        return sorted(path.relative_to(self.data_dir).as_posix() for path in self.data_dir.rglob(".*"))
 
     def loader(self, *, rank: int = 0, world_size: int = 1, **arguments: Any) -> TokenLoader:
         """Return the loader of one rank; without workers, if ``num_workers`` asks for none."""

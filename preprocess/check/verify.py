@@ -6,43 +6,59 @@ and every token id, at 4 to 20 s of CPU per gigabyte (one core; the most for JSO
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from shardprep.errors import BrokenShard, OtherPlan, ReadWriteError, ShardprepError
+from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, source_lines
+from shardprep.errors import BrokenShard, CannotWrite, OtherPlan, ReadWriteError, ShardprepError, UsageError
 from shardprep.files import (
+    NOT_THERE,
     RETRIED,
     HashedFile,
     errors_named,
     publish_bytes,
+    read_regular,
     with_retries,
 )
+from shardprep.format.attempts import read_attempts, remove_finished
 from shardprep.format.dataset_spec import BLANK, blank_id
-from shardprep.format.done import Finding, refuse_found
+from shardprep.format.done import (
+    Check,
+    Finding,
+    is_of_shard,
+    publish_findings,
+    refuse_found,
+    remove_findings,
+    standing_findings,
+)
 from shardprep.format.idx import misplaced_samples, read_idx
-from shardprep.format.index import DatasetIndex, merge_manifests
+from shardprep.format.index import merge_manifests
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, ValidationCounts, check_hashes, check_shard, check_sizes
 from shardprep.format.names import (
     DIGEST_BYTES,
     INDEX_NAME,
     TAR_END,
+    id_ranges,
     remake_command,
     tar_path,
 )
-from shardprep.format.plan import Plan
-from shardprep.format.shards import RawIds, ids_of, raw_ids
+from shardprep.format.plan import Plan, need_plan
+from shardprep.format.shards import ids_of
 from shardprep.format.tokenizer_files import check_tokenizer_files
 
 Records = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
+_MOST_TOLD = 5  # problems of one kind that are printed
 
 
 class _Wrong(Exception):
@@ -53,46 +69,115 @@ class _Wrong(Exception):
         self.kind = kind
 
 
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """A shard that is missing or broken, and how to mend it."""
-
-    shard_id: int
-    error: ShardprepError
+Problem = tuple[int, ShardprepError]  # a shard that is missing or broken, and how to mend it
 
 
-def verify_dataset(
+def verify(args: argparse.Namespace) -> int:
+    """``verify DATA``: check all shards, write index.json, or tell what is wrong; returns the exit code."""
+    if args.deep is not None and args.deep < 1:
+        raise UsageError.of_value("--deep", args.deep, "a number of shards from 1")
+    folder: Path = args.output_dir
+    plan = need_plan(folder)
+    check: Check = "fast" if args.fast else "full"
+    standing = standing_findings(folder, plan.plan_id, check)
+    compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
+    with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
+    with Progress("verifying", plan.num_shards, unit="shards") as progress:
+        manifests, problems = _check_shards(
+            folder,
+            plan,
+            is_fast=args.fast,
+            standing={} if args.deep is not None else standing,
+            progress=lambda: progress.add(1),
+        )
+    if problems:
+        return _tell_problems(folder, plan, problems, check)
+    index = merge_manifests(folder, manifests)
+    path, content = folder / INDEX_NAME, index.to_json()
+    not_written: CannotWrite | None = None
+    wrote = f"; wrote {path}"
+    try:
+        publish_bytes(path, content)
+    except CannotWrite as error:  # a colleague's folder, say, which may be read and not be written to
+        not_written, wrote = error, ""
+        with contextlib.suppress(*NOT_THERE, BrokenShard):
+            if read_regular(path, max_bytes=len(content)) == content:
+                not_written, wrote = None, f"; {path} says the same"
+    samples, tokens = int(index.column("num_samples").sum()), int(index.column("num_tokens").sum())
+    print_lines(
+        f"verified {counted(plan.num_shards, 'shard')}: {counted(samples, 'sample')}, "
+        f"{counted(tokens, 'token')}{wrote}"
+    )
+    counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
+    print_lines(*source_lines(counts, all_in=INDEX_NAME))
+    if args.deep is not None:
+        from preprocess.check.deep_verify import verify_deep  # a worker's libraries
+
+        if problems := verify_deep(folder, plan, args, again=standing):
+            return _tell_problems(folder, plan, problems, "deep")
+    if not_written is not None:
+        say(f"error: all shards are right, and {INDEX_NAME} is not written: {not_written}")
+        return not_written.exit_code
+    remove_findings(folder)
+    remove_finished(read_attempts(folder, plan.plan_id).own, [True] * plan.num_shards)
+    return 0
+
+
+def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check: Check) -> int:
+    """Say what is wrong, write it down for the other commands, and return the exit code.
+
+    What is wrong with a shard is told before what could not be read, of which nothing is known.
+    """
+    of_kind: dict[type[ShardprepError], list[Problem]] = {}
+    for problem in problems:
+        of_kind.setdefault(type(problem[1]), []).append(problem)
+    for same in of_kind.values():
+        for shard_id, error in same[:_MOST_TOLD]:
+            say(f"error: shard {shard_id:05d}: {error}")
+        if ids := id_ranges(shard_id for shard_id, _ in same[_MOST_TOLD:]):
+            say(f"error: {shards_text(ids)}: likewise; shardprep run {quoted(folder)} makes what is missing")
+    wrong = [each for each in problems if is_of_shard(each[1])]
+    others = [each for each in problems if not is_of_shard(each[1])]
+    try:
+        not_read = {shard_id for shard_id, _ in others}
+        publish_findings(folder, plan.plan_id, wrong, check=check, not_read=not_read)
+    except ShardprepError as error:
+        say(f"warning: other commands will not know this: {error}")
+    for some, what in (
+        (wrong, "are not right"),
+        (others, "could not be compared, and nothing is said of them"),
+    ):
+        if some:
+            ids = id_ranges(shard_id for shard_id, _ in some)
+            say(f"{len(some)} of {plan.num_shards} shards {what}: {shards_text(ids)}; see the lines above")
+    return (wrong or others)[0][1].exit_code
+
+
+def _check_shards(
     folder: Path,
     plan: Plan,
     *,
-    fast: bool,
-    progress: Callable[[int], None],
-    standing: Mapping[int, Finding] | None = None,
-) -> tuple[list[Problem], DatasetIndex | None]:
-    """Check every shard of a plan; where all are right, publish index.json and return it.
+    is_fast: bool,
+    standing: Mapping[int, Finding],
+    progress: Callable[[], None],
+) -> tuple[list[Manifest], list[Problem]]:
+    """Return the manifests of the shards that are right, and what is wrong with the others.
 
     The fast tier checks manifests, sizes and coverage; the full one also reads every byte back:
-    hashes, sample and token counts, places, every id, the tar's end. Both compare the tokenizer's files.
+    hashes, sample and token counts, places, every id, the tar's end.
     ``standing``: what a more thorough verify found, which this one cannot take back. A shard that cannot be
     read is tried again, and then a problem of ReadWriteError, which says nothing of the shard.
-    ``progress`` is told each shard's tar bytes. Raises NotFound or OtherTokenizer for a changed tokenizer,
-    and what publishing raises.
     """
-    tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
-    with_retries(f"the tokenizer in {folder} cannot be read", tokenizer)
-    problems: list[Problem] = []
-    manifests: list[Manifest] = []
     sizes = plan.shard_bytes()
-
     is_away = threading.Event()  # the file system, so that not every shard waits until it is back
 
     def read(shard_id: int) -> Manifest:
         manifest = check_shard(folder, shard_id, plan.plan_id)
         check_sizes(folder, manifest)
         _check_coverage(plan, manifest, sizes[shard_id])
-        if not fast:
+        if not is_fast:
             _check_bytes(folder, plan, manifest)
-        refuse_found(folder, standing or {}, [shard_id])
+        refuse_found(folder, standing, [shard_id])
         return manifest
 
     def check(shard_id: int) -> Manifest | Problem:
@@ -101,32 +186,28 @@ def verify_dataset(
                 return read(shard_id)
             return with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
         except _Wrong as wrong:
-            text = f"{wrong}; run: {remake_command(shard_id, folder)}"
-            return Problem(shard_id=shard_id, error=wrong.kind(text))
+            return shard_id, wrong.kind(f"{wrong}; run: {remake_command(shard_id, folder)}")
         except ShardprepError as error:
             if isinstance(error.__context__, OSError) and error.__context__.errno in RETRIED:
                 is_away.set()
-            return Problem(shard_id=shard_id, error=error)
+            return shard_id, error
         except OSError as error:
-            return Problem(shard_id=shard_id, error=ReadWriteError(f"{error.filename}: {error.strerror}"))
+            return shard_id, ReadWriteError(f"{error.filename}: {error.strerror}")
 
+    manifests: list[Manifest] = []
+    problems: list[Problem] = []
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for result in pool.map(check, range(plan.num_shards)):
-            if isinstance(result, Problem):
-                problems.append(result)
-                progress(0)
-            else:
+            if isinstance(result, Manifest):
                 manifests.append(result)
-                progress(result.tar.num_bytes)
-    if problems:
-        return problems, None
-    index = merge_manifests(folder, manifests)
-    publish_bytes(folder / INDEX_NAME, index.to_json())
-    return [], index
+            else:
+                problems.append(result)
+            progress()
+    return manifests, problems
 
 
 def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
-    """That a shard was made of exactly the bytes that the plan gives it, for this spec."""
+    """Check that a shard was made of exactly the bytes that the plan gives it, for this spec."""
     name, found = f"shard {manifest.shard_id:05d}", manifest.counts.input_bytes
     if manifest.spec != plan.spec:
         raise _Wrong(f"the manifest of {name} describes another data set than plan.json", OtherPlan)
@@ -155,63 +236,52 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
 
 
 def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
-    """That an idx agrees with the manifest's counts and the plan's ranges; its records."""
-    shard_id, counts = manifest.shard_id, manifest.counts
-    entries = read_idx(folder, plan.spec, shard_id)
-    found = (len(entries), int(entries["num_tokens"].sum(dtype=np.int64)))
+    """Check that an idx agrees with manifest, plan and size of the tar; return its records."""
+    shard_id, counts, name = manifest.shard_id, manifest.counts, f"the idx of shard {manifest.shard_id:05d}"
+    records = read_idx(folder, plan.spec, shard_id)
+    found = (len(records), int(records["num_tokens"].sum(dtype=np.int64)))
     if found != (counts.num_samples, counts.num_tokens):
         raise _Wrong(
-            f"the idx of shard {shard_id:05d} has {found[0]} samples of {found[1]} tokens, its manifest says "
+            f"{name} has {found[0]} samples of {found[1]} tokens, its manifest says "
             f"{counts.num_samples} of {counts.num_tokens}"
         )
-    _check_places(manifest, entries)
-    sides = _check_sides(plan, manifest, entries)
-    if len(entries):
+    # Ids, starts and masks lie within the tar, with the bytes that they must have.
+    misplaced = misplaced_samples(manifest.spec, records, manifest.tar.num_bytes)
+    if misplaced.any():
+        raise _Wrong(
+            f"{name} places sample {int(misplaced.argmax())} where it cannot be in a tar of "
+            f"{manifest.tar.num_bytes} bytes"
+        )
+    # The rows for validation, which come last, and the digests are as many as is said.
+    validation = counts.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
+    num_train = counts.num_samples - validation.num_samples
+    begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
+    num_begun = int(begin_in.sum())
+    found = (int(begin_in[num_train:].sum()), int(records["num_tokens"][num_train:].sum(dtype=np.int64)))
+    num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // DIGEST_BYTES
+    if found != (validation.num_documents, validation.num_tokens) or num_digests != num_begun:
+        raise _Wrong(
+            f"{name} has {found[0]} documents of {found[1]} tokens for validation, and {num_begun} documents "
+            f"in all; its manifest says {validation.num_documents} of {validation.num_tokens}, and "
+            f"{num_digests} digests"
+        )
+    if len(records):
         begin, stop = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         (first, start), (last, end) = (begin.input_number, begin.byte), (stop.input_number, stop.byte)
-        places = list(zip(entries["source"].tolist(), entries["source_offset"].tolist(), strict=True))
+        places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
         in_order = plan.options.pack == "best_fit" or all(
-            places[side] == sorted(places[side]) for side in sides
+            side == sorted(side) for side in (places[:num_train], places[num_train:])
         )
         # A row, or a byte of a compressed file's text, cannot be compared with a boundary.
         before = (first, start if _is_in_bytes(plan, first) else 0)
         behind = (last, end) if not end or _is_in_bytes(plan, last) else (last + 1, 0)
         if not in_order or min(places) < before or max(places) >= behind:
-            raise _Wrong(f"the idx of shard {shard_id:05d} names sources outside of its part of the plan")
-    return entries
-
-
-def _check_sides(plan: Plan, manifest: Manifest, records: Records) -> tuple[slice, slice]:
-    """The rows for training and those for validation, once both, and the digests, are as many as is said."""
-    shard_id, counts = manifest.shard_id, manifest.counts
-    validation = counts.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
-    first = counts.num_samples - validation.num_samples
-    begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
-    num_begun, held = int(begin_in.sum()), slice(first, None)
-    found = (int(begin_in[held].sum()), int(records["num_tokens"][held].sum(dtype=np.int64)))
-    num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // DIGEST_BYTES
-    if found != (validation.num_documents, validation.num_tokens) or num_digests != num_begun:
-        raise _Wrong(
-            f"the idx of shard {shard_id:05d} has {found[0]} documents of {found[1]} tokens for validation, "
-            f"and {num_begun} documents in all; its manifest says {validation.num_documents} of "
-            f"{validation.num_tokens}, and {num_digests} digests"
-        )
-    return slice(0, first), held
+            raise _Wrong(f"{name} names sources outside of its part of the plan")
+    return records
 
 
 def _is_in_bytes(plan: Plan, input_number: int) -> bool:
     return input_number == len(plan.inputs) or input_kind(plan.inputs[input_number].path).is_in_bytes
-
-
-def _check_places(manifest: Manifest, records: Records) -> None:
-    """That ids, starts and masks lie within the tar, with the bytes that they must have."""
-    shard_id, tar_bytes = manifest.shard_id, manifest.tar.num_bytes
-    wrong = misplaced_samples(manifest.spec, records, tar_bytes)
-    if wrong.any():
-        raise _Wrong(
-            f"the idx of shard {shard_id:05d} places sample {int(wrong.argmax())} where it cannot be in a "
-            f"tar of {tar_bytes} bytes"
-        )
 
 
 def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
@@ -223,9 +293,8 @@ def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
     # In the tar they stand as in the idx, but for samples for validation.
     spec = manifest.spec
     records = records[np.argsort(records["offset"], kind="stable")]
-    raws = _read_forward(tar, records)
     try:
-        for ids in ids_of(spec, records, raws):
+        for ids in ids_of(spec, records, tar.read):
             if manifest.made_from is not None:
                 ids = ids[(ids != BLANK) & (ids != blank_id(spec.tokenizer.vocab_size))]
             if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
@@ -237,12 +306,3 @@ def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
         raise _Wrong(f"{tar.path} holds token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
         raise _Wrong(f"{tar.path} does not end in two zero blocks")
-
-
-def _read_forward(tar: HashedFile, records: Records) -> Iterator[RawIds]:
-    """Yield the bytes of all ids in their order; the tar forgets what no later sample needs."""
-    first_needed = np.minimum.accumulate(records["offset"].astype(np.int64)[::-1])[::-1]
-    for raw in raw_ids(records, tar.read):
-        yield raw
-        is_end = raw.is_last and raw.rows.stop < len(records)
-        tar.forget(int(first_needed[raw.rows.stop]) if is_end else raw.begin)

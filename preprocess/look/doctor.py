@@ -13,33 +13,26 @@ import platform
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from preprocess.make import resources
 from preprocess.make.engines import PROBE
-from preprocess.make.resources import (
-    LEAST_WORKER_BYTES,
-    WorkerSettings,
-    allowed_cpus,
-    cgroup_files,
-    check_address_space,
-    memory_limits,
-)
 from preprocess.make.worker import load_worker
 from preprocess.plan.cost_estimate import scratch_folder
-from preprocess.plan.document_ends import document_ends_lines
-from preprocess.plan.planning import Sharding, make_plan
+from preprocess.plan.divide import Sharding
+from preprocess.plan.planning import make_plan
+from preprocess.plan.tokenizer import document_ends_line
 from shardprep import __version__
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
-from shardprep.files import is_folder
 from shardprep.format.names import TOKENIZER_DIR
 from shardprep.format.options import PrepConfig
-from shardprep.format.plan import read_plan
+from shardprep.format.plan import need_plan
 
-_NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
+_NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0
 _ASK_TORCH = """
 import torch
@@ -51,22 +44,16 @@ print(f"shardprep torch {torch.__version__}: {', '.join(gpus) or 'no GPU'}{bf16}
 
 @dataclass(frozen=True)
 class Finding:
-    """One check."""
+    """One check: what was found, what to do (nothing where all is good), the exit code of what is bad."""
 
     topic: str
-    text: str  # what was found, where, and what was expected
-    todo: str = ""  # what to do; empty where all is good
-    exit_code: int = 0  # of what the work would fail by, as shardprep.errors has them
+    text: str
+    todo: str = ""
+    exit_code: int = 0
 
     @property
     def level(self) -> str:
         return "bad" if self.exit_code else "warning" if self.todo else "good"
-
-    @classmethod
-    def of_error(cls, topic: str, error: ShardprepError) -> Finding:
-        """Make a finding of an error; its message says what to do behind the last semicolon."""
-        text, _, todo = str(error).rpartition("; ")
-        return cls(topic, text or todo, todo if text else "see the message", error.exit_code)
 
 
 def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Path("/")) -> Iterator[Finding]:
@@ -74,11 +61,9 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
 
     ``cpus`` is the affinity mask; ``root`` is where the files of the kernel lie.
     """
-    num_cpus = len(allowed_cpus(environ, cpus, offset=0))
+    num_cpus, quota = len(resources.allowed_cpus(environ, cpus, offset=0)), _cpu_quota(root)
+    text, todo = f"{num_cpus} of the machine's {os.cpu_count()} CPUs may be used", ""
     asked = environ.get("SLURM_CPUS_PER_TASK", "")
-    text = f"{num_cpus} of the machine's {os.cpu_count()} CPUs may be used"
-    quota = _cpu_quota(root)
-    todo = ""
     if quota is not None and quota < num_cpus:
         text += f", but the cgroup gives the time of {quota:.3g}: more processes only wait"
         todo = f"run --num_proc {max(1, int(quota))}, or ask for more CPU time"
@@ -86,30 +71,25 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
         text += f": fewer than Slurm was asked for ({asked})"
         todo = f"srun --cpus-per-task={asked}: srun does not take it over from sbatch"
     yield Finding("cpus", text, todo)
-    try:
-        check_address_space()
-    except UsageError as error:
-        yield Finding.of_error("memory", error)
-        return
-    limits = memory_limits(environ, root)
+    limits = resources.memory_limits(environ, root)
     least = min(limits, key=lambda name: limits[name])
-    text = f"{short_bytes(limits[least])}, by {least}"
-    is_little = limits[least] < LEAST_WORKER_BYTES
-    if is_little:
-        text += f"; a worker needs about {short_bytes(LEAST_WORKER_BYTES)}, and may be killed"
-    yield Finding("memory", text, "ask for more memory: --mem of sbatch or srun" if is_little else "")
+    text, todo = f"{short_bytes(limits[least])}, by {least}", ""
+    if limits[least] < resources.LEAST_WORKER_BYTES:
+        text += f"; a worker needs about {short_bytes(resources.LEAST_WORKER_BYTES)}, and may be killed"
+        todo = "ask for more memory: --mem of sbatch or srun"
+    yield Finding("memory", text, todo)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
     found = {name: environ[name] for name in names if name in environ}
     many = [name for name in names[:2] if found.get(name, "").isdigit() and int(found[name]) > num_cpus]
     text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
     todo = f"export {many[0]}={num_cpus} before training: there are {num_cpus} CPUs" if many else ""
-    yield Finding("threads", f"{text}; tasks set their own, for training see --export", todo)
+    yield Finding("threads", f"{text}; tasks set their own", todo)
 
 
 def _cpu_quota(root: Path) -> float | None:
     """Return the CPUs' worth of time that the cgroups allow, the least of all above; None without a limit."""
     quotas = []
-    for path in cgroup_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+    for path in resources.cgroup_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         with suppress(OSError, ValueError, IndexError):  # "max" is no limit
             words = path.read_text(encoding="ascii").split()
             if path.name == "cpu.cfs_quota_us":
@@ -118,17 +98,6 @@ def _cpu_quota(root: Path) -> float | None:
             if quota > 0 and period > 0:
                 quotas.append(quota / period)
     return min(quotas, default=None)
-
-
-def export_lines(num_cpus: int, num_ranks: int) -> list[str]:
-    """Return lines for ``source``: what a training script or a ``run`` on this machine may take over."""
-    threads = max(1, num_cpus // max(1, num_ranks))
-    return [
-        f"export OMP_NUM_THREADS={threads}  # torch: {num_cpus} CPUs for {num_ranks} process(es) here",
-        f"export MKL_NUM_THREADS={threads}",
-        "export TOKENIZERS_PARALLELISM=false  # the loader's workers fork; tasks switch it on themselves",
-        f"export DATASET_NUM_PROC={num_cpus}  # processes of `shardprep run`",
-    ]
 
 
 def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
@@ -158,42 +127,37 @@ def torch_finding() -> Finding:
         if line.startswith("shardprep ") and not done.returncode:
             return Finding("torch", line.removeprefix("shardprep "))
     why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    text = f"torch cannot be used: {why}"
-    return Finding("torch", text, "install torch anew for this machine", UsageError.exit_code)
+    todo = "install torch anew for this machine"
+    return Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
 def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:
-    """Load a tokenizer as planning does or, of a planned folder, as its tasks do."""
+    """Load a tokenizer as planning does or, of a planned folder, as its tasks do. Raises ShardprepError."""
     said: list[str] = []
-    try:
-        plan = read_plan(folder) if folder is not None and is_folder(folder) else None
-        if plan is not None and folder is not None:
-            engine = load_worker(
-                plan, folder, WorkerSettings(), num_cpus=num_cpus, warn=said.append
-            ).engine.name
-            yield Finding("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
-            said += document_ends_lines(plan, folder / TOKENIZER_DIR)
-        elif model_id is not None:
-            with scratch_folder() as scratch:  # texts that tell engines apart
-                text = "\n".join(" ".join(text.splitlines()) for text in PROBE)
-                (scratch / "probe.txt").write_text(text, encoding="utf-8")
-                config = PrepConfig(input_dir=scratch, model_id=model_id)
-                plan, _ = make_plan(config, Sharding(), dry_run=True, say=said.append)
-            engine = "gigatoken" if plan.fast_engine_is_equal else "tokenizers"
-        else:
-            return
-    except ShardprepError as error:
-        yield Finding.of_error("tokenizer", error)
+    if folder is not None:
+        plan = need_plan(folder)
+        settings = resources.WorkerSettings()
+        engine = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
+        yield Finding("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
+        name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
+    elif model_id is not None:
+        with scratch_folder() as scratch:  # texts that tell engines apart
+            text = "\n".join(" ".join(text.splitlines()) for text in PROBE)
+            (scratch / "probe.txt").write_text(text, encoding="utf-8")
+            config = PrepConfig(input_dir=scratch, model_id=model_id)
+            plan, _ = make_plan(config, Sharding(), dry_run=True, say=said.append)
+        name = "gigatoken" if plan.fast_engine_is_equal else "tokenizers"
+        ends = next((line for line in said if line.startswith("documents begin ")), "")
+    else:
         return
     spec = plan.tokenizer
     text = f"{spec.model_id}: {spec.vocab_size} ids, BOS {spec.bos_token_id}, EOS {spec.eos_token_id}, "
-    text += f"PAD {spec.pad_token_id}; encoded by {engine}"
+    text += f"PAD {spec.pad_token_id}; encoded by {name}"
     is_shared = spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id
     todo = "give it a pad token of its own: other collators than this project's lose the labels of EOS"
     yield Finding("tokenizer", text, todo if is_shared else "")
-    for line in said:
-        if line.startswith("documents begin "):
-            yield Finding("tokenizer", line)
+    if ends:
+        yield Finding("tokenizer", ends)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -206,25 +170,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=Path, help=text)
     text = "folder of a tokenizer, or its name on the hub (default: none)"
     parser.add_argument("--model_id", help=text)
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print the findings for programs")
-    how.add_argument("--export", action="store_true", help="print only variables, as lines to source")
+    parser.add_argument("--json", action="store_true", help="print the findings for programs")
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print the findings; the exit code is the worst of them."""
+    """Print the findings; returns 0 where all is good, 1 for warnings, else the code of the first bad one."""
     affinity = os.sched_getaffinity(0)
-    num_cpus = len(allowed_cpus(os.environ, affinity, offset=0))
-    if args.export:
-        ranks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
-        print_lines(*export_lines(num_cpus, int(ranks) if ranks.isdigit() else 1))
-        return 0
+    num_cpus = len(resources.allowed_cpus(os.environ, affinity, offset=0))
     # Versions first, since a GPU is asked about while nothing large is loaded here.
     findings = [*version_findings(has_gpu=Path("/dev/nvidiactl").exists())]
     findings += machine_findings(os.environ, affinity)
-    if not any(finding.exit_code for finding in findings if finding.topic == "memory"):
+    topic = "memory"
+    try:
+        resources.check_address_space()
+        topic = "tokenizer"
         findings += tokenizer_findings(args.model_id, args.output_dir, num_cpus)
-    code = exit_code(findings)
+    except ShardprepError as error:  # its message says what to do behind the last semicolon
+        text, _, todo = str(error).rpartition("; ")
+        findings.append(Finding(topic, text or todo, todo if text else "see the message", error.exit_code))
+    levels = Counter(finding.level for finding in findings)
+    bad = [finding.exit_code for finding in findings if finding.exit_code]
+    code = bad[0] if bad else int(levels["warning"] > 0)
     if args.json:
         listed = [{"topic": f.topic, "level": f.level, "text": f.text, "todo": f.todo} for f in findings]
         print_lines(*json.dumps({"exit_code": code, "findings": listed}, indent=1).split("\n"))
@@ -233,14 +199,5 @@ def doctor(args: argparse.Namespace) -> int:
         print_lines(f"{finding.level:<8}{finding.topic:<10}{finding.text}")
         if finding.todo:
             print_lines(f"{'':18}-> {finding.todo}")
-    count = Counter(finding.level for finding in findings)
-    print_lines(f"{count['bad']} bad, {counted(count['warning'], 'warning')}, {count['good']} good")
+    print_lines(f"{levels['bad']} bad, {counted(levels['warning'], 'warning')}, {levels['good']} good")
     return code
-
-
-def exit_code(findings: Sequence[Finding]) -> int:
-    """Return 0 where all is good, 1 for warnings, else the code of the first that is bad."""
-    for finding in findings:
-        if finding.exit_code:
-            return finding.exit_code
-    return int(any(finding.todo for finding in findings))

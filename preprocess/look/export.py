@@ -11,10 +11,8 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,8 @@ from shardprep.files import (
     NOT_THERE,
     TEMPORARY_NAME,
     PublishedFile,
+    ReadFile,
+    errors_named,
     make_folder,
     names_in,
     publish_bytes,
@@ -44,16 +44,17 @@ from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
+_COPY_BYTES = 4 << 20  # at once
 _SETTINGS = "export.json"
 
 
-@dataclass(kw_only=True)
 class Layout:
-    """Writes shards into ``folder`` as another tool reads them; see its three kinds below."""
+    """Writes shards into ``folder`` as another tool reads them."""
 
-    folder: Path
-    vocab_size: int
-    first_token: list[int]  # where each shard begins in the whole stream, EOS included; num_shards + 1
+    def __init__(self, folder: Path, vocab_size: int, first_token: list[int]) -> None:
+        """``first_token``: where each shard begins in the whole stream, EOS included; num_shards + 1."""
+        self.folder, self.vocab_size, self.first_token = folder, vocab_size, first_token
+        self.num_shards = len(first_token) - 1
 
     def last_file(self, shard_id: int) -> Path:
         """Return the file of a shard that gets its name last."""
@@ -93,12 +94,12 @@ class Megatron(Layout):
         dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
         offsets = (np.cumsum(documents) - documents) * dtype.itemsize
         code, num = (8 if dtype.itemsize == 2 else 4), len(documents)
-        head = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1)
         path = self.last_file(shard_id)
         with PublishedFile(path.with_suffix(".bin")) as ids, PublishedFile(path) as idx:
             for piece in pieces:
                 ids.write(piece.astype(dtype).tobytes())
-            idx.write(head + documents.astype("<i4").tobytes() + offsets.astype("<i8").tobytes())
+            idx.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1))
+            idx.write(documents.astype("<i4").tobytes() + offsets.astype("<i8").tobytes())
             idx.write(np.arange(num + 1, dtype="<i8").tobytes())
             for file in (ids, idx):
                 file.sync()
@@ -116,59 +117,61 @@ class Megatron(Layout):
         return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
 
 
-@dataclass(kw_only=True)
 class NanoGpt(Layout):
     """One flat train.bin of uint16 or uint32, which nanoGPT maps with np.memmap.
 
-    Shards are written one after another into a file that gets its name at the end.
+    The ids of each shard lie in a file of their own until all are there: at the end they take their room
+    twice.
     """
 
-    def __post_init__(self) -> None:
-        self._target, self._partial = self.folder / "train.bin", self.folder / "train.bin.partial"
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._target = self.folder / "train.bin"
         self._dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
+    def last_file(self, shard_id: int) -> Path:
+        return self.folder / f"{shard_name(shard_id)}.bin"
+
     def is_done(self, shard_id: int) -> bool:
-        if size_of_file(self._target) is not None:
-            return True
-        # A shard is synced before a byte of the next one is written.
-        end = self.first_token[shard_id + 1] * self._dtype.itemsize
-        return (size_of_file(self._partial) or 0) > end
+        return size_of_file(self._target) is not None or super().is_done(shard_id)
 
     def write(self, shard_id: int, documents: Numbers, rows: Numbers, pieces: Iterator[Ids]) -> None:  # noqa: ARG002
-        try:
-            handle = os.open(self._partial, os.O_WRONLY | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise CannotWrite(f"{self._partial} cannot be made: {error.strerror}") from None
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.seek(self.first_token[shard_id] * self._dtype.itemsize)
-                for piece in pieces:
-                    file.write(piece.astype(self._dtype).tobytes())
-                file.flush()
-                os.fsync(handle)
-        except OSError as error:
-            raise ReadWriteError(
-                f"{self._partial} cannot be written: {error.strerror}; run this again"
-            ) from None
+        with PublishedFile(self.last_file(shard_id)) as file:
+            for piece in pieces:
+                file.write(piece.astype(self._dtype).tobytes())
+            file.sync()
+            file.publish()
+        sync_folder(self.folder)
 
     def finish(self) -> str:
+        parts = [self.last_file(shard_id) for shard_id in range(self.num_shards)]
         if size_of_file(self._target) is None:
             try:
-                self._partial.rename(self._target)
+                with PublishedFile(self._target) as file:
+                    for part in parts:
+                        for block in _blocks(part):
+                            file.write(block)
+                    file.sync()
+                    file.publish()
                 sync_folder(self.folder)
-            except FileNotFoundError:  # an equal export, at the same time, has renamed it
+            except NOT_THERE:  # an equal export, at the same time, is ready
                 if size_of_file(self._target) is None:
-                    raise ReadWriteError(f"{self._partial} went meanwhile; run this again") from None
-            except OSError as error:
-                raise ReadWriteError(f"{self._target} cannot be put in its place: {error.strerror}") from None
+                    raise ReadWriteError(f"parts of {self._target} went meanwhile; run this again") from None
         found, expected = size_of_file(self._target), self.first_token[-1] * self._dtype.itemsize
         if found != expected:
             raise ReadWriteError(
                 f"{self._target} has {found} of {expected} bytes; remove it and run this again"
             )
-        with contextlib.suppress(OSError):  # which an equal export began after this one's was renamed
-            self._partial.unlink()
+        for part in parts:
+            with contextlib.suppress(OSError):
+                part.unlink()
         return f'nanoGPT: np.memmap("{self._target}", dtype=np.{self._dtype.name}, mode="r")'
+
+
+def _blocks(path: Path) -> Iterator[memoryview]:
+    with errors_named(path), ReadFile(path) as file:
+        for begin in range(0, file.num_bytes, _COPY_BYTES):
+            yield memoryview(file.read(begin, min(_COPY_BYTES, file.num_bytes - begin)))
 
 
 class HuggingFace(Layout):
@@ -178,7 +181,7 @@ class HuggingFace(Layout):
     """
 
     def last_file(self, shard_id: int) -> Path:
-        return self.folder / f"data-{shard_id:05d}-of-{len(self.first_token) - 1:05d}.arrow"
+        return self.folder / f"data-{shard_id:05d}-of-{self.num_shards:05d}.arrow"
 
     def write(self, shard_id: int, documents: Numbers, rows: Numbers, pieces: Iterator[Ids]) -> None:  # noqa: ARG002
         try:
@@ -206,9 +209,8 @@ class HuggingFace(Layout):
     def finish(self) -> str:
         features = {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}
         info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-        num_shards = len(self.first_token) - 1
         state: dict[str, Any] = {
-            "_data_files": [{"filename": self.last_file(number).name} for number in range(num_shards)],
+            "_data_files": [{"filename": self.last_file(number).name} for number in range(self.num_shards)],
             "_fingerprint": hashlib.sha256(str(self.first_token).encode()).hexdigest()[:16],
             "_format_columns": None,
             "_format_kwargs": {},
@@ -264,7 +266,7 @@ def export(args: argparse.Namespace) -> int:
     ]
     num_tokens = (tokens + (eos is not None) * documents for _, documents, tokens in shards)
     first_token = [0, *itertools.accumulate(num_tokens)]
-    layout = LAYOUTS[args.to](folder=folder, vocab_size=plan.tokenizer.vocab_size, first_token=first_token)
+    layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, first_token)
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
@@ -302,27 +304,11 @@ def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Itera
 
 
 def _check_can_be_exported(args: argparse.Namespace, plan: Plan) -> None:
+    """Raise UsageError or Refused where another tool could not read the data set as it is meant."""
     if plan.options.is_chat:
         raise UsageError(
             f"{args.data_dir} holds conversations, and no other tool's layout keeps their loss mask: their "
             "users' words would be trained on; read them with the loader"
-        )
-    folder = args.output_dir.absolute()
-    if args.to == "megatron" and any(map(str.isspace, str(folder))):
-        raise UsageError(
-            f"--output_dir {str(folder)!r} has white space in it, at which Megatron cuts the "
-            "lists of its data sets; choose a folder without it",
-            path=folder,
-            found="white space",
-            expected="a folder without it",
-        )
-    if args.split and not plan.options.validation_fraction:
-        raise UsageError(
-            f"--split is given, and {args.data_dir} was planned without --validation_fraction; leave it out, "
-            "or plan anew with a fraction",
-            path=args.data_dir,
-            found="--split",
-            remedy="--validation_fraction",
         )
     if plan.options.blanked:
         raise Refused(
@@ -330,6 +316,15 @@ def _check_can_be_exported(args: argparse.Namespace, plan: Plan) -> None:
             "plan the input anew without them, and export that: shardprep plan --exclude FILE",
             path=args.data_dir,
             remedy="shardprep plan --exclude FILE",
+        )
+    folder = args.output_dir.absolute()
+    if args.to == "megatron" and any(map(str.isspace, str(folder))):
+        expected = "a folder without it, as Megatron cuts the lists of its data sets there"
+        raise UsageError(path=folder, found="white space", expected=expected)
+    if args.split and not plan.options.validation_fraction:
+        expected = "none, as it was planned without --validation_fraction"
+        raise UsageError(
+            path=args.data_dir, found="--split", expected=expected, remedy="--validation_fraction"
         )
 
 
@@ -365,18 +360,13 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 
     Raises Refused where it is another's, CannotWrite, ReadWriteError.
     """
-    path = folder / _SETTINGS
+    path, fresh = folder / _SETTINGS, "a fresh folder for --output_dir"
     try:
         if size_of_file(path) is None:
             make_folder(folder, parents=True)
             others = [name for name in names_in(folder) if not TEMPORARY_NAME.fullmatch(name)]
             if others and _SETTINGS not in others:
-                raise Refused(
-                    f"--output_dir {folder} holds {others[0]} and no {_SETTINGS}; choose a fresh folder",
-                    path=folder,
-                    found=others[0],
-                    expected="a fresh folder",
-                )
+                raise Refused(path=folder, found=f"{others[0]} and no {_SETTINGS}", expected=fresh)
             with PublishedFile(path) as file:
                 file.write(json.dumps(settings).encode())
                 file.sync()
@@ -389,10 +379,4 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         found = None
     there = found if isinstance(found, dict) else {}
     if differing := [name for name in {**settings, **there} if there.get(name) != settings.get(name)]:
-        raise Refused(
-            f"--output_dir {folder} holds another export: {', '.join(differing)} differ; choose a fresh "
-            "folder",
-            path=folder,
-            found=", ".join(differing),
-            expected="a fresh folder",
-        )
+        raise Refused(path=folder, found=f"an export of other {', '.join(differing)}", expected=fresh)

@@ -7,31 +7,36 @@ their names in brackets, as ⟦<|end_of_text|>⟧. Where not all tokens have lab
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import random
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.look.left_out import left_out_at
 from preprocess.make.engines import Ids, load_tokenizer
-from shardprep.console import Progress, counted, output_is_read, print_lines, quoted
-from shardprep.errors import NotFound, UsageError
+from shardprep.console import Progress, counted, output_is_read, print_lines, printable, quoted
+from shardprep.errors import NotFound, ShardprepError, UsageError
+from shardprep.files import ReadFile, read_beginning
 from shardprep.format.dataset_spec import BLANK, blank_id
 from shardprep.format.document_names import kept_ids
 from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.input_formats import input_kind, name_of_input, place_text
+from shardprep.format.json_files import load_json
 from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import TOKENIZER_DIR, manifest_path, shard_name
+from shardprep.format.names import TOKENIZER_DIR, manifest_path, quarantine_path, shard_name
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
 from shardprep.format.tokenizer_files import TOKENIZER_FILE
 
 _KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
+_MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
+_EXCERPT_BYTES, _EXCERPT_CHARS, _DETAIL_CHARS = 480, 160, 300
 Sample = tuple[int, int]  # shard, number in it
 
 
@@ -122,7 +127,7 @@ def peek(args: argparse.Namespace) -> int:
                 if max(only, default=0) >= len(documents):
                     address = f"{shard_id}:{number}:{max(only)}"
                     raise NotFound(f"{address}: that sample has documents 0 to {len(documents) - 1}")
-                print_lines(*_sample_lines(folder, plan, shard, number, documents, args.chars, only))
+                _print_sample(folder, plan, shard, number, documents, chars=args.chars, only=only)
                 num_shown += 1
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0
@@ -134,21 +139,25 @@ def peek(args: argparse.Namespace) -> int:
 def _samples(folder: Path, plan: Plan, *, is_random: bool) -> Iterator[Sample]:
     """Yield all samples: in their order, or at random, of each shard by turns. Raises NotFound."""
     shard_ids = _made_shards(folder)
-    if not is_random:
-        for shard_id in shard_ids:
-            yield from ((shard_id, number) for number in range(len(read_idx(folder, plan.spec, shard_id))))
-        return
-    random.shuffle(shard_ids)
-    left: dict[int, list[int]] = {}  # samples of each shard that was looked at, not shown yet
-    while shard_ids:
-        for shard_id in list(shard_ids):
-            if shard_id not in left:
-                left[shard_id] = list(range(len(read_idx(folder, plan.spec, shard_id))))
-                random.shuffle(left[shard_id])
-            if left[shard_id]:
-                yield shard_id, left[shard_id].pop()
-            else:
-                shard_ids.remove(shard_id)
+
+    def samples_of(shard_id: int) -> Iterator[Sample]:
+        numbers = list(range(len(read_idx(folder, plan.spec, shard_id))))
+        if is_random:
+            random.shuffle(numbers)
+        for number in numbers:
+            yield shard_id, number
+
+    if is_random:
+        random.shuffle(shard_ids)
+    turns = deque(map(samples_of, shard_ids))
+    while turns:
+        sample = next(turns[0], None)
+        if sample is None:
+            turns.popleft()
+            continue
+        yield sample
+        if is_random:
+            turns.rotate(-1)
 
 
 def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
@@ -175,12 +184,12 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     is_id = address.startswith("id:")
     place = _place_of_id(folder, plan, address) if is_id else _place_in_input(plan, address)
     name = plan.inputs[place[0]].path
-    shards = [each for each in map(plan.shard, _made_shards(folder)) if place[0] in each.input_numbers]
-    if lines := left_out_at(folder, plan, [each.shard_id for each in shards], name, place[1]):
+    shards = [number for number in _made_shards(folder) if place[0] in plan.shard(number).input_numbers]
+    if lines := _left_out_at(folder, plan, shards, name, place[1]):
         print_lines(*lines)
         return
     samples: list[Sample] = []
-    for shard_id in (each.shard_id for each in shards):
+    for shard_id in shards:
         records = read_idx(folder, plan.spec, shard_id)
         num_train = len(records) - _num_validation(folder, shard_id)
         # A document is in the last shard in which one begins at the place or before.
@@ -188,6 +197,42 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     if not samples:
         raise NotFound(f"{name}:{place[1]}: no document of a finished shard begins there or before")
     yield from ((sample, None) for sample in samples)
+
+
+def _left_out_at(folder: Path, plan: Plan, shard_ids: Sequence[int], path: str, offset: int) -> list[str]:
+    """Return what is known of a document that was left out; nothing where none begins there."""
+    for shard_id in shard_ids:
+        with contextlib.suppress(ShardprepError):  # of a file that cannot be read nothing is known
+            raw = read_beginning(quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES)
+            for line in raw.split(b"\n"):
+                entry = None
+                with contextlib.suppress(ValueError):
+                    entry = load_json(line)
+                match entry:
+                    case {
+                        "source": str(source),
+                        "source_offset": int(begin),
+                        "num_bytes": int(num_bytes),
+                        "reason": str(reason),
+                        "detail": str(detail),
+                    } if (source, begin) == (path, offset) and 0 <= num_bytes < 2**63:
+                        kind = input_kind(path)
+                        size = "" if kind.unit == "row" else f", {num_bytes} bytes"  # a row's is not known
+                        why = f"left out of shard {shard_id:05d} as {reason}{size}: {detail[:_DETAIL_CHARS]}"
+                        text = _excerpt(plan, path, offset, num_bytes) if kind.is_in_bytes else ""
+                        return [f"{path}:{offset} was {why}", *([f"  {text}"] if text else []), ""]
+    return []
+
+
+def _excerpt(plan: Plan, path: str, offset: int, num_bytes: int) -> str:
+    """Return the beginning of a document's text, if its input is there."""
+    try:
+        with ReadFile(plan.input_dir / path) as file:
+            raw = file.read_beginning(offset, min(num_bytes, _EXCERPT_BYTES))
+    except (ShardprepError, OSError):
+        return ""
+    text = printable(raw.decode(plan.options.encoding, "replace").strip())
+    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
 
 
 def _place_in_input(plan: Plan, address: str) -> tuple[int, int]:
@@ -256,33 +301,28 @@ def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str
     return [decoder.text(ids[begin:end], mask[begin:end]) for begin, end in itertools.pairwise(cuts)]
 
 
-def _sample_lines(
+def _print_sample(
     folder: Path,
     plan: Plan,
     samples: ShardSamples,
     number: int,
     documents: list[str],
+    *,
     chars: int,
     only: set[int],
-) -> Iterator[str]:
-    """Yield a sample for people, of each document ``chars`` characters at most (0: all).
-
-    ``only``: these of its documents (none: all).
-    """
+) -> None:
+    """Print a sample, of each document ``chars`` characters at most (0: all); ``only`` these (none: all)."""
     record = samples.records[number]
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
     num_train = len(samples.records) - _num_validation(folder, samples.shard_id)
     path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
-    yield "".join(
-        [
-            f"{shard_name(samples.shard_id)} {'row' if plan.spec.has_rows else 'document'} {number}: ",
-            f"{num_tokens} tokens",
-            "" if num_trained == num_tokens else f" ({num_trained} with labels)",
-            ", for validation" if number >= num_train else "",
-            f", {'begins in the document at' if begins_inside else 'from'} ",
-            place_text(path, int(record["source_offset"])),
-        ]
+    labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
+    side = ", for validation" if number >= num_train else ""
+    print_lines(
+        f"{shard_name(samples.shard_id)} {'row' if plan.spec.has_rows else 'document'} {number}: "
+        f"{num_tokens} tokens{labels}{side}, {'begins in the document at' if begins_inside else 'from'} "
+        f"{place_text(path, int(record['source_offset']))}"
     )
     for position, text in enumerate(documents):
         if only and position not in only:
@@ -290,6 +330,6 @@ def _sample_lines(
         cut = text if not chars or len(text) <= chars else f"{text[:chars]} ... ({len(text)} characters)"
         if plan.spec.has_rows:
             is_rest = begins_inside and position == 0
-            yield f"  --- {'the rest of a document' if is_rest else 'a document begins'}"
-        yield from (f"  {line}" for line in cut.split("\n"))
-    yield ""
+            print_lines(f"  --- {'the rest of a document' if is_rest else 'a document begins'}")
+        print_lines(*(f"  {line}" for line in cut.split("\n")))
+    print_lines("")

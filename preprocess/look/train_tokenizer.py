@@ -1,7 +1,7 @@
 """``train_tokenizer``: a byte-level BPE like Llama 3's, from the inputs that ``plan`` takes.
 
-All but its vocabulary is that of Llama 3.1, read off its tokenizer.json; a test compares the two. Files
-beyond ``max_bytes`` in all are divided into parts, and of each the beginning is taken, about 1 MiB.
+All but its vocabulary is that of Llama 3.1, read off its tokenizer.json; a test compares the two. Of files
+beyond ``max_bytes`` in all a sample is taken, from places a few MiB apart.
 
 Price, with tokenizers 0.23.3 on 2 cores and vocab_size 128,000: 20 MB of Korean reviews 0.76 GB and 14 s,
 16 MB of English paragraphs 0.16 GB and 3 s. Memory grows with the 0.77th power of the bytes.
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import dataclasses
 import json
-import math
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -24,29 +23,27 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from preprocess.make.engines import LLAMA3_REGEX
-from preprocess.plan.planning import list_inputs, stamp_inputs
-from preprocess.read.documents import Documents, read_documents, starts_in
-from preprocess.read.format import Start
-from preprocess.read.inputs import OpenInput
-from shardprep.command_line import parse_size
+from preprocess.plan.divide import stamp_inputs
+from preprocess.plan.listing import find_inputs
+from preprocess.plan.sampling import sample_documents
+from preprocess.read.documents import Documents
+from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.format.input_formats import place_text
 from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange
 
-PART_BYTES = 1 << 20  # of text that is taken of each part
-MIN_NUM_PARTS = 64
-READ_BYTES = 1 << 18
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
-MIN_MAX_BYTES = 1_000_000  # below it the sampled parts would be shorter than lines
-NUM_BYTE_TOKENS = 256
+_PLACE_BYTES = 1 << 20  # of text that is taken at each place
+_MIN_NUM_PLACES = 256
+_MIN_MAX_BYTES = 1_000_000  # below it the samples would be shorter than lines
+_NUM_BYTE_TOKENS = 256
 
 # Llama 3.1's special tokens, by position; the others are reserved ones. Read off its tokenizer.json.
-BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
+_BOS, _EOS, _PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
 _ROLES = ("step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "python_tag", "image")
-_NAMED = {0: BOS, 1: EOS, 4: PAD} | {5 + number: f"<|{name}|>" for number, name in enumerate(_ROLES)}
+_NAMED = {0: _BOS, 1: _EOS, 4: _PAD} | {5 + number: f"<|{name}|>" for number, name in enumerate(_ROLES)}
 
 
 def train_tokenizer(
@@ -65,23 +62,36 @@ def train_tokenizer(
     Errors: UsageError, NotFound (no folder, no input in it), BadInput (no text in them, a broken file),
     ReadWriteError, CannotWrite, Refused (``output_dir`` is there and not empty).
     """
-    if vocab_size < NUM_BYTE_TOKENS:
-        expected = f"{NUM_BYTE_TOKENS} or more: the bytes and their merges (Llama 3 has 128000)"
+    if vocab_size < _NUM_BYTE_TOKENS:
+        expected = f"{_NUM_BYTE_TOKENS} or more: the bytes and their merges (Llama 3 has 128000)"
         raise UsageError.of_value("--vocab_size", vocab_size, expected)
-    if max_bytes < MIN_MAX_BYTES:
-        raise UsageError.of_value("--max_bytes", max_bytes, f"{MIN_MAX_BYTES} or more")
+    if max_bytes < _MIN_MAX_BYTES:
+        raise UsageError.of_value("--max_bytes", max_bytes, f"{_MIN_MAX_BYTES} or more")
     folder = output_dir.resolve()
-    refuse_existing(folder)
+    _refuse_existing(folder)
     text = TrainingText(input_dir, PlanOptions(**options), max_bytes)
     make_folder(folder.parent, parents=True)
-    tokenizer = _pipeline()
     with PublishedFolder(folder) as unfinished:
-        _train(tokenizer, text, vocab_size)
+        tokenizer = _trained(text, vocab_size)
         num_base = tokenizer.get_vocab_size()
-        add_special_tokens(tokenizer)
-        _write(tokenizer, unfinished.temporary)
+        _add_special_tokens(tokenizer)
+        config = {
+            "bos_token": _BOS,
+            "clean_up_tokenization_spaces": False,
+            "eos_token": _EOS,
+            "pad_token": _PAD,
+            "padding_side": "right",
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+        files = {"tokenizer.json": tokenizer.to_str(pretty=True)}
+        files["tokenizer_config.json"] = json.dumps(config, indent=2) + "\n"
+        try:
+            for name, content in files.items():
+                (unfinished.temporary / name).write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise CannotWrite(f"cannot write the tokenizer in {folder}: {error.strerror or error}") from error
         if not unfinished.publish_first():
-            refuse_existing(folder)
+            _refuse_existing(folder)
             raise CannotWrite(f"{folder} was made meanwhile: give --output_dir another folder", path=folder)
     say(text.describe())
     if num_base < vocab_size:
@@ -92,6 +102,16 @@ def train_tokenizer(
     say(f"{folder}: {num_base + 256:,} tokens ({num_base:,} base, 256 special, BOS is {num_base})")
 
 
+def _refuse_existing(folder: Path) -> None:
+    """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
+    if names := names_in(folder):
+        raise Refused(
+            f"{folder} already holds {names[0]}: give --output_dir a new or empty folder", path=folder
+        )
+    if size_of_file(folder) is not None and not is_folder(folder):
+        raise CannotWrite(f"{folder} is a file: give --output_dir a folder", path=folder)
+
+
 class TrainingText:
     """Iterates over lists of stripped texts, documents or pieces of long ones, and counts what it met.
 
@@ -99,11 +119,10 @@ class TrainingText:
     """
 
     def __init__(self, input_dir: Path, options: PlanOptions, max_bytes: int) -> None:
-        self._options, self._max_bytes = options, max_bytes
-        self._paths = list_inputs(input_dir, recursive=options.recursive)
-        inputs, self._inspected = stamp_inputs(input_dir, self._paths, options)
-        self._sizes = [item.num_bytes for item in inputs]
-        self.progress = Progress("reading", min(sum(self._sizes), max_bytes))
+        self._input_dir, self._options, self._max_bytes = input_dir, options, max_bytes
+        paths = find_inputs(input_dir, recursive=options.recursive).paths
+        self._inputs, _ = stamp_inputs(input_dir, paths, options)
+        self.progress = Progress("reading", min(sum(item.num_bytes for item in self._inputs), max_bytes))
         self.is_read = False
         self.num_texts = 0
         self.num_bytes = 0  # of text
@@ -111,47 +130,30 @@ class TrainingText:
         self._first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
-        total = max(1, sum(item.text_bytes for item in self._inspected))
-        share = min(1.0, self._max_bytes / total)  # of each part that is taken, from its beginning on
-        num_parts = 1 if share == 1 else max(MIN_NUM_PARTS, self._max_bytes // PART_BYTES)
-        ends_at = 0.0  # bytes of text; what one part does not use, the next may
-        for number in range(len(self._paths)):
-            for part in self._parts(number, num_parts / total):
-                of_file = (part.end - part.start) / max(1, self._sizes[number])
-                ends_at += self._inspected[number].text_bytes * of_file * share
-                limit = self._max_bytes if share == 1 else min(ends_at, self._max_bytes)
-                documents = read_documents([part], self._options, batch_bytes=READ_BYTES)
-                with contextlib.closing(documents):
-                    for batch in documents:
-                        if self.num_bytes >= limit:
-                            break
-                        yield self._pieces(batch, limit)
-                        self.progress.add(batch.num_bytes)
+        num_places = max(_MIN_NUM_PLACES, self._max_bytes // _PLACE_BYTES)
+        sample = sample_documents(
+            self._input_dir,
+            self._inputs,
+            self._options,
+            num_bytes=self._max_bytes,
+            num_places=num_places,
+        )
+        for batch in sample:
+            for bad in batch.bad:
+                self._bad[bad.reason] += 1
+                path = str(self._input_dir / self._inputs[bad.source].path)
+                self._first_bad = self._first_bad or place_text(path, bad.source_offset)
+            yield self._pieces(batch)
+            self.progress.add(batch.num_bytes)
         self.is_read = True
 
-    def _parts(self, number: int, parts_per_byte: float) -> Iterator[ByteRange]:
-        """Yield parts of a file, which begin where its format allows it."""
-        path, size = self._paths[number], self._sizes[number]
-        num_parts = math.ceil(parts_per_byte * self._inspected[number].text_bytes)
-        targets = [size * part // num_parts for part in range(1, num_parts + 1)]
-        found = starts_in(OpenInput(path), [*itertools.pairwise(targets)], self._options)
-        starts = [Start(0), *(start for start in found if start is not None), Start(size)]
-        for start, end in itertools.pairwise(starts):
-            if start.byte < end.byte:
-                yield ByteRange(
-                    input_number=number, path=path, start=start.byte, end=end.byte, text_start=start.text_byte
-                )
-
-    def _pieces(self, batch: Documents, ends_at: float) -> list[str]:
-        for bad in batch.bad:
-            self._bad[bad.reason] += 1
-            self._first_bad = self._first_bad or place_text(str(self._paths[bad.source]), bad.source_offset)
+    def _pieces(self, batch: Documents) -> list[str]:
         pieces: list[str] = []
         for text in map(bytes.decode, batch.texts):
             for start in range(0, len(text), PIECE_CHARS):
                 piece = text[start : start + PIECE_CHARS].strip()
                 num_bytes = len(piece.encode())
-                if self.num_bytes + num_bytes > ends_at:
+                if self.num_bytes + num_bytes > self._max_bytes:
                     return pieces
                 self.num_bytes += num_bytes
                 self.num_texts += 1
@@ -160,7 +162,7 @@ class TrainingText:
 
     def describe(self) -> str:
         """Return what was read and what was left out."""
-        files, texts = counted(len(self._paths), "file"), counted(self.num_texts, "text")
+        files, texts = counted(len(self._inputs), "file"), counted(self.num_texts, "text")
         found = f"read {self.num_bytes:,} bytes of text in {files}, {texts}, long documents in pieces"
         if not self._bad:
             return found
@@ -169,8 +171,13 @@ class TrainingText:
         return f"{found}; left out {num_bad} ({reasons}; the first in {self._first_bad})"
 
 
-def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int) -> None:
-    """Fill the vocabulary from the text, in a thread: tokenizers answers Ctrl-C only after its last merge."""
+def _trained(text: TrainingText, vocab_size: int) -> Tokenizer:
+    """Return Llama 3's pipeline, its vocabulary filled from the text."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    words = pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, min_frequency=2, show_progress=False, initial_alphabet=alphabet
@@ -185,65 +192,34 @@ def _train(tokenizer: Tokenizer, text: TrainingText, vocab_size: int) -> None:
             ended.set_exception(error)
 
     with text.progress:
+        # In a thread: tokenizers answers Ctrl-C only after its last merge.
         threading.Thread(target=train, daemon=True).start()
         while not ended.done():
             with contextlib.suppress(TimeoutError):
                 ended.exception(LOG_EVERY_S)
             if text.is_read and not ended.done():
-                text.progress.say("all text is read, its pairs are merged")
+                say("all text is read, its pairs are merged")
     ended.result()
     if not text.num_texts:
         raise BadInput(
             f"{text.describe()}: nothing to train on; are --encoding, and --text_field or --text_template, "
             "right?"
         )
-
-
-def _pipeline() -> Tokenizer:
-    """Return Llama 3's pipeline around an empty BPE model."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
-    words = pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False)
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, letters])
-    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def add_special_tokens(tokenizer: Tokenizer) -> None:
+def _add_special_tokens(tokenizer: Tokenizer) -> None:
     """Append Llama 3.1's 256 special tokens behind the base vocabulary, and let BOS begin what is encoded."""
     reserved = (f"<|reserved_special_token_{number}|>" for number in range(256))
     names = [_NAMED.get(position) or next(reserved) for position in range(256)]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
     letters = processors.ByteLevel(add_prefix_space=True, trim_offsets=False, use_regex=True)
-    ids = [(BOS, tokenizer.token_to_id(BOS))]
-    begin = processors.TemplateProcessing(f"{BOS} $A", f"{BOS} $A {BOS} $B", special_tokens=ids)
+    ids = [(_BOS, tokenizer.token_to_id(_BOS))]
+    begin = processors.TemplateProcessing(f"{_BOS} $A", f"{_BOS} $A {_BOS} $B", special_tokens=ids)
     tokenizer.post_processor = processors.Sequence([letters, begin])
 
 
-def refuse_existing(folder: Path) -> None:
-    """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
-    if names := names_in(folder):
-        raise Refused(
-            f"{folder} already holds {names[0]}: give --output_dir a new or empty folder", path=folder
-        )
-    if size_of_file(folder) is not None and not is_folder(folder):
-        raise CannotWrite(f"{folder} is a file: give --output_dir a folder", path=folder)
-
-
-def _write(tokenizer: Tokenizer, folder: Path) -> None:
-    config = {
-        "bos_token": BOS,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": EOS,
-        "pad_token": PAD,
-        "padding_side": "right",
-        "tokenizer_class": "PreTrainedTokenizerFast",
-    }
-    try:
-        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise CannotWrite(f"cannot write the tokenizer in {folder}: {error.strerror or error}") from error
+_PLAN_OPTIONS = ("recursive", "encoding", "text_field", "text_template")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -253,19 +229,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output_dir", metavar="PATH", type=Path, required=True, help="new or empty folder of the tokenizer")
     text = "number of base tokens; 256 special tokens follow"
     add("--vocab_size", metavar="N", type=int, default=128_000, help=text)
-    add("--recursive", action="store_true", help="also take the input files of subfolders (default: off)")
-    text = "encoding of .txt; lines that cannot be decoded are dropped"
-    add("--encoding", metavar="TEXT", default="utf-8", help=text)
-    add("--text_field", metavar="TEXT", help="field of the text (default: text)")
-    text = "text of several fields: '{input}\\n\\n{output}' (default: none)"
-    add("--text_template", metavar="TEXT", default="", help=text)
     text = "text to train on, sampled evenly over the input; 256M takes about 5 GB of memory"
     add("--max_bytes", metavar="SIZE", default="256M", help=text)
+    others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_PLAN_OPTIONS}
+    add_flags_of(parser, PlanOptions, but=others)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the command."""
-    names = ("input_dir", "output_dir", "vocab_size", "recursive", "encoding", "text_field", "text_template")
-    given = {name: getattr(args, name) for name in names}
-    train_tokenizer(**given, max_bytes=parse_size(args.max_bytes, "--max_bytes"))
+    given = {name: getattr(args, name) for name in ("input_dir", "output_dir", "vocab_size")}
+    options = {name: value for name, value in vars(args).items() if name in _PLAN_OPTIONS}
+    train_tokenizer(**given, **options, max_bytes=parse_size(args.max_bytes, "--max_bytes"))
     return 0

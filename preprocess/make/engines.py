@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import queue
 import resource
 import sys
 import threading
@@ -31,7 +30,6 @@ import numpy.typing as npt
 import orjson
 
 from preprocess.read.documents import Documents
-from shardprep.console import counted
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
 from shardprep.format.options import MaskRule
@@ -56,25 +54,9 @@ class TokenBatch:
         np.cumsum([len(item) for item in ids], out=offsets[1:])
         return TokenBatch(ids=np.concatenate(ids) if ids else np.empty(0, np.uint32), offsets=offsets)
 
-    @staticmethod
-    def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
-        """Return the documents of several batches."""
-        if len(batches) == 1:
-            return batches[0]
-        lengths = [np.diff(batch.offsets) for batch in batches]
-        return TokenBatch(
-            ids=np.concatenate([np.empty(0, np.uint32), *(batch.ids for batch in batches)]),
-            offsets=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
-        )
-
     def documents(self) -> list[Ids]:
         """Return the ids of each document."""
         return [self.ids[begin:end] for begin, end in itertools.pairwise(self.offsets.tolist())]
-
-    def part(self, first: int, end: int) -> TokenBatch:
-        """Return the documents from one up to another."""
-        offsets = self.offsets[first : end + 1]
-        return TokenBatch(ids=self.ids[offsets[0] : offsets[-1]], offsets=offsets - offsets[0])
 
     def only(self, is_wanted: npt.NDArray[np.bool_]) -> TokenBatch:
         """Return some of the documents: bool[documents]."""
@@ -88,7 +70,9 @@ Spans = Sequence[tuple[int, int]]  # characters [begin, end) of a text
 
 FEW_BYTES = 1 << 18  # of text: the reference encodes it in 0.05 s, comparing the engines takes 1 s
 
-Encode = Callable[[Sequence[bytes]], TokenBatch]  # texts as UTF-8
+Encode = Callable[
+    [Sequence[bytes], bool], TokenBatch
+]  # texts as UTF-8, and whether BOS and the like are added
 EncodeChat = Callable[[Sequence[bytes], Sequence[Spans], MaskRule], TokenBatch]
 
 
@@ -97,14 +81,26 @@ class Engine:
     """Something that encodes as ``tokenizer.encode(text, add_special_tokens=True)`` does."""
 
     name: str  # gigatoken or tokenizers
-    version: str
-    encode: Encode
-    encode_bare: Encode  # without BOS and whatever else the tokenizer adds around a text
+    encode_with: Encode
     encode_chat: EncodeChat | None = None  # bare, with NO_LOSS in the ids outside of spans of characters
+    adds_special_tokens: bool = True
+
+    @property
+    def version(self) -> str:
+        known = getattr(sys.modules[self.name], "__version__", None)
+        if known is not None:
+            return str(known)
+        from importlib.metadata import version  # 10 ms that tokenizers need not wait for
+
+        return version(self.name)
 
     def bare(self) -> Engine:
         """Return an engine that puts nothing around a text."""
-        return dataclasses.replace(self, encode=self.encode_bare)
+        return dataclasses.replace(self, adds_special_tokens=False)
+
+    def encode(self, texts: Sequence[bytes]) -> TokenBatch:
+        """Encode texts, given as UTF-8."""
+        return self.encode_with(texts, self.adds_special_tokens)
 
     def encode_texts(self, texts: Iterable[str]) -> TokenBatch:
         """Encode texts that are held as strings."""
@@ -147,20 +143,15 @@ def load_tokenizer(tokenizer_json: Path) -> Any:
 
 
 def tokenizers_engine(tokenizer_json: Path, *, allow_special_tokens: bool, name: str | None = None) -> Engine:
-    """The reference. Strings of control tokens stay text unless they are allowed. Raises ReadWriteError.
-
-    ``name`` of the tokenizer, for errors (default: its path).
-    """
-    tokenizer = load_tokenizer(tokenizer_json)
-    return engine_of_tokenizer(
-        tokenizer, allow_special_tokens=allow_special_tokens, name=name or str(tokenizer_json)
-    )
+    """Return the reference, loaded from a file. Raises ReadWriteError."""
+    tokenizer, name = load_tokenizer(tokenizer_json), name or str(tokenizer_json)
+    return engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=name)
 
 
 def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str) -> Engine:
     """Return the reference of a ``tokenizers.Tokenizer`` that is loaded; its settings are changed.
 
-    ``name`` of the tokenizer, for errors.
+    Strings of control tokens stay text unless they are allowed. ``name`` of the tokenizer, for errors.
     """
     if hasattr(tokenizer, "encode_special_tokens"):
         tokenizer.encode_special_tokens = not allow_special_tokens
@@ -172,7 +163,7 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
         settings["encode_special_tokens"] = not allow_special_tokens
         encode_batch = encode_fast = functools.partial(tokenizer.encode_batch, **settings)
 
-    def encode(texts: Sequence[bytes], add_special_tokens: bool = True) -> TokenBatch:
+    def encode(texts: Sequence[bytes], add_special_tokens: bool) -> TokenBatch:
         call = functools.partial(encode_fast, add_special_tokens=add_special_tokens)
         encodings = _encodings(call, [text.decode() for text in texts], name)
         return TokenBatch.of([np.array(encoding.ids, np.uint32) for encoding in encodings])
@@ -186,22 +177,48 @@ def engine_of_tokenizer(tokenizer: Any, *, allow_special_tokens: bool, name: str
             of_text[~is_written(encoding, spans_of_text)] |= NO_LOSS
         return TokenBatch.of(ids)
 
-    return _engine("tokenizers", encode, encode_chat)
+    return Engine(name="tokenizers", encode_with=encode, encode_chat=encode_chat)
 
 
-def _offsets(encoding: Any) -> Numbers:
-    """Return the characters [begin, end) of each token, int64[tokens, 2]. 80 ns per token."""
+def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name: str) -> list[Any]:
+    """Call ``encode`` of tokenizers. Raises BadInput, naming the text, where it fails on one."""
+
+    def fault_of(texts: list[str]) -> BaseException | None:
+        try:
+            encode(texts)
+        except BaseException as error:
+            if not is_library_fault(error):
+                raise
+            return error
+        return None
+
+    try:
+        return encode(texts)
+    except BaseException as error:
+        if not is_library_fault(error):
+            raise
+        text = next((text for text in texts if fault_of([text])), "")
+        raise BadInput(
+            f"the tokenizer of {name} cannot encode the text that begins {text[:40]!r} "
+            f"({words_of_fault(error)}); mend its tokenizer.json, which may lack an unknown token, in a copy "
+            "of the folder, and plan with that as --model_id"
+        ) from None
+
+
+def _offsets(encoding: Any) -> tuple[Numbers, Numbers]:
+    """Return the character where each token begins, and that behind its last one: 80 ns per token."""
     flat = itertools.chain.from_iterable(encoding.offsets)
-    return np.fromiter(flat, np.int64, 2 * len(encoding)).reshape(-1, 2)
+    begins, ends = np.fromiter(flat, np.int64, 2 * len(encoding)).reshape(-1, 2).T
+    return begins, ends
 
 
 def _sharing_characters(encoding: Any, spans: Spans) -> npt.NDArray[np.bool_]:
     """Return which tokens have a character of a span: bool[tokens]. Spans are ascending and not empty."""
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-    offsets = _offsets(encoding)
-    num_begun = np.searchsorted(begins, offsets[:, 1])  # before the token's end
-    num_ended = np.searchsorted(ends, offsets[:, 0], side="right")  # at its begin, or before
-    is_written: npt.NDArray[np.bool_] = num_begun > num_ended
+    token_begins, token_ends = _offsets(encoding)
+    is_written: npt.NDArray[np.bool_] = np.searchsorted(begins, token_ends) > np.searchsorted(
+        ends, token_begins, side="right"
+    )
     return is_written
 
 
@@ -213,11 +230,11 @@ def _overlapping(encoding: Any, spans: Spans) -> npt.NDArray[np.bool_]:
     offsets or spans are not in order, as with a ByteLevel that trims offsets.
     """
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T
-    offsets = _offsets(encoding)
-    latest_begins = np.maximum.accumulate(offsets[:, 0])
+    token_begins, token_ends = _offsets(encoding)
+    latest_begins = np.maximum.accumulate(token_begins)
     number = np.searchsorted(np.maximum.accumulate(ends), latest_begins, side="right")
     # A token behind the last span is compared with one that begins nowhere.
-    is_written: npt.NDArray[np.bool_] = offsets[:, 1] > np.append(begins, np.iinfo(np.int64).max)[number]
+    is_written: npt.NDArray[np.bool_] = token_ends > np.append(begins, np.iinfo(np.int64).max)[number]
     return is_written
 
 
@@ -245,76 +262,11 @@ _MASK_RULES: dict[MaskRule, Callable[[Any, Spans], npt.NDArray[np.bool_]]] = {
 }
 
 
-# A pattern of a tokenizer.json may take exponential time. tokenizers encodes 6 MB/s, and 1 MB/s at its worst.
-_PATIENCE_S = 120.0
-_LEAST_CHARS_PER_S = 100_000
-_STOPS_WITHIN_S = 10.0
-
-
-def _encodings(encode: Callable[[list[str]], list[Any]], texts: list[str], name: str) -> list[Any]:
-    """Call ``encode`` of tokenizers, which may fail on a text, or take for ever. Raises BadInput.
-
-    A thread does it: where it does not end, the thread is left alone.
-    """
-    results: queue.SimpleQueue[list[Any] | BaseException] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            results.put(encode(texts))
-        except BaseException as error:
-            results.put(error)
-
-    threading.Thread(target=run, name="encode", daemon=True).start()
-    # Seconds are counted, not read from a clock: a job that Slurm suspends for hours is no slow tokenizer.
-    seconds_left = _PATIENCE_S + sum(map(len, texts)) / _LEAST_CHARS_PER_S
-    while True:
-        wait_s = min(1.0, seconds_left)
-        try:
-            found = results.get(timeout=wait_s)
-            break
-        except queue.Empty:
-            seconds_left -= wait_s
-            if seconds_left <= 0:
-                raise BadInput(
-                    f"the tokenizer of {name} takes more than {_PATIENCE_S:.0f} s for "
-                    f"{counted(len(texts), 'text')}, the longest of which begins "
-                    f"{max(texts, key=len)[:40]!r}: a pattern in its tokenizer.json takes exponential time; "
-                    "mend it in a copy of the folder, and plan with that as --model_id"
-                ) from None
-        except BaseException:  # a stop signal
-            # A thread that comes back from Rust while Python ends would abort the process.
-            with contextlib.suppress(queue.Empty):
-                results.get(timeout=_STOPS_WITHIN_S)
-            raise
-    if not isinstance(found, BaseException):
-        return found
-    if not is_library_fault(found):
-        raise found
-    text = next((text for text in texts if not _is_encoded(encode, text)), "")
-    raise BadInput(
-        f"the tokenizer of {name} cannot encode the text that begins {text[:40]!r} "
-        f"({words_of_fault(found)}); mend its tokenizer.json, which may lack an unknown token, in a copy of "
-        "the folder, and plan with that as --model_id"
-    ) from None
-
-
-def _is_encoded(encode: Callable[[list[str]], list[Any]], text: str) -> bool:
-    try:
-        encode([text])
-    except BaseException as error:
-        if not is_library_fault(error):
-            raise
-        return False
-    return True
-
-
 def gigatoken_engine(tokenizer_json: Path, *, allow_special_tokens: bool) -> Engine:
-    """The fast one. Raises ReadWriteError, and ValueError or what gigatoken raises for other tokenizers.
-
-    The file is read here: of gigatoken's errors nobody could tell which are the file system's.
-    """
+    """Return the fast one. Raises ReadWriteError; of other tokenizers ValueError or what gigatoken raises."""
+    # Read here: of gigatoken's errors nobody could tell which are the file system's.
     raw = read_regular(tokenizer_json, max_bytes=MAX_TOKENIZER_BYTES)
-    return _engine("gigatoken", _fast_tokenizer(raw, allow_special_tokens).encode)
+    return Engine(name="gigatoken", encode_with=_fast_tokenizer(raw, allow_special_tokens).encode)
 
 
 @functools.lru_cache(maxsize=1)
@@ -385,7 +337,7 @@ class FastTokenizer:
         allow = self._allows_special_tokens
         return engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name="the data set")
 
-    def encode(self, texts: Sequence[bytes], add_special_tokens: bool = True) -> TokenBatch:
+    def encode(self, texts: Sequence[bytes], add_special_tokens: bool) -> TokenBatch:
         """Return the ids of some texts; those that gigatoken might read otherwise go to the reference."""
         unsure = texts_with_new_code_points(texts)
         if not unsure:
@@ -394,8 +346,8 @@ class FastTokenizer:
                 return tokens
             unsure = [n for n, text in enumerate(texts) if any(name in text for name in self._names)]
             unsure = unsure or list(range(len(texts)))
-        slow = self._reference.encode if add_special_tokens else self._reference.encode_bare
-        documents = dict(zip(unsure, slow([texts[n] for n in unsure]).documents(), strict=True))
+        slow = self._reference.encode_with([texts[n] for n in unsure], add_special_tokens)
+        documents = dict(zip(unsure, slow.documents(), strict=True))
         sure = [n for n in range(len(texts)) if n not in documents]
         fast = self.encode([texts[n] for n in sure], add_special_tokens)
         documents.update(zip(sure, fast.documents(), strict=True))
@@ -511,23 +463,6 @@ def texts_with_new_code_points(texts: Sequence[bytes]) -> list[int]:
     ends = np.cumsum([len(text.decode()) for text in texts])
     numbers: list[int] = np.unique(np.searchsorted(ends, places(texts), side="right")).tolist()
     return numbers
-
-
-def _engine(name: str, encode: Callable[..., TokenBatch], encode_chat: EncodeChat | None = None) -> Engine:
-    bare = functools.partial(encode, add_special_tokens=False)
-    return Engine(
-        name=name, version=_version_of(name), encode=encode, encode_bare=bare, encode_chat=encode_chat
-    )
-
-
-def _version_of(library: str) -> str:
-    """Return the version of a library that is loaded."""
-    known = getattr(sys.modules[library], "__version__", None)
-    if known is not None:
-        return str(known)
-    from importlib.metadata import version  # 10 ms that tokenizers need not wait for
-
-    return version(library)
 
 
 def equal_fast_engine(

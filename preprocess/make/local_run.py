@@ -12,37 +12,28 @@ from collections.abc import Iterable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import NamedTuple
 
 from preprocess.make.resources import WorkerSettings, bind_to
-from preprocess.make.task import engine_line, part_line, speed_line
-from preprocess.make.worker import Work, Worker, load_worker
-from shardprep.console import Progress, guard_streams
+from preprocess.make.worker import Work, done_line, load_worker
+from shardprep.console import Progress, guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError
 from shardprep.format.attempts import Failure, append_failure
+from shardprep.format.manifest import Manifest
 from shardprep.format.plan import need_plan
 from shardprep.signals import start_child
 
-
-class Done(NamedTuple):
-    """A shard that was made."""
-
-    work: Work  # all of it
-    line: str  # for people: which part of the input, and how fast
-
-
-Event = Work | Done | Failure | str  # work that was done, what became of the shard, or a line for people
+Event = Work | Manifest | Failure | str  # work that was done, what became of the shard, or a line for people
 
 
 class _Process:
     """A worker process and the shard it is at."""
 
-    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int]) -> None:
+    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool) -> None:
         self.cpus = cpus
-        self.shard_id: int | None = None
+        self.shard_id = -1
         self.is_dead = False
         self.pipe, theirs = Pipe()
-        self._process = start_child(_serve, folder, settings, cpus, theirs)
+        self._process = start_child(_serve, folder, settings, cpus, is_verbose, theirs)
         theirs.close()
 
     def give(self, shard_id: int) -> None:
@@ -58,7 +49,6 @@ class _Process:
             self.is_dead = True
             code = self._process.exitcode or 0
             how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
-            assert self.shard_id is not None
             return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
         return event
 
@@ -78,17 +68,19 @@ def run_shards(
     shard_ids: Iterable[int],
     cpus_of: list[list[int]],
     progress: Progress,
-) -> tuple[list[Work], list[Failure]]:
-    """Make shards in one process for each of ``cpus_of``, its CPUs; returns the work done, and what failed.
+    *,
+    is_verbose: bool,
+) -> tuple[list[Manifest], list[Failure]]:
+    """Make shards in one process for each of ``cpus_of``, its CPUs; returns what was made, and what failed.
 
     A failure does not stop the others. A process that dies takes its shard with it, and a new one
     goes on with the rest. On Stopped the processes are stopped, too, and clean up.
     """
     todo = deque(shard_ids)
     failures: list[Failure] = []
-    made: list[Work] = []
+    made: list[Manifest] = []
     notes: set[str] = set()
-    processes = [_Process(folder, settings, cpus) for cpus in cpus_of[: len(todo)]]
+    processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
     try:
         for process in processes:
             process.give(todo.popleft())
@@ -101,19 +93,22 @@ def run_shards(
                     continue
                 if isinstance(event, str):
                     if event not in notes:  # each process says it
-                        progress.say(event)
+                        say(event)
                     notes.add(event)
                     continue
                 if isinstance(event, Failure):
                     failures.append(event)
-                    progress.say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
                     append_failure(event)
                 else:
-                    made.append(event.work)
-                    progress.say(event.line)
+                    made.append(event)
+                    if is_verbose:
+                        say(done_line(event, folder))
                 processes.remove(process)
                 if todo:
-                    fresh = _Process(folder, settings, process.cpus) if process.is_dead else process
+                    fresh = process
+                    if process.is_dead:
+                        fresh = _Process(folder, settings, process.cpus, is_verbose)
                     processes.append(fresh)
                     fresh.give(todo.popleft())
                 else:
@@ -124,28 +119,22 @@ def run_shards(
     return made, sorted(failures, key=lambda failure: failure.shard_id)
 
 
-def _serve(folder: Path, settings: WorkerSettings, cpus: list[int], pipe: Connection) -> None:
-    """Body of a worker process: shards come in, progress and outcomes go out."""
-    try:
+def _serve(
+    folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Connection
+) -> None:
+    """Make the shards that come in, in a worker process; progress and outcomes go out."""
+    worker, shard_id = None, -1
+    with contextlib.suppress(EOFError, BrokenPipeError):
         guard_streams()
         bind_to(cpus)
-        try:
-            plan = need_plan(folder)
-            worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
-            pipe.send(engine_line(worker))
-        except ShardprepError as error:
-            while True:
-                pipe.send(Failure.of(pipe.recv(), error))
         while True:
-            pipe.send(_outcome(worker, pipe.recv(), pipe))
-    except (EOFError, BrokenPipeError):
-        return
-
-
-def _outcome(worker: Worker, shard_id: int, pipe: Connection) -> Failure | Done:
-    try:
-        shard = worker.plan.shard(shard_id)
-        manifest = worker.run_shard(shard, pipe.send)
-    except ShardprepError as error:
-        return Failure.of(shard_id, error)
-    return Done(Work.of(manifest), f"{part_line(worker.plan, shard)}; {speed_line(manifest)}")
+            shard_id = pipe.recv()
+            try:
+                if worker is None:
+                    plan = need_plan(folder)
+                    worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
+                    if is_verbose:
+                        pipe.send(worker.means_line())
+                pipe.send(worker.run_shard(worker.plan.shard(shard_id), pipe.send))
+            except ShardprepError as error:
+                pipe.send(Failure.of(shard_id, error))

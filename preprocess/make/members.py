@@ -70,18 +70,16 @@ class Batch(NamedTuple):
 class Members(Protocol):
     """Lays out the members of a shard's tar."""
 
-    @property
-    def num_padding(self) -> int:
-        """Tokens of padding so far."""
+    num_padding: int  # tokens of padding so far
 
     @property
     def num_split(self) -> int:
         """Documents so far that do not lie whole in one row."""
 
-    def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
-        """Lay out a batch. Runs in a thread: depends on no other batch.
+    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
+        """Lay out a batch; without ``digests`` they are those of the documents, where they are kept.
 
-        Raises BadInput for a member larger than the idx can say.
+        Runs in a thread: depends on no other batch. Raises BadInput for a member larger than the idx can say.
         """
 
     def pieces(self, batch: Batch) -> Iterator[Piece]:
@@ -118,28 +116,54 @@ class DocumentMembers:
         self._json = json_ids(vocab_size, has_blanks=has_blanks) if spec.token_format == "json" else None
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
-    def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
-        digests = _digests(documents, self._options)
+    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
+        if digests is None:
+            digests = _digests(documents, self._options)
+        lengths = np.diff(tokens.offsets)
+        if self._json:
+            id_bytes = self._json.lengths(tokens)
+        else:
+            id_bytes = lengths * self._spec.dtype.itemsize + self._npy_header_bytes
         texts = documents.texts if self._options.keep_text else []
-        id_bytes = self._id_bytes(tokens)
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
-        self._check_sizes(documents.input_number, id_bytes.max(initial=0), text_bytes.max(initial=0))
+        largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
+        if largest > MAX_MEMBER_BYTES:
+            raise BadInput(
+                f"a document of input {documents.input_number} makes a member of {largest} bytes, at most "
+                f"{MAX_MEMBER_BYTES} are possible; use --record packed, or split the document"
+            )
+        # Where each member's payload begins, behind its header, as if the tar began with this batch.
         sample_bytes = _padded(id_bytes) + BLOCK_BYTES
         if texts:
             sample_bytes += _padded(text_bytes) + BLOCK_BYTES
         ends = np.cumsum(sample_bytes)
+        id_starts, text_starts = ends - _padded(id_bytes), ends - sample_bytes + BLOCK_BYTES
         buffer = np.zeros(int(ends[-1]) if len(ends) else 0, np.uint8)
-        id_starts = ends - _padded(id_bytes) - BLOCK_BYTES
+        blocks = buffer.reshape(-1, BLOCK_BYTES)
         if texts:
-            begins = ends - sample_bytes
-            text_starts = self._place_headers(buffer, begins, documents.lines, TEXT_FIELD, text_bytes)
+            headers = document_headers(self._shard_id, documents.lines, TEXT_FIELD, text_bytes)
+            blocks[text_starts // BLOCK_BYTES - 1] = headers
             _place(buffer, text_starts, texts)
-        id_starts = self._place_headers(buffer, id_starts, documents.lines, self._field, id_bytes)
-        self._place_ids(buffer, id_starts, id_bytes, tokens)
+        headers = document_headers(self._shard_id, documents.lines, self._field, id_bytes)
+        blocks[id_starts // BLOCK_BYTES - 1] = headers
+        if self._json:
+            written = memoryview(self._json.separated(tokens.ids))
+            bounds = np.cumsum(np.where(lengths > 0, id_bytes, 0)).tolist()
+            pieces = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *bounds])]
+            _place(buffer, id_starts, pieces)
+            buffer[id_starts] = ord("[")
+            buffer[id_starts + id_bytes - 1] = ord("]")
+        else:
+            dtype = self._spec.dtype
+            ids = tokens.ids.astype(dtype).view(np.uint8).data
+            bounds = (tokens.offsets * dtype.itemsize).tolist()
+            _place(buffer, id_starts, [npy_header(dtype, (length,)) for length in lengths.tolist()])
+            pieces = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
+            _place(buffer, id_starts + self._npy_header_bytes, pieces)
         records = np.empty(len(ends), IDX_DOCUMENT)
         records["offset"] = id_starts + self._npy_header_bytes
         records["num_bytes"] = id_bytes - self._npy_header_bytes
-        records["num_tokens"] = np.diff(tokens.offsets)
+        records["num_tokens"] = lengths
         records["source"] = documents.input_number
         records["source_offset"] = documents.offsets
         return Batch(documents, tokens, digests, Piece(buffer.data, records, digests))
@@ -161,46 +185,6 @@ class DocumentMembers:
 
     def rest(self) -> Iterator[Piece]:
         return iter(())
-
-    def _id_bytes(self, tokens: TokenBatch) -> Numbers:
-        """int64[documents]: bytes of the member that holds each document's ids."""
-        if self._json:
-            return self._json.lengths(tokens)
-        return np.diff(tokens.offsets) * self._spec.dtype.itemsize + self._npy_header_bytes
-
-    @staticmethod
-    def _check_sizes(input_number: int, *num_bytes: int) -> None:
-        if (largest := max(num_bytes)) > MAX_MEMBER_BYTES:
-            raise BadInput(
-                f"a document of input {input_number} makes a member of {largest} bytes, at most "
-                f"{MAX_MEMBER_BYTES} are possible; use --record packed, or split the document"
-            )
-
-    def _place_headers(
-        self, buffer: Bytes, starts: Numbers, lines: Numbers, field: str, num_bytes: Numbers
-    ) -> Numbers:
-        """Write one header per document at ``starts``; returns where the payloads begin."""
-        headers = document_headers(self._shard_id, lines, field, num_bytes)
-        buffer.reshape(-1, BLOCK_BYTES)[starts // BLOCK_BYTES] = headers
-        return starts + BLOCK_BYTES
-
-    def _place_ids(self, buffer: Bytes, starts: Numbers, num_bytes: Numbers, tokens: TokenBatch) -> None:
-        lengths = np.diff(tokens.offsets)
-        if self._json:
-            written = memoryview(self._json.separated(tokens.ids))
-            ends = np.cumsum(np.where(lengths > 0, num_bytes, 0)).tolist()
-            pieces = [written[begin + 1 : end] for begin, end in itertools.pairwise([0, *ends])]
-            _place(buffer, starts, pieces)
-            buffer[starts] = ord("[")
-            buffer[starts + num_bytes - 1] = ord("]")
-            return
-        dtype = self._spec.dtype
-        ids = tokens.ids.astype(dtype).view(np.uint8).data
-        bounds = (tokens.offsets * dtype.itemsize).tolist()
-        pieces = [ids[begin:end] for begin, end in itertools.pairwise(bounds)]
-        headers = [npy_header(dtype, (length,)) for length in lengths.tolist()]
-        _place(buffer, starts, headers)
-        _place(buffer, starts + self._npy_header_bytes, pieces)
 
 
 def _place(buffer: Bytes, starts: Numbers, pieces: Sequence[bytes | memoryview]) -> None:
@@ -306,7 +290,8 @@ class RowMembers:
         self._options = options
         self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else 1)]
         self._member_tokens = rows_per_member(spec) * spec.seq_len
-        self._held: list[tuple[TokenBatch, Starts]] = []  # for validation, not yet packed
+        self._held_ids: list[Ids] = []  # of each document for validation that is not yet packed
+        self._held_starts: list[Starts] = []
         self._num_held = 0  # tokens in them
         self._num_rows = 0
         self._tar_bytes = 0
@@ -316,47 +301,45 @@ class RowMembers:
     def num_split(self) -> int:
         return sum(packer.num_split for packer in self._packers)
 
-    def lay_out(self, documents: Documents, tokens: TokenBatch) -> Batch:
-        return Batch(documents, tokens, _digests(documents, self._options))
+    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
+        return Batch(documents, tokens, _digests(documents, self._options) if digests is None else digests)
 
     def pieces(self, batch: Batch) -> Iterator[Piece]:
-        documents = batch.documents
-        starts = np.zeros(len(documents.texts), START)
-        starts["source"], starts["source_offset"] = documents.input_number, documents.offsets
-        if len(batch.digests):
-            starts["digest"] = batch.digests
-        return self._packed(batch.tokens, starts)
-
-    def _packed(self, tokens: TokenBatch, starts: Starts) -> Iterator[Piece]:
-        """Return the members that documents fill.
+        """Yield the members that documents fill.
 
         Those for validation are held until they fill a member, so that the order of members follows from the
         documents alone, however they are batched, and consecutive ones for training are packed together.
         """
+        documents, tokens = batch.documents, batch.tokens
+        starts = np.zeros(len(documents.texts), START)
+        starts["source"], starts["source_offset"] = documents.input_number, documents.offsets
+        if len(batch.digests):
+            starts["digest"] = batch.digests
         if not (fraction := self._spec.validation_fraction):
             yield from self._appended(tokens, starts, is_validation=False)
             return
-        is_validation = are_for_validation(starts["digest"], fraction)
+        is_validation, numbers = are_for_validation(starts["digest"], fraction), np.arange(len(starts))
         sums = np.cumsum(np.where(is_validation, np.diff(tokens.offsets), 0))
         first = before = 0
         while first < len(starts):
             wanted = before + self._member_tokens - self._num_held
             end = min(int(np.searchsorted(sums, wanted)) + 1, len(starts))
-            part, here = tokens.part(first, end), is_validation[first:end]
-            yield from self._appended(part.only(~here), starts[first:end][~here], is_validation=False)
-            self._held.append((part.only(here), starts[first:end][here]))
+            is_here = (first <= numbers) & (numbers < end)
+            is_training, is_held = is_here & ~is_validation, is_here & is_validation
+            yield from self._appended(tokens.only(is_training), starts[is_training], is_validation=False)
+            self._held_ids += tokens.only(is_held).documents()
+            self._held_starts.append(starts[is_held])
             self._num_held += int(sums[end - 1]) - before
             if self._num_held >= self._member_tokens:
                 yield from self._release()
             first, before = end, int(sums[end - 1])
 
     def _release(self) -> Iterator[Piece]:
-        """Return the members that the documents held for validation fill."""
-        held, self._held, self._num_held = self._held, [], 0
-        if held:
-            tokens = TokenBatch.joined([tokens for tokens, _ in held])
-            starts = np.concatenate([starts for _, starts in held])
-            yield from self._appended(tokens, starts, is_validation=True)
+        """Yield the members that the documents held for validation fill."""
+        ids, starts = self._held_ids, self._held_starts
+        self._held_ids, self._held_starts, self._num_held = [], [], 0
+        if ids:
+            yield from self._appended(TokenBatch.of(ids), np.concatenate(starts), is_validation=True)
 
     def _appended(self, tokens: TokenBatch, starts: Starts, *, is_validation: bool) -> Iterator[Piece]:
         for group in self._packers[is_validation].append(tokens, starts):

@@ -75,18 +75,16 @@ class ConcatRows:
         self._ids: list[Ids] = []  # not yet in a group
         self._starts: list[Starts] = []  # START of the documents in them
         self._num_held = 0
-        self._num_before = 0  # tokens in groups so far
         self._open = np.zeros(1, START)  # the document that the next group begins in
         self.num_split = 0
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
-        lengths = np.diff(tokens.offsets)
-        filled = lengths > 0
-        first = tokens.offsets[:-1][filled] + self._num_before + self._num_held
-        last = first + lengths[filled] - 1
-        self.num_split += int((first // self._spec.seq_len != last // self._spec.seq_len).sum())
-        starts = starts[filled]
-        starts["position"] = tokens.offsets[:-1][filled] + self._num_held
+        lengths, seq_len = np.diff(tokens.offsets), self._spec.seq_len
+        starts = starts[lengths > 0]
+        first = tokens.offsets[:-1][lengths > 0] + self._num_held  # the groups before are whole rows
+        last = first + lengths[lengths > 0] - 1
+        self.num_split += int((first // seq_len != last // seq_len).sum())
+        starts["position"] = first
         self._starts.append(starts)
         self._ids.append(tokens.ids)
         self._num_held += len(tokens.ids)
@@ -107,7 +105,6 @@ class ConcatRows:
         later["position"] -= num_tokens
         self._starts, starts = [later], starts[:num_here]
         self._num_held -= num_tokens
-        self._num_before += num_tokens
         seq_len = self._spec.seq_len
         num_rows = -(-len(ids) // seq_len)
         num_padding = num_rows * seq_len - len(ids)
@@ -150,8 +147,7 @@ class BestFitRows:
     def __init__(self, spec: DatasetSpec) -> None:
         self._spec = spec
         num_open = min(1024, max(16, self._OPEN_BYTES // (spec.seq_len * spec.dtype.itemsize)))
-        self._dtype = row_dtype(spec)
-        self._buffer = np.full((num_open, spec.seq_len), pad_id(spec), self._dtype)
+        self._buffer = np.full((num_open, spec.seq_len), pad_id(spec), row_dtype(spec))
         self._free = list(range(num_open - 1, -1, -1))  # rows of the buffer that hold nothing
         self._open: list[tuple[int, int, int]] = []  # space, turn, row; ascending
         self._turn = 0  # of equal spaces the one that is there longest comes first
@@ -162,21 +158,16 @@ class BestFitRows:
         self.num_split = 0
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
-        bounds = tokens.offsets.tolist()
+        bounds, seq_len = tokens.offsets.tolist(), self._spec.seq_len
         provenances = zip(
             *(starts[name].tolist() for name in ("source", "source_offset", "digest")), strict=True
         )
-        ids = tokens.ids.astype(self._dtype)
+        ids = tokens.ids.astype(self._buffer.dtype)
         for number, provenance in enumerate(provenances):
             begin, end = bounds[number], bounds[number + 1]
-            if end - begin <= self._spec.seq_len:
-                if begin < end:
-                    self._put(ids[begin:end], provenance, is_start=True)
-            else:
-                for first in range(begin, end, self._spec.seq_len):
-                    piece = ids[first : min(first + self._spec.seq_len, end)]
-                    self._put(piece, provenance, is_start=first == begin)
-                self.num_split += 1
+            self.num_split += end - begin > seq_len
+            for first in range(begin, end, seq_len):
+                self._put(ids[first : min(first + seq_len, end)], provenance, is_start=first == begin)
             if len(self._closed) >= self._group_rows:
                 yield from self._groups()
 

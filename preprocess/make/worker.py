@@ -1,12 +1,14 @@
-"""Makes one shard, by one chain of generators: read -> encode and lay out -> write -> manifest.
+"""Makes one shard, in four stages: open, load, make, tell.
 
-Threads share the work: one reads the next batch, some take a batch each, encode it, with the engine's own
-threads, and lay it out, and this one writes the batches in their order. All but the encoding is Python and
-numpy, which share the interpreter's lock for a part of the time: see benchmarks/results.md.
+Making is one chain of generators: read -> encode and lay out -> write -> manifest. Threads share the work:
+one reads the next batch, some take a batch each, encode it, with the engine's own threads, and lay it out,
+and this one writes the batches in their order. All but the encoding is Python and numpy, which share the
+interpreter's lock for a part of the time: see benchmarks/results.md.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,59 +18,46 @@ import resource
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 import shardprep
-from preprocess.make.counting import Counting
-from preprocess.make.engines import (
-    NO_LOSS,
-    Engine,
-    TokenBatch,
-    equal_fast_engine,
-    ids_sha256,
-    tokenizers_engine,
-)
+from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
 from preprocess.make.members import Batch, Members, members_of
-from preprocess.make.resources import WorkerSettings
+from preprocess.make.resources import WorkerSettings, memory_note
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read import BATCH_BYTES
-from preprocess.read.chat import ROLES, check_chat_versions
+from preprocess.read.chat import check_chat_versions
 from preprocess.read.documents import Documents, load_libraries, read_documents
-from preprocess.read.format import MOST_DOCUMENT_BYTES
 from preprocess.read.transform import Transform, transform_of
-from shardprep.console import counted
+from shardprep.console import Progress, counted, say, short_bytes, short_number
 from shardprep.errors import (
     BadInput,
     CannotWrite,
-    NotFound,
     OtherTokenizer,
     ReadWriteError,
     Refused,
     UsageError,
 )
-from shardprep.files import size_of_file
 from shardprep.format.blanked import BlankedDocuments, blank_digests, blanked_shards, read_blanked
 from shardprep.format.dataset_spec import BLANK
 from shardprep.format.digests import are_for_validation
 from shardprep.format.document_names import read_excluded
 from shardprep.format.done import done_manifest, read_findings
+from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest
-from shardprep.format.names import TOKENIZER_DIR
-from shardprep.format.options import EngineName, PlanOptions
+from shardprep.format.names import TOKENIZER_DIR, is_chosen, quarantine_path
+from shardprep.format.options import EngineName
 from shardprep.format.plan import Plan, PlannedShard
 from shardprep.format.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
-
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+_NUM_NAMED = 3  # inputs that are named, of a shard
 _SLURM_FACTS = (
     "SLURM_JOB_ID",
     "SLURM_ARRAY_JOB_ID",
@@ -76,7 +65,12 @@ _SLURM_FACTS = (
     "SLURM_RESTART_COUNT",
     "SLURM_CPUS_PER_TASK",
 )
-_OTHER_FIELD = {"no_field", "null_field", "wrong_type"}  # reasons: the field may be another one
+# What most often is wrong where many documents are left out for a reason.
+_OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
+_OTHER_FLAG["undecodable"] = "--encoding"
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 
 class Work(NamedTuple):
@@ -86,16 +80,71 @@ class Work(NamedTuple):
     num_documents: int
     num_tokens: int
 
-    @staticmethod
-    def of(manifest: Manifest) -> Work:
-        """Return all of a shard."""
-        counts = manifest.counts
-        return Work(counts.input_bytes, counts.num_documents, counts.num_tokens)
-
     @property
     def counts(self) -> dict[str, int]:
         """What Progress counts beside the bytes."""
         return {"documents": self.num_documents, "tokens": self.num_tokens}
+
+
+def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int) -> int:
+    """Make one shard of a plan, on the CPUs that this process is bound to; returns the exit code."""
+    # Open: the way ends here where the shard is done.
+    shard = plan.shard(shard_id)
+    if finished_manifest(plan, folder, shard_id):
+        say(f"shard {shard_id:05d} is done already")
+        return 0
+    # Load: the tokenizer's files are the plan's, and its ids those of planning.
+    say(part_line(plan, shard))
+    if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
+        say(f"note: {note}")
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
+    say(worker.means_line())
+    # Make.
+    with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
+        manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
+    # Tell: all that was made is in the manifest.
+    say(done_line(manifest, folder))
+    return 0
+
+
+def part_line(plan: Plan, shard: PlannedShard) -> str:
+    """Say which part of the input a shard is made of: the files, and from where to where in them."""
+    parts = []
+    for part in shard.ranges:
+        item = plan.inputs[part.input_number]
+        if (part.start, part.end) == (0, item.num_bytes):
+            parts.append(item.path)
+        else:
+            # So that nobody takes them for the places of documents, which may be rows, or bytes of the text.
+            unit = "bytes" if input_kind(item.path).is_in_bytes else "file bytes"
+            parts.append(f"{item.path} {unit} {part.start} to {part.end}")
+    if len(parts) > _NUM_NAMED:
+        parts[_NUM_NAMED - 1 :] = ["...", f"{parts[-1]} ({len(parts)} files)"]
+    of = f"{short_bytes(shard.num_bytes)} of {plan.input_dir}: {', '.join(parts)}" if parts else "no input"
+    return f"shard {shard.shard_id:05d} of {plan.num_shards}: {of}"
+
+
+def done_line(manifest: Manifest, folder: Path) -> str:
+    """Say what a shard holds, how fast it was made, and at what price."""
+    run, counts, shard_id = manifest.run, manifest.counts, manifest.shard_id
+    left_out = sum(counts.quarantined.values())
+    return (
+        f"shard {shard_id:05d} is done: "
+        f"{amounts_line(counts.input_bytes, counts.num_documents, counts.num_tokens, run['wall_s'])}, "
+        + (f"{left_out} documents were left out: {quarantine_path(folder, shard_id)}, " if left_out else "")
+        + f"{run['cpu_s']:.1f} s of CPU, "
+        + (f"{run['transform_cpu_s']:.1f} of them in --transform, " if "transform_cpu_s" in run else "")
+        + f"{short_bytes(run['max_rss_bytes'])} of memory, a tar of {short_bytes(manifest.tar.num_bytes)}"
+    )
+
+
+def amounts_line(num_bytes: int, num_documents: int, num_tokens: int, wall_s: float) -> str:
+    """Say what was made in some time, and how fast."""
+    return (
+        f"{counted(num_documents, 'document')}, {counted(num_tokens, 'token')} in {wall_s:.1f} s "
+        f"({short_bytes(num_bytes / max(wall_s, 1e-3))}/s, "
+        f"{short_number(num_tokens / max(wall_s, 1e-3))} tokens/s)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +158,18 @@ class Worker:
     num_cpus: int
     transform: Transform | None = None  # that documents go through
 
+    def means_line(self) -> str:
+        """Say what shards are made with."""
+        settings, engine = self.settings, self.engine
+        memory = "no memory limit"
+        if settings.memory_gb is not None:
+            memory = f"memory limit {settings.memory_gb:.2f} GiB"
+        slower = "" if engine.name == "gigatoken" or self.plan.options.is_chat else ", the slower engine"
+        return (
+            f"{engine.name} {engine.version}{slower}, {counted(self.num_cpus, 'CPU')}, "
+            f"batches of {settings.batch_bytes >> 10} KiB of text, {memory}"
+        )
+
     def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
@@ -117,64 +178,76 @@ class Worker:
         shard meanwhile, and so removed this one's files, the shard is done, and its manifest is returned.
         """
         try:
-            return self._make_shard(shard, progress, self.folder)
+            return self.make_into(self.folder, shard, progress)
         except (ReadWriteError, CannotWrite):
             if (manifest := finished_manifest(self.plan, self.folder, shard.shard_id)) is None:
                 raise
             return manifest
 
-    def make_into(self, folder: Path, shard: PlannedShard) -> Manifest:
-        """Make a shard in another folder, where it counts for nothing: to compare it with what is there."""
-        return self._make_shard(shard, lambda _: None, folder)
-
-    def _make_shard(self, shard: PlannedShard, progress: Callable[[Work], None], folder: Path) -> Manifest:
+    def make_into(
+        self, folder: Path, shard: PlannedShard, progress: Callable[[Work], None] = lambda _: None
+    ) -> Manifest:
+        """Make a shard in a folder: in another one than the plan's it counts for nothing."""
         began, cpu_began = time.time(), time.process_time()
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
-        options, spec, settings = self.plan.options, self.plan.spec, self.settings
-        # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
-        num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
+        plan, settings, options = self.plan, self.settings, self.plan.options
         digest = None if shard.sha256 is None else hashlib.sha256()
-        documents = documents_of_shard(
-            self.plan,
+        documents: Iterator[Documents] = documents_of_shard(
+            plan,
             self.folder,
             shard,
             batch_bytes=settings.batch_bytes,
             digest=digest,
             transform=self.transform,
         )
-        if settings.most_documents is not None:
-            documents = (part for batch in documents for part in batch.parts(settings.most_documents))
-        members = members_of(spec, shard.shard_id, options)
+        if (most := settings.most_documents) is not None:
+            documents = (part for batch in documents for part in batch.parts(most))
+        members = members_of(plan.spec, shard.shard_id, options)
         blanked: BlankedDocuments | None = None
         if shard.shard_id in blanked_shards(options.blanked):
-            blanked = read_blanked(self.folder, self.plan.plan_id, shard.shard_id)
+            blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
+        # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
+        num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
         make = functools.partial(self._encode_and_lay_out, members, blanked)
         with (
-            ThreadPoolExecutor(1) as reader,
-            ThreadPoolExecutor(num_makers) as makers,
+            contextlib.closing(_made_in_order(make, documents, num_makers)) as batches,
             ShardWriter(
                 folder,
-                spec,
+                plan.spec,
                 shard.shard_id,
                 members,
-                input_paths={number: self.plan.inputs[number].path for number in shard.input_numbers},
+                input_paths={number: plan.inputs[number].path for number in shard.input_numbers},
                 side_files=options.side_files(),
             ) as writer,
         ):
-            # As many batches as there are makers, and one more, wait to be written.
-            for batch in _in_threads(makers, make, _read_ahead(reader, documents), num_makers + 1):
+            for batch in batches:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.texts), len(batch.tokens.ids)
                 progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             if digest is not None and digest.hexdigest() != shard.sha256:
-                raise self._changed_input(shard, digest.hexdigest())
+                names = sorted({plan.inputs[number].path for number in shard.input_numbers})
+                raise Refused(
+                    f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was "
+                    f"planned: sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}; "
+                    "bring the file back, or plan anew into a new folder"
+                )
             self._check_bad_fraction(writer, shard.shard_id)
-            made_from = None if blanked is None else blanked.made_from
-            facts = self._run_facts(began, cpu_began)
+            facts = {  # what may differ between equal shards; for reports, never for decisions
+                "engine": f"{self.engine.name} {self.engine.version}",
+                "shardprep": shardprep.__version__,
+                "python": platform.python_version(),
+                "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+                "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
+                "num_cpus": self.num_cpus,
+                "began": round(began, 3),
+                "wall_s": round(time.time() - began, 3),
+                "cpu_s": round(time.process_time() - cpu_began, 3),
+                "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            }
             if self.transform is not None:
                 facts["transform_cpu_s"] = round(self.transform.cpu_s - transform_began_s, 3)
-            return writer.commit(facts, made_from=made_from)
+            return writer.commit(facts, made_from=None if blanked is None else blanked.made_from)
 
     def _encode_and_lay_out(
         self, members: Members, blanked: BlankedDocuments | None, documents: Documents
@@ -184,20 +257,30 @@ class Worker:
         tokens = self.engine.encode_documents(
             documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
         )
+        is_blanked = np.zeros(len(documents.texts), np.bool_)
         if blanked is not None:
             is_blanked = blanked.are_at(documents.input_number, documents.offsets)
-            if is_blanked.any():
-                return _blanked_batch(members, documents, tokens, is_blanked, plan)
-        return members.lay_out(documents, tokens)
-
-    def _changed_input(self, shard: PlannedShard, found: str) -> Refused:
-        paths = sorted({self.plan.inputs[number].path for number in shard.input_numbers})
-        names = ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
-        return Refused(
-            f"the input of shard {shard.shard_id:05d} ({names}) changed since it was planned: sha256 "
-            f"{found[:12]}, the plan says {str(shard.sha256)[:12]}; bring the file back, or plan anew into a "
-            "new folder"
-        )
+        if not is_blanked.any():
+            return members.lay_out(documents, tokens)
+        # A blanked document is as many BLANKs as it has ids, and nothing else. What is counted is that of the
+        # documents, as in the shard that this one is made from.
+        blank_ids = np.uint32(BLANK)
+        if plan.options.is_chat:  # the loss mask stays as it is
+            blank_ids = (tokens.ids & NO_LOSS) | blank_ids
+        ids = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
+        digests = None
+        if plan.options.digests:
+            digests = documents.digests()
+            sides = are_for_validation(digests, plan.spec.validation_fraction)
+            digests = np.where(is_blanked, blank_digests(sides), digests)
+        columns = dict(documents.columns)
+        if "id" in columns:
+            ids_of = zip(columns["id"], is_blanked, strict=True)
+            columns["id"] = ["" if blank else name for name, blank in ids_of]
+        texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
+        laid_out = dataclasses.replace(documents, texts=texts)
+        batch = members.lay_out(laid_out, dataclasses.replace(tokens, ids=ids), digests)
+        return batch._replace(documents=dataclasses.replace(documents, columns=columns))
 
     def _check_bad_fraction(self, writer: ShardWriter, shard_id: int) -> None:
         given, counting = self.settings.max_bad_fraction, writer.counting
@@ -206,44 +289,19 @@ class Worker:
             return
         quarantine.sync()
         quarantine.publish()
-        raise _too_many_bad(self.plan.options, counting, shard_id, limit, quarantine.path)
-
-    def _run_facts(self, began: float, cpu_began: float) -> dict[str, Any]:
-        """Return what may differ between equal shards; for reports, never for decisions."""
-        return {
-            "engine": f"{self.engine.name} {self.engine.version}",
-            "shardprep": shardprep.__version__,
-            "python": platform.python_version(),
-            "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-            "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
-            "num_cpus": self.num_cpus,
-            "began": round(began, 3),
-            "wall_s": round(time.time() - began, 3),
-            "cpu_s": round(time.process_time() - cpu_began, 3),
-            "max_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        }
-
-
-def _too_many_bad(
-    options: PlanOptions, counting: Counting, shard_id: int, limit: float, quarantine: Path
-) -> BadInput:
-    reasons, hint = counting.bad_reasons, ""
-    if "undecodable" in reasons:
-        hint = "Is it another --encoding? "
-    elif reasons & _OTHER_FIELD:
-        hint = "Is it another --text_field? "
-    first = next((bad.detail for bad in counting.bad if bad.reason == "transform_error"), "")
-    if first:
-        hint = f"The function failed first so: {first}. "
-    return BadInput(
-        f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
-        f"{bad_words(options, reasons)}, the limit is {limit:.2%}; they are named in {quarantine}. "
-        f"{hint}Otherwise mend the input and plan anew, or accept them: --max_bad_fraction",
-        path=quarantine,
-        found=f"{counting.bad_fraction:.2%}",
-        expected=f"{limit:.2%}",
-        remedy="--max_bad_fraction",
-    )
+        flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
+        first = next(bad for bad in counting.bad if not is_chosen(bad.reason))
+        hint = f"Is it another {' or '.join(flags)}? " if flags else ""
+        raise BadInput(
+            f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
+            f"are left out ({', '.join(sorted(counting.bad_reasons))}), the limit is {limit:.2%}; they are "
+            f"named in {quarantine.path}, the first so: {first.detail}. {hint}Otherwise mend the input and "
+            "plan anew, or accept them: --max_bad_fraction",
+            path=quarantine.path,
+            found=f"{counting.bad_fraction:.2%}",
+            expected=f"{limit:.2%}",
+            remedy="--max_bad_fraction",
+        )
 
 
 def documents_of_shard(
@@ -269,63 +327,6 @@ def documents_of_shard(
 
 
 _excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
-
-
-def _blanked_batch(
-    members: Members,
-    documents: Documents,
-    tokens: TokenBatch,
-    is_blanked: npt.NDArray[np.bool_],
-    plan: Plan,
-) -> Batch:
-    """Lay out a batch of which some documents are blanked: as many BLANKs as they have ids, nothing else.
-
-    What is counted is that of the documents, as in the shard that this one is made from.
-    """
-    columns = dict(documents.columns)
-    if "id" in columns:
-        ids = zip(columns["id"], is_blanked.tolist(), strict=True)
-        columns["id"] = ["" if blank else name for name, blank in ids]
-    texts = zip(documents.texts, is_blanked.tolist(), strict=True)
-    laid_out = dataclasses.replace(documents, texts=[b"" if blank else text for text, blank in texts])
-    blank_ids = np.uint32(BLANK)
-    if plan.options.is_chat:  # the loss mask stays as it is
-        blank_ids = (tokens.ids & NO_LOSS) | blank_ids
-    ids_or_blank = np.where(np.repeat(is_blanked, np.diff(tokens.offsets)), blank_ids, tokens.ids)
-    batch = members.lay_out(laid_out, dataclasses.replace(tokens, ids=ids_or_blank))
-    digests = batch.digests
-    if len(digests):
-        digests = documents.digests()
-        sides = are_for_validation(digests, plan.spec.validation_fraction)
-        digests = np.where(is_blanked, blank_digests(sides), digests)
-    return batch._replace(
-        documents=dataclasses.replace(documents, columns=columns),
-        digests=digests,
-        piece=batch.piece and batch.piece._replace(digests=digests),
-    )
-
-
-def bad_words(options: PlanOptions, reasons: set[str]) -> str:
-    """Return why documents are left out, as the end of a sentence."""
-    what = options.text_template or options.text_field
-    words = {
-        "undecodable": f"cannot be decoded as {options.encoding}",
-        "too_long": f"have more than {MOST_DOCUMENT_BYTES >> 20} MiB",
-        "bad_json": "are not JSON",
-        "surrogate": "hold half of a surrogate pair",
-        "no_field": f"have no field for {what!r}",
-        "null_field": f"have a null for {what!r}",
-        "wrong_type": f"have what is no {'list of messages' if options.is_chat else 'string'} for {what!r}",
-        "no_messages": "have no messages",
-        "wrong_role": f"have a message whose role is none of {', '.join(ROLES)}",
-        "no_assistant": "have nothing that the assistant wrote",
-        "control_token": "hold a control token in a message (--allow_special_tokens lets it be one)",
-        "template_error": "make the chat template fail",
-        "too_many_answers": "have so many answers that rendering takes too long",
-        "no_beginning": "read otherwise as parts than as a whole, and the template has no {% generation %}",
-        "transform_error": "make the function of --transform fail",
-    }
-    return " or ".join(text for reason, text in words.items() if reason in reasons)
 
 
 def load_worker(
@@ -362,8 +363,6 @@ def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[st
     that was asked for by name cannot be had.
     """
     path = folder / TOKENIZER_DIR / TOKENIZER_FILE
-    if size_of_file(path) is None:
-        raise NotFound(f"{path} is missing; run the plan command again, it writes it anew")
     allow, as_planned = plan.options.encodes_control_tokens, plan.options.add_special_tokens
     if wanted != "tokenizers" and (wanted != "auto" or plan.fast_engine_is_equal):
         fast = equal_fast_engine(
@@ -390,7 +389,7 @@ def finished_manifest(plan: Plan, folder: Path, shard_id: int) -> Manifest | Non
 
     Raises OtherPlan where another plan's shard is in the way, BrokenShard for findings that cannot be read.
     """
-    manifest = done_manifest(folder, shard_id, plan.plan_id, read_findings(folder, plan.plan_id))
+    manifest = done_manifest(folder, shard_id, plan.plan_id)
     if manifest is not None:
         remove_leftovers(folder, shard_id)
     return manifest
@@ -408,26 +407,21 @@ def missing_shards(plan: Plan, folder: Path, shard_ids: Collection[int]) -> list
     return sorted({*shard_ids} - {*done})
 
 
-def _read_ahead(pool: ThreadPoolExecutor, items: Iterator[Made]) -> Iterator[Made]:
-    """Yield the same items, of which a thread makes the next one meanwhile.
+def _made_in_order(
+    make: Callable[[Given], Made], items: Iterator[Given], num_makers: int
+) -> Generator[Made, None, None]:
+    """Yield what ``make`` makes of each item, in order.
 
-    The gain is what it does without the interpreter's lock: reading, decoding, waiting for a file system. Its
-    errors are raised here, in their place in the stream.
+    One thread gets the next item meanwhile: the gain is what it does without the interpreter's lock, such as
+    reading, decoding, waiting for a file system. Others make up to ``num_makers`` items, and one more waits.
     """
-    coming = pool.submit(next, items, None)
-    while (item := coming.result()) is not None:
-        coming = pool.submit(next, items, None)
-        yield item
-
-
-def _in_threads(
-    pool: ThreadPoolExecutor, make: Callable[[Given], Made], items: Iterable[Given], num_ahead: int
-) -> Iterator[Made]:
-    """Yield what ``make`` makes of each item, in order; threads are up to ``num_ahead`` items ahead."""
-    coming: deque[Future[Made]] = deque()
-    for item in items:
-        coming.append(pool.submit(make, item))
-        if len(coming) > num_ahead:
-            yield coming.popleft().result()
-    while coming:
-        yield coming.popleft().result()
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(num_makers) as makers:
+        made: deque[Future[Made]] = deque()
+        coming = reader.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, items, None)
+            made.append(makers.submit(make, item))
+            if len(made) > num_makers + 1:
+                yield made.popleft().result()
+        while made:
+            yield made.popleft().result()

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan.planning import Sharding, find_inputs, list_inputs, make_plan
-from preprocess.plan.tokenizer import describe_tokenizer
+from preprocess.plan.divide import Sharding
+from preprocess.plan.listing import find_inputs
+from preprocess.plan.planning import make_plan
 from preprocess.read.inputs import OpenInput, sample_sha256
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
-from shardprep.files import size_of_file
+from shardprep.files import NOT_THERE, read_regular, size_of_file
+from shardprep.format.dataset_spec import fingerprint_of
+from shardprep.format.json_files import load_json
 from shardprep.format.names import PLAN_NAME
 from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
 from shardprep.format.plan import InputFile, Plan, is_one_file_a_shard, read_plan
-from shardprep.format.tokenizer_files import TOKENIZER_FILE
+from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_FILE
 
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
 _LEAST_WAIT_S = 3.0
@@ -49,19 +50,11 @@ def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
 
 
 def _plan_once(config: PrepConfig) -> Plan:
-    """The plan that another task is making, if it comes soon, else one's own."""
-    with _claimed(config.output_dir) as is_ours:
-        if not is_ours and (plan := _awaited_plan(config)):
-            return plan
-        if (plan := read_plan(config.output_dir)) is not None:  # it came between the first look and the claim
-            return plan
-        return make_plan(config, Sharding(), say=say)[0]
+    """Return the plan that another task is making, if it comes soon, else one's own.
 
-
-@contextlib.contextmanager
-def _claimed(folder: Path) -> Iterator[bool]:
-    """Whether this task is the one to plan, told by a file. It is no lock: nothing is wrong without it."""
-    claim = folder / _CLAIM_NAME
+    A file tells who plans. It is no lock: nothing is wrong without it.
+    """
+    folder, claim = config.output_dir, config.output_dir / _CLAIM_NAME
     is_ours = is_new_folder = False
     with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
         with contextlib.suppress(FileExistsError):
@@ -70,27 +63,23 @@ def _claimed(folder: Path) -> Iterator[bool]:
         claim.touch(exist_ok=False)
         is_ours = True
     try:
-        yield is_ours
+        if not is_ours and size_of_file(claim) is not None:
+            say("another task is planning: waiting for its plan")
+            num_files = len(find_inputs(config.input_dir, recursive=config.recursive).paths)
+            until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
+            while size_of_file(claim) is not None and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY_S)
+                if size_of_file(folder / PLAN_NAME) is not None:
+                    break
+        if (plan := read_plan(folder)) is not None:  # perhaps it came between the first look and the claim
+            return plan
+        return make_plan(config, Sharding(), say=say)[0]
     finally:
         with contextlib.suppress(OSError):
             if is_ours:
                 claim.unlink()
             if is_new_folder:
                 folder.rmdir()  # which does nothing to a folder that holds something
-
-
-def _awaited_plan(config: PrepConfig) -> Plan | None:
-    """The plan that appears while another task's claim is there; None where it takes too long, or fails."""
-    claim = config.output_dir / _CLAIM_NAME
-    num_files = len(list_inputs(config.input_dir, recursive=config.recursive))
-    until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
-    if size_of_file(claim) is not None:
-        say("another task is planning: waiting for its plan")
-    while size_of_file(claim) is not None and time.monotonic() < until:
-        time.sleep(_LOOK_EVERY_S)
-        if size_of_file(config.output_dir / PLAN_NAME) is not None:
-            break
-    return read_plan(config.output_dir)
 
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
@@ -109,11 +98,12 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
     model_id = given.get("model_id", plan.tokenizer.model_id)
     if model_id == plan.tokenizer.model_id:
         return
-    folder = Path(model_id)
-    is_local = size_of_file(folder / TOKENIZER_FILE) is not None
-    found = describe_tokenizer(folder, model_id).fingerprint if is_local else None
+    found = "no local folder with a tokenizer.json, so it cannot be compared"
+    with contextlib.suppress(*NOT_THERE, ValueError, TypeError, AttributeError):
+        raw = read_regular(Path(model_id, TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
+        found = fingerprint_of(load_json(raw))
     if found != plan.tokenizer.fingerprint:
-        what = found[:12] if found else "not a local folder, so it cannot be compared"
+        what = found if " " in found else found[:12]
         raise OtherTokenizer(
             path=given["output_dir"],
             found=f"--model_id {model_id} ({what})",
@@ -131,7 +121,8 @@ def check_inputs(plan: Plan, input_dir: Path) -> None:
     try:
         differing = _other_names(plan, input_dir)
         with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
-            differing += filter(None, pool.map(partial(_change_of, input_dir), plan.inputs))
+            changes = pool.map(lambda planned: _change_of(input_dir, planned), plan.inputs)
+            differing += filter(None, changes)
     except NotFound as error:
         differing = [str(error)]
     _refuse_other_inputs(plan, input_dir, differing)

@@ -4,29 +4,24 @@ What counts is the tokenizer that training will load, by transformers: what that
 tokenizer.json (a token added in the configuration, say) is in the files written here. Of most tokenizers it
 changes nothing, and ``plain_files`` shows it by the files alone. For all others transformers loads and saves,
 in a process of its own and without torch, which it imports where it is installed: 3 s and 200 MB for nothing.
-
-What was found is kept for the next plan, in ``$XDG_CACHE_HOME/shardprep/tokenizers``, by the content of the
-files and the versions of the libraries. A damaged entry counts as none, and any may be deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import dataclass
-from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 from tokenizers import Tokenizer, processors
 
@@ -44,7 +39,6 @@ from shardprep.errors import (
 )
 from shardprep.files import (
     NOT_THERE,
-    Digest,
     FileStamp,
     PublishedFolder,
     is_folder,
@@ -54,8 +48,8 @@ from shardprep.files import (
     size_of_file,
 )
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
-from shardprep.format.json_files import read_file, with_content_hash
 from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.format.plan import Plan
 from shardprep.format.tokenizer_files import (
     MAX_TOKENIZER_BYTES,
     TOKENIZER_CONFIG,
@@ -72,52 +66,45 @@ _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
 
 Files = dict[str, bytes]  # by name in the folder
 
-_FOUND_FORMAT, _FOUND = "shardprep-found-tokenizer", "found.json"
-_MAX_FOUND_BYTES = 16 << 20
-_LIBRARIES = ("tokenizers", "gigatoken", "transformers")
-
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizerFacts:
-    """What planning must know of a tokenizer; the cache keeps it, too."""
-
-    spec: TokenizerSpec  # what shards will remember of it
-    probe: list[str]
-    probe_sha256: Digest  # of the reference's ids
-    num_altered: int  # texts of the probe to which the model's own tokenizer.json gives other ids
-    files: dict[str, Digest]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolvedTokenizer(TokenizerFacts):
-    """A tokenizer whose files are in ``folder``."""
+class ResolvedTokenizer:
+    """A tokenizer whose files are in ``folder``, and what planning must know of it."""
 
     folder: Path
-    kept: Path | None  # its place in the cache
     allow_special_tokens: bool
-
-    @cached_property
-    def reference(self) -> engines.Engine:
-        """The engine of ``tokenizers``. Raises ReadWriteError."""
-        path = self.folder / TOKENIZER_FILE
-        allow = self.allow_special_tokens
-        return engines.tokenizers_engine(path, allow_special_tokens=allow, name=self.spec.model_id)
+    spec: TokenizerSpec  # what shards will remember of it
+    reference: engines.Engine  # of ``tokenizers``
+    probe: list[str]
+    probe_sha256: str  # of the reference's ids
 
     def passes_gate(self, fast: engines.Engine) -> bool:
-        """Whether an engine gives the reference's ids on ``gate_texts``, which takes 2 s for Llama 3's."""
-        verdict = self.kept and self.kept.with_name(f"{self.kept.name}.{fast.name}")
-        if verdict and size_of_file(verdict) is not None:
-            return True
-        texts = engines.gate_texts(_read(self.folder / TOKENIZER_FILE))
-        if engines.ids_sha256([fast.encode_texts(texts)]) != engines.ids_sha256(
-            [self.reference.encode_texts(texts)]
-        ):
+        """Whether an engine gives the reference's ids on ``gate_texts``, which takes 2 s for Llama 3's.
+
+        That it does is kept for the next plan, as an empty file whose name is of the tokenizer's bytes and
+        of both engines' versions. A cache that cannot be written is done without.
+        """
+        raw = _read(self.folder / TOKENIZER_FILE)
+        versions = [shardprep.__version__, fast.version, self.reference.version]
+        key = hashlib.sha256(f"{versions} {self.allow_special_tokens} ".encode() + raw).hexdigest()
+        place = _cache_folder() / f"{key}.{fast.name}"
+        with contextlib.suppress(ShardprepError):
+            if size_of_file(place) is not None:
+                return True
+        texts = engines.gate_texts(raw)
+        ids, expected = (engine.encode_texts(texts) for engine in (fast, self.reference))
+        if engines.ids_sha256([ids]) != engines.ids_sha256([expected]):
             return False
-        if verdict:
-            with contextlib.suppress(OSError):
-                verdict.parent.mkdir(parents=True, exist_ok=True)
-                verdict.touch()
+        with contextlib.suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()
         return True
+
+
+def _cache_folder() -> Path:
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(given) if given.startswith("/") else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
+    return cache / "shardprep" / "tokenizers"
 
 
 def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool) -> ResolvedTokenizer:
@@ -128,126 +115,60 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     """
     for each in (Path(model_id), Path(model_id, CHAT_TEMPLATES_DIR)):
         refuse_fifos(each)
+    source: Path | None
     if os.path.isdir(model_id):  # noqa: PTH112 - Path.is_dir() would raise what the file system says
         source, name = Path(model_id), model_id
     elif os.path.lexists(model_id) and not os.path.isfile(model_id):  # noqa: PTH113 - as above
         source, name = None, model_id  # only transformers may know
     else:
         source, name = find_on_hub(model_id)
-    files = read_files(source) if source is not None else None
-    kept = None if files is None else _place_in_cache(files, allow_special_tokens)
-    if kept is None or (found := _find_kept(kept, folder)) is None:
-        found = _resolve(model_id, source, name, files, folder, allow_special_tokens)
-        if kept is not None:
-            _keep(kept, folder, found)
-    facts = {**vars(found), "spec": dataclasses.replace(found.spec, model_id=model_id)}
-    return ResolvedTokenizer(folder=folder, kept=kept, allow_special_tokens=allow_special_tokens, **facts)
-
-
-def _resolve(
-    model_id: str, source: Path | None, name: str, files: Files | None, folder: Path, allow: bool
-) -> TokenizerFacts:
-    """Write the files into ``folder``."""
+    files = None if source is None else read_files(source)
     if files is not None and (plain := plain_files(files)) is not None:
         saved, tokenizer = plain
-        _write_files(saved, folder)
+        try:
+            for each_name, content in saved.items():
+                (folder / each_name).write_bytes(content)
+        except OSError as error:
+            raise _not_written(folder, error.strerror) from None
     else:
         _save_in_own_process(name, folder)
-        saved = {name: _read(folder / name) for name in names_in(folder)}
+        saved = {each_name: _read(folder / each_name) for each_name in names_in(folder)}
         if files is not None:
             _check_special_tokens(files, saved, str(source))
         tokenizer = _loaded(saved, folder)
-    _check_no_dropout(_json_object(files or saved, TOKENIZER_FILE), model_id)
+    given = files or saved
+    if dropout := (_json_object(given, TOKENIZER_FILE).get("model") or {}).get("dropout"):
+        raise UsageError(
+            f"the tokenizer of {model_id} has model.dropout {dropout} in its {TOKENIZER_FILE}: with it a "
+            "text has other ids each time, so no two shards agree; set it to null in a copy of the folder, "
+            "and pass that as --model_id"
+        )
     data = _json_object(saved, TOKENIZER_FILE)
     probe = engines.probe_texts(data)
-    reference = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
-    ids = reference.encode_texts(probe)
-    return TokenizerFacts(
-        spec=spec_of_tokenizer(tokenizer, data, _json_object(saved, TOKENIZER_CONFIG), model_id),
+    engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
+    ids = engine.encode_texts(probe)
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
+    special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
+    return ResolvedTokenizer(
+        folder=folder,
+        allow_special_tokens=allow_special_tokens,
+        spec=TokenizerSpec(
+            model_id=model_id,
+            fingerprint=fingerprint_of(data),
+            vocab_size=max(vocab.values()) + 1,
+            **special_ids,
+        ),
+        reference=engine,
         probe=probe,
         probe_sha256=engines.ids_sha256([ids]),
-        num_altered=_num_altered(files or saved, saved, probe, ids.documents(), allow),
-        files=_digests(saved),
     )
 
 
-def _num_altered(files: Files, saved: Files, probe: list[str], ids: list[engines.Ids], allow: bool) -> int:
-    """Count the texts to which the tokenizer.json in ``files`` gives other ids than the one that is saved."""
-    if files[TOKENIZER_FILE] == saved[TOKENIZER_FILE]:
-        return 0
-    try:
-        given = _loaded(files, Path(TOKENIZER_FILE))
-        engine = engines.engine_of_tokenizer(given, allow_special_tokens=allow, name=TOKENIZER_FILE)
-        own = engine.encode_texts(probe).documents()
-    except ShardprepError:  # it encodes nothing by itself; transformers made a tokenizer of it
-        return len(probe)
-    return sum(not np.array_equal(first, second) for first, second in zip(own, ids, strict=True))
-
-
-def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path | None:
-    """Where such a tokenizer is kept; None for a user without a home."""
-    versions: list[str | None] = [shardprep.__version__]
-    for name in _LIBRARIES:
-        try:
-            versions.append(version(name))
-        except PackageNotFoundError:
-            versions.append(None)
-    key = hashlib.sha256(repr((versions, allow_special_tokens, _digests(files))).encode()).hexdigest()
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        cache = Path(given) if given.startswith("/") else Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return cache / "shardprep" / "tokenizers" / key
-
-
-def _digests(files: Files) -> dict[str, str]:
-    return {name: hashlib.sha256(files[name]).hexdigest() for name in sorted(files)}
-
-
-def _find_kept(place: Path, folder: Path) -> TokenizerFacts | None:
-    """Write the files that are kept there into ``folder``; None where no whole entry is."""
-    with contextlib.suppress(*NOT_THERE, ShardprepError):
-        found = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
-        files = {name: read_regular(place / name, max_bytes=MAX_TOKENIZER_BYTES) for name in found.files}
-        if _digests(files) == found.files:
-            _write_files(files, folder)
-            return found
-    return None
-
-
-def _keep(place: Path, folder: Path, found: TokenizerFacts) -> None:
-    """Keep what was found with the files in ``folder``; a cache that cannot be written is done without."""
-    with contextlib.suppress(OSError, ShardprepError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with PublishedFolder(place) as entry:
-            _write_files({name: (folder / name).read_bytes() for name in found.files}, entry.temporary)
-            text = json.dumps(with_content_hash(_FOUND_FORMAT, dataclasses.asdict(found)))
-            (entry.temporary / _FOUND).write_text(text, encoding="utf-8")
-            entry.publish()
-
-
-def _check_no_dropout(data: dict[str, Any], model_id: str) -> None:
-    """That a tokenizer.json gives a text the same ids each time. Raises UsageError."""
-    parts: list[tuple[str, Any]] = [("", {key: data[key] for key in data if key != "added_tokens"})]
-    while parts:
-        place, part = parts.pop()
-        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
-            inner = f"{place}[{key}]" if isinstance(part, list) else f"{place}.{key}".lstrip(".")
-            if key == "dropout" and value:
-                raise UsageError(
-                    f"the tokenizer of {model_id} has {inner} {value} in its {TOKENIZER_FILE}: with it a "
-                    "text has other ids each time, so no two shards agree; set it to null in a copy of the "
-                    "folder, and pass that as --model_id"
-                )
-            if isinstance(value, (dict, list)) and inner not in ("model.vocab", "model.merges"):
-                parts.append((inner, value))
-
-
 def read_files(folder: Path) -> Files | None:
-    """What decides a tokenizer's ids in a model's folder; None where more than these files does.
+    """Return what decides a tokenizer's ids in a model's folder; None where more than these files does.
 
-    Raises ReadWriteError, BrokenShard for what is no regular file.
+    Raises ReadWriteError, BrokenShard for what is no regular file, NotFound for a file not fetched.
     """
     if is_folder(folder / CHAT_TEMPLATES_DIR):
         return None
@@ -260,14 +181,6 @@ def read_files(folder: Path) -> Files | None:
                 expected = f"the tokenizer's file itself; run in its repository: {command}"
                 raise NotFound(path=folder / name, found=found, expected=expected)
     return files if TOKENIZER_FILE in files else None
-
-
-def _write_files(files: Files, folder: Path) -> None:
-    try:
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-    except OSError as error:
-        raise _not_written(folder, error.strerror) from None
 
 
 def _not_written(folder: Path, reason: object) -> CannotWrite:
@@ -299,7 +212,7 @@ _TOKEN_FLAGS = ("content", "lstrip", "normalized", "rstrip", "single_word", "spe
 
 
 def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
-    """The files that transformers would save, and the tokenizer.
+    """Return the files that transformers would save, and the tokenizer.
 
     None where transformers might change ids, or where that is not known. The tokenizer.json is written anew
     by ``tokenizers``, as transformers does; the rest is copied.
@@ -360,7 +273,7 @@ def _names_nothing_new(config: dict[str, Any], added: list[dict[str, Any]]) -> b
 
 
 def _check_special_tokens(files: Files, saved: Files, where: str) -> None:
-    """That no token of the configuration got lost: what transformers cannot read, it goes without, unsaid."""
+    """Check that no token of the configuration got lost: what transformers cannot read, it goes without."""
     named = special_tokens_of(_json_object(files, TOKENIZER_CONFIG))
     found = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
     if lost := [name for name in named if named[name] and not found[name]]:
@@ -371,7 +284,7 @@ def _check_special_tokens(files: Files, saved: Files, where: str) -> None:
 
 
 def _json_object(files: Files, name: str) -> dict[str, Any]:
-    """A JSON file's object; an empty one for a file that is not there. Raises BrokenShard."""
+    """Return a JSON file's object; an empty one for a file that is not there. Raises BrokenShard."""
     try:
         data = orjson.loads(files.get(name, b"{}"))
     except ValueError as error:
@@ -401,7 +314,7 @@ def _read(path: Path) -> bytes:
 
 
 def _save_in_own_process(model_id: str, folder: Path) -> None:
-    """``save_tokenizer`` in a process that ends with it; raises what that raises, or ReadWriteError."""
+    """Call ``save_tokenizer`` in a process that ends with it; raises what that raises, or ReadWriteError."""
     ours, theirs = Pipe(duplex=False)
     process = start_child(_save, model_id, folder, theirs)
     theirs.close()
@@ -507,46 +420,21 @@ def _auto_tokenizer(model_id: str) -> Any:
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        raise no_tokenizer(model_id, words_of_fault(error)) from None
+        raise no_tokenizer(model_id, _lacks_library(Path(model_id)) or words_of_fault(error)) from None
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer
 
 
-def describe_tokenizer(folder: Path, model_id: str) -> TokenizerSpec:
-    """Return what shards remember of the tokenizer in ``folder``.
-
-    Raises NotFound, BrokenShard, ReadWriteError.
-    """
-    files = {TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}
-    with contextlib.suppress(NotFound):
-        files[TOKENIZER_CONFIG] = _read(folder / TOKENIZER_CONFIG)
-    data, config = _json_object(files, TOKENIZER_FILE), _json_object(files, TOKENIZER_CONFIG)
-    try:
-        return spec_of_tokenizer(_loaded(files, folder), data, config, model_id)
-    except ReadWriteError as error:
-        raise BrokenShard(f"the files in {folder} are no tokenizer's: {error}", path=folder) from None
-
-
-def spec_of_tokenizer(
-    tokenizer: Tokenizer, data: dict[str, Any], config: dict[str, Any], model_id: str
-) -> TokenizerSpec:
-    """Return what shards remember of a tokenizer that is loaded, given its two files parsed."""
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    names = special_tokens_of(config)
-
-    def token_id(name: str) -> int | None:
-        token = names[name]
-        return vocab.get(token) if isinstance(token, str) else None
-
-    return TokenizerSpec(
-        model_id=model_id,
-        fingerprint=fingerprint_of(data),
-        vocab_size=max(vocab.values()) + 1,
-        bos_token_id=token_id("bos_token"),
-        eos_token_id=token_id("eos_token"),
-        pad_token_id=token_id("pad_token"),
-    )
+def _lacks_library(folder: Path) -> str:
+    """Say what a vocabulary without a tokenizer.json needs, which transformers takes for one of tiktoken."""
+    with contextlib.suppress(OSError):
+        for path in [] if (folder / TOKENIZER_FILE).exists() else sorted(folder.glob("*.model")):
+            with path.open("rb") as file:
+                is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ [0-9]+\s*", file.readline(1000)) is not None
+            libraries = "tiktoken" if is_tiktoken else "sentencepiece protobuf"
+            return f"{path.name} alone; to let transformers convert it: pip install {libraries}"
+    return ""
 
 
 def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
@@ -555,31 +443,61 @@ def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:
     return {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
 
 
+def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts before and behind each text, by what it does to one."""
+    for text in (b"a", *map(str.encode, engines.PROBE)):  # a small vocabulary may drop some of them wholly
+        around, bare = engine.encode([text]).ids.tolist(), engine.bare().encode([text]).ids.tolist()
+        for begin in range(len(around) - len(bare) + 1):
+            if bare and around[begin : begin + len(bare)] == bare:
+                return around[:begin], around[begin + len(bare) :]
+    return [], []
+
+
+def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
+    """Say which tokens each document of a plan begins and ends with; nothing of conversations.
+
+    ``folder``: of the tokenizer's files, for the names. Raises what reading raises.
+    """
+    if plan.options.is_chat:
+        return ""
+    before, after = added_ids(engine) if plan.options.add_special_tokens else ([], [])
+    if plan.end_id is not None:
+        after = [*after, plan.end_id]
+    if not (before or after):
+        return "documents begin and end without a control token"
+    head, _ = engines.split_tokenizer(_read(folder / TOKENIZER_FILE))
+    names = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
+    begin, end = (
+        f"with {' '.join(names.get(each, str(each)) for each in ids)}" if ids else "without a control token"
+        for ids in (before, after)
+    )
+    return f"documents begin {begin} and end {end}"
+
+
 def publish_tokenizer(
-    resolved: Path, output_dir: Path, spec: TokenizerSpec, frozen: dict[str, FileStamp] | None
+    resolved: Path, output_dir: Path, frozen: dict[str, FileStamp] | None
 ) -> dict[str, FileStamp]:
     """Make ``output_dir/tokenizer`` hold the tokenizer of ``resolved``; returns its files' stamps.
 
     ``frozen``: the files that a plan in the folder names. They are kept where they are whole, else put back.
-    Without a plan an equal tokenizer is kept, so that planners that race agree, and another is replaced.
+    Without a plan equal files are kept, so that planners that race agree, and others are replaced.
     Raises OtherTokenizer where the resolved files are not ``frozen``, CannotWrite or ReadWriteError.
     """
-    target = output_dir / TOKENIZER_DIR
+    target, wanted = output_dir / TOKENIZER_DIR, stamp_tokenizer(resolved)
 
     def is_there() -> bool:
         try:
-            if frozen is not None:
-                return stamp_tokenizer(target) == frozen
-            return describe_tokenizer(target, spec.model_id) == spec
+            return stamp_tokenizer(target) == (frozen or wanted)
         except (NotFound, BrokenShard):
             return False
 
     if is_there():
-        return stamp_tokenizer(target)
-    if frozen is not None and stamp_tokenizer(resolved) != frozen:
+        return frozen or wanted
+    if frozen is not None and wanted != frozen:
         raise OtherTokenizer(
-            f"{target} is damaged, and the files of {spec.model_id} are not those of the plan, to the byte: "
-            "plan with the versions of transformers and tokenizers that planned, or into a new folder"
+            f"{target} is damaged, and the planned tokenizer's files cannot be made again to the byte: plan "
+            "with the versions of transformers and tokenizers that planned, or into a new folder",
+            path=target,
         )
     with PublishedFolder(target) as folder:
         for name in names_in(resolved):

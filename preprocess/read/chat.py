@@ -22,7 +22,6 @@ import atexit
 import contextlib
 import datetime
 import functools
-import itertools
 import json
 import os
 import re
@@ -34,10 +33,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from preprocess.read.text_fields import UnusableText
-from shardprep.console import counted, guard_streams
+from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.json_files import MAX_JSON_DEPTH
 from shardprep.format.options import MaskRule
@@ -62,34 +61,7 @@ _LIBRARIES = ("transformers", "jinja2")
 _CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.read.chat import serve; serve()"
 
 
-def _turns(*texts: str) -> list[dict[str, Any]]:
-    return [dict(zip(("role", "content"), text.split(": ", 1), strict=True)) for text in texts]
-
-
-_PROBE = _turns("user: What is it?", "assistant: A probe.")
-_CALL = {
-    "id": "call00001",  # nine letters and digits, as Mistral's templates want it
-    "type": "function",
-    "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}},
-}
-# Conversations of other shapes. What every part that a data set may need renders to has to be in the text.
-_SHAPES = {
-    "several turns": [*_PROBE, *_turns("user: And now?", "assistant: Again.")],
-    "a system message": [*_turns("system: Be brief."), *_PROBE],
-    "two user messages in a row": [*_turns("user: Hear this."), *_PROBE],
-    "two answers in a row": [*_PROBE, *_turns("assistant: And more.")],
-    "reasoning in an earlier turn": [
-        *_turns("user: Why?", "assistant: <think>\nSince probes ask.\n</think>\n\nSo.", "user: And then?"),
-        *_turns("assistant: <think>\nThey end.\n</think>\n\nNothing."),
-    ],
-    "tool calls": [
-        *_turns("user: Ask the tool."),
-        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-        {"role": "tool", "name": "probe_tool", "tool_call_id": "call00001", "content": "The tool says so."},
-        *_turns("assistant: It answered."),
-    ],
-}
-
+_PROBE = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A probe."}]
 Spans = list[tuple[int, int]]  # characters [begin, end) of a text
 
 
@@ -138,9 +110,18 @@ def chat_template_of(
     tags. Raises UsageError where there is no template, or it cannot be used, and Refused where the rule is
     unknown.
     """
-    text = None if given is None else _text_of(given)
     (found,) = _asked({"folder": str(folder)})
-    text = found["template"] if text is None else text
+    text = found["template"]
+    if given is not None:
+        try:
+            text = given.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(
+                f"--chat_template_file {given} cannot be read: {getattr(error, 'strerror', None) or error}; "
+                "expected the file of a Jinja template, in UTF-8",
+                path=given,
+                expected="the file of a Jinja template",
+            ) from None
     if not text:
         raise UsageError(
             "the tokenizer has no chat template, as those of base models; take the model_id of its chat "
@@ -155,7 +136,13 @@ def chat_template_of(
             f"{chat_versions()} make loss masks by a rule that this version of shardprep does not know; "
             "install transformers 5.24, or a later version of shardprep"
         )
-    (rendered,) = _rendered_shapes(template, [_PROBE])
+    try:
+        (rendered,) = render_conversations(template, [json.dumps(_PROBE)])
+    except TooCostly as error:
+        raise UsageError(
+            f"{error}, for a question and its answer; pass a template without endless loops and huge texts "
+            "as --chat_template_file"
+        ) from None
     if isinstance(rendered, UnusableText):
         remedy = "put {% generation %} and {% endgeneration %} around what the assistant writes"
         if rendered.reason == "template_error":
@@ -165,71 +152,6 @@ def chat_template_of(
             "a copy of it, and pass --chat_template_file"
         )
     return template, mask_rule
-
-
-def template_notes(template: ChatTemplate) -> list[str]:
-    """Return a line for each reason why conversations of some shapes cannot be rendered, or lose text.
-
-    Raises UsageError where one takes too much memory or time, and ReadWriteError.
-    """
-    shapes = dict(_SHAPES)
-    if "tool_calls" not in template.text:
-        del shapes["tool calls"]
-    rendered = _rendered_shapes(template, list(shapes.values()))
-    unusable: dict[str, list[str]] = {}
-    losing = []
-    for (name, shape), one in zip(shapes.items(), rendered, strict=True):
-        if isinstance(one, UnusableText):
-            unusable.setdefault(one.detail, []).append(name)
-        elif lost := [word for word in _words_of(shape) if word not in one.text]:
-            losing.append(f"{name} ({lost[0]!a})")
-    remedies = (
-        "change the data, or put {% generation %} and {% endgeneration %} around what the assistant writes "
-        "in a copy of the template, and pass --chat_template_file"
-    )
-    notes = [
-        f"the chat template cannot render conversations with {', or '.join(names)}: {detail}; such "
-        f"conversations will be left out; {remedies}"
-        for detail, names in unusable.items()
-    ]
-    if losing:
-        notes.append(
-            f"the chat template leaves out text of conversations with {', or '.join(losing)}; the assistant "
-            "will not learn it: to keep it, pass a template that renders it as --chat_template_file"
-        )
-    return notes
-
-
-def _rendered_shapes(
-    template: ChatTemplate, shapes: list[list[dict[str, Any]]]
-) -> list[Rendered | UnusableText]:
-    try:
-        return render_conversations(template, list(map(json.dumps, shapes)))
-    except TooCostly as error:
-        num_messages = len(shapes[error.number])
-        raise UsageError(
-            f"{error}, for a conversation of {counted(num_messages, 'message')} that plan tries; pass a "
-            "template without endless loops and huge texts as --chat_template_file"
-        ) from None
-
-
-def _words_of(shape: list[dict[str, Any]]) -> list[str]:
-    """Return what of a conversation's text the rendered one is expected to have."""
-    said = [message.get(key) for message in shape for key in ("content", "tool_calls")]
-    parts = itertools.chain.from_iterable(re.split(r"\s*</?think>\s*", text) for text in _strings(said))
-    return [part for part in parts if part and part not in ("call00001", "function")]
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"--chat_template_file {path} cannot be read: {getattr(error, 'strerror', None) or error}; "
-            "expected the file of a Jinja template, in UTF-8",
-            path=path,
-            expected="the file of a Jinja template",
-        ) from None
 
 
 def render_conversations(
@@ -260,33 +182,31 @@ def _asked(question: dict[str, Any], num_answers: int = 1) -> list[Any]:
         child = _child()
         assert child.stdin is not None
         assert child.stdout is not None
-        num_bytes = 0
-        try:
+        number = num_bytes = 0
+        with contextlib.suppress(OSError, ValueError):  # of no line, or half of one
             child.stdin.write(json.dumps(question).encode() + b"\n")
             child.stdin.flush()
-            while len(answers) < num_answers and num_bytes <= _MOST_BATCH_BYTES:
+            while (number := len(answers)) < num_answers:
                 line = child.stdout.readline()
                 num_bytes += len(line)
                 answers.append(json.loads(line))
-        except (OSError, ValueError):  # no line, or half of one
-            code = _end(child)
-            _child.cache_clear()
-            if code == -signal.SIGXCPU:
-                what = f"took more than {_MOST_CPU_S} s of CPU time"
-            elif code == _OUT_OF_MEMORY:
-                what = f"took more than {_MOST_MEMORY_BYTES >> 20} MiB of memory"
+                if num_bytes > _MOST_BATCH_BYTES:
+                    break
             else:
-                raise ReadWriteError(
-                    f"the process that renders chat templates ended with {code} and without a word; is there "
-                    "too little memory? Run this again"
-                ) from None
-            raise TooCostly(len(answers), what) from None
-        if len(answers) < num_answers:
-            _end(child)
-            _child.cache_clear()
-            what = f"made more than {_MOST_BATCH_BYTES >> 20} MiB of text of {len(answers)} conversations"
-            raise TooCostly(len(answers) - 1, what)
-    return answers
+                return answers
+        code = _end(child)
+        _child.cache_clear()
+    if code == -signal.SIGXCPU:
+        raise TooCostly(number, f"took more than {_MOST_CPU_S} s of CPU time")
+    if code == _OUT_OF_MEMORY:
+        raise TooCostly(number, f"took more than {_MOST_MEMORY_BYTES >> 20} MiB of memory")
+    if num_bytes > _MOST_BATCH_BYTES:
+        what = f"made more than {_MOST_BATCH_BYTES >> 20} MiB of text of {number + 1} conversations"
+        raise TooCostly(number, what)
+    raise ReadWriteError(
+        f"the process that renders chat templates ended with {code} and without a word; is there too little "
+        "memory? Run this again"
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -315,9 +235,9 @@ def _end(child: subprocess.Popen[bytes]) -> int:
 
 
 def serve() -> None:
-    """Body of the process. It heeds no signal: the end of who asks ends its input, and so it."""
+    """Answer questions, in the process that renders, until the process that asks ends."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    for number in STOP_SIGNALS:
+    for number in STOP_SIGNALS:  # the end of who asks ends the input
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the kernel's end of a costly template leaves none
@@ -328,19 +248,27 @@ def serve() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     guard_streams()
     conversations_of = functools.lru_cache(maxsize=1)(Conversations)
+
+    def say(what: Any) -> None:
+        answers.write(json.dumps(what, default=str).encode() + b"\n")  # a token may be no str
+        answers.flush()
+
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
             question = json.loads(line)
             if "template" not in question:
-                _say(answers, _tokenizer_facts(question["folder"]))
+                say(_tokenizer_facts(question["folder"]))
                 continue
             renderer = conversations_of(ChatTemplate(*question["template"]))
-            with _limited(resource.RLIMIT_AS, _address_bytes() + question["most_memory_bytes"]):
-                for text in question["conversations"]:
-                    # The kernel counts whole seconds.
-                    most_cpu_s = int(time.process_time()) + 1 + question["most_cpu_s"]
-                    with _limited(resource.RLIMIT_CPU, most_cpu_s):
-                        _say(answers, renderer.rendered(text))
+            num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+            _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + question["most_memory_bytes"])
+            for text in question["conversations"]:
+                # The kernel counts whole seconds.
+                _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + question["most_cpu_s"])
+                try:
+                    say(renderer.rendered(text))
+                except MemoryError:
+                    os._exit(_OUT_OF_MEMORY)
 
 
 def _end_with(parent: int) -> None:
@@ -350,26 +278,10 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-@contextlib.contextmanager
-def _limited(which: int, most: int) -> Iterator[None]:
-    """Lower a limit of this process for a while; the kernel holds it, whatever a template does."""
-    soft, hard = resource.getrlimit(which)
-    resource.setrlimit(which, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
-    try:
-        yield
-    except MemoryError:
-        os._exit(_OUT_OF_MEMORY)
-    finally:
-        resource.setrlimit(which, (soft, hard))
-
-
-def _address_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-
-
-def _say(answers: IO[bytes], what: Any) -> None:
-    answers.write(json.dumps(what, default=str).encode() + b"\n")  # a token may be no str
-    answers.flush()
+def _limit(which: int, most: int) -> None:
+    """Set a limit of this process, which the kernel holds, whatever a template does."""
+    _, hard = resource.getrlimit(which)
+    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _tokenizer_facts(folder: str) -> dict[str, Any]:
@@ -436,7 +348,6 @@ class Conversations:
         self._render: Callable[..., Any] = functools.partial(
             chat_template_utils.render_jinja_template, chat_template=template.text, **tokens["named"]
         )
-        self._template = template.text
         self._is_tagged = bool(_GENERATION.search(template.text))
         control = [] if template.allows_control_tokens else sorted(tokens["control"], key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
@@ -445,7 +356,10 @@ class Conversations:
         """Text and spans; or reason and detail of a conversation that cannot be used."""
         try:
             messages = self._checked(json.loads(conversation))
-            text, spans = self._tagged(messages) if self._is_tagged else self._by_beginnings(messages)
+            if self._is_tagged:
+                text, spans = self._text(messages, return_assistant_tokens_mask=True)
+            else:
+                text, spans = self._by_beginnings(messages)
         except _Unusable as error:
             return {"reason": error.reason, "detail": str(error)}
         if not any(begin < end for begin, end in spans):
@@ -454,74 +368,66 @@ class Conversations:
         return [text, spans]
 
     def _checked(self, messages: list[Any]) -> list[dict[str, Any]]:
+        """Return the messages without their nulls. Raises _Unusable."""
         if not messages:
             raise _Unusable("no_messages", "the list of messages is empty")
+        num_answers = num_chars = 0
         for number, message in enumerate(messages):
             role = message.get("role") if isinstance(message, dict) else None
             if role not in ROLES:
                 raise _Unusable("wrong_role", f"message {number} has the role {str(role)[:40]!r}")
+            num_answers += role == "assistant"
             for text in _strings(message):
+                num_chars += len(text)
                 if found := self._control.search(text):
                     raise _Unusable("control_token", f"message {number} holds the control token {found[0]}")
-        if not any(message["role"] == "assistant" for message in messages):
+        if not num_answers:
             raise _Unusable("no_assistant", "no message is the assistant's")
-        self._check_work(messages)
-        # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
-        return [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-    def _check_work(self, messages: list[dict[str, Any]]) -> None:
-        num_answers = sum(message["role"] == "assistant" for message in messages)
-        num_chars = sum(map(len, _strings(messages)))
         most, remedy = _MOST_TAGGED_WORK, ""
         if not self._is_tagged:
-            most, remedy = (
-                _MOST_WORK,
-                "; put {% generation %} into a copy of the template, which may have more",
-            )
+            most = _MOST_WORK
+            remedy = "; put {% generation %} into a copy of the template, which may have more"
         if num_answers * (num_chars + _MESSAGE_CHARS * len(messages)) > most:
             raise _Unusable(
                 "too_many_answers",
                 f"{num_answers} answers in {len(messages)} messages of {num_chars} characters take too long "
                 f"to render{remedy}",
             )
-
-    def _tagged(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
-        (text,), (spans,) = self._asked(messages, return_assistant_tokens_mask=True)
-        return text, spans
+        # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
+        return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
     def _by_beginnings(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
-        text = self._text(messages)
+        text, _ = self._text(messages)
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                before = self._text(messages[:number], add_generation_prompt=True)
-                after = self._text(messages[: number + 1])
-                if not (after.startswith(before) and text.startswith(after)):
-                    raise _Unusable(
-                        "no_beginning",
-                        f"the text up to message {number} is no beginning of the whole, so nothing tells "
-                        "what the assistant wrote",
-                    )
-                if len(before) < len(after):
-                    spans.append((len(before), len(after)))
+            if message["role"] != "assistant":
+                continue
+            before, _ = self._text(messages[:number], add_generation_prompt=True)
+            after, _ = self._text(messages[: number + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise _Unusable(
+                    "no_beginning",
+                    f"the text up to message {number} is no beginning of the whole, so nothing tells what "
+                    "the assistant wrote",
+                )
+            if len(before) < len(after):
+                spans.append((len(before), len(after)))
         return text, spans
 
-    def _text(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        text: str = self._asked(messages, **options)[0][0]
-        return text
-
-    def _asked(self, messages: list[dict[str, Any]], **options: Any) -> tuple[list[str], list[Spans]]:
+    def _text(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, Spans]:
+        """Render messages: their text, and of a template with tags, where asked, the assistant's spans."""
         try:
-            found: tuple[list[str], list[Spans]] = self._render(conversations=[messages], **options)
+            texts, spans = self._render(conversations=[messages], **options)
         except MemoryError:  # says nothing of the conversation
             raise
         except Exception as error:  # whatever a template of others does
             said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise _Unusable("template_error", f"the template raised {said}") from None
-        if len(found[0][0]) > _MOST_RENDERED_CHARS:
+        text: str = texts[0]
+        if len(text) > _MOST_RENDERED_CHARS:
             most = f"{_MOST_RENDERED_CHARS >> 20} Mi characters"
             raise _Unusable("template_error", f"the template makes more than {most} of it")
-        return found
+        return text, spans[0] if spans else []
 
 
 def _strings(value: Any) -> Iterator[str]:

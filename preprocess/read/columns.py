@@ -7,7 +7,7 @@ import contextlib
 import io
 import itertools
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,71 +95,57 @@ _BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, O
 
 
 def fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
-    """The fields where a table has them: a column's name may have dots, and goes before a nested field.
+    """Find the fields in a table. A column's name may have dots, and goes before a nested field.
 
     Raises BadInput where the text has no column, one of another type, or two columns may be meant.
     """
     if isinstance(fields, RecordFields):
         return fields.of_columns(schema.names)
-    is_chat = isinstance(fields, MessageFields)
-    flags = "--text_field" if is_chat else "--text_field or --text_template"
+    kinds: tuple[str, ...] = _TEXTS
+    expected = "strings"
+    if isinstance(fields, MessageFields):
+        kinds, expected = (*_LISTS, *_TEXTS), "lists of messages, or JSON"
     places: dict[FieldPath, FieldPath] = {}
     for path in fields.paths:
-        found, name = _places_of(schema, path), ".".join(path)
+        found, name, is_text = _places_of(schema, path), ".".join(path), path in fields.text_paths
+        problem = None
         if len(found) > 1:
             shown = ", ".join(" > ".join(place) for place, _ in found)
+            problem = f"{len(found)} columns or fields that {name} may mean ({shown})", "one"
+        elif is_text and not found:
+            problem = f"no column {name}", f"one of {', '.join(schema.names)}"
+        elif is_text and not is_one_of(found[0][1], kinds):
+            problem = f"{str(found[0][1])[:200]} in the column {name}", expected
+        if problem is not None:
             raise BadInput(
-                f"input {file.path} has {len(found)} columns or fields that {name} may mean ({shown}), "
-                "expected one; rename the others, or move the file away, and plan anew"
+                f"input {file.path} has {problem[0]}, expected {problem[1]}; choose another --text_field, or "
+                "move the file away, and plan anew",
+                path=file.path,
+                found=problem[0],
+                expected=problem[1],
             )
-        if not found and path in fields.text_paths:
-            raise BadInput(f"{_what_lacks(file, schema, path)}; choose with {flags}, and plan anew")
-        for place, kind in found:
+        for place, _ in found:
             places[path] = place
-            if path in fields.text_paths and not is_one_of(kind, (*_LISTS, *_TEXTS) if is_chat else _TEXTS):
-                expected = "lists of messages, or JSON" if is_chat else "strings"
-                raise BadInput(
-                    f"the column {name} of input {file.path} is {str(kind)[:200]}, expected {expected}; "
-                    f"choose another with {flags}, or move the file away, and plan anew"
-                )
     return fields.at(places)
 
 
 def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
     """Return where a table, or a struct, may have a field, and its type; a column of this very name alone."""
-    inner = _inner(kind)
-    name = ".".join(path)
-    found: list[tuple[FieldPath, Any]] = [((name,), kind) for other, kind in inner if other == name]
+    if not isinstance(kind, (arrow.Schema, arrow.StructType)):
+        return []
+    inner = [(kind.field(number).name, kind.field(number).type) for number in range(len(kind))]
+    whole_name = ".".join(path)
+    found: list[tuple[FieldPath, Any]] = [((name,), each) for name, each in inner if name == whole_name]
     if found:
         return found
     for end in range(1, len(path)):
-        name = ".".join(path[:end])
-        for other, kind in inner:
-            if other == name and is_one_of(kind, ("is_null",)):
-                found.append(((name,), kind))  # all of it is null, and so is what would be in it
-            elif other == name:
-                found += [((name, *rest), of_rest) for rest, of_rest in _places_of(kind, path[end:])]
+        for name, each in inner:
+            if name != ".".join(path[:end]):
+                continue
+            if is_one_of(each, ("is_null",)):
+                found.append(((name,), each))  # all of it is null, and so is what would be in it
+            found += [((name, *rest), of_rest) for rest, of_rest in _places_of(each, path[end:])]
     return found
-
-
-def _inner(kind: Any) -> list[tuple[str, Any]]:
-    if not isinstance(kind, (arrow.Schema, arrow.StructType)):
-        return []
-    return [(kind.field(number).name, kind.field(number).type) for number in range(len(kind))]
-
-
-def _what_lacks(file: OpenInput, schema: Any, path: FieldPath) -> str:
-    kind = schema
-    for position, name in enumerate(path):
-        inner = _inner(kind)
-        if inner and name not in dict(inner):
-            names = ", ".join(other for other, _ in inner)
-            return f"input {file.path} has no column {'.'.join(path[: position + 1])}, but {names}"
-        if not inner and position:
-            where = ".".join(path[:position])
-            return f"the column {where} of input {file.path} is {str(kind)[:200]}, which has no field {name}"
-        kind = dict(inner).get(name)
-    return f"input {file.path} has no columns"
 
 
 _TEXTS = (
@@ -190,17 +176,20 @@ def rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
 def row_records(
     batches: Iterator[tuple[Any, int]], first_row: int, fields: TextFields, batch_bytes: int
 ) -> Iterator[Records]:
-    """Return the records of record batches, each with the bytes of the file that it accounts for.
+    """Yield the records of record batches, each with the bytes of the file that it accounts for.
 
     Some rows at a time, fewer where their texts are longer.
     """
     for batch, num_bytes in batches:
         columns = {path: _column(batch, path) for path in fields.paths}
-        num_in_use = sum(column.nbytes for column, _ in columns.values() if column is not None)
+        arrays = [column for column, _ in columns.values() if column is not None]
+        num_in_use = sum(array.nbytes for array in arrays)
+        # Of a dictionary nobody knows the bytes of some rows.
+        arrays = [array for array in arrays if not arrow.types.is_dictionary(array.type)]
         most, first = rows_at_once(batch.num_rows, num_in_use, 2 * batch_bytes), 0
         while first < max(1, batch.num_rows):
             num = min(most, batch.num_rows - first)
-            while num > 1 and _num_bytes(columns.values(), first, num) > 8 * batch_bytes:
+            while num > 1 and sum(array.slice(first, num).nbytes for array in arrays) > 8 * batch_bytes:
                 num //= 2
             values: dict[FieldPath, list[Any]] = {
                 path: [None] * num if column is None else json_values(column.slice(first, num), kind)
@@ -242,12 +231,3 @@ def _column(batch: Any, path: FieldPath) -> tuple[Any, Any]:
         if is_one_of(values.type, ("is_string_view", "is_binary_view")):  # which pyarrow cannot take
             column = arrow.DictionaryArray.from_arrays(column.indices, values.cast(arrow.large_binary()))
     return column, kind
-
-
-def _num_bytes(columns: Iterable[tuple[Any, Any]], first: int, num: int) -> int:
-    """Return the bytes of some rows; of a dictionary nobody knows."""
-    return sum(
-        column.slice(first, num).nbytes
-        for column, _ in columns
-        if column is not None and not arrow.types.is_dictionary(column.type)
-    )

@@ -35,6 +35,8 @@ Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
 # Of a conversation's messages as JSON; rendering takes more than proportionally longer.
 _MOST_MESSAGE_CHARS = 4 << 20
+_TOO_LONG = UnusableText("too_long", f"its messages have more than {_MOST_MESSAGE_CHARS} characters")
+_EXCLUDED = UnusableText("excluded", "--exclude names it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,30 +80,30 @@ class Documents:
         )
 
     def parts(self, most: int) -> Iterator[Documents]:
-        """Cut the batch into parts of at most ``most`` documents."""
-        begin, first_line = 0, self.first_line
-        while len(self.texts) - begin > most:
-            end_line = int(self.lines[begin + most])
-            yield self._between(begin, begin + most, first_line, end_line, num_bytes=0)
-            begin, first_line = begin + most, end_line
-        end_line = self.first_line + self.num_lines
-        yield self._between(begin, len(self.texts), first_line, end_line, self.num_bytes)
+        """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
+        rest = self
+        while len(rest.texts) > most:
+            part, rest = rest.split(most, int(rest.lines[most]), num_bytes=0)
+            yield part
+        yield rest
 
-    def beginning(self, num_documents: int, num_bytes: int) -> Documents:
-        """Return the lines up to some document; they account for ``num_bytes`` of the input."""
-        end_line = int(self.lines[num_documents - 1]) + 1
-        return self._between(0, num_documents, self.first_line, end_line, num_bytes)
-
-    def _between(self, begin: int, end: int, first_line: int, end_line: int, num_bytes: int) -> Documents:
-        if begin == 0 and end_line == self.first_line + self.num_lines:
-            return dataclasses.replace(self, num_bytes=num_bytes)
-        return dataclasses.replace(
-            self.only(np.arange(begin, end)),
-            first_line=first_line,
-            num_lines=end_line - first_line,
+    def split(self, num_documents: int, end_line: int, *, num_bytes: int) -> tuple[Documents, Documents]:
+        """Return the documents before a line, which account for ``num_bytes`` of the input, and the rest."""
+        numbers = np.arange(len(self.texts))
+        before = dataclasses.replace(
+            self.only(numbers[:num_documents]),
+            num_lines=end_line - self.first_line,
             num_bytes=num_bytes,
-            bad=[one for one in self.bad if first_line <= one.line < end_line],
+            bad=[each for each in self.bad if each.line < end_line],
         )
+        rest = dataclasses.replace(
+            self.only(numbers[num_documents:]),
+            first_line=end_line,
+            num_lines=self.num_lines - before.num_lines,
+            num_bytes=self.num_bytes - num_bytes,
+            bad=[each for each in self.bad if each.line >= end_line],
+        )
+        return before, rest
 
     def digests(self) -> npt.NDArray[np.void]:
         """DIGEST[n]: what each document is known by, see shardprep/format/digests.py."""
@@ -158,16 +160,31 @@ def read_documents(
     ReadWriteError where reading fails, BadInput where a file is not of its format, Refused where a file was
     written to while it was read and nobody hashes it.
     """
-    found = read_records(ranges, options, text_fields_of(options), batch_bytes=batch_bytes, digest=digest)
-    names = {part.input_number: part.path.name for part in ranges}
-    if transform is not None:
-        found = _transformed(found, transform, ranges, options)
+    template = None
     if options.is_chat:
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
-        found = (_rendered(documents, template, names[documents.input_number]) for documents in found)
-    if excluded is not None:
-        found = (_without_named(documents, excluded) for documents in found)
-    yield from found if most_documents is None else _first_ones(ranges, found, most_documents)
+    names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
+    reasons: set[str] = set()  # of LeaveOut so far
+    num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
+    fields = text_fields_of(options)
+    for documents in read_records(ranges, options, fields, batch_bytes=batch_bytes, digest=digest):
+        name = names[documents.input_number]
+        if transform is not None:
+            documents = _transformed(documents, transform, name, reasons, is_chat=options.is_chat)
+        if template is not None:
+            documents = _rendered(documents, template, name)
+        if excluded is not None and (is_named := find_names(documents, excluded) >= 0).any():
+            texts = zip(documents.texts, is_named, strict=True)
+            documents, _ = documents.sorted_out(_EXCLUDED if named else text for text, named in texts)
+        if num_left is not None and len(documents.texts) >= num_left:
+            # The last document of a trial: it accounts for all bytes behind it, too.
+            end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
+            yield documents.split(num_left, end_line, num_bytes=bytes_left)[0]
+            return
+        if num_left is not None:
+            num_left -= len(documents.texts)
+        bytes_left -= documents.num_bytes
+        yield documents
 
 
 def read_records(
@@ -210,29 +227,24 @@ def _documents_of(records: Records, input_number: int, first_line: int) -> Docum
 
 
 def _transformed(
-    found: Iterable[Documents], transform: Transform, ranges: list[ByteRange], options: PlanOptions
-) -> Iterator[Documents]:
-    """Put documents through the user's function."""
-    inputs = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
-    reasons: set[str] = set()
-    for documents in found:
-        name = inputs[documents.input_number]
-        columns = dict(documents.columns)
-        records = columns.pop("record", None)  # of lines of text there are none
-        if records is None:
-            records = [{"text": text.decode()} for text in documents.texts]
-        given = zip(records, documents.offsets.tolist(), strict=True)
-        results = transform.texts(given, name, reasons, is_chat=options.is_chat)
-        kept, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
-        yield dataclasses.replace(kept, texts=texts)
+    documents: Documents, transform: Transform, name: str, reasons: set[str], *, is_chat: bool
+) -> Documents:
+    """Put documents of the input ``name`` through the user's function."""
+    columns = dict(documents.columns)
+    records = columns.pop("record", None)  # of lines of text there are none
+    if records is None:
+        records = [{"text": text.decode()} for text in documents.texts]
+    given = zip(records, documents.offsets.tolist(), strict=True)
+    results = transform.texts(given, name, reasons, is_chat=is_chat)
+    kept, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
+    return dataclasses.replace(kept, texts=texts)
 
 
 def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:
     """Render conversations of the input ``name``, given as the JSON of their messages."""
-    too_long = UnusableText("too_long", f"its messages have more than {_MOST_MESSAGE_CHARS} characters")
     messages = (text.decode() for text in documents.texts)
     documents, asked = documents.sorted_out(
-        text if len(text) <= _MOST_MESSAGE_CHARS else too_long for text in messages
+        text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages
     )
     if not asked:
         return documents
@@ -253,27 +265,6 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     )
 
 
-def _first_ones(
-    ranges: list[ByteRange], found: Iterator[Documents], most_documents: int
-) -> Iterator[Documents]:
-    """Yield the batches up to the last document of a trial, which accounts for all bytes behind it, too."""
-    num_left, bytes_left = most_documents, sum(part.end - part.start for part in ranges)
-    for documents in found:
-        if num_left == 0:  # a trial of no document of this shard
-            nothing = documents.only(np.empty(0, np.int64))
-            yield dataclasses.replace(nothing, num_lines=0, num_bytes=bytes_left, bad=[])
-            return
-        if len(documents.texts) >= num_left:
-            yield documents.beginning(num_left, bytes_left)
-            return
-        num_left -= len(documents.texts)
-        bytes_left -= documents.num_bytes
-        yield documents
-
-
-_EXCLUDED = UnusableText("excluded", "--exclude names it")
-
-
 def find_names(documents: Documents, names: DocumentNames) -> npt.NDArray[np.intp]:
     """Return the name of each document, by its id or its text: intp[n], -1 for one that has none."""
     ids = documents.columns.get("id")
@@ -282,15 +273,6 @@ def find_names(documents: Documents, names: DocumentNames) -> npt.NDArray[np.int
         return by_id
     by_text = names.find(documents.digests())
     return by_text if by_id is None else np.maximum(by_id, by_text)
-
-
-def _without_named(documents: Documents, names: DocumentNames) -> Documents:
-    """Leave out the documents that are named; the quarantine file lists them as ``excluded``."""
-    is_named = find_names(documents, names) >= 0
-    if not is_named.any():
-        return documents
-    texts = zip(documents.texts, is_named.tolist(), strict=True)
-    return documents.sorted_out(_EXCLUDED if named else text for text, named in texts)[0]
 
 
 def starts_in(

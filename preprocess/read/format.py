@@ -68,8 +68,7 @@ class Format(Protocol):
     ) -> Iterator[Records]:
         """Yield the records of a part in order, about ``batch_bytes`` of text at a time.
 
-        Their ``num_bytes`` sum up to the part's bytes. Raises BadInput where the file cannot be read further,
-        ReadWriteError.
+        Their ``num_bytes`` sum up to the part's bytes. Raises BadInput, ReadWriteError.
         """
 
 

@@ -28,11 +28,7 @@ HASH_BYTES = 1 << 19  # read at once where bytes are only hashed, or only a line
 
 
 class Stamp(NamedTuple):
-    """What the file system says of a file. A write moves one of them at least, but for its clock's ticks.
-
-    So do a touch, a chmod or a new link, which ask for another run for nothing: the price of the ctime, which
-    alone tells of a write whose mtime was put back.
-    """
+    """What the file system says of a file: a write moves one of them, and so does a touch or a new link."""
 
     num_bytes: int
     mtime_ns: int
@@ -42,10 +38,9 @@ class Stamp(NamedTuple):
 class OpenInput:
     """A regular file, open for reading. It is closed when nobody holds it any more: threads share it.
 
-    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it, and
-    ``check_unchanged`` tells whether it was written to. Raises NotFound where it is not there, may not be
-    read, or is no regular file: a FIFO would wait for ever, a device never end. Opening and reading are
-    tried again where a file system may come back; raises ReadWriteError where it does not.
+    All reads go to the one descriptor, so that a file put in its place meanwhile is never mixed with it.
+    Opening and reading are tried again where a file system may come back; raises ReadWriteError where it does
+    not, NotFound where the file is not there, may not be read, or is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,11 +154,9 @@ def unreadable(file: OpenInput, why: str) -> BadInput:
 
 
 def open_part(part: ByteRange) -> OpenInput:
-    """Open the file of a part; one that was planned must still be what it was.
+    """Open the file of a part. Raises NotFound where it is gone, Refused where it is not as it was planned.
 
-    Its sample is read again only where its mtime differs. Raises NotFound where it is gone, Refused where
-    it changed. A change outside of the sample, of the same size, is seen by the hashes of
-    ``plan --hash_inputs`` alone.
+    Its sample is read again only where its mtime differs. ``plan --hash_inputs`` sees other changes.
     """
     if part.planned is None:
         return OpenInput(part.path)

@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import orjson
 
-from preprocess.read.compressed import LineFormat
 from preprocess.read.format import Inspected, Records, texts_of
 from preprocess.read.inputs import OpenInput, RangeReader
-from preprocess.read.lines import LineEnds, Numbers, Texts, line_blocks, line_records
+from preprocess.read.lines import LineEnds, LineFormat, Numbers, Texts
 from preprocess.read.text_fields import (
     FieldPath,
     MessageFields,
@@ -49,9 +47,9 @@ class JsonLines(LineFormat):
     def read(
         self, reader: RangeReader, options: PlanOptions, fields: TextFields, batch_bytes: int
     ) -> Iterator[Records]:
-        start, pieces = self.text_of_part(reader, options, batch_bytes)
-        blocks = line_blocks(pieces, start, self.line_ends)
-        yield from line_records(blocks, self.line_ends, batch_bytes, functools.partial(_texts_of, fields))
+        pieces = self.text_of_part(reader, options, batch_bytes)
+        read_lines = functools.partial(_texts_of, fields)
+        yield from self.records_of(reader, options, pieces, batch_bytes, read_lines)
 
 
 class JsonFile(JsonLines):
@@ -77,36 +75,34 @@ class JsonFile(JsonLines):
 
 def _texts_of(
     fields: TextFields, block: bytes, starts: Numbers, at: int
-) -> tuple[Texts, dict[str, list[str]]]:
-    """What whole lines hold, the first of which begins at byte ``at`` of the file; "" for a blank line."""
+) -> tuple[Texts, dict[str, list[Any]]]:
+    """Return what whole lines hold, the first of which begins at byte ``at``; "" for a blank line."""
     lines = block.split(b"\n")
     del lines[len(starts) :]
     if at == 0:
         lines[0] = lines[0].removeprefix(_MARK)
-    if isinstance(fields, RecordFields):
-        wholes = [_whole_record(line, fields) for line in lines]
-        records = [record for record, _ in wholes]
-        columns = {**fields.columns(_others(records, fields)), "record": records}
-        return [text for _, text in wholes], columns
-    loads, name = orjson.loads, fields.plain_name
-    has_long = int(np.diff(starts, append=len(block)).max(initial=0)) > 2 * MAX_JSON_DEPTH
-    has_deep = has_long and any(map(is_too_deep, lines))
-    if not has_deep and _names_each_once(block, len(lines), fields):
+    may_be_deep = int(np.diff(starts, append=len(block)).max(initial=0)) > 2 * MAX_JSON_DEPTH
+    if not (may_be_deep and any(map(is_too_deep, lines))) and _names_each_once(block, len(lines), fields):
+        # Nearly always: all lines are objects with the field, and nothing in them needs a second look.
         with contextlib.suppress(ValueError, KeyError, TypeError):
+            loads, name = orjson.loads, fields.plain_name
+            texts: list[Any]
+            others: dict[FieldPath, list[Any]] = {}
             if name is not None and not fields.other_paths:
                 # No object lives on: thousands of them at once would start the garbage collector.
-                found = [loads(line)[name] for line in lines]
-                if {str}.issuperset(map(type, found)):
-                    return texts_of(found), {}
+                texts = [loads(line)[name] for line in lines]
             else:
                 records = list(map(loads, lines))
                 texts = [record[name] for record in records] if name else list(map(fields.text, records))
                 others = _others(records, fields)
-                if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
-                    return texts_of(texts), fields.columns(others)
+            if {str}.issuperset(map(type, texts)) and all(map(_are_exact, others.values())):
+                return texts_of(texts), fields.columns(others)
     pairs = [_record_of(line, fields) for line in lines]
-    others = _others([record for record, _ in pairs], fields)
-    return texts_of([text for _, text in pairs]), fields.columns(others)
+    records = [record for record, _ in pairs]
+    columns = fields.columns(_others(records, fields))
+    if isinstance(fields, RecordFields):
+        columns = {**columns, "record": records}
+    return texts_of([text for _, text in pairs]), columns
 
 
 def _others(records: list[Any], fields: TextFields) -> dict[FieldPath, list[Any]]:
@@ -128,8 +124,8 @@ def _names_each_once(block: bytes, num_lines: int, fields: TextFields) -> bool:
     Each such line has a key for each name at least. So there is no further one where the keys of a block are
     as many as its lines. Of reading a line of 76 bytes this takes 0.27 of 1.4 us.
     """
-    if isinstance(fields, MessageFields):
-        return False  # each is looked at: to render it takes 20 times as long
+    if isinstance(fields, (MessageFields, RecordFields)):
+        return False  # each line is looked at: what follows takes 20 times as long
     name = fields.plain_name
     # Without escapes a key is spelled in one way. Counting that takes a fifth of the search for all ways.
     is_spelled_once = name is not None and name.isidentifier() and b"\\u" not in block
@@ -163,8 +159,14 @@ def _spellings(character: str) -> bytes:
     return b"(?:%b)" % b"|".join(found)
 
 
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+
+
 def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText]:
-    """Return the object of a line, and its text; whatever other lines there are."""
+    """Return the object of a line, and its text; whatever other lines there are.
+
+    Of a key of the text that stands twice the line is bad; of any other one the last value counts.
+    """
     if not line.strip(_BLANK):
         return None, ""
     try:
@@ -173,36 +175,22 @@ def _record_of(line: bytes, fields: TextFields) -> tuple[Any, str | UnusableText
         return None, why_not_json(line)
     if is_too_deep(line):
         return None, _TOO_DEEP
-    others = [value_at(record, path) for path in fields.other_paths]
-    if _names_each_once(line, 1, fields) and _are_exact(others):
-        return record, fields.text(record)
-    try:
-        record = json.loads(line, object_pairs_hook=_Object)
-    except ValueError:  # a number of more digits than Python reads
-        return None, _TOO_DEEP
-    twice = next(_named_twice(record, fields), None)
-    if twice is not None:
-        return record, UnusableText("bad_json", f"the key {twice} stands twice in one object")
-    return record, fields.text(record)
-
-
-def _whole_record(line: bytes, fields: RecordFields) -> tuple[Any, bytes | UnusableText]:
-    """The object of a line; of a key that stands twice in it the last value. The text is the line."""
-    if not line.strip(_BLANK):
-        return None, b""
-    try:
-        record = orjson.loads(line)
-        if _LONG_NUMBER.search(line):  # of which orjson makes a float
-            record = json.loads(line)
-    except ValueError:
-        return None, why_not_json(line)
-    if is_too_deep(line):
-        return None, _TOO_DEEP
+    if isinstance(fields, RecordFields):
+        is_exact = _LONG_NUMBER.search(line) is None
+    else:
+        others = [value_at(record, path) for path in fields.other_paths]
+        is_exact = _names_each_once(line, 1, fields) and _are_exact(others)
+    if not is_exact:
+        try:
+            record = json.loads(line, object_pairs_hook=_Object)
+        except ValueError:  # a number of more digits than Python reads
+            return None, _TOO_DEEP
+        if twice := next(_named_twice(record, fields), None):
+            return record, UnusableText("bad_json", f"the key {twice} stands twice in one object")
     text = fields.text(record)
-    return record, text if isinstance(text, UnusableText) else line
-
-
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+    if isinstance(fields, RecordFields) and isinstance(text, str):
+        text = line.decode()  # of a record that is given whole
+    return record, text
 
 
 class _Object(dict[str, Any]):
@@ -238,7 +226,7 @@ def _all_twice(value: Any) -> Iterator[str]:
 
 
 def why_not_json(line: bytes) -> UnusableText:
-    """Why a line is not JSON, in words that no version of a library changes; bytes count within the line."""
+    """Return why a line is not JSON, in words that no version of a library changes; bytes are of the line."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -246,34 +234,18 @@ def why_not_json(line: bytes) -> UnusableText:
     if is_too_deep(line):
         return _TOO_DEEP
     try:
-        json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_finite)
+        json.loads(text)
     except json.JSONDecodeError as error:
         at = len(text[: error.pos].encode())
         what = "ends in the middle" if not text[error.pos :].strip() else f"is not JSON from byte {at} on"
         return UnusableText("bad_json", f"the line {what}")
-    except _NoNumberError as error:
-        return UnusableText("bad_json", str(error))
     except ValueError:
         return _TOO_DEEP
     if half := re.search(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", text):
         return UnusableText("surrogate", f"it has half of a surrogate pair, {half[0]} or another")
-    return UnusableText("bad_json", "the line is not strict JSON")
+    return UnusableText("bad_json", "the line has NaN, Infinity or a number beyond 1.8e308")
 
 
 _TOO_DEEP = UnusableText(
     "bad_json", f"it is nested too deep, more than {MAX_JSON_DEPTH} levels, or has too long a number"
 )
-
-
-class _NoNumberError(Exception):
-    """NaN, Infinity or -Infinity, or a number beyond those of 64 bits."""
-
-
-def _refuse(name: str) -> NoReturn:
-    raise _NoNumberError(f"{name} is no number of JSON")
-
-
-def _finite(number: str) -> float:
-    if math.isinf(value := float(number)):
-        raise _NoNumberError(f"the number {number[:40]} is too large, expected below 1.8e308")
-    return value

@@ -1,31 +1,45 @@
-r"""Line ends, and streams of text cut into blocks of whole lines.
+r"""Files of lines, plain or compressed: blocks of whole lines, the records in them, and plain text itself.
 
 Lines of plain text end at ``\n``, ``\r\n`` or ``\r``, as Python's text mode reads them; those of JSON at
 ``\n``. Every encoding that is read has these ends as single bytes. Memory is bounded however long a line is.
+
+A frame of a compressed file knows nothing of lines: a part that begins at one leaves out what stands before
+its first line end, and reads on behind its own end up to the first line end there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read.format import MOST_DOCUMENT_BYTES, SHORT_LINE_BYTES, Records, no_records, too_long
-from preprocess.read.inputs import OpenInput
-from preprocess.read.text_fields import UnusableText
+from preprocess.read.compressed import Compression, TextPiece, decompressed, frames_of
+from preprocess.read.format import (
+    MOST_DOCUMENT_BYTES,
+    SHORT_LINE_BYTES,
+    Inspected,
+    Records,
+    Start,
+    no_records,
+    starts_among,
+    too_long,
+)
+from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.text_fields import TextFields, UnusableText
+from shardprep.format.options import PlanOptions
 
 Numbers = npt.NDArray[np.int64]
+Texts = list[bytes | UnusableText]
 _FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 << 20
-
-
-class TextPiece(NamedTuple):
-    """Bytes of a file's text, at most MOST_DOCUMENT_BYTES, and the file's bytes that were read for them."""
-
-    data: bytes
-    num_bytes: int
+_TAIL_BYTES = 16 << 10
+_HEAD_TEXT_BYTES = 256 << 10  # of a compressed file, of which planning judges how much text there is
+_MARK = b"\xef\xbb\xbf"
 
 
 class LineBlock(NamedTuple):
@@ -43,7 +57,7 @@ class LineEnds:
     def __init__(self, *, with_cr: bool) -> None:
         self.with_cr = with_cr
 
-    def first(self, block: bytes, *, is_last: bool = False) -> int:
+    def first(self, block: bytes | bytearray, *, is_last: bool = False) -> int:
         r"""Return the bytes up to and with the first line end; 0 where it is not sure.
 
         A ``\r`` at the very end may be half of a line end, unless the block is the text's last.
@@ -56,10 +70,10 @@ class LineEnds:
             return newline
         return cr if cr < len(block) or is_last else 0
 
-    def last(self, block: bytes) -> int:
-        r"""Return the bytes up to and with the last line end that is sure; 0 for none."""
-        newline = block.rfind(b"\n")
-        return (max(newline, block.rfind(b"\r", 0, -1)) if self.with_cr else newline) + 1
+    def last(self, block: bytes | bytearray, begin: int = 0) -> int:
+        r"""Return the bytes up to and with the last line end behind ``begin`` that is sure; 0 for none."""
+        newline = block.rfind(b"\n", begin)
+        return (max(newline, block.rfind(b"\r", begin, -1)) if self.with_cr else newline) + 1
 
     def starts(self, block: bytes) -> Numbers:
         """Return where each line of a block of whole lines starts in it."""
@@ -76,10 +90,8 @@ class LineEnds:
 def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds) -> int | None:
     """The first byte at or after ``offset`` where a line begins; the file's size where its rest has none.
 
-    None where none begins before ``end``; one behind it may be found all the same, and is right. Reads 16 KiB
-    at first, for most lines end soon, then 64 KiB each time, and a quarter of what was read so far where that
-    is more, up to 1 MiB. Lines of 250 KB take 3.2 reads and 160 KB; 4 KiB, then four times as much each time
-    up to 256 KiB, would take 3.6 reads and 250 KB.
+    None where none begins before ``end``; one behind it may be found all the same, and is right. It reads
+    16 KiB, for most lines end soon, then 64 KiB each time, then a quarter of what was read, up to 1 MiB.
     """
     if offset >= end:
         return None
@@ -100,90 +112,253 @@ def first_line_start(file: OpenInput, offset: int, end: int, line_ends: LineEnds
     return None if position < size else size
 
 
+@dataclass(frozen=True)
+class LineFormat:
+    """What formats of lines have in common; ``Format`` but for the text of a line."""
+
+    line_ends: ClassVar[LineEnds]
+    compression: Compression | None  # of the file
+
+    def can_be_split(self, options: PlanOptions) -> bool:  # noqa: ARG002 - plain text's to say
+        """Return whether a part may begin at a line."""
+        return True
+
+    def check_beginning(self, file: OpenInput, text: bytes) -> None:
+        """Raise BadInput where the beginning of a file's text shows that it cannot be read."""
+
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+        """Raises BadInput where it is of another kind, or its first frame asks for too much memory."""
+        can_be_split, size = self.can_be_split(options), file.stamp.num_bytes
+        if self.compression is None:
+            return Inspected(text_bytes=size, is_whole=not can_be_split)
+        pieces = decompressed(
+            file, self.compression, file.read_all, (0, size), _HEAD_TEXT_BYTES, options.zstd_long
+        )
+        head = next(pieces)
+        self.check_beginning(file, head.data)
+        has_frames = next(iter(frames_of(file, self.compression)), None) is not None
+        text_bytes = len(head.data) * size // max(1, head.num_bytes)
+        return Inspected(text_bytes, is_whole=not (can_be_split and has_frames))
+
+    def starts(
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
+    ) -> list[Start | None]:
+        if not self.can_be_split(options):
+            return starts_among((), file, stretches)
+        if self.compression is None:
+            file.expect_scattered_reads()
+            found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
+            return [None if byte is None else Start(byte) for byte in found]
+        return starts_among(frames_of(file, self.compression), file, stretches)
+
+    def text_of_part(
+        self, reader: RangeReader, options: PlanOptions, piece_bytes: int
+    ) -> Iterator[TextPiece]:
+        """Yield the text of a part."""
+        part, span = reader.part, (reader.part.start, reader.part.end)
+        if self.compression is not None:
+            yield from decompressed(
+                reader.file, self.compression, reader.read, span, piece_bytes, options.zstd_long
+            )
+            return
+        for start in range(*span, piece_bytes):
+            end = min(start + piece_bytes, part.end)
+            yield TextPiece(reader.read(start, end), end - start)
+
+    def records_of(
+        self,
+        reader: RangeReader,
+        options: PlanOptions,
+        pieces: Iterator[TextPiece],
+        batch_bytes: int,
+        read_lines: Callable[[bytes, Numbers, int], tuple[Texts, dict[str, list[Any]]]],
+        *,
+        num_skipped: int = 0,
+    ) -> Iterator[Records]:
+        """Yield the records of the lines that begin in a part.
+
+        ``pieces``: of its text, without the first ``num_skipped`` bytes. ``read_lines`` reads whole lines,
+        given where each starts in them, and the byte of the text where the first one starts: their texts, and
+        what they tell beside them.
+        """
+        file, part, compression = reader.file, reader.part, self.compression
+        # Frames know nothing of lines: the text of a part may begin and end within one. A line that begins
+        # where the text ends is the part's, for the next one leaves its first line out.
+        is_inside = compression is not None and part.start > 0
+        start = num_skipped + (part.start if compression is None else part.text_start)
+        text_end: int | None = None
+        has_line = not is_inside
+
+        def text() -> Iterator[TextPiece]:
+            nonlocal text_end
+            end = start
+            for piece in pieces:
+                end += len(piece.data)
+                yield piece
+            text_end = end
+            if compression is not None and part.end < file.stamp.num_bytes:
+                span = (part.end, file.stamp.num_bytes)
+                for piece in decompressed(
+                    file, compression, file.read_all, span, _TAIL_BYTES, options.zstd_long
+                ):
+                    yield TextPiece(piece.data, 0)  # these bytes are of another part
+                    if piece.data and not has_line:
+                        return  # nothing of a line without end is the part's
+
+        # Each line may become two headers and two blocks of a tar, 2 KiB however short it is. So as many are
+        # read at once as a batch's share of memory allows for (see resources.py).
+        most = max(1, batch_bytes // SHORT_LINE_BYTES)
+        for block in line_blocks(text(), start, self.line_ends):
+            if text_end is not None and block.start > text_end:
+                return
+            num_bytes, data = block.num_bytes, block.data
+            starts = np.zeros(1, np.int64) if data is None else self.line_ends.starts(data)
+            bounds = np.append(starts, block.size)
+            begin, end = 0, len(starts)
+            if text_end is not None:
+                end = int(np.searchsorted(starts, text_end - block.start, side="right"))
+            if not has_line and len(starts):
+                has_line, begin = True, 1
+            if begin >= end:
+                yield no_records(num_bytes)
+            for number in range(begin, end, most):
+                bounds_here = bounds[number : min(number + most, end) + 1]
+                at, sizes = int(bounds_here[0]), np.diff(bounds_here)
+                texts, columns = Texts([too_long("the line")]), dict[str, list[Any]]()
+                if data is not None:
+                    lines = data[at : bounds_here[-1]]
+                    texts, columns = read_lines(lines, bounds_here[:-1] - at, block.start + at)
+                yield Records(
+                    texts=texts,
+                    starts=bounds_here[:-1] + block.start,
+                    sizes=sizes,
+                    num_bytes=num_bytes,
+                    columns=columns,
+                )
+                num_bytes = 0
+
+
 def line_blocks(pieces: Iterator[TextPiece], start: int, line_ends: LineEnds) -> Iterator[LineBlock]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
-    A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
-    read behind the last one. How the stream is cut into pieces changes no line.
+    Of a line of more than MOST_DOCUMENT_BYTES the beginning is dropped. At the end stands a block without
+    lines, for what was read behind the last one. How the stream is cut into pieces changes no line.
     """
-    begun: list[bytes] = []  # pieces of a line that goes on; none where it is too long
-    num_begun = num_bytes = 0
-    for data, num_read in _whole_line_ends(pieces, line_ends):
+    held = bytearray()  # what follows the last block
+    num_dropped = num_bytes = 0  # of a line that is too long; of the file, for the next block
+    for data, num_read in pieces:
         num_bytes += num_read
-        cut = line_ends.last(data)
-        if data.endswith(b"\r") and line_ends.with_cr:
-            cut = len(data)  # nothing follows that would make it half of a line end
-        if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
-            # The line that goes on here may be too long, those behind it are not.
-            first = line_ends.first(data) or cut
-            size = num_begun + first
-            whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
-            yield LineBlock(start, size, whole, 0)
-            start, begun, num_begun = start + size, [], 0
-            data, cut = data[first:], cut - first
-        if cut:
-            yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)
-            start, begun, num_begun, num_bytes = start + num_begun + cut, [], 0, 0
-        begun.append(data[cut:])
-        num_begun += len(data) - cut
-        if num_begun > MOST_DOCUMENT_BYTES:
-            begun = []
-    if num_begun > MOST_DOCUMENT_BYTES:
-        yield LineBlock(start, num_begun, None, num_bytes)
-    elif num_begun or num_bytes:
-        yield LineBlock(start, num_begun, b"".join(begun), num_bytes)
+        begin = max(0, len(held) - 1)  # a \r at the end was no sure line end
+        held += data
+        if num_dropped + len(held) > MOST_DOCUMENT_BYTES:
+            if not (first := line_ends.first(held)):
+                dropped = max(0, len(held) - 1)
+                num_dropped += dropped
+                del held[:dropped]
+                continue
+            if num_dropped + first > MOST_DOCUMENT_BYTES:
+                yield LineBlock(start, num_dropped + first, None, num_bytes)
+                start, num_dropped, begin, num_bytes = start + num_dropped + first, 0, 0, 0
+                del held[:first]
+        if cut := line_ends.last(held, begin):
+            yield LineBlock(start, cut, bytes(held[:cut]), num_bytes)
+            start, num_bytes = start + cut, 0
+            del held[:cut]
+    if num_dropped + len(held) > MOST_DOCUMENT_BYTES:
+        yield LineBlock(start, num_dropped + len(held), None, num_bytes)
+    elif held or num_bytes:
+        yield LineBlock(start, len(held), bytes(held), num_bytes)
 
 
-def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:
-    r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
-    kept = b""
-    for data, num_bytes in pieces:
-        joined = kept + data
-        kept = b"\r" if line_ends.with_cr and joined.endswith(b"\r") else b""
-        yield TextPiece(joined[: len(joined) - len(kept)], num_bytes)
-    if kept:
-        yield TextPiece(kept, 0)
+# Which white space of ``str.strip`` ``bytes.strip`` leaves: by code point, all below 0x10000.
+_IS_WIDE_SPACE = np.zeros(0x10000, np.bool_)
+_IS_WIDE_SPACE[0x80:0x3001] = [chr(point).isspace() for point in range(0x80, 0x3001)]
+_IS_WIDE_SPACE[0x1C:0x20] = True
 
 
-Texts = list[bytes | UnusableText]
+class TextLines(LineFormat):
+    """``.txt``: a document is a line, or a whole file."""
+
+    line_ends = LineEnds(with_cr=True)
+
+    def can_be_split(self, options: PlanOptions) -> bool:
+        """Return False where a document is a whole file."""
+        return options.doc == "line"
+
+    def read(
+        self,
+        reader: RangeReader,
+        options: PlanOptions,
+        fields: TextFields,  # noqa: ARG002 - lines have none
+        batch_bytes: int,
+    ) -> Iterator[Records]:
+        pieces = self.text_of_part(reader, options, batch_bytes)
+        codec, num_mark_bytes = options.encoding, 0
+        if codec == "utf-8-sig":
+            codec = "utf-8"
+            if reader.part.start == 0:
+                num_mark_bytes, pieces = _without_mark(pieces)
+        if options.doc == "file":
+            yield _whole_text(pieces, num_mark_bytes, codec)
+            return
+        read_lines = functools.partial(_texts_of, codec)
+        yield from self.records_of(
+            reader, options, pieces, batch_bytes, read_lines, num_skipped=num_mark_bytes
+        )
 
 
-def line_records(
-    blocks: Iterator[LineBlock],
-    line_ends: LineEnds,
-    batch_bytes: int,
-    texts_of: Callable[[bytes, Numbers, int], tuple[Texts, dict[str, list[str]]]],
-) -> Iterator[Records]:
-    """Yield the records of blocks of lines.
+def _without_mark(pieces: Iterator[TextPiece]) -> tuple[int, Iterator[TextPiece]]:
+    """Return the bytes of a text's byte order mark, and what stands behind it."""
+    head, num_bytes = b"", 0
+    for piece in pieces:
+        head, num_bytes = head + piece.data, num_bytes + piece.num_bytes
+        if len(head) >= len(_MARK):
+            break
+    rest = head.removeprefix(_MARK)
+    return len(head) - len(rest), itertools.chain([TextPiece(rest, num_bytes)], pieces)
 
-    ``texts_of`` reads whole lines, given where each starts in them, and the byte of the text where the first
-    one starts: their texts, and what they tell beside them. Each line may become two headers and two blocks
-    of a tar, 2 KiB however short it is: so as many are read at once as a batch's share of memory allows for
-    (see resources.py).
+
+def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
+    """Return a file as one document."""
+    held = bytearray()
+    size = num_bytes = 0
+    for piece in pieces:
+        size, num_bytes = size + len(piece.data), num_bytes + piece.num_bytes
+        if size <= MOST_DOCUMENT_BYTES:
+            held += piece.data
+    text = _text_of(bytes(held), start, codec) if size <= MOST_DOCUMENT_BYTES else too_long("its text")
+    return Records(texts=[text], starts=np.array([start]), sizes=np.array([size]), num_bytes=num_bytes)
+
+
+def _texts_of(codec: str, block: bytes, starts: Numbers, at: int) -> tuple[Texts, dict[str, list[Any]]]:
+    """Return the lines of a block. It nearly always is UTF-8; any other one is decoded line by line."""
+    if codec == "utf-8":
+        with contextlib.suppress(UnicodeDecodeError):
+            return _stripped(block, block.decode())[: len(starts)], {}
+    bounds = itertools.pairwise([*starts.tolist(), len(block)])
+    return [_text_of(block[begin:end], at + begin, codec) for begin, end in bounds], {}
+
+
+def _stripped(block: bytes, text: str) -> Texts:
+    """Strip the lines of a block that is UTF-8, given as ``text``, too; behind the last end stands one more.
+
+    bytes.strip does it, in half the time, where the block has no white space but that of ASCII.
     """
-    most = max(1, batch_bytes // SHORT_LINE_BYTES)
-    for block in blocks:
-        if block.data is None:
-            yield Records(
-                texts=[too_long("the line")],
-                starts=np.array([block.start]),
-                sizes=np.array([block.size]),
-                num_bytes=block.num_bytes,
-            )
-            continue
-        num_bytes, starts = block.num_bytes, line_ends.starts(block.data)
-        if not len(starts):
-            yield no_records(num_bytes)
-        bounds = [*starts[::most].tolist(), len(block.data)]
-        for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
-            own = starts[number * most : (number + 1) * most] - begin
-            data = block.data[begin:end]
-            texts, columns = texts_of(data, own, block.start + begin)
-            yield Records(
-                texts=texts,
-                starts=own + (block.start + begin),
-                sizes=np.diff(own, append=len(data)),
-                num_bytes=num_bytes,
-                columns=columns,
-            )
-            num_bytes = 0
+    if b"\r" not in block:
+        code_units = np.frombuffer(text.encode("utf-16-le"), "<u2")
+        if not _IS_WIDE_SPACE.take(code_units, mode="clip").any():
+            return [line.strip() for line in block.split(b"\n")]
+    return [line.strip().encode() for line in _with_newlines(text).split("\n")]
+
+
+def _text_of(data: bytes, at: int, codec: str) -> bytes | UnusableText:
+    """Return the text of a document that begins at byte ``at``."""
+    try:
+        text = data.decode(codec)
+    except UnicodeDecodeError as error:
+        return UnusableText("undecodable", f"byte {at + error.start} is not {codec}: {error.reason}")
+    return _with_newlines(text).strip().encode()
+
+
+def _with_newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text

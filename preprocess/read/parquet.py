@@ -77,7 +77,7 @@ class Parquet:
 
 
 def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
-    """A pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput, ReadWriteError."""
+    """Return a pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput."""
     stream = InputStream(file)
     size = file.stamp.num_bytes
     tail = file.read(max(0, size - 8), size)
@@ -85,32 +85,19 @@ def _open(file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFi
         raise _encrypted(file, "an encrypted footer")
     with refused_by_name(file, "Parquet", stream):
         table = parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES, pre_buffer=False, memory_map=False)
+        # pyarrow ends the process (SIGABRT) where the metadata of an encrypted column is asked for.
         if int.from_bytes(tail[:4], "little") == table.metadata.serialized_size + _SIGNATURE_BYTES:
-            columns = ", ".join(_encrypted_columns(table))
-            raise _encrypted(file, f"encrypted columns ({columns})" if columns else "a signed footer")
-        schema = table.schema_arrow
-        return table, stream, fields_in(file, schema, fields)
+            raise _encrypted(file, "encrypted columns, or a signed footer")
+        return table, stream, fields_in(file, table.schema_arrow, fields)
 
 
 def _encrypted(file: OpenInput, what: str) -> BadInput:
     return BadInput(
-        f"input {file.path} has {what}, expected Parquet that can be read without a key; write it anew "
-        "without encryption, or move it away, and plan anew"
+        path=file.path,
+        found=what,
+        expected="Parquet that can be read without a key; write it anew without encryption, or move it away, "
+        "and plan anew",
     )
-
-
-def _encrypted_columns(table: Any) -> list[str]:
-    """Return the top-level columns that cannot be read.
-
-    They are tried one by one: pyarrow ends the process (SIGABRT) where its metadata is asked for one of them.
-    """
-    names = []
-    for name in table.schema_arrow.names:
-        try:
-            next(table.iter_batches(batch_size=1, columns=[name], use_threads=False), None)
-        except (OSError, ValueError):
-            names.append(name)
-    return names
 
 
 def _row_groups(table: Any) -> list[tuple[int, list[int]]]:

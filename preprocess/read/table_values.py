@@ -18,7 +18,7 @@ import pyarrow.types as types
 
 from preprocess.read.text_fields import UnusableText, from_json
 
-_UNITS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+_NANOSECONDS = {"D": 86_400 * 10**9, "s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
 _FIRST_DAY, _LAST_DAY = np.array(["0001-01-01", "9999-12-31"], "M8[D]").astype(np.int64).tolist()
 _STRINGS = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
 if hasattr(arrow, "string_view"):  # pyarrow 16
@@ -31,6 +31,10 @@ def stored_type(kind: Any) -> Any:
 
     An array that is viewed so can be checked for what it points at, whatever its values are.
     """
+
+    def field(inner: Any) -> Any:
+        return arrow.field(inner.name, stored_type(inner.type), inner.nullable)
+
     if isinstance(kind, arrow.BaseExtensionType):
         return stored_type(kind.storage_type)
     if kind in _STRINGS:
@@ -44,20 +48,16 @@ def stored_type(kind: Any) -> Any:
     if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind) or types.is_duration(kind):
         return arrow.int32() if kind.bit_width == 32 else arrow.int64()
     if types.is_struct(kind):
-        return arrow.struct([_stored_field(kind.field(number)) for number in range(kind.num_fields)])
+        return arrow.struct([field(kind.field(number)) for number in range(kind.num_fields)])
     if types.is_map(kind):
-        return arrow.map_(_stored_field(kind.key_field), _stored_field(kind.item_field), kind.keys_sorted)
+        return arrow.map_(field(kind.key_field), field(kind.item_field), kind.keys_sorted)
     if types.is_fixed_size_list(kind):
-        return arrow.list_(_stored_field(kind.value_field), kind.list_size)
+        return arrow.list_(field(kind.value_field), kind.list_size)
     for name in ("list", "large_list", "list_view", "large_list_view"):
         if getattr(types, f"is_{name}", lambda _: False)(kind):
             made = arrow.list_ if name == "list" else getattr(arrow, name)
-            return made(_stored_field(kind.value_field))
+            return made(field(kind.value_field))
     return kind
-
-
-def _stored_field(field: Any) -> Any:
-    return arrow.field(field.name, stored_type(field.type), field.nullable)
 
 
 def json_values(array: Any, kind: Any) -> list[Any]:
@@ -67,9 +67,15 @@ def json_values(array: Any, kind: Any) -> list[Any]:
     if types.is_dictionary(kind):
         return json_values(array.dictionary.take(array.indices), kind.value_type)
     if array.type in _TEXTS:
-        return _texts(array)
-    if types.is_fixed_size_binary(array.type) and not types.is_decimal(kind):
-        return [None if value is None else decoded(value) for value in array.to_pylist()]
+        try:  # all at once, if they can be decoded, as nearly always
+            texts: list[Any] = array.view(_TEXTS[array.type]).to_pylist()
+        except UnicodeDecodeError:
+            return _each(array, _decoded)
+        return texts
+    if types.is_decimal(kind):
+        return _each(array, lambda value: _decimal(int.from_bytes(value, "little", signed=True), kind.scale))
+    if types.is_fixed_size_binary(array.type):
+        return _each(array, _decoded)
     if types.is_struct(kind):
         return _objects(array, kind)
     if types.is_map(kind):
@@ -80,10 +86,15 @@ def json_values(array: Any, kind: Any) -> list[Any]:
         return json_values(compute.run_end_decode(array), kind.value_type)
     if hasattr(kind, "value_type"):  # lists of any kind
         return _lists(array, kind.value_type)
-    if (of_number := _of_numbers(kind)) is not None:
-        return [None if value is None else of_number(value) for value in array.to_pylist()]
-    if types.is_date(kind) or types.is_timestamp(kind):
-        return _dates(array.to_pylist(), kind)
+    if types.is_float16(kind):
+        return _each(array, lambda value: float(np.uint16(value).view(np.float16)))
+    if types.is_interval(kind):
+        return _each(array, list)  # months, days, nanoseconds
+    # A date64 has milliseconds.
+    unit = "D" if types.is_date32(kind) else "ms" if types.is_date64(kind) else getattr(kind, "unit", "")
+    if unit:
+        as_text = _text_of_time(kind)
+        return _each(array, lambda value: as_text(value * _NANOSECONDS[unit]))
     try:
         values: list[Any] = array.to_pylist()
     except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError, arrow.ArrowException):
@@ -91,7 +102,11 @@ def json_values(array: Any, kind: Any) -> list[Any]:
     return values
 
 
-def decoded(value: bytes) -> str | UnusableText:
+def _each(array: Any, value_of: Callable[[Any], Any]) -> list[Any]:
+    return [None if value is None else value_of(value) for value in array.to_pylist()]
+
+
+def _decoded(value: bytes) -> str | UnusableText:
     try:
         return value.decode()
     except UnicodeDecodeError as error:
@@ -102,20 +117,12 @@ def _unusable(what: str) -> UnusableText:
     return UnusableText("wrong_type", f"{what} has no text")
 
 
-def _texts(array: Any) -> list[Any]:
-    try:  # all at once, if they can be decoded, as nearly always
-        texts: list[Any] = array.view(_TEXTS[array.type]).to_pylist()
-    except UnicodeDecodeError:
-        return [None if value is None else decoded(value) for value in array.to_pylist()]
-    return texts
-
-
 def _of_extension(array: Any, kind: Any) -> list[Any]:
     values, name = json_values(array, kind.storage_type), kind.extension_name
     if name == "arrow.json":
         return [from_json(value) if isinstance(value, str) else value for value in values]
     if name == "arrow.uuid":
-        return [None if value is None else str(uuid.UUID(bytes=value)) for value in array.to_pylist()]
+        return _each(array, lambda value: str(uuid.UUID(bytes=value)))
     if name == "arrow.bool8":
         return [None if value is None else value != 0 for value in values]
     return values
@@ -157,21 +164,6 @@ def _with_nulls(array: Any, values: list[Any]) -> list[Any]:
     return [value if is_there else None for value, is_there in zip(values, is_valid, strict=True)]
 
 
-def _of_numbers(kind: Any) -> Callable[[Any], Any] | None:
-    """What gives the value of one stored number; None for the types that are not looked at one by one."""
-    if types.is_decimal(kind):
-        return lambda value: _decimal(int.from_bytes(value, "little", signed=True), kind.scale)
-    if types.is_float16(kind):
-        return lambda value: float(np.uint16(value).view(np.float16))
-    if types.is_time(kind):
-        return lambda value: _time(value, kind.unit)
-    if types.is_duration(kind):
-        return lambda value: _duration(value, kind.unit)
-    if types.is_interval(kind):
-        return list  # months, days, nanoseconds
-    return None
-
-
 def _decimal(unscaled: int, scale: int) -> str:
     digits = str(abs(unscaled))
     if scale > 0:
@@ -182,45 +174,28 @@ def _decimal(unscaled: int, scale: int) -> str:
     return f"-{digits}" if unscaled < 0 else digits
 
 
-def _fraction(parts: int, unit: str) -> str:
-    """Return what stands behind a second: 6 digits, 9 where nanoseconds need them, nothing for 0."""
-    nanoseconds = parts * (10**9 // _UNITS_PER_S[unit])
-    if not nanoseconds:
-        return ""
-    return f".{nanoseconds:09}" if nanoseconds % 1000 else f".{nanoseconds // 1000:06}"
+def _text_of_time(kind: Any) -> Callable[[int], str | UnusableText]:
+    """Return what writes nanoseconds as ISO 8601 does; points in time of a zone are in UTC.
 
+    A fraction of a second has 6 digits, 9 where nanoseconds need them, and none for 0.
+    """
+    end = "+00:00" if getattr(kind, "tz", None) is not None else ""
 
-def _time(value: int, unit: str) -> str | UnusableText:
-    seconds, parts = divmod(value, _UNITS_PER_S[unit])
-    if not 0 <= seconds < 86400:
-        return _unusable("a time outside of the day")
-    return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}{_fraction(parts, unit)}"
-
-
-def _duration(value: int, unit: str) -> str:
-    """As in ISO 8601, in seconds."""
-    seconds, parts = divmod(abs(value), _UNITS_PER_S[unit])
-    return f"{'-' if value < 0 else ''}PT{seconds}{_fraction(parts, unit)}S"
-
-
-def _dates(values: list[int | None], kind: Any) -> list[Any]:
-    """Days, and points in time: as in ISO 8601; those of a zone are in UTC, which needs no table of zones."""
-    is_date, end = types.is_date(kind), ""
-    # A date64 has milliseconds.
-    unit = kind.unit if not is_date else "ms" if kind.bit_width == 64 else "D"
-    if not is_date and kind.tz is not None:
-        end = "+00:00"
-    found: list[Any] = []
-    for value in values:
-        if value is None:
-            found.append(None)
-            continue
-        seconds, parts = (value * 86400, 0) if unit == "D" else divmod(value, _UNITS_PER_S[unit])
-        days = seconds // 86400
+    def as_text(nanoseconds: int) -> str | UnusableText:
+        is_negative = types.is_duration(kind) and nanoseconds < 0
+        seconds, rest = divmod(abs(nanoseconds) if is_negative else nanoseconds, 10**9)
+        fraction = f".{rest:09}" if rest % 1000 else f".{rest // 1000:06}" if rest else ""
+        if types.is_duration(kind):
+            return f"{'-' if is_negative else ''}PT{seconds}{fraction}S"
+        days = seconds // 86_400
+        if types.is_time(kind):
+            if days:
+                return _unusable("a time outside of the day")
+            return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}{fraction}"
         if not _FIRST_DAY <= days <= _LAST_DAY:
-            found.append(_unusable("a date outside of the years 1 to 9999"))
-        elif is_date:
-            found.append(str(np.datetime64(days, "D")))
-        else:
-            found.append(f"{np.datetime64(seconds, 's')}{_fraction(parts, unit)}{end}")
-    return found
+            return _unusable("a date outside of the years 1 to 9999")
+        if types.is_date(kind):
+            return str(np.datetime64(days, "D"))
+        return f"{np.datetime64(seconds, 's')}{fraction}{end}"
+
+    return as_text

@@ -45,10 +45,9 @@ class TextFields:
     ) -> None:
         self.id_path = _path(id_field, "--id_field")
         self.source_path = _path(source_field, "--source_field")
-        self._literals: list[str] = []  # one before each field, and one behind the last
-        self.text_paths: list[FieldPath] = []
+        self._literals: list[str] = []  # of a template: one before each field, and one behind the last
         if text_template:
-            self._read_template(text_template)
+            self.text_paths, self._literals = _parsed_template(text_template)
         else:
             self.text_paths = [_path(text_field, "--text_field")]
         if not all(self.text_paths):
@@ -100,30 +99,28 @@ class TextFields:
             parts += (value, literal)
         return "".join(parts)
 
-    def _read_template(self, template: str) -> None:
-        text = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], template)
-        literal = ""
-        try:
-            for before, name, spec, conversion in string.Formatter().parse(text):
-                literal += before
-                if name is None:
-                    continue
+
+def _parsed_template(template: str) -> tuple[list[FieldPath], list[str]]:
+    """Return the fields of ``{input}\\n\\n{output}``, and the text before each and behind the last one."""
+    text = re.sub(r"\\[ntr\\]", lambda match: _ESCAPES[match[0]], template)
+    paths, literals, literal, why = list[FieldPath](), list[str](), "", ""
+    try:
+        for before, name, spec, conversion in string.Formatter().parse(text):
+            literal += before
+            if name is not None:
                 if spec or conversion or not name:
-                    raise ValueError("a field is written {name}, without : or !")  # noqa: TRY301
-                self._literals.append(literal)
-                self.text_paths.append(_path(name, "--text_template"))
+                    why = "a field is written {name}, without : or !"
+                paths.append(_path(name, "--text_template"))
+                literals.append(literal)
                 literal = ""
-        except ValueError as error:
-            raise UsageError(
-                found=f"--text_template {template!r}, which cannot be read ({error})",
-                expected="one such as '{input}\\n\\n{output}'; braces are {{ and }}",
-            ) from None
-        if not self.text_paths:
-            raise UsageError(
-                found=f"--text_template {template!r}, which names no field",
-                expected="one such as '{input}\\n\\n{output}'",
-            )
-        self._literals.append(literal)
+    except ValueError as error:
+        why = str(error)
+    if why or not paths:
+        raise UsageError(
+            found=f"--text_template {template!r} ({why or 'it names no field'})",
+            expected="one such as '{input}\\n\\n{output}'; braces are {{ and }}",
+        )
+    return paths, [*literals, literal]
 
 
 class MessageFields(TextFields):

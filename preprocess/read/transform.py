@@ -27,7 +27,6 @@ from shardprep.files import NOT_THERE, make_subfolder, publish_bytes, read_regul
 from shardprep.format.names import TRANSFORM_DIR
 from shardprep.format.options import PlanOptions
 
-_MODULE = "shardprep_transform"
 _MAX_BYTES = 64 << 20  # of the function's file, or of a table of its own
 _MOST_REASONS = 100  # of LeaveOut, in a shard: its manifest names each
 _MOST_REASON_CHARS = 80
@@ -51,7 +50,10 @@ class Transform:
         self._function = self._load()
 
     def _load(self) -> Any:
-        module = types.ModuleType(_MODULE)
+        def unloadable(why: str, **facts: Any) -> UsageError:
+            return UsageError(f"--transform {self.path} {why}", **{"path": self.path, **facts})
+
+        module = types.ModuleType("shardprep_transform")
         module.__file__ = str(self.path)
         folder = self.path.resolve().parent
         if len(self.contents) > 1 and str(folder) not in sys.path:
@@ -59,26 +61,20 @@ class Transform:
         before = {*sys.modules}
         try:
             exec(compile(self.contents[self.path.name], str(self.path), "exec"), vars(module))  # noqa: S102
-        except Exception as error:
-            raise UsageError(
-                f"--transform {self.path} cannot be loaded: {_words_of(error, self.path)}", path=self.path
-            ) from None
+        except (Exception, SystemExit) as error:  # sys.exit(0) would look like success
+            raise unloadable(f"cannot be loaded: {_words_of(error, self.path)}") from None
         for name in {*sys.modules} - before:
             imported = Path(getattr(sys.modules[name], "__file__", None) or "/")
             if imported.parent == folder and imported.name not in self.contents:
-                raise UsageError(
-                    f"--transform {self.path} imports {imported.name} beside it; name it, so that it counts "
-                    f"in the plan: --transform_files {','.join([*list(self.contents)[1:], imported.name])}",
+                raise unloadable(
+                    f"imports {imported.name} beside it; name it, so that it counts in the plan: "
+                    f"--transform_files {','.join([*list(self.contents)[1:], imported.name])}",
                     path=imported,
                     remedy="--transform_files",
                 )
         function = vars(module).get("transform")
         if not callable(function):
-            raise UsageError(
-                f"--transform {self.path} has no function transform(record)",
-                path=self.path,
-                expected="transform",
-            )
+            raise unloadable("has no function transform(record)", expected="transform")
         return function
 
     def texts(
@@ -97,8 +93,8 @@ class Transform:
             try:
                 result = self._function(record)
             except LeaveOut as reason:
-                yield _left_out(str(reason), reasons)
-            except Exception as error:
+                yield _left_out(_text_of(reason), reasons)
+            except (Exception, SystemExit) as error:
                 yield UnusableText("transform_error", f"{_words_of(error, self.path)}, for {name}:{place}")
             else:
                 yield _checked(result, is_chat=is_chat)
@@ -116,14 +112,14 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
     Raises Refused where that is not the function that was planned, UsageError where one of both is missing.
     """
     expected = options.transform_sha256
-    if not expected:
-        if path is not None:
-            raise UsageError(
-                f"--transform {path} is given, and the plan has no function; leave it out, or plan anew with "
-                "it into a new folder",
-                found="--transform",
-            )
+    if not expected and path is None:
         return None
+    if not expected:
+        raise UsageError(
+            f"--transform {path} is given, and the plan has no function; leave it out, or plan anew with it "
+            "into a new folder",
+            found="--transform",
+        )
     if path is None:
         raise UsageError(
             f"the plan's documents go through a function (sha256 {expected[:12]}), and code in a data set "
@@ -176,14 +172,20 @@ def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:
 
 
 def _words_of(error: BaseException, path: Path) -> str:
-    """What was raised, and the last line of the user's file that it came through."""
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
+    """Return what was raised, and the last line of the user's file that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     if isinstance(error, SyntaxError) and error.lineno:
         lines = [error.lineno]
     at = f" ({path.name} line {lines[-1]})" if lines else ""
-    return f"{type(error).__name__}: {error}{at}"
+    return f"{type(error).__name__}: {_text_of(error)}{at}"
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an exception of the user's own, whose text fails
+        return ""
 
 
 def _read(path: Path) -> bytes:

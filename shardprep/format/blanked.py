@@ -65,17 +65,18 @@ def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
     Raises BrokenShard where it is missing or damaged, OtherPlan, UnknownVersion, ReadWriteError.
     """
     path = blanked_path(folder, shard_id)
-    remedy = "bring the file back as it was: without it the shard would hold what was blanked"
+    advice = "bring the file back as it was: without it the shard would hold what was blanked"
     try:
         found = read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BYTES)
     except NOT_THERE:
-        raise BrokenShard(f"{path} is missing; {remedy}", path=path, remedy=remedy) from None
+        raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
     except BrokenShard as error:
-        raise BrokenShard(f"{error}; {remedy}", path=path, remedy=remedy) from None
+        error.advise(advice)
+        raise
     if (found.plan_id, found.shard_id) != (plan_id, shard_id):
         raise OtherPlan(
             f"{path} is of shard {found.shard_id} of plan {found.plan_id[:12]}, expected shard {shard_id} of "
-            f"{plan_id[:12]}; {remedy}",
+            f"{plan_id[:12]}; {advice}",
             path=path,
             found=found.plan_id[:12],
             expected=plan_id[:12],

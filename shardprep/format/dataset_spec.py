@@ -10,26 +10,19 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
 from shardprep.files import Digest
 from shardprep.format.json_files import Text
-from shardprep.format.names import BLOCK_BYTES, MAX_SEQ_LEN, MAX_SHARDS, MOST_FRACTION, Record, TokenFormat
+from shardprep.format.names import MAX_SEQ_LEN, MAX_SHARDS, MOST_FRACTION, Record, TokenFormat
 
 if TYPE_CHECKING:
     import numpy as np
-    import numpy.typing as npt
 
 # The decoder, truncation and padding change no id of an encoded document.
 _DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
-# Bytes of a record of an idx, whose fields idx.py names; here, because that imports numpy, which takes 0.1 s.
-RECORD_BYTES = {"json": 28, "npy": 28, "packed": 40, "chat": 48}
-IDX_HEADER_BYTES = 64
-CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
-CRC_BYTES = 4
-_Number = TypeVar("_Number", int, "npt.NDArray[np.int64]")
 
 
 def token_bytes(vocab_size: int) -> int:
@@ -109,7 +102,7 @@ class DatasetSpec:
 
     @property
     def kind(self) -> str:
-        """How a sample's ids are stored: a key of RECORD_BYTES."""
+        """How a sample's ids are stored: one of IDX_KINDS."""
         return self.record if self.has_rows else self.token_format
 
     @property
@@ -127,14 +120,3 @@ class DatasetSpec:
     def to_json(self) -> dict[str, Any]:
         """Return what a manifest and the index say of it."""
         return dataclasses.asdict(self)
-
-
-def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
-    """Return the bytes of an idx: header, records and their crc32s; of an array of numbers, an array."""
-    num_chunks = -(-num_samples // CHUNK_RECORDS)
-    return IDX_HEADER_BYTES + num_samples * RECORD_BYTES[kind] + num_chunks * CRC_BYTES
-
-
-def least_tar_bytes(spec: DatasetSpec, num_samples: _Number) -> _Number:
-    """Return the least bytes of a tar of so many samples: two blocks a document, the ids of a row."""
-    return num_samples * (spec.seq_len * spec.token_bytes if spec.has_rows else 2 * BLOCK_BYTES)

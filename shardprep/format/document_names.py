@@ -16,11 +16,11 @@ import numpy.typing as npt
 import orjson
 
 from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
-from shardprep.files import NOT_THERE, errors_named, read_lines, read_regular
+from shardprep.files import NOT_THERE, read_lines, read_regular
 from shardprep.format.digests import DIGEST
 from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, ids_path, remake_command
 
-_TEXT = b"sha256:"
+_TEXT = "sha256:"
 _MOST_NAMES = 10_000_000
 
 
@@ -49,12 +49,11 @@ def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
     """Read a list that a user wrote; a million lines take 1 s and 50 MB.
 
-    Raises NotFound, BadInput, UsageError, ReadWriteError.
-
-    ``id_field``: of the plan, "" where it keeps no ids.
+    ``id_field``: of the plan, "" where it keeps no ids. Raises NotFound, BadInput, UsageError,
+    ReadWriteError.
     """
     keys, kinds = bytearray(), set[bool]()
-    for key, is_text in _keys_in(path, id_field):
+    for _, key, is_text in _names_in(path, id_field):
         keys += key
         kinds.add(is_text)
         if len(keys) > _MOST_NAMES * DIGEST_BYTES:
@@ -74,31 +73,32 @@ def lines_of(
     path: Path, names: DocumentNames, wanted: npt.NDArray[np.bool_], *, id_field: str
 ) -> Iterator[str]:
     """Yield the lines of a list whose names are ``wanted``: bool[names]."""
-    for line, (key, _) in zip(_lines_in(path), _keys_in(path, id_field), strict=True):
+    for line, key, _ in _names_in(path, id_field):
         if wanted[names.find(np.frombuffer(key, DIGEST))[0]]:
             yield line
 
 
-def _lines_in(path: Path) -> Iterator[str]:
+def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, bool]]:
+    """Yield each line that is not empty, its key, and whether it names a text."""
     try:
-        with errors_named(path):
-            for number, raw in enumerate(read_lines(path), 1):
-                try:
-                    line = raw.decode().strip()
-                except UnicodeDecodeError as error:
-                    raise BadInput(f"{path}:{number} is not UTF-8: {error.reason}", path=path) from None
-                if line:
-                    yield line
-    except NOT_THERE:
-        raise NotFound(f"{path} is no file", path=path) from None
-
-
-def _keys_in(path: Path, id_field: str) -> Iterator[tuple[bytes, bool]]:
-    """Yield the key of each line, and whether it names a text."""
-    for line in _lines_in(path):
-        name = line.encode()
-        if not name.startswith(_TEXT):
-            if not id_field:
+        for number, raw in enumerate(read_lines(path), 1):
+            try:
+                line = raw.decode().strip()
+                digest = bytes.fromhex(line.removeprefix(_TEXT)) if line.startswith(_TEXT) else None
+                fault = "" if digest is None or len(digest) in (DIGEST_BYTES, 32) else "another length"
+            except ValueError as error:  # a UnicodeDecodeError, too
+                fault = str(error)
+            if fault:
+                raise BadInput(
+                    f"{path}:{number} is {raw[:80]!r} ({fault}), expected an id in UTF-8, or sha256: and "
+                    "64 hex digits",
+                    path=path,
+                    found=repr(raw[:80]),
+                    expected="64 hex digits",
+                )
+            if not line:
+                continue
+            if digest is None and not id_field:
                 raise UsageError(
                     f"{path} has the line {line[:60]!r}, an id, and the plan has no --id_field, so it knows "
                     "no ids; name texts, as sha256:HEX",
@@ -107,37 +107,28 @@ def _keys_in(path: Path, id_field: str) -> Iterator[tuple[bytes, bool]]:
                     expected="sha256:HEX",
                     remedy="--id_field",
                 )
-            yield hashlib.sha256(b"id:" + name).digest()[:DIGEST_BYTES], False
-            continue
-        try:
-            digest = bytes.fromhex(line.removeprefix(_TEXT.decode()))
-        except ValueError:
-            digest = b""
-        if len(digest) not in (DIGEST_BYTES, 32):
-            raise BadInput(
-                f"{path} has the line {line[:80]!r}, expected sha256: and 64 hex digits",
-                path=path,
-                found=line[:80],
-                expected="64 hex digits",
-            )
-        yield digest[:DIGEST_BYTES], True
+            key = hashlib.sha256(b"id:" + line.encode()).digest() if digest is None else digest
+            yield line, key[:DIGEST_BYTES], digest is not None
+    except NOT_THERE:
+        raise NotFound(f"{path} is no file", path=path) from None
 
 
 def read_excluded(folder: Path, sha256: str) -> DocumentNames:
     """Read the names that a plan leaves out. ``sha256``: of its options. Raises BrokenShard."""
     path = folder / EXCLUDED_NAME
-    remedy = "run the plan command again, with the same list as --exclude"
     try:
         raw = read_regular(path, max_bytes=_MOST_NAMES * DIGEST_BYTES + 1)
+        found = hashlib.sha256(raw).hexdigest()
     except NOT_THERE:
-        raise BrokenShard(f"{path} is missing; {remedy}", path=path, remedy=remedy) from None
-    if (found := hashlib.sha256(raw).hexdigest()) != sha256:
+        raw, found = b"", "missing"
+    if found != sha256:
         raise BrokenShard(
-            f"{path} has sha256 {found[:12]}, its plan says {sha256[:12]}; {remedy}",
+            f"{path} is {found[:12]}, its plan says sha256 {sha256[:12]}; run the plan command again, with "
+            "the same list as --exclude",
             path=path,
             found=found[:12],
             expected=sha256[:12],
-            remedy=remedy,
+            remedy="run the plan command again",
         )
     return DocumentNames(keys=np.frombuffer(raw, DIGEST))
 

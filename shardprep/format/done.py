@@ -46,13 +46,11 @@ from shardprep.format.names import (
 
 FINDINGS_NAME = "findings.json"
 Check = Literal["fast", "full", "deep"]  # what verify compared, from the least to the most
-_CHECKS: Sequence[Check] = ("fast", "full", "deep")
+_RANKS: Mapping[Check, int] = {"fast": 0, "full": 1, "deep": 2}
 _FORMAT = "shardprep-findings"
-_MAX_BYTES = 64 << 20
-_MOST_MESSAGE_CHARS = 2000
-_MOST_MESSAGES_CHARS = 8 << 20  # of all together: what is written must be readable
+_MAX_BYTES = 256 << 20
+_MOST_MESSAGE_CHARS = 400  # so that a finding for each of MAX_SHARDS can be read again
 _PLAN_ID = re.compile(rb'"plan_id": ?"([0-9a-f]{64})"')
-_PART = 64  # shards that a thread looks at in one turn
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 
 
@@ -65,6 +63,14 @@ class Finding:
     message: Text
     manifest_sha256: Digest  # of the manifest's bytes: a shard that was made anew has another
     check: Check  # that found it; a lesser one cannot tell that it is right again
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FindingsFile:
+    """The values of findings.json."""
+
+    plan_id: Digest
+    findings: list[Finding]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +94,19 @@ def check_done(folder: Path, shard_id: int, plan_id: str, findings: Mapping[int,
 
 
 def done_manifest(
-    folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding]
+    folder: Path, shard_id: int, plan_id: str, findings: Mapping[int, Finding] | None = None
 ) -> Manifest | None:
-    """Return ``check_done``, or None for a shard that is to be made. Raises OtherPlan, ReadWriteError."""
+    """Return ``check_done``, or None for a shard that is to be made.
+
+    ``findings``: where they were read already. Raises OtherPlan, ReadWriteError, BrokenShard for findings
+    that cannot be read.
+    """
     try:
-        return check_done(folder, shard_id, plan_id, findings)
+        manifest = check_shard(folder, shard_id, plan_id)
     except (MissingShard, BrokenShard):
         return None
+    findings = read_findings(folder, plan_id) if findings is None else findings
+    return None if shard_id in findings else manifest
 
 
 def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Iterable[int]) -> None:
@@ -104,7 +116,10 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
         raise BrokenShard(
             f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}; to make "
-            f"again what is wrong, run: shardprep run {quoted(folder)}"
+            "again what is wrong",
+            path=folder,
+            found=what,
+            remedy=f"shardprep run {quoted(folder)}",
         )
 
 
@@ -113,11 +128,14 @@ def refuse_other_plan(folder: Path, plan_id: str) -> None:
 
     For readers that need nothing else of a plan: the first bytes of plan.json hold its id.
     """
-    found = _PLAN_ID.search(read_beginning(folder / PLAN_NAME, 400))
-    if found and found[1].decode() != plan_id:
+    match = _PLAN_ID.search(read_beginning(folder / PLAN_NAME, 400))
+    if match and (found := match[1].decode()) != plan_id:
         raise OtherPlan(
-            f"{folder} has shards of plan {plan_id[:12]}, its {PLAN_NAME} is of {found[1].decode()[:12]}; "
-            "bring the plan back, or move one of both to a folder of its own"
+            f"{folder} has shards of plan {plan_id[:12]}, its {PLAN_NAME} is of {found[:12]}; bring the plan "
+            "back, or move one of both to a folder of its own",
+            path=folder / PLAN_NAME,
+            found=found[:12],
+            expected=plan_id[:12],
         )
 
 
@@ -132,29 +150,40 @@ def find_made_shards(folder: Path, spec: DatasetSpec, *, known: MadeShards | Non
     try:
         names = set(os.listdir(folder))  # noqa: PTH208 - names alone, a Path each would double the time
     except FileNotFoundError:
-        raise NotFound(f"{folder} is no data set: there is no such folder") from None
+        raise NotFound(f"{folder} is no data set: there is no such folder", path=folder) from None
     except OSError as error:
         raise ReadWriteError(
             f"{folder} cannot be listed ({error.strerror}), so what is done is not known; it must be a "
-            "folder that you can read"
+            "folder that you can read",
+            path=folder,
+            found=error.strerror,
         ) from None
-    ids = [shard_id for shard_id in range(spec.num_shards) if f"{shard_name(shard_id)}.json" in names]
-    made = {each: known.done[each] for each in ids if each in known.done} if known else {}
-    ids = [each for each in ids if each not in made]
     findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in names else {}
+    made: dict[int, ShardMaking] = {}
     broken: dict[int, str] = {}
+    to_read: list[int] = []
+    for shard_id in range(spec.num_shards):
+        if f"{shard_name(shard_id)}.json" in names:
+            if known and shard_id in known.done:
+                made[shard_id] = known.done[shard_id]
+            else:
+                to_read.append(shard_id)
 
-    def look(part: list[int]) -> list[ShardMaking | str]:
-        return [_look_at(folder, shard_id) for shard_id in part]
+    def look(shard_id: int) -> ShardMaking | str:
+        """Return how a shard was made, or what is wrong with its files. Raises ReadWriteError."""
+        try:
+            manifest = read_manifest(folder, shard_id)
+            check_sizes(folder, manifest, ("tar", "idx"))
+            return ShardMaking.of(manifest, manifest_path(folder, shard_id))
+        except (BrokenShard, MissingShard, UnknownVersion) as error:
+            return str(error)
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        parts = [ids[first : first + _PART] for first in range(0, len(ids), _PART)]
-        for part, looks in zip(parts, pool.map(look, parts), strict=True):
-            for shard_id, found in zip(part, looks, strict=True):
-                if isinstance(found, str):
-                    broken[shard_id] = found
-                else:
-                    made[shard_id] = found
+        for shard_id, found in zip(to_read, pool.map(look, to_read), strict=True):
+            if isinstance(found, str):
+                broken[shard_id] = found
+            else:
+                made[shard_id] = found
     of_plan = {shard_id for shard_id, making in made.items() if making.plan_id == spec.plan_id}
     return MadeShards(
         done={shard_id: made[shard_id] for shard_id in sorted(of_plan - findings.keys())},
@@ -162,17 +191,6 @@ def find_made_shards(folder: Path, spec: DatasetSpec, *, known: MadeShards | Non
         other_plan=sorted(made.keys() - of_plan),
         broken=broken,
     )
-
-
-def _look_at(folder: Path, shard_id: int) -> ShardMaking | str:
-    """Return how a shard was made, or what is wrong with its files. Raises ReadWriteError."""
-    path = manifest_path(folder, shard_id)
-    try:
-        manifest = read_manifest(folder, shard_id)
-        check_sizes(folder, manifest, ("tar", "idx"))
-        return ShardMaking.of(manifest, path)
-    except (BrokenShard, MissingShard, UnknownVersion) as error:
-        return str(error)
 
 
 def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
@@ -185,8 +203,35 @@ def is_verified(folder: Path, spec: DatasetSpec, made: MadeShards) -> bool:
         plan_id = data["spec"]["plan_id"]
     except (*NOT_THERE, BrokenShard, ValueError, LookupError, TypeError):
         return False
-    numbers = [(made.done[shard_id].num_tokens, made.done[shard_id].tar_bytes) for shard_id in made.done]
+    numbers = [(making.num_tokens, making.tar_bytes) for making in made.done.values()]
     return bool(plan_id == spec.plan_id) and rows == numbers
+
+
+def is_of_shard(error: ShardprepError) -> bool:
+    """Return whether an error is one of the shard that was read, not of reading, an input or a library."""
+    return isinstance(error, (BrokenShard, MissingShard, OtherPlan, UnknownVersion))
+
+
+def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
+    """Return the shards that a verify found wrong and that were not made anew since, by number.
+
+    One open where nothing was found, and one more for each finding. Raises BrokenShard, UnknownVersion where
+    they cannot be known, ReadWriteError.
+    """
+    try:
+        file = read_file(folder / FINDINGS_NAME, _FORMAT, _FindingsFile, max_bytes=_MAX_BYTES)
+    except NOT_THERE:
+        return {}
+    except BrokenShard as error:
+        error.remedy = f"shardprep verify {quoted(folder)}"  # which shards were found wrong is not known
+        raise
+    if file.plan_id != plan_id:
+        return {}
+    return {
+        each.shard: each
+        for each in file.findings
+        if _manifest_sha256(folder, each.shard) == each.manifest_sha256
+    }
 
 
 def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Finding]:
@@ -200,7 +245,7 @@ def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Fin
         if check == "fast":
             raise
         return {}
-    return {number: each for number, each in found.items() if _rank(each.check) > _rank(check)}
+    return {number: each for number, each in found.items() if _RANKS[each.check] > _RANKS[check]}
 
 
 def publish_findings(
@@ -223,21 +268,20 @@ def publish_findings(
     before: dict[int, Finding] = {}
     with contextlib.suppress(BrokenShard):
         before = read_findings(folder, plan_id)
-    most_chars = min(_MOST_MESSAGE_CHARS, _MOST_MESSAGES_CHARS // len(of_shards))
     findings = {
         number: each
         for number, each in before.items()
-        if number in not_read or _rank(each.check) > _rank(check)
+        if number in not_read or _RANKS[each.check] > _RANKS[check]
     }
     for shard_id, error in of_shards.items():
         if not (digest := _manifest_sha256(folder, shard_id)):
             continue
-        message = str(error)[:most_chars].encode("utf-8", "replace").decode().replace("\0", "?")
         stands = findings.get(shard_id)  # of a more thorough verify, which alone may take it back
         findings[shard_id] = Finding(
             shard=shard_id,
             exit_code=error.exit_code,
-            message=message,
+            # Without half surrogates and NULs, which the file cannot hold.
+            message=str(error)[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode().replace("\0", "?"),
             manifest_sha256=digest,
             check=stands.check if stands else check,
         )
@@ -250,61 +294,21 @@ def publish_findings(
     except OSError as error:
         raise ReadWriteError(
             f"{folder / INDEX_NAME} cannot be removed ({error.strerror}), and some shards are wrong: "
-            "remove it"
+            "remove it",
+            path=folder / INDEX_NAME,
         ) from None
 
 
-def is_of_shard(error: ShardprepError) -> bool:
-    """Whether an error is one of the shard that was read, and not of reading, of an input or of a library."""
-    return isinstance(error, (BrokenShard, MissingShard, OtherPlan, UnknownVersion))
-
-
 def remove_findings(folder: Path) -> None:
-    """After a verify that found nothing; what fails is left."""
+    """Remove them after a verify that found nothing; what fails is left."""
     with contextlib.suppress(OSError):
         (folder / FINDINGS_NAME).unlink()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _FindingsFile:
-    """The values of findings.json."""
-
-    plan_id: Digest
-    findings: list[Finding]
-
-
-def read_findings(folder: Path, plan_id: str) -> dict[int, Finding]:
-    """Return the shards that a verify found wrong and that were not made anew since, by number.
-
-    One open where nothing was found, and one more for each finding. Raises BrokenShard, UnknownVersion where
-    they cannot be known, ReadWriteError.
-    """
-    path = folder / FINDINGS_NAME
-    try:
-        file = read_file(path, _FORMAT, _FindingsFile, max_bytes=_MAX_BYTES)
-    except NOT_THERE:
-        return {}
-    except BrokenShard as error:
-        raise BrokenShard(
-            f"{error}: which shards were found wrong is not known; run: shardprep verify {quoted(folder)}"
-        ) from None
-    if file.plan_id != plan_id:
-        return {}
-    return {
-        each.shard: each
-        for each in file.findings
-        if _manifest_sha256(folder, each.shard) == each.manifest_sha256
-    }
-
-
 def _manifest_sha256(folder: Path, shard_id: int) -> str:
-    """Of a manifest's bytes; "" where there is none. Raises ReadWriteError."""
+    """Return the hash of a manifest's bytes, "" where there is none. Raises ReadWriteError."""
     try:
         content = read_regular(manifest_path(folder, shard_id), max_bytes=MAX_MANIFEST_BYTES)
     except (*NOT_THERE, BrokenShard):
         return ""
     return hashlib.sha256(content).hexdigest()
-
-
-def _rank(check: Check) -> int:
-    return _CHECKS.index(check)

@@ -6,26 +6,28 @@ It is read, never mapped: where a file system fails, a mapped page is a SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from shardprep.errors import BrokenShard, MissingShard, OtherPlan, ReadWriteError, UsageError
+from shardprep.errors import BrokenShard, OtherPlan, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, ReadFile
-from shardprep.format.dataset_spec import CHUNK_RECORDS, IDX_HEADER_BYTES, DatasetSpec, idx_num_bytes
+from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.json_files import unknown_version
 from shardprep.format.names import (
     FORMAT_VERSION,
     PACKED_MEMBER_BYTES,
     idx_path,
+    missing_file,
     remake_command,
-    rerun_command,
 )
 
-HEADER_BYTES = IDX_HEADER_BYTES
+HEADER_BYTES = 64
+CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
 CHUNK_CRC = np.dtype("<u4")
 IDX_MAGIC = b"shardidx"
 IDX_HEADER = np.dtype(
@@ -70,24 +72,20 @@ class ChunkCrcs:
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._chunk_bytes = CHUNK_RECORDS * dtype.itemsize
         self._crcs: list[int] = []
-        self._num_bytes = 0  # of all records so far
+        self._rest = bytearray()  # of the last chunk, until it is full
 
     def add(self, records: bytes) -> None:
         """Take the next records, any number of them."""
-        view = memoryview(records)
-        while view:
-            in_chunk = self._num_bytes % self._chunk_bytes
-            part = view[: self._chunk_bytes - in_chunk]
-            if in_chunk:
-                self._crcs[-1] = zlib.crc32(part, self._crcs[-1])
-            else:
-                self._crcs.append(zlib.crc32(part))
-            self._num_bytes += len(part)
-            view = view[len(part) :]
+        self._rest += records
+        full = len(self._rest) // self._chunk_bytes * self._chunk_bytes
+        for begin in range(0, full, self._chunk_bytes):
+            self._crcs.append(zlib.crc32(memoryview(self._rest)[begin : begin + self._chunk_bytes]))
+        del self._rest[:full]
 
     def table(self) -> bytes:
-        """What stands behind the records."""
-        return np.array(self._crcs, CHUNK_CRC).tobytes()
+        """Return what stands behind the records."""
+        last = [zlib.crc32(self._rest)] if self._rest else []
+        return np.array(self._crcs + last, CHUNK_CRC).tobytes()
 
 
 class RecordFile:
@@ -95,19 +93,26 @@ class RecordFile:
 
     def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
         """``header``: its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
-        self.kind, self.dtype = kind, idx_dtype(kind)
-        self.remedy = remedy
+        self.dtype, self.remedy = idx_dtype(kind), remedy
         self.file = ReadFile(path)
-        try:
+        with contextlib.ExitStack() as opened:  # closes it where this fails
+            opened.enter_context(self.file)
             self._check_header(header)
-            self.num_samples = self._count_records()
-            self.checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # chunks, once compared
-            crcs_bytes = len(self.checked) * CHUNK_CRC.itemsize
+            # One number of records at most makes a file of its size.
+            chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
+            num_bytes = self.file.num_bytes - HEADER_BYTES
+            num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
+            num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
+            self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
+            if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
+                found = f"cut short: {num_bytes} bytes behind the header"
+                expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
+                raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
+            self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
+            crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
             crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
-        except BaseException:
-            self.file.close()
-            raise
-        self.crcs = np.frombuffer(crcs, CHUNK_CRC)
+            opened.pop_all()
+        self._crcs = np.frombuffer(crcs, CHUNK_CRC)
 
     def _check_header(self, expected: bytes) -> None:
         header = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
@@ -123,73 +128,47 @@ class RecordFile:
                 what = f"an idx for {name} {found[name]}"
                 raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=self.remedy)
 
-    def _count_records(self) -> int:
-        """How many records make a file of that size; one number at most does."""
-        num_bytes, record_bytes = self.file.num_bytes, self.dtype.itemsize
-        num_chunks, rest_bytes = divmod(
-            num_bytes - HEADER_BYTES, CHUNK_RECORDS * record_bytes + CHUNK_CRC.itemsize
-        )
-        num_records = num_chunks * CHUNK_RECORDS + max(0, rest_bytes - CHUNK_CRC.itemsize) // record_bytes
-        if num_bytes != idx_num_bytes(self.kind, num_records):
-            found = f"cut short: {num_bytes - HEADER_BYTES} bytes behind the header"
-            expected = f"records of {record_bytes} bytes, with their crc32s"
-            raise BrokenShard(path=self.file.path, found=found, expected=expected, remedy=self.remedy)
-        return num_records
+    def read(self, rows: slice) -> npt.NDArray[np.void]:
+        """Read the records of some rows. Raises BrokenShard; OSError.
 
-    def place(self, rows: slice) -> tuple[int, int]:
-        """Where to read for some rows: first byte and number of bytes.
-
-        The chunks that hold the rows, or the rows alone once these chunks were found to be right.
+        The first time, they are read with the chunks that hold them, whose crc32s are compared: 10 us for 20
+        KB of records, where reading the ids of as many rows takes 0.7 ms (one core, in the page cache).
         """
-        first, end = self._rows_to_read(rows)
-        size = self.dtype.itemsize
-        return HEADER_BYTES + first * size, (end - first) * size
+        first, stop, size = rows.start, rows.stop, self.dtype.itemsize
+        chunks = range(first // CHUNK_RECORDS, -(-stop // CHUNK_RECORDS))
+        is_new = 0 in self._is_checked[chunks.start : chunks.stop]
+        if is_new:
+            first, stop = chunks.start * CHUNK_RECORDS, min(chunks.stop * CHUNK_RECORDS, self.num_samples)
+        raw = self.file.read(HEADER_BYTES + first * size, (stop - first) * size)
+        records = np.frombuffer(raw, self.dtype)
+        for chunk in chunks if is_new else ():
+            begin = chunk * CHUNK_RECORDS - first
+            self._check(chunk, records[begin : begin + CHUNK_RECORDS])
+        return records[rows.start - first : rows.stop - first]
 
-    def records(self, rows: slice, data: npt.NDArray[np.uint8]) -> npt.NDArray[np.void]:
-        """The records of some rows, given the bytes that ``place`` told to read. Raises BrokenShard.
-
-        A chunk is checked once while the file is open: crc32 takes 10 us for 20 KB of records, where reading
-        the ids of as many rows takes 0.7 ms (one core, in the page cache).
-        """
-        if self._is_checked(rows):
-            return data.view(self.dtype)
-        first, _ = self._rows_to_read(rows)
-        size = CHUNK_RECORDS * self.dtype.itemsize
-        for place in range(0, len(data), size):
-            self._check(first // CHUNK_RECORDS + place // size, data[place : place + size])
-        return data.view(self.dtype)[rows.start - first : rows.stop - first]
-
-    def read_all(self) -> npt.NDArray[np.void]:
-        """Every record, in memory. Raises BrokenShard; OSError."""
-        rows = slice(0, self.num_samples)
-        return self.records(rows, np.frombuffer(self.file.read(*self.place(rows)), np.uint8))
-
-    def _check(self, chunk: int, data: npt.NDArray[np.uint8]) -> None:
-        """Compare the crc32 of a chunk; of an idx, that no offset is beyond all tars. Raises BrokenShard."""
-        if zlib.crc32(data.data) != self.crcs[chunk]:
+    def _check(self, chunk: int, records: npt.NDArray[np.void]) -> None:
+        found = ""
+        if zlib.crc32(records.tobytes()) != self._crcs[chunk]:
             found = f"damaged: another crc32 of the records from {chunk * CHUNK_RECORDS} on"
+        elif (last := int(records["offset"].max())) > MAX_OFFSET:
+            found = f"a sample at byte {last} of a tar"
+        if found:
             raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
-        if "offset" in (self.dtype.names or ()):
-            last = int(data.view(self.dtype)["offset"].max())
-            if last > MAX_OFFSET:
-                found = f"a sample at byte {last} of a tar"
-                raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
-        self.checked[chunk] = True
-
-    def _is_checked(self, rows: slice) -> bool:
-        return 0 not in self.checked[rows.start // CHUNK_RECORDS : -(-rows.stop // CHUNK_RECORDS)]
-
-    def _rows_to_read(self, rows: slice) -> tuple[int, int]:
-        """The rows, widened to whole chunks where some of these were not checked: first and end."""
-        if self._is_checked(rows):
-            return rows.start, rows.stop
-        first = rows.start // CHUNK_RECORDS * CHUNK_RECORDS
-        return first, min(-(-rows.stop // CHUNK_RECORDS) * CHUNK_RECORDS, self.num_samples)
+        self._is_checked[chunk] = True
 
 
 def idx_dtype(kind: str) -> np.dtype[Any]:
-    """Of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
+    """Return the type of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
     return _KINDS[kind]
+
+
+_Number = TypeVar("_Number", int, npt.NDArray[np.int64])
+
+
+def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
+    """Return the bytes of an idx: header, records and their crc32s; of an array of numbers, an array."""
+    num_chunks = -(-num_samples // CHUNK_RECORDS)
+    return HEADER_BYTES + num_samples * idx_dtype(kind).itemsize + num_chunks * CHUNK_CRC.itemsize
 
 
 def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
@@ -201,18 +180,18 @@ def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
     try:
         return RecordFile(path, spec.kind, idx_header(spec, shard_id), remedy)
     except NOT_THERE:
-        raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder)) from None
+        raise missing_file(path, shard_id, folder) from None
 
 
 def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
-    """A shard's whole idx in memory: a structured array of ``idx_dtype``, one per sample.
+    """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample.
 
     Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
     """
     try:
         idx = open_idx(folder, spec, shard_id)
         with idx.file:
-            return idx.read_all()
+            return idx.read(slice(0, idx.num_samples))
     except OSError as error:
         raise ReadWriteError(f"{idx_path(folder, shard_id)} cannot be read: {error.strerror}") from error
 
@@ -250,7 +229,7 @@ def misplaced_samples(
 
 
 def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
-    """The 64 bytes that begin an idx."""
+    """Return the 64 bytes that begin an idx."""
     fields = (
         IDX_MAGIC,
         FORMAT_VERSION,
@@ -265,7 +244,7 @@ def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
 
 
 def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:
-    """The samples of a shard that hold the document at a place, the last one that begins there or before.
+    """Return the samples of a shard that hold a document, the last one that begins at a place or before.
 
     Rows for validation stand behind the ``num_train`` others; either side may hold it.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,8 @@ from msgspec import Meta
 
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, quoted
 from shardprep.files import NOT_THERE, size_of_file
-from shardprep.format.dataset_spec import DatasetSpec, idx_num_bytes, least_tar_bytes
+from shardprep.format.dataset_spec import DatasetSpec
+from shardprep.format.idx import idx_num_bytes
 from shardprep.format.json_files import Count, Text, read_file, with_content_hash, wrong_value
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
 from shardprep.format.names import (
@@ -89,27 +90,35 @@ def _read_index_file(path: Path) -> DatasetIndex:
         columns = np.array([row[:-1] for row in file.shards], np.int64).reshape(-1, len(COLUMNS))
     if file.columns != [*COLUMNS, "tar_sha256"]:
         raise wrong_value(path, "columns", file.columns, f"{', '.join(COLUMNS)}, tar_sha256")
-    spec = file.spec
-    if len(columns) != spec.num_shards:
-        raise wrong_value(path, "shards", f"{len(columns)} rows", f"{spec.num_shards}, one per shard")
+    if len(columns) != file.spec.num_shards:
+        raise wrong_value(path, "shards", f"{len(columns)} rows", f"{file.spec.num_shards}, one per shard")
+    _check_numbers(file.spec, columns, lambda row: (path, f"shards[{row}]"))
+    hashes = tuple(row[-1] for row in file.shards)
+    return DatasetIndex(
+        spec=file.spec, columns=columns, tar_sha256=hashes, sources=file.sources, blanked=file.blanked
+    )
+
+
+def _check_numbers(
+    spec: DatasetSpec, columns: npt.NDArray[np.int64], place_of: Callable[[int], tuple[Path, str]]
+) -> None:
+    """Check that the numbers of each shard are possible beside one another. Raises BrokenShard."""
     samples, documents, tokens, tar_bytes, idx_bytes, validation = columns.T
+    # The least bytes of a tar: two blocks a document, the ids of a row.
+    sample_bytes = spec.seq_len * spec.token_bytes if spec.has_rows else 2 * BLOCK_BYTES
     wrong = {
         "num_samples": samples > MAX_SAMPLES,
         "idx_bytes, by num_samples": idx_bytes != idx_num_bytes(spec.kind, samples),
         "tar_bytes, in whole blocks": (tar_bytes % BLOCK_BYTES != 0) | (tar_bytes < 2 * BLOCK_BYTES),
-        "tar_bytes, by num_samples": tar_bytes < least_tar_bytes(spec, samples.clip(0, MAX_SAMPLES)),
+        "tar_bytes, by num_samples": tar_bytes < samples.clip(0, MAX_SAMPLES) * sample_bytes,
         "num_documents, by num_samples": (documents != samples) & (not spec.has_rows),
         "num_tokens, by num_samples": (tokens > samples * spec.seq_len) & spec.has_rows,
         "num_validation_samples": validation > (samples if spec.validation_fraction else 0),
     }
     for what, rows in wrong.items():
         if rows.any():
-            number = int(rows.argmax())
-            raise wrong_value(path, f"shards[{number}]", columns[number].tolist(), f"other {what}")
-    hashes = tuple(row[-1] for row in file.shards)
-    return DatasetIndex(
-        spec=spec, columns=columns, tar_sha256=hashes, sources=file.sources, blanked=file.blanked
-    )
+            row = int(rows.argmax())
+            raise wrong_value(*place_of(row), columns[row].tolist(), f"other {what}")
 
 
 @contextmanager
@@ -131,6 +140,7 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
     """
     spec: DatasetSpec | None = None
     rows: list[tuple[int, ...]] = []
+    shard_ids: list[int] = []
     hashes: list[str] = []
     blanked: list[int] = []
     sources: list[Mapping[str, SourceCounts]] = []
@@ -150,11 +160,14 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
         hashes.append((manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS])
         blanked += [manifest.shard_id] if manifest.made_from else []
         sources.append(counts.sources)
+        shard_ids.append(manifest.shard_id)
     if spec is None:
         raise MissingShard("no manifest was given")
+    columns = np.array(rows, np.int64)
+    _check_numbers(spec, columns, lambda row: (manifest_path(folder, shard_ids[row]), "counts"))
     return DatasetIndex(
         spec=spec,
-        columns=np.array(rows, np.int64),
+        columns=columns,
         tar_sha256=tuple(hashes),
         sources=sum_of_sources(sources),
         blanked=id_ranges(blanked),
@@ -170,26 +183,21 @@ def read_index(folder: Path) -> DatasetIndex:
     try:
         return _read_index_file(folder / INDEX_NAME)
     except NOT_THERE:
-        return _merge_folder(folder)
+        present = manifest_ids(folder)
     except BrokenShard as error:
         error.remedy = f"shardprep verify {quoted(folder)}"
         raise
-
-
-def _merge_folder(folder: Path) -> DatasetIndex:
-    present = manifest_ids(folder)
+    remedy = f"shardprep run {quoted(folder)}"
     if not present:
         if size_of_file(folder / PLAN_NAME) is not None:
-            remedy = f"shardprep run {quoted(folder)}"
             raise NotFound(path=folder, found="a plan, but no shard yet", remedy=remedy)
         raise NotFound(path=folder, found=f"no data set: neither {INDEX_NAME} nor a shard's manifest")
-    first = read_manifest(folder, present[0])
-    if present[-1] >= first.spec.num_shards:
-        path, last = manifest_path(folder, present[-1]), first.spec.num_shards - 1
-        expected = f"shards 0 to {last}; move it, with its tar and idx, to the data set that it belongs to"
+    num_shards = read_manifest(folder, present[0]).spec.num_shards
+    if present[-1] >= num_shards:
+        expected = f"shards 0 to {num_shards - 1}; move it, with its tar and idx, to its own data set"
+        path = manifest_path(folder, present[-1])
         raise OtherPlan(path=path, found="a shard of another data set", expected=expected)
-    missing = sorted(set(range(first.spec.num_shards)) - set(present))
-    if missing:
-        found = f"{len(present)} of {first.spec.num_shards} shards, without {id_ranges(missing)}"
-        raise MissingShard(path=folder, found=found, remedy=f"shardprep run {quoted(folder)}")
+    if missing := sorted(set(range(num_shards)) - set(present)):
+        found = f"{len(present)} of {num_shards} shards, without {id_ranges(missing)}"
+        raise MissingShard(path=folder, found=found, remedy=remedy)
     return merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in present))

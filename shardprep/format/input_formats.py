@@ -27,7 +27,7 @@ class InputFormat:
 INPUT_FORMATS = (
     InputFormat(
         suffixes=(".txt", ".text"),
-        reader="text_lines:TextLines",
+        reader="lines:TextLines",
         unit="byte",
         document="a line, or a whole file with `--doc file`",
         cut_at="line ends",

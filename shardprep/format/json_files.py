@@ -41,6 +41,7 @@ MAX_JSON_DEPTH = 512
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text",
           "array": "a list", "object": "an object"}  # fmt: skip
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of the place in an error of msgspec, such as $.shards[3]
 
@@ -181,19 +182,13 @@ def is_too_deep(raw: bytes | bytearray) -> bool:
     return False
 
 
-def load_json(raw: bytes | bytearray, **hooks: Any) -> Any:
-    """Parse JSON in UTF-8; ``hooks`` are those of json.loads. Raises ValueError, too deep JSON included."""
+def load_json(raw: bytes | bytearray) -> Any:
+    """Parse JSON in UTF-8. Raises ValueError, too deep JSON included."""
     if is_too_deep(raw):
         raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} levels deep")
-    return json.loads(raw.decode("utf-8"), **hooks)
+    return json.loads(raw.decode("utf-8"))
 
 
 def is_text(value: object) -> bool:
     """Return whether a value is a str that can be written: it holds no half of a surrogate pair."""
-    if not isinstance(value, str):
-        return False
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and _SURROGATE.search(value) is None

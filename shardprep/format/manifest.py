@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from shardprep.errors import BrokenShard, MissingShard, OtherPlan
+from shardprep.errors import BrokenShard, OtherPlan
 from shardprep.files import NOT_THERE, Digest, FileStamp, names_in, size_of_file, stamp_file
-from shardprep.format.dataset_spec import DatasetSpec, idx_num_bytes, least_tar_bytes
+from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.json_files import (
     Count,
     Seconds,
@@ -25,15 +25,14 @@ from shardprep.format.json_files import (
     as_type,
     read_file,
     with_content_hash,
-    wrong_value,
 )
 from shardprep.format.names import (
-    DIGEST_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_SAMPLES,
     MAX_SHARDS,
     VOUCHED_PATHS,
     manifest_path,
+    missing_file,
     remake_command,
     rerun_command,
 )
@@ -153,8 +152,8 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardMaking:
-    """What reports need of a manifest: what a shard holds, and how it was made."""
+class ShardMaking(RunFacts):
+    """What reports need of a manifest: how a shard was made, and what it holds."""
 
     shard_id: int
     plan_id: str
@@ -162,32 +161,21 @@ class ShardMaking:
     input_bytes: int
     sources: Mapping[str, SourceCounts]
     tar_bytes: int
-    node: str
     job_id: str  # Slurm's, of the array where it was one; empty where no job made it
-    began: float  # seconds since 1970
-    wall_s: float
-    cpu_s: float
-    num_cpus: int
-    max_rss_bytes: int
 
     @staticmethod
     def of(manifest: Manifest, path: Path) -> ShardMaking:
         """Raises BrokenShard."""
         run, counts = manifest.facts_of_run(path), manifest.counts
         return ShardMaking(
+            **vars(dataclasses.replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
             shard_id=manifest.shard_id,
             plan_id=manifest.spec.plan_id,
             num_tokens=counts.num_tokens,
             input_bytes=counts.input_bytes,
             sources=counts.sources,
             tar_bytes=manifest.tar.num_bytes,
-            node=run.host,
             job_id=run.slurm.get("SLURM_ARRAY_JOB_ID") or run.slurm.get("SLURM_JOB_ID", ""),
-            began=run.began,
-            wall_s=run.wall_s,
-            cpu_s=run.cpu_s,
-            num_cpus=run.num_cpus,
-            max_rss_bytes=run.max_rss_bytes,
         )
 
     @property
@@ -205,41 +193,12 @@ def read_manifest(folder: Path, shard_id: int) -> Manifest:
     """Read shard-N.json. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
     path = manifest_path(folder, shard_id)
     try:
-        manifest = read_file(path, _FORMAT, Manifest, max_bytes=MAX_MANIFEST_BYTES)
-        _check_agreement(path, manifest)
+        return read_file(path, _FORMAT, Manifest, max_bytes=MAX_MANIFEST_BYTES)
     except NOT_THERE:
-        raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder)) from None
+        raise missing_file(path, shard_id, folder) from None
     except BrokenShard as error:
         error.remedy = rerun_command(shard_id, folder)
         raise
-    return manifest
-
-
-def _check_agreement(path: Path, manifest: Manifest) -> None:
-    """Check that counts and sizes are possible beside one another. Raises BrokenShard."""
-    counts, spec = manifest.counts, manifest.spec
-    num_idx_bytes = idx_num_bytes(spec.kind, counts.num_samples)
-    if manifest.idx.num_bytes != num_idx_bytes:
-        expected = f"{num_idx_bytes} for {counts.num_samples} samples"
-        raise wrong_value(path, "idx.num_bytes", manifest.idx.num_bytes, expected)
-    least = least_tar_bytes(spec, counts.num_samples)
-    if manifest.tar.num_bytes < least:
-        expected = f"{least} or more for {counts.num_samples} samples"
-        raise wrong_value(path, "tar.num_bytes", manifest.tar.num_bytes, expected)
-    if manifest.digests is not None:
-        num_bytes = manifest.digests.num_bytes
-        most_bytes = DIGEST_BYTES * counts.num_documents  # in rows, only documents that have tokens have one
-        is_short = num_bytes < most_bytes and not spec.has_rows
-        if num_bytes > most_bytes or num_bytes % DIGEST_BYTES or is_short:
-            raise wrong_value(path, "digests.num_bytes", num_bytes, str(most_bytes))
-    fraction, validation = spec.validation_fraction, counts.validation
-    if bool(fraction) != (validation is not None) or (fraction and manifest.digests is None):
-        raise wrong_value(
-            path, "counts.validation", validation, f"what a fraction of {fraction} gives, and digests"
-        )
-    for name, value in vars(validation).items() if validation else ():
-        if value > getattr(counts, name):
-            raise wrong_value(path, f"counts.validation.{name}", value, f"{getattr(counts, name)} at most")
 
 
 def manifest_ids(folder: Path) -> list[int]:
@@ -270,29 +229,26 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     return manifest
 
 
+def shard_files(
+    folder: Path, manifest: Manifest, names: Iterable[str] = tuple(VOUCHED_PATHS)
+) -> list[tuple[Path, FileStamp]]:
+    """Return the files that a manifest vouches for, with what it says of each. ``names``: only these."""
+    stamps = ((VOUCHED_PATHS[name](folder, manifest.shard_id), getattr(manifest, name)) for name in names)
+    return [(path, stamp) for path, stamp in stamps if stamp is not None]
+
+
 def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(VOUCHED_PATHS)) -> None:
     """Compare the sizes of files that a manifest vouches for, by their names there.
 
     Raises MissingShard, BrokenShard, ReadWriteError.
     """
-    shard_id = manifest.shard_id
-    for name in names:
-        stamp: FileStamp | None = getattr(manifest, name)
-        if stamp is None:
-            continue
-        path = VOUCHED_PATHS[name](folder, shard_id)
+    for path, stamp in shard_files(folder, manifest, names):
         found = size_of_file(path)
         if found is None:
-            raise MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder))
+            raise missing_file(path, manifest.shard_id, folder)
         if found != stamp.num_bytes:
-            remedy = rerun_command(shard_id, folder)
+            remedy = rerun_command(manifest.shard_id, folder)
             raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
-
-
-def shard_files(folder: Path, manifest: Manifest) -> list[tuple[Path, FileStamp]]:
-    """Return the files that a manifest vouches for, with what it says of each."""
-    stamps = ((path_of(folder, manifest.shard_id), name) for name, path_of in VOUCHED_PATHS.items())
-    return [(path, stamp) for path, name in stamps if (stamp := getattr(manifest, name)) is not None]
 
 
 def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> None:
@@ -300,14 +256,12 @@ def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> N
 
     Raises BrokenShard, MissingShard or ReadWriteError.
     """
-    shard_id = manifest.shard_id
     for path, stamp in shard_files(folder, manifest):
         is_known = tar_sha256 and stamp is manifest.tar
         try:
             found = tar_sha256 if is_known else stamp_file(path).sha256
         except NOT_THERE:
-            remedy = rerun_command(shard_id, folder)
-            raise MissingShard(path=path, found="missing", remedy=remedy) from None
+            raise missing_file(path, manifest.shard_id, folder) from None
         if found != stamp.sha256:
-            expected, remedy = stamp.sha256[:12], remake_command(shard_id, folder)
+            expected, remedy = stamp.sha256[:12], remake_command(manifest.shard_id, folder)
             raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)

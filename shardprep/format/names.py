@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardprep.errors import quoted
+from shardprep.errors import MissingShard, quoted
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,6 +107,11 @@ def rerun_command(shard_id: int, folder: Path) -> str:
 def remake_command(shard_id: int, folder: Path) -> str:
     """What a user types where a shard counts as done but is wrong: without its manifest it is not done."""
     return f"rm {quoted(manifest_path(folder, shard_id))} && {rerun_command(shard_id, folder)}"
+
+
+def missing_file(path: Path, shard_id: int, folder: Path) -> MissingShard:
+    """Return the error of a file of a shard that is not there."""
+    return MissingShard(path=path, found="missing", remedy=rerun_command(shard_id, folder))
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import functools
-import typing
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardprep.command_line import flag_words, option
+from shardprep.command_line import option
 from shardprep.errors import UsageError
-from shardprep.format.json_files import MOST, is_text
+from shardprep.format.json_files import MOST
 from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST_FRACTION, Record, TokenFormat
 
 Doc = Literal["line", "file"]
@@ -42,11 +42,9 @@ _fields = functools.partial(option, group=FIELDS)
 _text = functools.partial(option, group=TEXT)
 _tokens = functools.partial(option, group=TOKENS)
 _samples = functools.partial(option, group=SAMPLES)
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")  # a NUL, and what stands for a byte that is no UTF-8
 ENGINE_HELP = "library that encodes; the token ids never depend on it"
 BAD_HELP = "fail a shard (exit code 65) when a larger share of its documents is unusable"
-
-
-_option_types = functools.cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +131,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         """Check the options and settle those that are None; a settled object passes unchanged."""
-        self._check_values()
-        self._check_record()
+        self._check()
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             raise UsageError(
                 f"--split names {', '.join(sorted(unknown))}, expected some of {', '.join(SPLITS)}; names of "
@@ -182,55 +179,45 @@ class PlanOptions:
 
     def identity(self) -> dict[str, Any]:
         """Return what of them the plan's id is a hash of."""
+        kept = {}
         usual = {**vars(PlanOptions(record=self.record)), "record": "documents"}
-        return {
-            item.name: value
-            for item in PLAN_FIELDS
-            if item.metadata.get("is_in_id", True) and (value := getattr(self, item.name)) != usual[item.name]
-        }
+        for item in PLAN_FIELDS:
+            value = getattr(self, item.name)
+            if item.metadata.get("is_in_id", True) and value != usual[item.name]:
+                kept[item.name] = value
+        return kept
 
-    def _check_values(self) -> None:
-        kinds = _option_types(type(self))  # type: ignore[arg-type]  # a class can be hashed
-        for item in dataclasses.fields(self):
-            value, span = getattr(self, item.name), item.metadata.get("span")
-            if isinstance(value, (str, Path)) and "\0" in str(value):
-                raise UsageError(f"--{item.name} is {str(value)!r}, which holds a NUL; leave that out")
-            if isinstance(value, str) and not is_text(value):
-                raise UsageError(
-                    f"--{item.name} is {value!r}, which is not UTF-8; type it in a UTF-8 terminal"
-                )
-            choices = typing.get_args(kinds[item.name])
-            if typing.get_origin(kinds[item.name]) is Literal and value not in choices:
-                raise UsageError.of_value(f"--{item.name}", value, f"one of {', '.join(choices)}")
-            if span and value and not span[0] <= value <= span[1]:
-                raise UsageError.of_value(f"--{item.name}", value, f"{span[0]} to {span[1]}")
-
-    def _check_record(self) -> None:
-        """That no option is given which this record does not have."""
+    def _check(self) -> None:
+        """Raises UsageError for a value that cannot be, or that this record does not have."""
         if self.text_template and self.text_field:
             raise UsageError(found="--text_field and --text_template", expected="one of the two")
         if self.has_rows and self.keep_text:
             raise _wrong_record("keep_text", "documents, as packed rows hold no text", "--record documents")
+        has = {"rows": self.has_rows, "chat": self.is_chat, "texts": not self.is_chat}
         for item in dataclasses.fields(self):
-            value, of = getattr(self, item.name), item.metadata.get("of")
-            if value == item.default or not (value or item.default):
-                continue
-            if of == "rows" and not self.has_rows:
-                raise _wrong_record(item.name, "packed rows", "--record packed")
-            if of == "chat" and not self.is_chat:
-                raise _wrong_record(item.name, "conversations", "--record chat")
-            if self.is_chat and of == "texts":
-                raise _wrong_record(
-                    item.name,
-                    "texts, and a template alone decides how a conversation reads; leave it out",
-                    None,
-                )
+            name, value, facts = item.name, getattr(self, item.name), item.metadata
+            span, of = facts.get("span"), facts.get("of")
+            if isinstance(value, str) and _NOT_TEXT.search(value):
+                raise UsageError(f"--{name} is {value!r}, expected UTF-8 without a NUL")
+            if span and value and not span[0] <= value <= span[1]:
+                raise UsageError.of_value(f"--{name}", value, f"{span[0]} to {span[1]}")
+            is_given = value != item.default and bool(value or item.default)
+            if of and is_given and not has[of]:
+                raise _wrong_record(name, *_MEANT[of])
+
+
+# What the records are for which an option is, and what asks for them.
+_MEANT = {
+    "rows": ("packed rows", "--record packed"),
+    "chat": ("conversations", "--record chat"),
+    "texts": ("texts, and a template alone decides how a conversation reads", None),
+}
 
 
 def _wrong_record(name: str, meant: str, remedy: str | None) -> UsageError:
     """Return the error of an option that is for another record."""
-    more = f"; add {remedy}, or leave it out" if remedy else ""
-    return UsageError(f"--{name} is for {meant}{more}", found=f"--{name}", remedy=remedy)
+    todo = f"add {remedy}, or leave it out" if remedy else "leave it out"
+    return UsageError(f"--{name} is for {meant}; {todo}", found=f"--{name}", remedy=remedy)
 
 
 PLAN_FIELDS = dataclasses.fields(PlanOptions)
@@ -293,10 +280,18 @@ def option_differences(planned: PlanOptions, now: PlanOptions, names: set[str] |
 
 
 def flags_of(options: PlanOptions) -> list[str]:
-    """The words of a command line that give these options."""
+    """Return the words of a command line that give these options."""
     usual = {**vars(PlanOptions(record=options.record)), "record": "documents", "seq_len": 0}
-    flags = {item.name: getattr(options, item.name) for item in PLAN_FIELDS if item.metadata["help"]}
-    return [*flag_words({name: value for name, value in flags.items() if value not in ("", usual[name])})]
+    words = []
+    for item in PLAN_FIELDS:
+        name, value = item.name, getattr(options, item.name)
+        if not item.metadata["help"] or value in ("", usual[name]):
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            words += [f"--{name}", str(value)]
+    return words
 
 
 def _python_encoding(name: str) -> str:

@@ -14,11 +14,11 @@ import dataclasses
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, overload
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import orjson
@@ -32,7 +32,6 @@ from shardprep.files import (
     ReadFile,
     errors_named,
     is_folder,
-    is_name_inside,
     names_in,
     sync_folder,
 )
@@ -59,6 +58,11 @@ _MAX_HEAD_BYTES = 64 << 20  # a plan of 10^6 inputs and 10^5 shards has 200 KB
 _MAX_BLOCK_BYTES = 16 << 20  # a path has at most 4 KiB
 
 
+def _leads_outside(name: str) -> bool:
+    """Return whether a path in a file may lead out of its folder, or is spelled oddly."""
+    return not {"", ".", ".."}.isdisjoint(name.split("/"))
+
+
 class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One file of the plan. ``mtime_ns`` is outside the plan id: a copy or a touch changes nothing."""
 
@@ -68,7 +72,7 @@ class InputFile(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=F
     sha256: Digest  # of the first, middle and last 64 KiB
 
     def __post_init__(self) -> None:
-        if not is_name_inside(self.path):  # what lies there may be a link, as planning takes links to files
+        if _leads_outside(self.path):  # what lies there may be a link, as planning takes links to files
             raise ValueError(f"path is {self.path!a}, expected the path of a file below the input folder")
 
 
@@ -111,19 +115,25 @@ class PlannedShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What plan.json holds. Frozen: a plan is never edited."""
+class _Decisions:
+    """What the plan and its first line on the disk say alike."""
 
-    plan_id: str
-    input_dir: Path
+    plan_id: Digest
     options: PlanOptions
-    max_bad_fraction: float
+    max_bad_fraction: Annotated[float, Meta(ge=0, le=1)]
     tokenizer: TokenizerSpec
     tokenizer_files: dict[str, FileStamp]  # name -> of each file in DATA/tokenizer
     probe: list[str]  # texts that tell engines apart, see engines.py
-    probe_sha256: str  # of their ids by the reference engine
+    probe_sha256: Digest  # of their ids by the reference engine
     fast_engine_is_equal: bool  # the fast engine gave the reference's ids on probe and sample
-    # Of a plan in parts the lists are Rows, which read what they are asked for.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(_Decisions):
+    """What plan.json holds. Frozen: a plan is never edited."""
+
+    input_dir: Path
+    # Of a plan that was read these are Rows, which read what they are asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
     names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see planning.InputListing
@@ -211,10 +221,6 @@ class Plan:
 
     def shard_bytes(self) -> list[int]:
         """Return the input bytes of every shard. Reads all of the plan."""
-        return self._shard_bytes
-
-    @cached_property
-    def _shard_bytes(self) -> list[int]:
         sizes = [item.num_bytes for item in self.inputs]
         cuts = list(self.cuts)
         _check_cuts(cuts, len(sizes))
@@ -222,8 +228,8 @@ class Plan:
         ends = [(cut.input_number, cut.byte) for cut in (cuts[0], cuts[-1])]
         if is_beyond or ends != [(0, 0), (len(sizes), 0)]:
             raise _wrong_cuts(f"{ends[0]} to {ends[1]}", f"all bytes of {len(sizes)} inputs")
-        prefix = [0, *itertools.accumulate(sizes)]
-        places = [prefix[cut.input_number] + cut.byte for cut in cuts]
+        before = [0, *itertools.accumulate(sizes)]
+        places = [before[cut.input_number] + cut.byte for cut in cuts]
         return [end - start for start, end in itertools.pairwise(places)]
 
 
@@ -250,12 +256,9 @@ def is_one_file_a_shard(plan: Plan) -> bool:
     )
 
 
-# How plan.json is written and read.
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Where the rows of a table lie in the file."""
+    """Where the rows of a table lie in plan.json."""
 
     num_rows: Count
     offset: Count  # of the first row, from the end of the head on
@@ -264,18 +267,10 @@ class _Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Head:
-    """The values of the first line."""
+class _Head(_Decisions):
+    """The values of the first line of plan.json."""
 
-    plan_id: Digest
     input_dir: Text
-    options: PlanOptions
-    max_bad_fraction: Annotated[float, Meta(ge=0, le=1)]
-    tokenizer: TokenizerSpec
-    tokenizer_files: dict[str, FileStamp]
-    probe: list[str]
-    probe_sha256: Digest
-    fast_engine_is_equal: bool
     inputs_sha256: Digest  # of what the plan's id has of them
     cuts_sha256: Digest
     tables: dict[str, _Table]
@@ -296,8 +291,8 @@ class Rows(Sequence[T]):
             raise wrong_value(file.path, "tables", f"{len(sizes)} blocks", f"those of {table.num_rows} rows")
         if sum(sizes) > file.num_bytes:
             raise wrong_value(file.path, "tables", f"{sum(sizes)} bytes", f"{file.num_bytes} at most")
-        steps = itertools.accumulate((size + len(b",\n") for size in sizes), initial=begin + table.offset)
-        self._offsets = list(steps)
+        steps = (size + len(b",\n") for size in sizes)
+        self._offsets = list(itertools.accumulate(steps, initial=begin + table.offset))
         self._held: dict[int, list[T]] = {}
 
     def __len__(self) -> int:
@@ -307,24 +302,16 @@ class Rows(Sequence[T]):
         for number in range(len(self._table.blocks)):
             yield from self._block(number)
 
-    @overload
-    def __getitem__(self, key: int) -> T: ...
-    @overload
-    def __getitem__(self, key: slice) -> list[T]: ...
-    def __getitem__(self, key: int | slice) -> T | list[T]:
-        places = range(len(self))[key]
-        if isinstance(places, range):
-            return [self[place] for place in places]
-        number, place = divmod(places, _ROWS_PER_BLOCK)
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return [self[place] for place in range(len(self))[key]]
+        number, place = divmod(range(len(self))[key], _ROWS_PER_BLOCK)
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        if number not in self._held:
-            self._held[number] = self._read_block(number)
-        return self._held[number]
-
-    def _read_block(self, number: int) -> list[T]:
         """Raises BrokenShard, ReadWriteError."""
+        if number in self._held:
+            return self._held[number]
         path, begin = self._file.path, self._offsets[number]
         num_bytes, expected = self._table.blocks[number]
         num_rows = min(_ROWS_PER_BLOCK, len(self) - number * _ROWS_PER_BLOCK)
@@ -341,34 +328,30 @@ class Rows(Sequence[T]):
             raise BrokenShard(path=path, found=f"{where}: {error}") from None
         if len(rows) != num_rows:
             raise BrokenShard(path=path, found=f"{where} are {len(rows)} rows", expected=num_rows)
+        self._held[number] = rows
         return rows
 
 
 def plan_id(plan: Plan) -> str:
     """Return the sha256 of what decides the shards' bytes, such as no folder and no mtime of an input."""
-    return _id_of(plan.options, plan.tokenizer, plan.probe_sha256, *_hashes_of_tables(plan))
+    return _id_of(plan, *_hashes_of_tables(plan))
 
 
 def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
-    """The hashes of what the id has of inputs and cuts."""
-    inputs = _sha256_of_rows(plan.inputs, lambda item: (item.path, item.num_bytes, item.sha256))
-    return inputs, _sha256_of_rows(plan.cuts, lambda cut: (cut.input_number, cut.byte, cut.sha256))
+    """Return the hashes of what the id has of inputs and cuts."""
+    inputs, cuts = hashlib.sha256(), hashlib.sha256()
+    for item in plan.inputs:
+        inputs.update(orjson.dumps((item.path, item.num_bytes, item.sha256)))
+    for cut in plan.cuts:
+        cuts.update(orjson.dumps((cut.input_number, cut.byte, cut.sha256)))
+    return inputs.hexdigest(), cuts.hexdigest()
 
 
-def _sha256_of_rows(rows: Sequence[T], part_of: Callable[[T], tuple[Any, ...]]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(orjson.dumps(part_of(row)))
-    return digest.hexdigest()
-
-
-def _id_of(
-    options: PlanOptions, tokenizer: TokenizerSpec, probe_sha256: str, inputs_sha256: str, cuts_sha256: str
-) -> str:
+def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
     identity = {
-        "options": options.identity(),
-        "tokenizer": {**dataclasses.asdict(tokenizer), "model_id": None},
-        "probe": probe_sha256,
+        "options": plan.options.identity(),
+        "tokenizer": {**dataclasses.asdict(plan.tokenizer), "model_id": None},
+        "probe": plan.probe_sha256,
         "version": FORMAT_VERSION,
         "inputs": inputs_sha256,
         "cuts": cuts_sha256,
@@ -392,10 +375,10 @@ def plan_json(plan: Plan) -> bytes:
         body += b"]\n"
         tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
     inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
-    values = {item.name: getattr(plan, item.name) for item in dataclasses.fields(plan)}
-    head = {name: value for name, value in values.items() if name not in ("inputs", "cuts", "names_left_out")}
-    head |= {
+    head = {
+        "plan_id": plan.plan_id,
         "input_dir": str(plan.input_dir),
+        **{item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)},
         "options": plan.options.to_json(),
         "tokenizer": dataclasses.asdict(plan.tokenizer),
         "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
@@ -408,16 +391,12 @@ def plan_json(plan: Plan) -> bytes:
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
     """Freeze a plan as plan.json; returns the plan that is frozen there. Raises Refused for another."""
-    raw = plan_json(plan)
-    file = PublishedFile(output_dir / PLAN_NAME)
-    try:
-        file.write(raw)
+    with PublishedFile(output_dir / PLAN_NAME) as file:
+        file.write(plan_json(plan))
         file.sync()
         if file.publish_first():
             sync_folder(output_dir)
             return plan
-    finally:
-        file.discard()
     frozen = need_plan(output_dir)
     if frozen.plan_id != plan.plan_id:
         raise Refused(
@@ -445,9 +424,8 @@ def read_plan(output_dir: Path) -> Plan | None:
     except NotADirectoryError:
         raise NotFound(path=output_dir, found="no folder", expected="the folder of a data set") from None
     except BrokenShard as error:
-        hint = "a plan is frozen: bring the file back as it was, or plan into a new folder"
-        message, path, found, expected = f"{error}; {hint}", error.path, error.found, error.expected
-        raise BrokenShard(message, path=path, found=found, expected=expected) from None
+        error.advise("a plan is frozen: bring the file back as it was, or plan into a new folder")
+        raise
 
 
 def need_plan(output_dir: Path) -> Plan:
@@ -480,56 +458,44 @@ def _open_plan(path: Path) -> Plan:
         while b"\n" not in raw and len(raw) < min(file.num_bytes, _MAX_HEAD_BYTES):
             raw += file.read(len(raw), min(file.num_bytes - len(raw), len(raw)))
     line = bytes(raw.partition(b"\n")[0])
-    begin = len(line) + 1
     data = checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
-    options = data.get("options")
-    if isinstance(options, dict):
+    if isinstance(options := data.get("options"), dict):
         _refuse_unknown_options(path, options)
     try:
         head = as_type(path, data, _Head)
     except UsageError as error:
         raise BrokenShard(f"{path}: its options cannot be: {error}", path=path) from None
-    found = _id_of(head.options, head.tokenizer, head.probe_sha256, head.inputs_sha256, head.cuts_sha256)
+    found = _id_of(head, head.inputs_sha256, head.cuts_sha256)
     if head.plan_id != found:
         raise wrong_value(path, "plan_id", head.plan_id, f"{found}, which options and tables give")
     if head.tables.keys() != _TABLES.keys():
         raise wrong_value(path, "tables", [*head.tables], f"{', '.join(_TABLES)}")
-    if not 1 <= head.tables["cuts"].num_rows - 1 <= MAX_SHARDS:
-        raise wrong_value(path, "tables.cuts", head.tables["cuts"].num_rows - 1, f"1 to {MAX_SHARDS} shards")
+    num_shards = head.tables["cuts"].num_rows - 1
+    if not 1 <= num_shards <= MAX_SHARDS:
+        raise wrong_value(path, "tables.cuts", num_shards, f"1 to {MAX_SHARDS} shards")
     for name in head.tokenizer_files:
-        if not is_name_inside(name) or "/" in name:
+        if _leads_outside(name) or "/" in name:
             raise wrong_value(path, "tokenizer_files", name, "names of files in the tokenizer's folder")
-    rows_of: dict[str, Rows[Any]] = {
-        name: Rows(file, begin, head.tables[name], kind) for name, kind in _TABLES.items()
+    rows: dict[str, Rows[Any]] = {
+        name: Rows(file, len(line) + 1, head.tables[name], kind) for name, kind in _TABLES.items()
     }
     return Plan(
-        plan_id=head.plan_id,
+        **{item.name: getattr(head, item.name) for item in dataclasses.fields(_Decisions)},
         input_dir=Path(head.input_dir),
-        options=head.options,
-        max_bad_fraction=head.max_bad_fraction,
-        tokenizer=head.tokenizer,
-        tokenizer_files=head.tokenizer_files,
-        probe=head.probe,
-        probe_sha256=head.probe_sha256,
-        fast_engine_is_equal=head.fast_engine_is_equal,
-        inputs=rows_of["inputs"],
-        cuts=rows_of["cuts"],
-        names_left_out=rows_of["left_out"],
+        inputs=rows["inputs"],
+        cuts=rows["cuts"],
+        names_left_out=rows["left_out"],
     )
 
 
 def _refuse_unknown_options(path: Path, options: dict[str, Any]) -> None:
     """Leave out unknown options that say no. Raises UnknownVersion for one that is used."""
-    known = {item.name for item in PLAN_FIELDS}
-    for name in options.keys() - known:
+    for name in options.keys() - {item.name for item in PLAN_FIELDS}:
         value = options.pop(name)
         if value not in (False, "", None):  # 0 is False
-            raise UnknownVersion(
-                path=path,
-                found=f"options.{name!a} is {value!r:.60}",
-                expected="options known here: install the newer shardprep that planned this, or plan "
-                "anew into a new folder",
-            )
+            found = f"options.{name!a} is {value!r:.60}"
+            expected = "options known here: install the newer shardprep that planned this, or plan anew"
+            raise UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
 
 
 def plan_differences(frozen: Plan, other: Plan) -> list[str]:

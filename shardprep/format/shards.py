@@ -1,26 +1,25 @@
 """A shard read back: the token ids of its samples, whole or one by one, and their documents.
 
-The ids come in the order of the idx, in pieces of some megabytes, so a shard of any size takes little memory.
+The ids come in the order of the idx, some megabytes at a time, so a shard of any size takes little memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from shardprep.errors import BrokenShard, MissingShard
+from shardprep.errors import BrokenShard
 from shardprep.files import NOT_THERE, ReadFile, errors_named, with_retries
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import misplaced_samples, read_idx
-from shardprep.format.names import remake_command, rerun_command, tar_path
+from shardprep.format.names import missing_file, remake_command, tar_path
 
-READ_BYTES = 4 << 20  # at once; a document of gigabytes is read in such pieces
+READ_BYTES = 4 << 20  # at once, or one sample
 
 
 class ShardSamples:
@@ -40,8 +39,7 @@ class ShardSamples:
             with errors_named(self.path):
                 self._tar = ReadFile(self.path)
         except NOT_THERE:
-            remedy = rerun_command(shard_id, folder)
-            raise MissingShard(path=self.path, found="missing", remedy=remedy) from None
+            raise missing_file(self.path, shard_id, folder) from None
         wrong = misplaced_samples(spec, records, self._tar.num_bytes)
         if wrong.any():
             self._tar.close()
@@ -56,16 +54,16 @@ class ShardSamples:
         self._tar.close()
 
     def _read(self, offset: int, num_bytes: int) -> bytearray:
-        """Some bytes of the tar, tried again where a file system may come back."""
+        """Read some bytes of the tar, again where a file system may come back."""
         return with_retries(f"{self.path} cannot be read", lambda: self._tar.read(offset, num_bytes))
 
     def ids(self, number: int) -> npt.NDArray[np.uint32]:
-        """The ids of one sample, without padding: uint32[tokens]."""
-        ids = list(self._ids_of(self.records[number : number + 1]))
-        return np.concatenate(ids)[: int(self.records["num_tokens"][number])].astype(np.uint32)
+        """Return the ids of one sample, without padding: uint32[tokens]."""
+        (ids,) = self._ids_of(self.records[number : number + 1])
+        return ids[: int(self.records["num_tokens"][number])].astype(np.uint32)
 
     def starts(self, number: int) -> npt.NDArray[np.int64]:
-        """The places in a sample where documents begin, ascending: int64[documents]; 0 for a document."""
+        """Return where in a sample documents begin, ascending: int64[documents]; 0 for a document."""
         if not self.spec.has_rows:
             return np.zeros(1, np.int64)
         record = self.records[number]
@@ -73,7 +71,7 @@ class ShardSamples:
         return np.frombuffer(raw, "<u4").astype(np.int64) % self.spec.seq_len
 
     def loss_mask(self, number: int) -> npt.NDArray[np.bool_]:
-        """Which ids of a sample the assistant wrote, bool[tokens]; of what is no conversation, all."""
+        """Return which ids of a sample the assistant wrote, bool[tokens]; of what is no conversation, all."""
         record = self.records[number]
         if self.spec.record != "chat":
             return np.ones(int(record["num_tokens"]), np.bool_)
@@ -81,17 +79,18 @@ class ShardSamples:
         return np.frombuffer(raw, np.uint8).astype(np.bool_)
 
     def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
-        """The ids of all samples in order, without padding, some at a time: uint32[tokens] arrays."""
+        """Yield the ids of all samples in order, without padding, some at a time: uint32[tokens]."""
         first, seq_len = 0, self.spec.seq_len
         for ids in self._ids_of(self.records):
-            if seq_len:  # whole rows, but for rows of megabytes
-                place = first + np.arange(len(ids))
-                ids = ids[place % seq_len < self.records["num_tokens"][place // seq_len]]
-                first += len(place)
+            if seq_len:
+                rows = ids.reshape(-1, seq_len)
+                num_tokens = self.records["num_tokens"][first : first + len(rows)]
+                ids = rows[np.arange(seq_len) < num_tokens[:, None]]
+                first += len(rows)
             yield ids.astype(np.uint32)
 
     def document_lengths(self, *, rows_hold_wholes: bool) -> npt.NDArray[np.int64]:
-        """Tokens of the documents that ``pieces`` gives one after another: int64[documents].
+        """Return the tokens of the documents that ``pieces`` gives one after another: int64[documents].
 
         In packed rows a document that goes on in the next row is one, but not with ``rows_hold_wholes``
         (``--pack best_fit``): the next row may hold others, so each piece of a longer one counts for itself.
@@ -108,86 +107,49 @@ class ShardSamples:
         steps = np.diff(records["offset"].astype(np.int64))  # back, where samples for validation begin
         try:
             for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
-                yield from ids_of(self.spec, part, raw_ids(part, self._read))
+                yield from ids_of(self.spec, part, self._read)
         except (ValueError, OverflowError) as error:
             found = f"it holds token ids that cannot be read ({error})"
             raise BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
 
 
-class RawIds(NamedTuple):
-    """The bytes of the ids of samples that follow each other, or a part of a long sample's."""
+def ids_of(
+    spec: DatasetSpec, records: npt.NDArray[np.void], read: Callable[[int, int], bytearray]
+) -> Iterator[npt.NDArray[np.integer]]:
+    """Yield all ids of samples that stand one behind another, some samples at a time; rows with padding.
 
-    rows: slice  # of the records
-    begin: int  # byte of the tar
-    data: bytearray
-    is_last: bool = True  # nothing of the last sample follows
-
-
-def raw_ids(records: npt.NDArray[np.void], read: Callable[[int, int], bytearray]) -> Iterator[RawIds]:
-    """All bytes of the ids of consecutive samples, about READ_BYTES at a time."""
-    first = 0
-    ends = records["offset"] + records["num_bytes"]
+    ``read``: gives bytes of the tar, by the first and their number. Raises ValueError for what is no id.
+    """
+    first, ends = 0, records["offset"] + records["num_bytes"]
     while first < len(records):
         begin = int(records["offset"][first])
-        last = int(np.searchsorted(ends, begin + READ_BYTES, side="right"))
-        if last > first:
-            yield RawIds(slice(first, last), begin, read(begin, int(ends[last - 1]) - begin))
-            first = last
-            continue
-        end = int(ends[first])
-        for place in range(begin, end, READ_BYTES):
-            stop = min(place + READ_BYTES, end)
-            yield RawIds(slice(first, first + 1), place, read(place, stop - place), stop == end)
-        first += 1
+        end = max(first + 1, int(np.searchsorted(ends, begin + READ_BYTES, side="right")))
+        group = records[first:end]
+        raw = read(begin, int(ends[end - 1]) - begin)
+        places = group["offset"].astype(np.int64) - begin
+        yield _json_ids(raw, places, group) if spec.kind == "json" else _binary_ids(raw, places, group, spec)
+        first = end
 
 
-def ids_of(
-    spec: DatasetSpec, records: npt.NDArray[np.void], raws: Iterable[RawIds]
-) -> Iterator[npt.NDArray[np.integer]]:
-    """All ids of consecutive samples, some at a time; of packed rows with their padding.
-
-    Raises ValueError where they are none. Of a long JSON list, each piece is cut at its last comma.
-    """
-    rest, num_found = b"", 0  # of a long list: what is not parsed yet, and the ids before it
-    for raw in raws:
-        group = records[raw.rows]
-        begin = int(group["offset"][0])
-        if raw.begin == begin and raw.is_last:
-            yield _ids_in(raw.data, spec, group, begin)
-        elif spec.kind != "json":
-            yield np.frombuffer(raw.data, spec.dtype)
-        else:
-            text = rest + raw.data
-            head, _, rest = (text, b"", b"") if raw.is_last else text.rpartition(b", ")
-            ids = orjson.loads(b"[" + head.removeprefix(b"[").removesuffix(b"]") + b"]")
-            num_found += len(ids)
-            yield np.array(ids, np.int64)
-            if raw.is_last:
-                _check_count([num_found], group)
-                num_found = 0
-
-
-def _check_count(found: list[int], group: npt.NDArray[np.void]) -> None:
-    if found != group["num_tokens"].tolist():
-        raise ValueError("a list has another number of tokens than the idx says")
-
-
-def _ids_in(
-    raw: bytearray, spec: DatasetSpec, group: npt.NDArray[np.void], begin: int
-) -> npt.NDArray[np.integer]:
-    """The ids of consecutive samples, given the bytes of the tar from the first of them on."""
-    places = group["offset"].astype(np.int64) - begin
-    if spec.kind != "json":
-        size = spec.dtype.itemsize
-        counts = group["num_bytes"].astype(np.int64) // size
-        shifts = places // size - np.cumsum(counts) + counts
-        every = np.frombuffer(raw, spec.dtype, len(raw) // size)
-        return np.take(every, np.repeat(shifts, counts) + np.arange(counts.sum()))
+def _json_ids(
+    raw: bytearray, places: npt.NDArray[np.int64], group: npt.NDArray[np.void]
+) -> npt.NDArray[np.int64]:
     sizes = group["num_bytes"].tolist()
     texts = [raw[place : place + size] for place, size in zip(places.tolist(), sizes, strict=True)]
     lists = orjson.loads(b"[" + b",".join(texts) + b"]")
-    _check_count([*map(len, lists)], group)
+    if [*map(len, lists)] != group["num_tokens"].tolist():
+        raise ValueError("a list has another number of tokens than the idx says")
     ids = list(chain.from_iterable(lists))
     if not {int}.issuperset(map(type, ids)) or (ids and min(ids) < 0):
         raise ValueError("a list holds what is no token id")
     return np.array(ids, np.int64)
+
+
+def _binary_ids(
+    raw: bytearray, places: npt.NDArray[np.int64], group: npt.NDArray[np.void], spec: DatasetSpec
+) -> npt.NDArray[np.integer]:
+    size = spec.dtype.itemsize
+    counts = group["num_bytes"].astype(np.int64) // size
+    shifts = places // size - np.cumsum(counts) + counts
+    every = np.frombuffer(raw, spec.dtype, len(raw) // size)
+    return np.take(every, np.repeat(shifts, counts) + np.arange(counts.sum()))

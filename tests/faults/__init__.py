@@ -10,8 +10,8 @@ in words, or what it made is *equal* to what it makes undisturbed. Everything el
     its own -> judging, outcomes how it ended; os_calls.c fails, kills or stops at the k-th call to the
     operating system
 
-    at_calls, races, power_loss, full_disks, clocks, disturbed_files, bad_json, altered_inputs: the campaigns,
-    each a generator of outcomes
+    at_calls, races, power_loss, full_disks, clocks, disturbed_files, bad_json: the campaigns, each a
+    generator of outcomes
 
 Thousands of runs take minutes, as each is a fork of one process that has imported everything already.
 """

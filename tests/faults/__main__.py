@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.faults import (
-    altered_inputs,
     at_calls,
     bad_json,
     clocks,
@@ -50,7 +49,6 @@ CAMPAIGNS = {
     "power_loss": Campaign(power_loss.outcomes, _TWO, num_quick=1),
     "races": Campaign(races.outcomes, _TWO),
     "clocks": Campaign(clocks.outcomes, _TWO),
-    "altered_inputs": Campaign(altered_inputs.outcomes, ("formats",), ("formats",)),
 }
 # Of each file or hit and command. Full takes some 2 hours of one core, quick some 4 s per campaign.
 _FAULTS = 200

@@ -12,9 +12,10 @@ import errno
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 
 from shardprep.errors import Stopped
 from tests.faults.commands import EXPORTS, LITTER
@@ -75,110 +76,98 @@ class OsFault:
         return signal.Signals(self.stop).name if self.stop else f"{os.strerror(self.error)}, {self.mode}"
 
 
-_ERROR_HITS = (
-    Hit("plan", "raw", "plan"),
-    Hit("shard", "planned", "shard", 5),
-    Hit("shard", "verified", "shard, done"),
-    Hit("run", "planned", "run", 1),
-    Hit("verify", "made", "verify"),
-    Hit("verify --fast", "made", "verify --fast", 1.5),
-    Hit("load", "verified", "load", 4),
-    Hit("load", "made", "load, no index", 1.5),
-    Hit("stage", "verified", "stage"),
-    Hit("status", "made", "status", 1.5),
-    Hit("submit", "planned", "submit", 1.5),
-    Hit("peek", "verified", "peek", 0.5),
-    Hit("doctor", "planned", "doctor", 0.5),
-    Hit("train_tokenizer", "raw", "train_tokenizer", 0.5),
-    Hit("report", "verified", "report", 0.5),
-    Hit("blank", "verified", "blank", 0.12),
-    Hit("clean", "littered", "clean", 0.5),
-    *(Hit(name, "verified", name, 0.12) for name in EXPORTS),
-)
-_KILL_HITS = (
-    Hit("plan", "raw", "plan", 1),
-    Hit("shard", "planned", "shard", 2),
-    Hit("shard", "verified", "shard, done", 0.5),
-    Hit("run", "planned", "run", 0.5),
-    Hit("verify", "made", "verify", 1),
-    Hit("stage", "verified", "stage", 1),
-    Hit("submit", "planned", "submit", 0.5),
-    Hit("report", "verified", "report", 0.5),
-    Hit("blank", "verified", "blank", 0.12),
-    Hit("clean", "littered", "clean", 0.5),
-    *(Hit(name, "verified", name, 0.12) for name in EXPORTS),
-)
-_SHORT_HITS = (
-    Hit("plan", "raw", "plan", 1.5),
-    Hit("shard", "planned", "shard", 1.5),
-    Hit("verify", "made", "verify", 1.5),
-    Hit("load", "verified", "load", 1.5),
-    Hit("load tars", "made", "load tars", 1),
-    Hit("stage", "verified", "stage", 1.5),
-    Hit("status", "made", "status", 0.5),
-)
+# Name in the table -> a command, and the stage of the data set at which it runs.
+_STAGES: dict[str, tuple[str, Stage]] = {
+    **{name: (name, "raw") for name in ("plan", "train_tokenizer")},
+    **{name: (name, "planned") for name in ("shard", "run", "submit", "doctor")},
+    **{name: (name, "made") for name in ("verify", "verify --fast", "load tars", "status")},
+    **{name: (name, "verified") for name in ("load", "stage", "peek", "report", "blank", *EXPORTS)},
+    "clean": ("clean", "littered"),
+    "shard, done": ("shard", "verified"),
+    "load, no index": ("load", "made"),
+    "formats that are cut": ("shard", "planned"),
+    "formats read whole": ("shard 1", "planned"),
+}
+
+
+def hits(shares: Mapping[str, float]) -> tuple[Hit, ...]:
+    """Return these commands, with their shares of the faults."""
+    return tuple(Hit(*_STAGES[name], name, share) for name, share in shares.items())
+
+
+_OF_EXPORTS = dict.fromkeys(EXPORTS, 0.12)
+_ERROR_HITS = hits({
+    "plan": 3, "shard": 5, "shard, done": 3, "run": 1, "verify": 3, "verify --fast": 1.5, "load": 4,
+    "load, no index": 1.5, "stage": 3, "status": 1.5, "submit": 1.5, "peek": 0.5, "doctor": 0.5,
+    "train_tokenizer": 0.5, "report": 0.5, "blank": 0.12, "clean": 0.5, **_OF_EXPORTS,
+})  # fmt: skip
+_KILL_HITS = hits({
+    "plan": 1, "shard": 2, "shard, done": 0.5, "run": 0.5, "verify": 1, "stage": 1, "submit": 0.5,
+    "report": 0.5, "blank": 0.12, "clean": 0.5, **_OF_EXPORTS,
+})  # fmt: skip
+_SHORT_HITS = hits({
+    "plan": 1.5, "shard": 1.5, "verify": 1.5, "load": 1.5, "load tars": 1, "stage": 1.5, "status": 0.5,
+})  # fmt: skip
 # Of all formats: what differs there is how a worker reads.
-_HITS_OF_FORMATS = (
-    Hit("shard", "planned", "formats that are cut", 0.5),
-    Hit("shard 1", "planned", "formats read whole", 0.5),
-)
+_HITS_OF_FORMATS = hits({"formats that are cut": 0.5, "formats read whole": 0.5})
 
 
-def _hits_of(data_set: SmallDataSet, hits: Sequence[Hit], num_faults: int) -> list[Hit]:
-    chosen = _HITS_OF_FORMATS if data_set.form == "formats" else hits
-    return [hit for hit in chosen if hit.number(num_faults)]
+def _tried(
+    campaign: str,
+    data_sets: Sequence[SmallDataSet],
+    of_campaign: Sequence[Hit],
+    num_faults: int,
+    faults_of: Callable[[list[Call], int], Iterator[OsFault]],
+) -> Iterator[Outcome]:
+    """Put the faults that follow from the calls of each command to it."""
+    for data_set in data_sets:
+        calls = OsCalls(data_set.place)
+        for hit in _HITS_OF_FORMATS if data_set.form == "formats" else of_campaign:
+            if hit.number(num_faults):
+                expected, made = counted(data_set, calls, hit)
+                for fault in faults_of(made, hit.number(num_faults)):
+                    yield _struck(campaign, data_set, calls, hit, expected, fault)
 
 
 def injected_errors(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Fail each call of each command once; in turn with its errors, every third one lasting from there on."""
-    for data_set in data_sets:
-        calls = OsCalls(data_set.place)
-        for hit in _hits_of(data_set, _ERROR_HITS, num_faults):
-            expected, made = counted(data_set, calls, hit)
-            for number, at in enumerate(spread(len(made), hit.number(num_faults))):
-                errors = ERRORS[made[at].op]
-                error, is_lasting = errors[number % len(errors)], number % 3 == 2
-                # An interrupted call cannot last, nor can O_DIRECT be refused to who left it.
-                if is_lasting and error in (errno.EINTR, errno.EINVAL):
-                    error = errors[0]
-                fault = OsFault(at=at, mode="lasting" if is_lasting else "once", error=error)
-                yield _struck("injected_errors", data_set, calls, hit, expected, fault)
+
+    def faults(made: list[Call], number: int) -> Iterator[OsFault]:
+        for count, at in enumerate(spread(len(made), number)):
+            errors = ERRORS[made[at].op]
+            error, is_lasting = errors[count % len(errors)], count % 3 == 2
+            # An interrupted call cannot last, nor can O_DIRECT be refused to who left it.
+            if is_lasting and error in (errno.EINTR, errno.EINVAL):
+                error = errors[0]
+            yield OsFault(at=at, mode="lasting" if is_lasting else "once", error=error)
+
+    return _tried("injected_errors", data_sets, _ERROR_HITS, num_faults, faults)
+
+
+def _signals(signals: Sequence[signal.Signals], made: list[Call], number: int) -> Iterator[OsFault]:
+    for count, at in enumerate(spread(len(made), number)):
+        yield OsFault(at=at, mode="signal", error=signals[count % len(signals)])
 
 
 def kills(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Kill the commands that write, at each call."""
-    return _signals("kills", data_sets, (signal.SIGKILL,), num_faults)
+    return _tried("kills", data_sets, _KILL_HITS, num_faults, partial(_signals, (signal.SIGKILL,)))
 
 
 def stop_signals(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Stop the commands that write, at each call, with the signals in turn."""
-    return _signals("stop_signals", data_sets, _STOP_SIGNALS, num_faults)
-
-
-def _signals(
-    campaign: str, data_sets: Sequence[SmallDataSet], signals: Sequence[signal.Signals], num_faults: int
-) -> Iterator[Outcome]:
-    for data_set in data_sets:
-        calls = OsCalls(data_set.place)
-        for hit in _hits_of(data_set, _KILL_HITS, num_faults):
-            expected, made = counted(data_set, calls, hit)
-            for number, at in enumerate(spread(len(made), hit.number(num_faults))):
-                fault = OsFault(at=at, mode="signal", error=signals[number % len(signals)])
-                yield _struck(campaign, data_set, calls, hit, expected, fault)
+    return _tried("stop_signals", data_sets, _KILL_HITS, num_faults, partial(_signals, _STOP_SIGNALS))
 
 
 def short_transfers(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[Outcome]:
     """Shorten all reads and writes of each command at once, then one by one."""
-    for data_set in data_sets:
-        calls = OsCalls(data_set.place)
-        for hit in _SHORT_HITS:
-            expected, made = counted(data_set, calls, hit)
-            moving = [at for at, call in enumerate(made) if call.op in ("read", "write")]
-            faults = [OsFault(at=moving[0], mode="all short")]
-            places = spread(len(moving), hit.number(num_faults))
-            faults += [OsFault(at=moving[place], mode="short") for place in places]
-            for fault in faults:
-                yield _struck("short_transfers", data_set, calls, hit, expected, fault)
+
+    def faults(made: list[Call], number: int) -> Iterator[OsFault]:
+        moving = [at for at, call in enumerate(made) if call.op in ("read", "write")]
+        yield OsFault(at=moving[0], mode="all short")
+        yield from (OsFault(at=moving[place], mode="short") for place in spread(len(moving), number))
+
+    return _tried("short_transfers", data_sets, _SHORT_HITS, num_faults, faults)
 
 
 def counted(data_set: SmallDataSet, calls: OsCalls, hit: Hit) -> tuple[Undisturbed, list[Call]]:

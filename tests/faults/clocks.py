@@ -8,21 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.at_calls import Hit, judged
+from tests.faults.at_calls import Hit, hits, judged
 from tests.faults.judging import Undisturbed, shape
 from tests.faults.outcomes import Outcome
 from tests.faults.small_data_sets import SmallDataSet
 
-HITS = (
-    Hit("plan", "raw", "plan"),
-    Hit("shard", "planned", "shard"),
-    Hit("shard", "verified", "shard, done"),
-    Hit("verify", "made", "verify"),
-    Hit("load", "verified", "load"),
-    Hit("stage", "verified", "stage"),
-    Hit("status", "made", "status"),
-    Hit("submit", "planned", "submit"),
-)
+HITS = hits(dict.fromkeys(("plan", "shard", "shard, done", "verify", "load", "stage", "status", "submit"), 1))
 _QUICK_FAULTS = 8  # so few, and the kinds take turns
 _YEAR_S = 365 * 24 * 3600
 _TEMPORARY = ".shard-00000.tar.other-1-0000.tmp"

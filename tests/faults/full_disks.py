@@ -9,19 +9,13 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.faults.at_calls import Hit, judged
+from tests.faults.at_calls import Hit, hits, judged
 from tests.faults.forked_case import Ended
 from tests.faults.judging import Undisturbed
 from tests.faults.outcomes import Outcome, spread
 from tests.faults.small_data_sets import SmallDataSet
 
-HITS = (
-    Hit("plan", "raw", "plan", 0.5),
-    Hit("shard", "planned", "shard", 1),
-    Hit("run", "planned", "run", 0.2),
-    Hit("verify", "made", "verify", 0.5),
-    Hit("stage", "verified", "stage", 1),
-)
+HITS = hits({"plan": 0.5, "shard": 1, "run": 0.2, "verify": 0.5, "stage": 1})
 _PAGE_BYTES = 4096
 _MOST_FILE_BYTES = 16_384
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tests.faults.at_calls import Hit, wrong_state
+from tests.faults.at_calls import Hit, hits, wrong_state
 from tests.faults.commands import BLANKED_NAME, STATE_NAME
 from tests.faults.forked_case import Ended
 from tests.faults.judging import Undisturbed, Verdict
@@ -32,14 +32,8 @@ from tests.faults.os_calls import Call, OsCalls
 from tests.faults.outcomes import Outcome, spread
 from tests.faults.small_data_sets import SmallDataSet
 
-_HITS = (
-    Hit("plan", "raw", "plan", 1),
-    Hit("shard", "planned", "shard", 1),
-    Hit("run", "planned", "run", 0.25),
-    Hit("verify", "made", "verify", 1),
-    Hit("stage", "verified", "stage", 0.25),
-    Hit("blank", "verified", "blank", 0.25),
-    Hit("export nanogpt", "verified", "export nanogpt", 0.25),
+_HITS = hits(
+    {"plan": 1, "shard": 1, "run": 0.25, "verify": 1, "stage": 0.25, "blank": 0.25, "export nanogpt": 0.25}
 )
 _UNTOUCHED = frozenset(
     {"raw", "model", "tmp", STATE_NAME, BLANKED_NAME}

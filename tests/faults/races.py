@@ -14,28 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.faults.at_calls import Hit, OsFault, counted, judged, outcome_at
+from tests.faults.at_calls import Hit, OsFault, counted, hits, judged, outcome_at
 from tests.faults.forked_case import Ended
 from tests.faults.judging import Undisturbed, Verdict, not_ended, shape
 from tests.faults.os_calls import OsCalls
 from tests.faults.outcomes import Outcome, spread
 from tests.faults.small_data_sets import SmallDataSet
 
-WRITERS = (
-    Hit("plan", "raw", "plan", 0.25),
-    Hit("shard", "planned", "shard", 1),
-    Hit("run", "planned", "run", 0.2),
-    Hit("verify", "made", "verify", 0.5),
-    Hit("export nanogpt", "verified", "export nanogpt", 0.25),
-    Hit("export megatron", "verified", "export megatron", 0.25),
+WRITERS = hits(
+    {"plan": 0.25, "shard": 1, "run": 0.2, "verify": 0.5, "export nanogpt": 0.25, "export megatron": 0.25}
 )
-CROWDS = (Hit("shard", "planned", "shard"), Hit("stage", "verified", "stage"))  # stage waits for the other
-READING_INPUTS = (Hit("plan", "raw", "plan", 0.25), Hit("shard", "planned", "shard", 1))
-READING_SHARDS = (
-    Hit("verify", "made", "verify", 0.5),
-    Hit("load", "verified", "load", 0.5),
-    Hit("stage", "verified", "stage", 0.5),
-)
+CROWDS = hits({"shard": 3, "stage": 3})  # stage waits for the other
+READING_INPUTS = hits({"plan": 0.25, "shard": 1})
+READING_SHARDS = hits({"verify": 0.5, "load": 0.5, "stage": 0.5})
 _NUM_WRITERS = 4
 _FAULTS_PER_CROWD = 4  # so many fewer of these, which take four runs each
 _MOST_STOPS = 40
@@ -50,9 +41,9 @@ def outcomes(data_sets: Sequence[SmallDataSet], *, num_faults: int) -> Iterator[
             expected, made = counted(data_set, calls, hit)
             for at in spread(len(made), hit.number(num_faults)):
                 yield _with_another(data_set, calls, hit, expected, at)
-        for hits, change_of in ((READING_INPUTS, _INPUT_CHANGES), (READING_SHARDS, _SHARD_CHANGES)):
+        for readers, change_of in ((READING_INPUTS, _INPUT_CHANGES), (READING_SHARDS, _SHARD_CHANGES)):
             changes = list(change_of.items())
-            for hit in hits:
+            for hit in readers:
                 expected, made = counted(data_set, calls, hit)
                 for number, at in enumerate(spread(len(made), hit.number(num_faults))):
                     words, change = changes[number % len(changes)]

@@ -36,7 +36,6 @@ CAMPAIGNS: dict[str, tuple[int, set[str]]] = {
     "races": (3, {"equal"}),
     "changes": (3, {"refused"}),
     "clocks": (8, {"equal"}),
-    "altered_inputs": (10, {"refused", "equal"}),
 }
 
 

@@ -13,9 +13,12 @@ from tests.world import World
 
 # In processes that have met none of the types of these facts.
 SCRIPT = """
-import os, sys
+import importlib, os, pkgutil, sys
 from shardprep.__main__ import main
-import preprocess.__main__, preprocess.check.verify, shardprep.format.plan
+for name in ("preprocess.check", "shardprep.format"):
+    package = importlib.import_module(name)
+    for each in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{name}.{each.name}")
 
 sys.setswitchinterval(1e-6)
 for _ in range(12):

@@ -1,6 +1,7 @@
 """Holds a Python process at a chosen call; tests/held_children.py puts this folder on its PYTHONPATH.
 
 The process leaves a file named by its process id in HOLD_FOLDER, and goes on once that holds a file "go".
+Where MOST_CPU_S is set, a limit of CPU time that the process gives itself comes after so many seconds more.
 """
 
 import os
@@ -41,6 +42,23 @@ def _hold_at(call: str, pattern: str, number: int, folder: str) -> None:
     setattr(os, call, held)
 
 
+def _limit_soon(most_cpu_s: int) -> None:
+    import resource
+    import time
+
+    set_limit = resource.setrlimit
+
+    def set_soon(which: int, limits: tuple[int, int]) -> None:
+        soft, hard = limits
+        if which == resource.RLIMIT_CPU and soft != resource.RLIM_INFINITY:
+            soft = min(soft, int(time.process_time()) + most_cpu_s)
+        set_limit(which, (soft, hard))
+
+    resource.setrlimit = set_soon
+
+
+if "MOST_CPU_S" in os.environ:
+    _limit_soon(int(os.environ["MOST_CPU_S"]))
 if "HOLD_FOLDER" in os.environ:
     _hold_at(
         os.environ["HOLD_CALL"],

@@ -65,9 +65,8 @@ BREAKS = [
     Break(
         "the last document of a block is there",
         "preprocess/read/lines.py",
-        'yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)',
-        "yield LineBlock(start, num_begun + cut, "
-        'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes)',
+        "yield LineBlock(start, cut, bytes(held[:cut]), num_bytes)",
+        'yield LineBlock(start, cut, bytes(held[: held.rfind(b"\\n", 0, cut - 1) + 1]), num_bytes)',
         f"{_INPUTS}[a.txt-1]",
         "a.txt in 1 shards: document",
     ),
@@ -110,8 +109,8 @@ BREAKS = [
     Break(
         "rank r has the r-th part of a global batch",
         "loader/token_loader.py",
-        "share(range(plan.run.num_slots), who.rank, who.world_size)",
-        "share(range(plan.run.num_slots), (who.rank + 1) % who.world_size, who.world_size)",
+        "share(range(run.order.num_slots), who.rank, who.world_size)",
+        "share(range(run.order.num_slots), (who.rank + 1) % who.world_size, who.world_size)",
         f"{_STREAM}[grouped-3]",
         "form grouped, world size 3, 0 workers: global batch 0 has the right samples in another order",
     ),

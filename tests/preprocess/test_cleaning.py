@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from shardprep.files import PublishedFile, PublishedFolder
+from tests.world import World
 
-if TYPE_CHECKING:
-    from tests.conftest import Prep
 
-DAY_S = 24 * 3600
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Five shards are planned, the first is made."""
+    return World(tmp_path).raw({"a.txt": "a line of text\n" * 90}).plan(num_shards=5).run(0)
 
 
 def left(folder: Path, name: str, *, hours: float = 0, host: str = "node-1.site") -> Path:
@@ -27,127 +28,85 @@ def left(folder: Path, name: str, *, hours: float = 0, host: str = "node-1.site"
     return path
 
 
-def test_temporaries_of_done_shards_go_and_those_of_others_stay_for_a_day(prep: Prep, data_dir: Path) -> None:
-    prep.make(data_dir, 0)
-    before = prep.contents(data_dir)
+def test_temporaries_of_done_shards_go_and_those_of_others_stay_for_a_day(world: World) -> None:
+    data, before = world.data_dir, world.contents()
     gone = [
-        left(data_dir, "shard-00000.tar"),
-        left(data_dir / "quarantine", "shard-00000.jsonl"),
-        left(data_dir, "shard-00001.tar", hours=25),
-        left(data_dir, "index.json", hours=25),
-        left(data_dir / "jobs", "0000.json", hours=25),
+        left(data, "shard-00000.tar"),
+        left(data / "quarantine", "shard-00000.jsonl"),
+        left(data, "shard-00001.tar", hours=25),
+        left(data, "index.json", hours=25),
+        left(data / "jobs", "0000.json", hours=25),
     ]
     kept = [
-        left(data_dir, "shard-00001.idx", hours=23),
-        left(data_dir, "shard-00010.tar"),
-        left(data_dir, "index.json", hours=1, host="other"),
-        left(data_dir / "jobs", "0001.json"),
+        left(data, "shard-00001.idx", hours=23),
+        left(data, "shard-00010.tar"),
+        left(data, "index.json", hours=1, host="other"),
+        left(data / "jobs", "0001.json"),
     ]
-    ended = prep.command("clean", data_dir, "--dry_run")
-    assert ended.code == 0
-    assert "would remove 5 files, 50 B" in ended.text
-    assert all(path.exists() for path in gone)
-    ended = prep.command("clean", data_dir)
-    assert ended.code == 0
-    assert "removed 5 files, 50 B" in ended.text
-    assert "kept 4 of shards that are not done" in ended.text
-    assert not any(path.exists() for path in gone)
+    for dry_run in (True, None):
+        ended = world.main("clean", data, dry_run=dry_run)
+        assert (ended.code, "5 files, 50 B" in ended.out) == (0, True), ended.text
+        assert {path.exists() for path in gone} == {dry_run is True}
     assert all(path.exists() for path in kept)
-    assert prep.contents(data_dir) == before
+    assert world.contents() == before
 
 
-def test_a_folder_that_is_no_data_set_is_66(prep: Prep, tmp_path: Path) -> None:
-    (tmp_path / "raw.txt").write_text("a line\n")
-    ended = prep.command("clean", tmp_path)
-    assert ended.code == 66
-    assert (tmp_path / "raw.txt").exists()
+def test_a_folder_of_a_temporary_is_as_young_as_what_lies_in_it(world: World) -> None:
+    folder = world.data_dir / ".tokenizer2.node-1.site-123-0a1b2c3d.tmp"
+    folder.mkdir()
+    (folder / "inside").write_bytes(b"12345")
+    for path in (folder / "inside", folder):
+        os.utime(path, (0, 0))
+    told = world.main("clean", world.data_dir, dry_run=True).out
+    assert f"{folder} (5 B)" in told
+    os.utime(folder / "inside")
+    assert str(folder) not in world.main("clean", world.data_dir, dry_run=True).out, "it is written to"
 
 
-def test_what_no_attempt_made_is_never_removed(prep: Prep, data_dir: Path) -> None:
+def test_what_no_attempt_made_is_never_removed(world: World, tmp_path: Path) -> None:
     names = [
-        ".shard-00000.tar.tmp",
-        ".notes.tmp",
-        "shard-00000.tar.h-1-0a1b2c3d.tmp",
-        ".a.h-1-0A1B2C3D.tmp",
+        ".shard-00000.tar.tmp", ".notes.tmp", "shard-00000.tar.h-1-0a1b2c3d.tmp", ".a.h-1-0A1B2C3D.tmp",
         ".x.swp",
-    ]
-    others = [data_dir / name for name in names]
+    ]  # fmt: skip
+    others = [world.data_dir / name for name in names]
     for path in others:
         path.touch()
         os.utime(path, (0, 0))
-    link = data_dir / ".shard-00001.tar.h-1-0a1b2c3d.tmp"
-    precious = data_dir.parent / "precious"
-    precious.mkdir()
-    (precious / "file").write_bytes(b"precious")
-    link.symlink_to(precious)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"precious")
+    link = world.data_dir / ".shard-00001.tar.h-1-0a1b2c3d.tmp"
+    link.symlink_to(tmp_path / "precious")
     os.utime(link, (0, 0), follow_symlinks=False)
-    assert prep.command("clean", data_dir).code == 0
+    assert world.main("clean", world.data_dir).code == 0
     assert all(path.exists() for path in others)
     assert not link.is_symlink()
-    assert (precious / "file").read_bytes() == b"precious"
+    assert (tmp_path / "precious" / "file").read_bytes() == b"precious"
 
 
-def test_the_names_are_those_that_attempts_give(prep: Prep, data_dir: Path) -> None:
-    file, folder = PublishedFile(data_dir / "shard-00001.tar"), PublishedFolder(data_dir / "tokenizer2")
-    with folder:
-        (folder.temporary / "inside").write_bytes(b"12345")
-        for path in (file.temporary, folder.temporary, folder.temporary / "inside"):
-            os.utime(path, (0, 0))
-        text = prep.command("clean", data_dir, "--dry_run").text
-        assert f"would remove {file.temporary} (0 B)" in text
-        assert f"would remove {folder.temporary} (5 B)" in text
-        aside = folder.temporary.rename(folder.temporary.with_suffix(".old.tmp"))
-        assert f"would remove {aside} (5 B)" in prep.command("clean", data_dir, "--dry_run").text
-        aside.rename(folder.temporary)
-        os.utime(folder.temporary / "inside")
-        assert str(folder.temporary) not in prep.command("clean", data_dir, "--dry_run").text, (
-            "it is written to"
-        )
-    file.discard()
-
-
-def test_a_shard_of_another_plan_or_a_broken_one_is_not_done(prep: Prep, data_dir: Path) -> None:
-    prep.make(data_dir, 0)
-    (data_dir / "shard-00000.tar").write_bytes(b"cut")
-    path = left(data_dir, "shard-00000.tar")
-    assert prep.command("clean", data_dir).code == 0
+def test_a_broken_shard_is_not_done(world: World) -> None:
+    (world.data_dir / "shard-00000.tar").write_bytes(b"cut")
+    path = left(world.data_dir, "shard-00000.tar")
+    assert world.main("clean", world.data_dir).code == 0
     assert path.exists(), "it may be what will mend the shard"
 
 
-def test_without_a_plan_only_what_is_old_goes_and_without_a_folder_nothing(
-    prep: Prep, tmp_path: Path
-) -> None:
+def test_without_a_plan_only_what_is_old_goes_and_without_a_folder_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path)
     old, young = left(tmp_path, "plan.json", hours=25), left(tmp_path, "shard-00000.tar")
-    assert prep.command("clean", tmp_path).code == 0
+    assert world.main("clean", tmp_path).code == 0
     assert (old.exists(), young.exists()) == (False, True)
-    assert prep.command("clean", tmp_path / "absent").code == 66
+    assert world.main("clean", world.raw_dir).code == 66, "it holds no data set"
 
 
-def test_what_cannot_be_removed_is_named_and_all_others_go(
-    prep: Prep, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("owner", "call", "code"), [(Path, "unlink", 73), (Path, "lstat", 73), (os, "listdir", 74)], ids=str
+)
+def test_what_cannot_be_removed_or_looked_at_is_named_and_never_passed_over(
+    world: World, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str, code: int
 ) -> None:
-    mine, others = (left(data_dir, f"shard-0000{number}.tar", hours=25) for number in (2, 1))
-    unlink = Path.unlink
-
-    def refuse(self: Path, missing_ok: bool = False) -> None:
-        if self == others:
-            raise PermissionError(1, "Operation not permitted", str(self))
-        unlink(self, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    ended = prep.command("clean", data_dir)
-    assert ended.code == 73
-    assert f"{others} cannot be removed: Operation not permitted" in ended.text
-    assert (mine.exists(), others.exists()) == (False, True)
-
-
-@pytest.mark.parametrize(("call", "code"), [("lstat", 73), ("listdir", 74)])
-def test_what_cannot_be_looked_at_is_named_and_never_passed_over(
-    prep: Prep, data_dir: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
-) -> None:
-    path = left(data_dir / "quarantine", "shard-00000.jsonl", hours=25)
-    hidden = path if call == "lstat" else path.parent
-    owner: Any = Path if call == "lstat" else os
+    mine = left(world.data_dir, "shard-00002.tar", hours=25)
+    others = left(world.data_dir / "quarantine", "shard-00000.jsonl", hours=25)
+    hidden = others.parent if call == "listdir" else others
     real = getattr(owner, call)
 
     def refuse(wanted: os.PathLike[str], *args: Any, **options: Any) -> Any:
@@ -156,7 +115,8 @@ def test_what_cannot_be_looked_at_is_named_and_never_passed_over(
         return real(wanted, *args, **options)
 
     monkeypatch.setattr(owner, call, refuse)
-    ended = prep.command("clean", data_dir)
-    assert ended.code == code
-    assert str(hidden) in ended.text
-    assert "Permission denied" in ended.text
+    ended = world.main("clean", world.data_dir)
+    monkeypatch.undo()
+    assert (ended.code, str(hidden) in ended.err) == (code, True), ended.text
+    assert others.exists()
+    assert mine.exists() == (call == "listdir"), "all others go, but where a folder cannot be listed"

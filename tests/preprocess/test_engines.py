@@ -1,104 +1,208 @@
-"""Whichever engine encodes, the ids are those of tokenizers; where they would not be, it is not used."""
+"""Whichever engine encodes, the ids are those of tokenizers and transformers; else it is not used.
+
+By itself some lines of the corpora; ``LLAMA3_LINES=all`` (``make torture``) takes all.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import itertools
 import json
 import os
 import random
+import runpy
+import shutil
+import sys
+import tarfile
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gigatoken.gigatoken_rs
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import tokenizers
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
-from preprocess.make import engines
-from preprocess.make.engines import (
-    Engine,
-    TokenBatch,
-    gate_texts,
-    gigatoken_engine,
-    probe_texts,
-    tokenizers_engine,
-)
-from preprocess.make.worker import load_engine
-from shardprep.errors import OtherTokenizer, UsageError
-from shardprep.format.options import EngineName
-from shardprep.format.plan import Plan, need_plan
+from tests.checkout import ROOT
 from tests.word_tokenizers import save_word_tokenizer
+from tests.world import BOS, EOS, TURN, World, save_tokenizer
 
-# One in so many code points above U+2000 stands for its kind; planning tries all, `make torture` too.
-FEW, SOME = 400, 41
-EVERY = 1 if os.environ.get("LLAMA3_LINES") == "all" else SOME
+TAKES_ALL = os.environ.get("LLAMA3_LINES") == "all"
+# What texts are made of: names of tokens, the separator between documents, code points of new Unicodes.
+PARTS = [EOS, BOS, "\0\1document\2", "\0\1docu", "ment\2", "<|", "|>", "end_of_text", "\u088f", "\U000323b0"]
+PARTS += ["a", " ", "가", "\n", "1", "'s", "\U0001f600", "é", "\u0301", "\r", "\u3000"]
 
 
-def code_point_texts(step: int) -> list[str]:
-    """Every code point up to U+2000, and one in ``step`` above, in the contexts that patterns tell apart."""
+def hostile_records(step: int) -> list[dict[str, str]]:
+    """Code points in the contexts that patterns tell apart, names of tokens, long runs.
+
+    Every code point up to U+2000, and one in ``step`` above.
+    """
     points = [*range(0x2000), *range(0x2000, 0x110000, step)]
-    return [f"a{c}b {c}가 {c}{c}1'{c}\n{c}" for c in map(chr, points) if not "\ud800" <= c <= "\udfff"]
-
-
-def special_token_texts(contents: list[str]) -> list[str]:
+    texts = [f"a{c}b {c}가 {c}{c}1'{c}\n{c}" for c in map(chr, points) if not "\ud800" <= c <= "\udfff"]
     rng = random.Random(0)
-    parts = [*contents, "<|", "|>", "a", " ", "가", "\n", "end_of_text", "1", "'s"]
-    return ["".join(rng.choices(parts, k=rng.randrange(1, 12))) for _ in range(2000)]
+    texts += ["".join(rng.choices(PARTS, k=rng.randrange(1, 12))) for _ in range(3000)]
+    texts += [character * 20_000 for character in "a 가!9\n\t"]
+    return [{"text": text} for text in texts]
 
 
-def both_engines(path: Path, allow: bool) -> tuple[Engine, Engine]:
-    return (
-        gigatoken_engine(path, allow_special_tokens=allow),
-        tokenizers_engine(path, allow_special_tokens=allow),
-    )
-
-
-def assert_equal_ids(one: Engine, other: Engine, texts: list[str]) -> None:
-    for first in range(0, len(texts), 2000):
-        some = texts[first : first + 2000]
-        left, right = one.encode_texts(some), other.encode_texts(some)
-        assert np.array_equal(left.offsets, right.offsets)
-        assert np.array_equal(left.ids, right.ids)
+def engine_of(world: World) -> str:
+    return str(world.manifests()[0]["run"]["engine"]).split()[0]
 
 
 @pytest.fixture(params=["small", "llama3"])
-def any_tokenizer(request: pytest.FixtureRequest, prep: Any) -> Path:
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A small tokenizer, and the real one where it is there."""
     if request.param == "small":
-        return Path(prep.model_dir) / "tokenizer.json"
-    return Path(request.getfixturevalue("shared_dir")) / "tokenizers/llama3/tokenizer.json"
+        return save_tokenizer(tmp_path / "small")
+    return Path(request.getfixturevalue("shared_dir")) / "tokenizers" / "llama3"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allow_special_tokens", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"allow_special_tokens": True, "add_special_tokens": False}], ids=str
+)
 def test_engines_agree_on_code_points_special_tokens_and_long_runs(
-    any_tokenizer: Path, allow_special_tokens: bool
+    tmp_path: Path, model: Path, options: dict[str, Any]
 ) -> None:
-    added = json.loads(any_tokenizer.read_bytes())["added_tokens"]
-    step = EVERY if "llama3" in any_tokenizer.parts else SOME
-    texts = [
-        *code_point_texts(FEW if allow_special_tokens else step)[
-            : 0x20000 - 0x800
-        ],  # they hold no token's name
-        *special_token_texts([token["content"] for token in added[:3]]),
-        *(character * 20_000 for character in "a 가!9\n\t"),
-        *probe_texts({"added_tokens": added}),
-    ]
-    assert len(texts) > (10_000 if allow_special_tokens else 35_000)
-    assert_equal_ids(*both_engines(any_tokenizer, allow_special_tokens), texts)
+    step = 1 if TAKES_ALL and not options else 41
+    world = World(tmp_path, tokenizer=model).raw({"a.jsonl": hostile_records(step)})
+    world.plan(num_shards=2, **options)
+    tokenizer = Tokenizer.from_file(str(world.data_dir / "tokenizer" / "tokenizer.json"))
+    tokenizer.encode_special_tokens = not options
+    expected = world.copy(tmp_path / "reference").run(engine="tokenizers")
+    for _, text, ids in expected.documents()[:: 1 if TAKES_ALL else 20]:
+        assert ids == tokenizer.encode(text, add_special_tokens=not options).ids
+    for batch in ("", "7"):
+        fast = world.copy(tmp_path / f"fast {batch}")
+        for number in range(2):
+            ended = fast.try_shard(number, engine="gigatoken", environ={"DATASET_BATCH_SIZE": batch})
+            assert ended.code == 0, ended.text
+        assert engine_of(fast) == "gigatoken"
+        assert fast.contents() == expected.contents()
+    end = tokenizer.token_to_id(EOS)
+    named = [ids for _, text, ids in expected.documents() if EOS in text]
+    assert named
+    assert all((end in ids) == bool(options) for ids in named), "names of tokens stay text unless allowed"
 
 
-def test_control_tokens_in_a_text_are_text_unless_they_are_allowed(prep: Any) -> None:
-    path = prep.model_dir / "tokenizer.json"
-    end_of_text = Tokenizer.from_file(str(path)).token_to_id("<|end_of_text|>")
-    for make in (gigatoken_engine, tokenizers_engine):
-        text = ["a<|end_of_text|>b"]
-        assert end_of_text not in make(path, allow_special_tokens=False).encode_texts(text).ids
-        assert end_of_text in make(path, allow_special_tokens=True).encode_texts(text).ids
+# An engine that is wrong. -------------------------------------------------------------------------------
+
+
+class PanicException(BaseException):
+    """What a panic in Rust arrives as."""
+
+
+class WrongBackend:
+    """gigatoken, but for a last id that is one too large, of all texts or of those that hold a letter."""
+
+    def __init__(self, backend: Any, only: bytes = b"") -> None:
+        self._backend, self._only = backend, only
+
+    def encode_batch_padded(self, source: Any, *args: Any, **options: Any) -> Any:
+        rows, more = self._backend.encode_batch_padded(source, *args, **options)
+        if self._only in SOURCES[-1]:
+            rows[0][-1] += 1
+        return rows, more
+
+
+SOURCES: list[bytes] = []  # texts that gigatoken was given
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    real = gigatoken.gigatoken_rs.BytesSource
+    monkeypatch.setattr(
+        gigatoken.gigatoken_rs, "BytesSource", lambda data: SOURCES.append(data) or real(data)
+    )
+    SOURCES.clear()
+    return SOURCES
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """More text than planning takes for too little to compare the engines on."""
+    world = World(tmp_path_factory.mktemp("planned"))
+    return world.raw({"a.txt": "the kettle sings, and nobody's listening 12345\n" * 8000}).plan(num_shards=1)
+
+
+def load_another(monkeypatch: pytest.MonkeyPatch, kind: str) -> list[bytes]:
+    """Let gigatoken load something else; returns what it is given to load."""
+    loaded: list[bytes] = []
+    load = gigatoken.gigatoken_rs.load_hf_json
+
+    def load_hf_json(raw: bytes) -> Any:
+        loaded.append(raw)
+        if kind == "panics":
+            raise PanicException("index out of bounds")
+        if kind == "refuses":
+            raise ValueError("unsupported pre-tokenizer")
+        only = "\u3404".encode() if kind == "wrong on an ideograph" else b""
+        return load(raw) if kind == "right" else WrongBackend(load(raw), only)
+
+    monkeypatch.setattr(gigatoken.gigatoken_rs, "load_hf_json", load_hf_json)
+    return loaded
+
+
+def forget_engines(folder: Path) -> None:
+    """A process keeps the tokenizer that it loaded last: let that be another one."""
+    other = World(folder, tokenizer=save_tokenizer(folder / "model")).raw({"a.txt": "a\n"})
+    path = other.tokenizer / "tokenizer.json"
+    path.write_bytes(path.read_bytes().replace(b"kettle", b"kettel"))
+    other.plan(num_shards=1).try_shard(0, engine="gigatoken")
+
+
+@pytest.mark.usefixtures("sources")
+@pytest.mark.parametrize("kind", ["right", "wrong", "panics", "refuses"])
+def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
+    planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    forget_engines(tmp_path / "other")
+    loaded = load_another(monkeypatch, kind)
+    world = planned.copy(tmp_path)
+    ended = world.try_shard(0)
+    assert ended.code == 0, ended.text
+    assert loaded
+    assert engine_of(world) == ("gigatoken" if kind == "right" else "tokenizers")
+    assert ("warning" in ended.text) == (kind != "right")
+    (world.data_dir / "shard-00000.json").unlink()
+    assert world.try_shard(0, engine="gigatoken").code == (0 if kind == "right" else 2)
+
+
+@pytest.mark.slow
+def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_is_enough(
+    planned: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[bytes]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    forget_engines(tmp_path / "other")
+    with monkeypatch.context() as patch:
+        load_another(patch, "wrong on an ideograph")
+        doubted = World(tmp_path / "doubted", raw_dir=planned.raw_dir).plan(num_shards=1)
+        assert not doubted.plan_json()["fast_engine_is_equal"]
+    assert engine_of(doubted.run()) == "tokenizers"
+    forget_engines(tmp_path / "another")
+    sources.clear()
+    sure = World(tmp_path / "sure", raw_dir=planned.raw_dir).plan(num_shards=1)
+    assert sure.plan_json()["fast_engine_is_equal"]
+    seen = set(b"".join(sources).decode())
+    old = unicodedata.ucd_3_2_0
+    points = (chr(point) for point in range(0xF0000) if old.category(chr(point)) not in ("Cn", "Cs"))
+    assert {point for point in points if point not in seen} == set()
+    sources.clear()
+    World(tmp_path / "again", raw_dir=planned.raw_dir).plan(num_shards=1)
+    assert sum(map(len, sources)) < 1 << 20, "the verdict was kept"
+
+
+def test_a_process_that_plans_and_works_loads_gigatoken_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_engines(tmp_path / "other")
+    loaded = load_another(monkeypatch, "right")
+    world = World(tmp_path).raw({"a.txt": "the kettle sings, and nobody's listening 12345\n" * 8000})
+    world.plan(num_shards=2).run()
+    assert len(loaded) == 1
 
 
 class TokenizerOfVersion1:
@@ -107,234 +211,176 @@ class TokenizerOfVersion1:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
+    @classmethod
+    def from_buffer(cls, data: bytes) -> TokenizerOfVersion1:
+        return cls(Tokenizer.from_buffer(data))
+
     def encode_batch(
-        self,
-        inputs: Any,
-        *,
-        add_special_tokens: bool,
-        encode_special_tokens: bool,
-        padding: None,
+        self, inputs: Any, *, add_special_tokens: bool, encode_special_tokens: bool, padding: None,
         truncation: None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         self._tokenizer.encode_special_tokens = encode_special_tokens
         return self._tokenizer.encode_batch(inputs, add_special_tokens=add_special_tokens)
 
 
-def test_tokenizers_of_version_1_give_the_same_ids(prep: Any) -> None:
-    path = prep.model_dir / "tokenizer.json"
-    for allow in (False, True):
-        newer: Any = TokenizerOfVersion1(Tokenizer.from_file(str(path)))
-        texts = ["a <|end_of_text|> 가", "", "x"]
-        engine = engines.engine_of_tokenizer(newer, allow_special_tokens=allow, name="newer")
-        reference = tokenizers_engine(path, allow_special_tokens=allow)
-        assert_equal_ids(engine, reference, texts)
-        assert_equal_ids(engine.bare(), reference.bare(), texts)
-
-
-def load(plan: Plan, path: Path, wanted: EngineName, warnings: list[str], **changes: Any) -> Engine:
-    plan = dataclasses.replace(plan, **changes)
-    return load_engine(plan, path.parents[1], wanted, warnings.append)
-
-
-@pytest.fixture
-def json_path(data_dir: Path) -> Path:
-    return data_dir / "tokenizer" / "tokenizer.json"
-
-
-def wrong_engine(path: Path, *, allow_special_tokens: bool) -> Engine:
-    """gigatoken, but for a last id that is one too large."""
-    right = gigatoken_engine(path, allow_special_tokens=allow_special_tokens)
-
-    def encode(texts: Any) -> TokenBatch:
-        batch = right.encode(texts)
-        ids = batch.ids.copy()
-        ids[-1] += 1
-        return TokenBatch(ids=ids, offsets=batch.offsets)
-
-    return dataclasses.replace(right, encode=encode)
-
-
-class PanicException(BaseException):
-    """What a panic in Rust arrives as."""
-
-
-def panicking_engine(path: Path, *, allow_special_tokens: bool) -> Engine:
-    raise PanicException("index out of bounds")
-
-
-def refusing_engine(path: Path, *, allow_special_tokens: bool) -> Engine:
-    raise ValueError("unsupported pre-tokenizer")
-
-
 @pytest.mark.parametrize(
-    ("make", "why"),
-    [(wrong_engine, "ids differ"), (panicking_engine, "panicked"), (refusing_engine, "unsupported")],
+    "options", [{}, {"allow_special_tokens": True}, {"add_special_tokens": False}], ids=str
 )
-def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
-    data_dir: Path, json_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, why: str
+def test_tokenizers_of_version_1_give_the_same_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    plan = need_plan(data_dir)
-    assert plan.fast_engine_is_equal
-    warnings: list[str] = []
-    assert load(plan, json_path, "auto", warnings).name == "gigatoken"
-    assert not warnings
-    monkeypatch.setattr(engines, "gigatoken_engine", make)
-    assert load(plan, json_path, "auto", warnings).name == "tokenizers"
-    assert len(warnings) == 1
-    assert why in warnings[0]
-    with pytest.raises(UsageError, match=why):
-        load(plan, json_path, "gigatoken", warnings)
+    world = World(tmp_path).raw({"a.txt": f"a {EOS} 가\nx\n"}).plan(num_shards=1, **options)
+    newer = world.copy(tmp_path / "newer")
+    monkeypatch.setattr(tokenizers, "Tokenizer", TokenizerOfVersion1)
+    newer.run(engine="tokenizers")
+    monkeypatch.undo()
+    assert newer.documents() == world.run(engine="tokenizers").documents()
 
 
-def test_a_plan_that_saw_the_fast_engine_differ_never_uses_it(data_dir: Path, json_path: Path) -> None:
-    plan = need_plan(data_dir)
-    assert load(plan, json_path, "auto", [], fast_engine_is_equal=False).name == "tokenizers"
+def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(planned: World, tmp_path: Path) -> None:
+    """The probe's hash in plan.json is of other ids: another version of tokenizers planned."""
+    from tests.forged import rewrite_plan
+
+    world = planned.copy(tmp_path)
+    probe = world.plan_json()["probe_sha256"]
+    rewrite_plan(world.data_dir / "plan.json", f'"{probe}"', f'"{"0" * 64}"')
+    for engine in ("auto", "tokenizers"):
+        ended = world.try_shard(0, engine=engine)
+        assert (ended.code, "tokenizers" in ended.err) == (78, True)
 
 
-def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(
-    data_dir: Path, json_path: Path
-) -> None:
-    for wanted in ("auto", "tokenizers"):
-        with pytest.raises(OtherTokenizer, match="install the version that planned"):
-            load(need_plan(data_dir), json_path, wanted, [], probe_sha256="0" * 64)
-
-
-@pytest.mark.slow
-def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(
-    prep: Any, sample_dir: Path, tmp_path: Path
-) -> None:
-    """A WordLevel model: real, trained here, and none of byte-level BPE."""
-    from tokenizers import models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.WordLevelTrainer(vocab_size=500, special_tokens=["[UNK]"])
-    tokenizer.train([str(path) for path in sample_dir.glob("*.txt")], trainer)
-    model_dir = tmp_path / "model"
-    model_dir.mkdir()
-    tokenizer.save(str(model_dir / "tokenizer.json"))
-    (model_dir / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]"})
-    )
-    plan = prep.plan(sample_dir, tmp_path / "data", model_id=str(model_dir))
-    prep.make(tmp_path / "data", 0)
-    text = min(sample_dir.glob("*.txt")).read_text(encoding="utf-8").split("\n")[0].strip()
-    (_, written), (_, ids), *_ = prep.members(tmp_path / "data" / "shard-00000.tar")
-    assert written.decode() == text
-    assert json.loads(ids) == tokenizer.encode(text).ids
-    run = json.loads((tmp_path / "data" / "shard-00000.json").read_bytes())["run"]
-    assert run["engine"].startswith("tokenizers") or plan.fast_engine_is_equal
-
-
-@pytest.fixture
-def cpus_of_a_process() -> Iterator[list[set[int]]]:
-    """One CPU, then all: gigatoken is called in two ways."""
-    before = os.sched_getaffinity(0)
-    yield [{min(before)}, before]
-    os.sched_setaffinity(0, before)
-
-
-# What a text is made of: names of tokens, the separator between documents, code points of new Unicodes.
-PARTS = [
-    "<|end_of_text|>",
-    "<|begin_of_text|>",
-    engines._SEPARATOR.decode(),
-    "\0\1docu",
-    "ment\2",
-    "<|",
-    "\u088f",
-    "\U000323b0",
-]
-PARTS += ["a", " ", "가", "\n", "1", "'s", "\U0001f600", "é", "\u0301", "\r", "\u3000"]
-TEXTS = st.lists(
-    st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=3)), max_size=8).map("".join), max_size=6
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("allow_special_tokens", [False, True])
-def test_any_texts_have_the_ids_of_tokenizers(
-    any_tokenizer: Path, cpus_of_a_process: list[set[int]], allow_special_tokens: bool
-) -> None:
-    fast, reference = both_engines(any_tokenizer, allow_special_tokens)
-
-    @settings(max_examples=150)
-    @given(TEXTS)
-    def are_equal(texts: list[str]) -> None:
-        for cpus in cpus_of_a_process:
-            os.sched_setaffinity(0, cpus)
-            assert_equal_ids(fast, reference, texts)
-            assert_equal_ids(fast.bare(), reference.bare(), texts)
-
-    are_equal()
-
-
-@pytest.mark.slow
-def test_planning_tries_all_code_points_that_gigatoken_gets_and_keeps_the_verdict(
-    prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert prep.plan(sample_dir, tmp_path / "data").fast_engine_is_equal
-    texts = gate_texts((prep.model_dir / "tokenizer.json").read_bytes())
-    missing = {*range(0xD800), *range(0xE000, 0xF0000)} - set(map(ord, "".join(texts)))
-    assert len(engines.texts_with_new_code_points([chr(point).encode() for point in missing])) == len(missing)
-    monkeypatch.setattr(engines, "gate_texts", lambda _: pytest.fail("the verdict was kept"))
-    prep.plan(sample_dir, tmp_path / "again")
-
-
-def test_what_newer_unicodes_assign_is_the_same_for_every_python() -> None:
-    known = tuple(map(int, unicodedata.unidata_version.split(".")))
-    assert known < (19,), "write down what this Unicode assigned"
-    num_new = int(engines.is_new_code_point()[:0x10000].sum())
-    assert num_new == 1421 if known >= (14,) else num_new > 1421
-
-
-@pytest.mark.slow
-def test_an_engine_that_fails_the_gate_alone_is_not_used(
-    prep: Any, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrong_on_an_ideograph(path: Path, *, allow_special_tokens: bool) -> Engine:
-        right = gigatoken_engine(path, allow_special_tokens=allow_special_tokens)
-        wrong = wrong_engine(path, allow_special_tokens=allow_special_tokens)
-        return dataclasses.replace(
-            right,
-            encode=lambda texts: (wrong if "\u3404".encode() in b"".join(texts) else right).encode(texts),
-        )
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(engines, "gigatoken_engine", wrong_on_an_ideograph)
-    assert not prep.plan(sample_dir, tmp_path / "data").fast_engine_is_equal
-
-
-def test_what_gigatoken_remembers_is_bounded(prep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines.FastTokenizer, "_LEAST_TEXT", 100)
-    monkeypatch.setattr(engines.FastTokenizer, "_MOST_REMEMBERED", -1 << 40)
-    loads: list[int] = []
-    load_json = gigatoken.gigatoken_rs.load_hf_json
-    monkeypatch.setattr(gigatoken.gigatoken_rs, "load_hf_json", lambda raw: loads.append(1) or load_json(raw))
-    engines._fast_tokenizer.cache_clear()
-    fast, reference = both_engines(prep.model_dir / "tokenizer.json", False)
-    assert_equal_ids(fast, reference, ["a word"])
-    assert len(loads) == 1
-    for _ in range(2):
-        assert_equal_ids(fast, reference, ["words " * 30])
-    assert len(loads) == 3
-    engines._fast_tokenizer.cache_clear()
-
-
-def test_a_process_that_plans_and_works_loads_gigatoken_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, copy, other = tmp_path / "first.json", tmp_path / "copy.json", tmp_path / "other.json"
+def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(tmp_path: Path) -> None:
+    """A WordLevel model: real, and none of byte-level BPE."""
     save_word_tokenizer(tmp_path / "words", 50)
-    written = (tmp_path / "words" / "tokenizer.json").read_bytes()
-    first.write_bytes(written)
-    copy.write_bytes(written)
-    other.write_bytes(written + b"\n")
-    loads: list[bytes] = []
-    monkeypatch.setattr(gigatoken.gigatoken_rs, "load_hf_json", loads.append)
-    engines._fast_tokenizer.cache_clear()
-    for path in (first, copy, other, copy):
-        gigatoken_engine(path, allow_special_tokens=True)
-    engines._fast_tokenizer.cache_clear()  # of the stub
-    assert len(loads) == 3
+    world = World(tmp_path, tokenizer=tmp_path / "words").raw({"a.txt": "w7\n" * 100_000})
+    world.plan(num_shards=1).run()
+    assert engine_of(world) == "tokenizers"
+    assert world.documents()[-1][1:] == ("w7", [7])
+
+
+# The script that this project began with. ---------------------------------------------------------------
+
+SCRIPT = ROOT / "benchmarks" / "baseline.py"
+
+
+def run_baseline(raw: Path, out: Path, model: Path, shard_id: int) -> None:
+    """The script as it stands, in this process."""
+    argv = ["--shard_id", shard_id, "--input_dir", raw, "--output_dir", out, "--model_id", model]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPT), *map(str, argv)])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def members_of(path: Path) -> dict[str, bytes]:
+    with tarfile.open(path) as tar:
+        return {item.name: tar.extractfile(item).read() for item in tar}  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """Two files: empty lines, every line end, blanks, a mark, names of control tokens; the script's tars."""
+    root = tmp_path_factory.mktemp("baseline")
+    odd = ["", "  \t ", "\u3000둘러싸인 \x0b", "a\u2028b\x85c", "\ufeff표", "끝 \\ \" ' {}", "the kettle"] * 9
+    ends = itertools.cycle(["\n", "\r\n", "\n", "\r"])
+    text = "\ufeff" + "".join(line + next(ends) for line in odd) + "no line end"
+    control = "".join(f"text {token} more{token}\n plain {token[2:4]}\n" for token in (EOS, BOS, TURN))
+    world = World(root, data_dir=root / "first").raw({"a.txt": control, "b.txt": text, "c.md": "no .txt"})
+    for shard_id in (0, 1):
+        run_baseline(world.raw_dir, world.data_dir, world.tokenizer, shard_id)
+    return world
+
+
+@pytest.mark.parametrize("flags", [["--shard_id"], ["--shard-id", "--allow-special-tokens"]], ids=str)
+def test_the_plain_form_gives_the_baselines_members_but_for_control_tokens(
+    baseline: World, tmp_path: Path, flags: list[str]
+) -> None:
+    folders = ["--input_dir", baseline.raw_dir, "--output_dir", tmp_path, "--model_id", baseline.tokenizer]
+    for shard_id in (0, 1):
+        flag, *more = flags
+        ended = baseline.main(flag, shard_id, *folders, *more)
+        assert ended.code == 0, ended.text
+        name = f"shard-{shard_id:05d}.tar"
+        first, ours = members_of(baseline.data_dir / name), members_of(tmp_path / name)
+        assert list(first) == list(ours)
+        assert len(first) > 10
+        other = {key.partition(".")[0] for key in first if first[key] != ours[key]}
+        assert len(other) == (3 if shard_id == 0 and not more else 0)
+        assert all(f"{key}.token_ids.json" in first for key in other)
+
+
+# Llama 3, where its tokenizer is. -----------------------------------------------------------------------
+
+EACH = 1 if TAKES_ALL else 20
+NUM_DOCUMENTS = {1: 225_131, 20: 11258}[EACH]
+NUM_SHARDS = 12
+
+
+@pytest.fixture(scope="module")
+def corpora(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    """The lines of both corpora that are taken, as 12 shards."""
+    root = tmp_path_factory.mktemp("llama3")
+    world = World(root, tokenizer=shared_dir / "tokenizers" / "llama3")
+    for path in corpora_dir.iterdir():
+        with path.open("rb") as file:
+            world.raw({path.name: b"".join(itertools.islice(file, 0, None, EACH))})
+    return world.make(num_shards=NUM_SHARDS)
+
+
+@pytest.mark.slow
+def test_every_document_of_the_corpora_has_the_ids_of_transformers_encode(corpora: World) -> None:
+    """``encode`` one by one would take minutes: it is asked for each 100th document, and for all the same
+    tokenizer's batched call, which is shown to be equal there.
+    """
+    tokenizer: Any = AutoTokenizer.from_pretrained(corpora.tokenizer)
+    call = functools.partial(tokenizer, add_special_tokens=True, return_attention_mask=False)
+    documents, num_documents = iter(corpora.documents()), 0
+    lines = (
+        line.strip() for path in sorted(corpora.raw_dir.iterdir()) for line in path.open(encoding="utf-8")
+    )
+    for texts in batches([line for line in lines if line], 2_000):
+        for position, (text, ids) in enumerate(zip(texts, call(texts)["input_ids"], strict=True)):
+            assert "<|" not in text, "a control token's name would be encoded otherwise"
+            if position % 100 == 0:
+                assert ids == tokenizer.encode(text, add_special_tokens=True)
+            _, written, found = next(documents)
+            assert (written, found) == (text, ids)
+            num_documents += 1
+    assert num_documents == NUM_DOCUMENTS
+    assert next(documents, None) is None
+    assert {manifest["run"]["engine"].split()[0] for manifest in corpora.manifests()} == {"gigatoken"}
+    sizes = [manifest["counts"]["input_bytes"] for manifest in corpora.manifests()]
+    assert max(sizes) - min(sizes) < 20_000, "two lines of the longest"
+
+
+def batches(items: list[str], size: int) -> Iterator[list[str]]:
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
+
+
+@pytest.mark.slow
+def test_llama_3_gives_the_baselines_members(corpora: World, tmp_path: Path) -> None:
+    """test_every_document above compares the ids of many more."""
+    lines = [path.read_bytes().splitlines(keepends=True)[:100] for path in corpora.raw_dir.iterdir()]
+    world = World(tmp_path, tokenizer=corpora.tokenizer).raw({"a.txt": b"".join(itertools.chain(*lines))})
+    run_baseline(world.raw_dir, tmp_path / "first", corpora.tokenizer, 0)
+    (world.plan(num_shards=1)).run(engine="gigatoken")
+    assert members_of(tmp_path / "first" / "shard-00000.tar") == dict(world.members())
+    shutil.rmtree(tmp_path / "first")
+
+
+def test_ids_of_json_are_written_as_json_dumps_does_for_vocabularies_of_any_size(tmp_path: Path) -> None:
+    """Ids of one to seven digits."""
+    for size in (10, 856, 128_256, 1_000_002):
+        numbers = [n for n in (0, 9, 10, 99, 100, 9_999, 99_999, 100_000, 999_999, 10**6) if n < size - 2]
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        vocab = {f"w{number}": number for number in [*numbers, size - 1]}
+        tokenizer = Tokenizer(tokenizers.models.WordLevel(vocab, "w0"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        texts = [" ".join(f"w{n}" for n in some) for some in (numbers, numbers[::-1], [size - 1], [0])]
+        world = World(folder, tokenizer=folder).raw({"a.txt": "\n".join(texts)}).plan(num_shards=1).run()
+        ids = [data.decode() for name, data in world.members() if name.endswith(".json")]
+        assert ids == [json.dumps(some) for some in (numbers, numbers[::-1], [size - 1], [0])]

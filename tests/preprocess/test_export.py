@@ -140,6 +140,7 @@ def test_arrow_files_hold_the_stored_samples(
     assert len(json.loads((out / "state.json").read_text())["_data_files"]) == 3
 
 
+@pytest.mark.frameworks
 def test_datasets_and_megatron_core_read_them(folders: dict[str, Path], tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", exc_type=ImportError)
     out = exported(folders["packed"], "hf", tmp_path / "hf")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ import pytest
 
 from tests.documented import examples_of
 from tests.world import World
+
+pytestmark = pytest.mark.processes  # plan tries a function in one, too
 
 INPUTS: dict[str, Any] = {
     "a.jsonl": [{"id": str(n), "text": f"line {n}", "lang": "ko" if n % 3 else "en"} for n in range(30)],
@@ -30,36 +31,20 @@ def planned(folder: Path, function: str, raw: Any = INPUTS, **options: Any) -> W
     return world.plan(**{"num_shards": 2, "transform": folder / "clean.py", **options})
 
 
-def texts_of(world: World) -> list[str]:
-    """Return the texts of all documents, in order."""
-    shown = world.main("peek", world.data_dir, "--num", 10**6, "--chars", 0).out
-    return [line[2:].replace("⟦<|begin_of_text|>⟧", "") for line in shown.splitlines() if line[:2] == "  "]
-
-
-def left_out(world: World) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for path in world.data_dir.glob("shard-*.json"):
-        for reason, number in json.loads(path.read_text())["counts"]["quarantined"].items():
-            counts[reason] = counts.get(reason, 0) + number
-    return counts
-
-
 def test_each_document_is_what_the_function_returns_of_its_record(tmp_path: Path) -> None:
     world = planned(tmp_path, FUNCTION, id_field="id").run(transform=tmp_path / "clean.py").verify()
-    texts, raw = texts_of(world), (world.raw_dir / "a.jsonl").read_bytes().splitlines(keepends=True)
+    texts, raw = world.texts(), (world.raw_dir / "a.jsonl").read_bytes().splitlines(keepends=True)
     places = [sum(map(len, raw[:number])) for number in range(30)]
     expected = [f"LINE {n} of a.jsonl at {places[n]}" for n in range(30) if n % 3]
     expected += [
         f"PLAIN {n} of b.txt at {place}" for n, place in enumerate([*range(0, 80, 8), *range(80, 170, 9)])
     ]
     assert texts == expected
-    assert left_out(world) == {"transform": 10}
-    entries = [line for path in world.data_dir.glob("quarantine/*") for line in path.read_text().splitlines()]
-    assert len(entries) == 10
+    assert world.left_out() == {"transform": 10}
+    assert len(world.lines("quarantine")) == 10
     assert (world.data_dir / "transform" / "clean.py").read_text() == FUNCTION
     world.verify(deep=2, transform=tmp_path / "clean.py")
-    manifest = json.loads((world.data_dir / "shard-00000.json").read_text())
-    assert manifest["run"]["transform_cpu_s"] >= 0
+    assert world.manifests()[0]["run"]["transform_cpu_s"] >= 0
 
 
 def test_rows_of_tables_come_with_all_their_columns(tmp_path: Path) -> None:
@@ -71,10 +56,9 @@ def test_rows_of_tables_come_with_all_their_columns(tmp_path: Path) -> None:
     function = "def transform(record):\n    return f\"{record['n']} {record['words']} {record['lang']}\"\n"
     (tmp_path / "clean.py").write_text(function)
     world.plan(num_shards=1, transform=tmp_path / "clean.py").run(transform=tmp_path / "clean.py")
-    assert texts_of(world) == ["1 ['a', 'b'] ko", "2 [] en", "None ['c'] ko"]
+    assert world.texts() == ["1 ['a', 'b'] ko", "2 [] en", "None ['c'] ko"]
 
 
-@pytest.mark.processes  # transformers renders in one
 def test_a_chat_is_the_list_of_messages_that_it_returns(tmp_path: Path) -> None:
     function = """
 def transform(record):
@@ -85,7 +69,7 @@ def transform(record):
     raw = {"a.jsonl": [{"q": f"ask {n}", "a": f"say {n}"} for n in range(5)]}
     options = {"record": "chat", "seq_len": 1024, "chat_template_file": tmp_path / "chat.jinja"}
     world = planned(tmp_path, function, raw, num_shards=1, **options).run(transform=tmp_path / "clean.py")
-    shown = re.sub("[⟪⟫]", "", "".join(texts_of(world)))
+    shown = re.sub("[⟪⟫]|\n  ", "", world.main("peek", world.data_dir, num=99, chars=0).out)
     assert all(f"user: ask {n}assistant: say {n}" in shown for n in range(5)), shown
 
 
@@ -100,11 +84,11 @@ def transform(record):
 """
     world = planned(tmp_path, function, num_shards=1).run(transform=tmp_path / "clean.py")
     expected = {"transform": 10, "transform: too short": 35, **{f"transform: score {n}": 1 for n in range(5)}}
-    assert left_out(world) == expected
+    assert world.left_out() == expected
     many = {"a.txt": "".join(f"line {n}\n" for n in range(300))}
     function = "from shardprep import LeaveOut\ndef transform(record):\n    raise LeaveOut(record['text'])\n"
     world = planned(tmp_path / "many", function, many, num_shards=1)
-    assert len(left_out(world.run(transform=tmp_path / "many" / "clean.py"))) == 101
+    assert len(world.run(transform=tmp_path / "many" / "clean.py").left_out()) == 101
 
 
 def test_only_the_function_that_was_planned_runs_and_none_out_of_data(tmp_path: Path) -> None:
@@ -146,7 +130,7 @@ def transform(record):
     assert world.main("plan", **plan).code == 2
     world.plan(num_shards=1, transform=plan["transform"], transform_files="sibling_of_clean.py,table.txt")
     world.run(transform=tmp_path / "clean.py")
-    assert set(texts_of(world)) == {"one1"}
+    assert set(world.texts()) == {"one1"}
     (tmp_path / "table.txt").write_text("2\n")
     (world.data_dir / "shard-00000.json").unlink()
     ended = world.main("shard", shard_id=0, output_dir=world.data_dir, transform=tmp_path / "clean.py")
@@ -172,6 +156,28 @@ WRONG: dict[str, tuple[str, int]] = {
     "returns half of a pair": ("def transform(record): return '\\ud800'", 65),
     "takes no record": ("def transform(): return ''", 65),
     "recurses": ("def transform(record): return transform(record)", 65),
+    "ends the program at import": ("import sys\nsys.exit(0)\ndef transform(record): return ''", 2),
+    "is no text": ("\0", 2),
+    "ends the process": ("import os\ndef transform(record): os._exit(0)", 2),
+    "depends on the order of a set": ("def transform(record): return ' '.join(set('abcdefghijklm'))", 2),
+    "depends on the time": ("import time\ndef transform(record): return str(time.time_ns())", 2),
+    "ends the program": ("import sys\ndef transform(record): sys.exit(0)", 65),
+    "raises an error whose text fails": (
+        "class E(Exception):\n  def __str__(self): raise ValueError\ndef transform(record): raise E()",
+        65,
+    ),
+    "is a generator": ("def transform(record):\n  yield record['text']", 65),
+    "is a class": ("class transform:\n  def __init__(self, record): pass", 65),
+    "takes two": ("def transform(record, other): return ''", 65),
+    "raises StopIteration": ("def transform(record): raise StopIteration", 65),
+    "returns a tuple": ("def transform(record): return ('a',)", 65),
+    "returns more than a document may have": ("def transform(record): return 'x' * (65 << 20)", 65),
+    "leaves out by something that is no text": (
+        "from shardprep import LeaveOut\ndef transform(record): raise LeaveOut(3, 4)",
+        0,
+    ),
+    "changes the folder": ("import os\nos.chdir('/')\ndef transform(record): return record['text']", 0),
+    "returns a str of its own": ("class S(str): pass\ndef transform(record): return S(record['text'])", 0),
     "changes its record": ("def transform(record):\n  record.clear()\n  return 'a'", 0),
     "returns white space": ("def transform(record): return ' \\n '", 0),
 }
@@ -198,7 +204,7 @@ def test_a_few_failures_are_within_the_limit_of_bad_documents(tmp_path: Path) ->
     function = "def transform(record):\n    return str(1 / int(record['text'].split()[1]))\n"
     world = planned(tmp_path, function, {"a.txt": "".join(f"line {n}\n" for n in range(300))}, num_shards=1)
     world.run(transform=tmp_path / "clean.py")
-    assert left_out(world) == {"transform_error": 1}
+    assert world.left_out() == {"transform_error": 1}
 
 
 def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> None:
@@ -207,11 +213,10 @@ def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> 
     world = planned(tmp_path, function, {"a.jsonl": [{"text": text} for text in texts]}, limit=15)
     world.run(transform=tmp_path / "clean.py").verify()
     kept = [text for text in texts if len(text) > 2]
-    assert texts_of(world)[:8] == kept[:8]
-    assert len(texts_of(world)) == 15
+    assert world.texts()[:8] == kept[:8]
+    assert len(world.texts()) == 15
 
 
-@pytest.mark.processes
 def test_run_hands_it_to_its_processes_and_blank_goes_through_it(tmp_path: Path) -> None:
     world = planned(tmp_path, FUNCTION, id_field="id")
     assert world.main("run", world.data_dir, transform=tmp_path / "clean.py", num_proc=2).code == 0
@@ -219,8 +224,8 @@ def test_run_hands_it_to_its_processes_and_blank_goes_through_it(tmp_path: Path)
     words = ["blank", world.data_dir, "--ids", tmp_path / "ids.txt", "--output", tmp_path / "new"]
     assert world.main(*words, "--transform", tmp_path / "clean.py").code == 0
     new = World(tmp_path, data_dir=tmp_path / "new")
-    assert texts_of(new)[1:] == texts_of(world)[1:]
-    assert "blanked" in texts_of(new)[0]
+    assert new.texts()[1:] == world.texts()[1:]
+    assert new.texts()[0] != world.texts()[0]
 
 
 def test_the_functions_of_the_docs_do_what_they_say(tmp_path: Path) -> None:
@@ -231,8 +236,8 @@ def test_the_functions_of_the_docs_do_what_they_say(tmp_path: Path) -> None:
     for number, function in enumerate(functions):
         world = planned(tmp_path / str(number), function, raw, num_shards=1)
         world.run(transform=tmp_path / str(number) / "clean.py")
-        assert sum(left_out(world).values()) + len(texts_of(world)) == len(DOCUMENTED)
-        assert left_out(world)
+        assert sum(world.left_out().values()) + len(world.texts()) == len(DOCUMENTED)
+        assert world.left_out()
 
 
 DOCUMENTED = [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkout import ROOT
-from tests.conftest import Prep
+from tests.children import environ_of_children
 from tests.warm_python import WarmPython
 
 Fail = Callable[..., list[str]]
@@ -20,7 +20,7 @@ Fail = Callable[..., list[str]]
 @pytest.fixture(scope="session")
 def warm(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
     """Python with the wheel's packages imported; behind them stands this checkout, for tests' own modules."""
-    environ = {**Prep.environ(), "PYTHONPATH": f"{site}:{ROOT}"}
+    environ = environ_of_children(PYTHONPATH=f"{site}:{ROOT}")
     modules = ["transformers", "loader.dataloader", "preprocess.__main__", "slurm.__main__"]
     with WarmPython(tmp_path_factory.mktemp("warm"), modules, environ) as server:
         yield server

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import run_child
-from tests.conftest import Prep
+from tests.children import environ_of_children, run_child
 from tests.world import World
 
 PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
@@ -119,7 +118,7 @@ def test_names_of_packages_stand_in_no_string_of_shardprep_but_the_table_of_comm
 
 def test_few_modules_of_preprocess_import_lustre() -> None:
     users = {path for path, names in modules("preprocess").items() if any("lustre" in name for name in names)}
-    known = {f"preprocess/{name}.py" for name in ("__main__", "plan/planning", "make/task", "look/doctor")}
+    known = {f"preprocess/{name}.py" for name in ("__main__", "plan/planning", "make/worker", "look/doctor")}
     assert users <= known
 
 
@@ -167,7 +166,7 @@ def test_a_process_that_makes_a_shard_has_no_heavy_library(tmp_path: Path, form:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(REPORTING)
     report = tmp_path / "modules.jsonl"
-    environ = {**Prep.environ(), "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "REPORT": str(report)}
+    environ = {**environ_of_children(), "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "REPORT": str(report)}
     run_child([sys.executable, "-m", "shardprep", *words], env=environ)
     lists = [json.loads(line) for line in report.read_text().splitlines()]
     assert lists

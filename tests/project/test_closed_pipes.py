@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from shardprep.__main__ import main
-from tests.children import run_child
-from tests.conftest import Prep
+from tests.children import environ_of_children, run_child
 from tests.world import World, tokenizer_dir
 
 COMMANDS = {
@@ -82,7 +81,7 @@ def test_what_was_asked_for_is_not_lost_unseen_on_a_full_disk(world: World, name
 def test_a_process_whose_reader_has_gone_ends_well_when_python_ends(world: World, closed_pipe: int) -> None:
     """Python itself flushes its streams once more, and would say "Exception ignored"."""
     command = [sys.executable, "-m", "shardprep", "status", str(world.data_dir)]
-    assert run_child(command, env=Prep.environ(), stdout=closed_pipe).stderr == ""
+    assert run_child(command, env=environ_of_children(), stdout=closed_pipe).stderr == ""
 
 
 @pytest.mark.processes
@@ -100,6 +99,6 @@ def test_a_worker_whose_log_cannot_be_written_finishes_its_shard(
     array = {"MIN": "0", "MAX": "0", "STEP": "1", "COUNT": "1"}
     environ = {f"SLURM_ARRAY_TASK_{name}": number for name, number in array.items()}
     words = ["shard", "--shard_id", "0", "--output_dir", str(world.data_dir)]
-    run_child([sys.executable, "-m", "shardprep", *words], env={**Prep.environ(), **environ}, stderr=stderr)
+    run_child([sys.executable, "-m", "shardprep", *words], env=environ_of_children(**environ), stderr=stderr)
     assert (world.data_dir / "shard-00000.json").exists()
     assert not list(world.data_dir.glob(".*"))

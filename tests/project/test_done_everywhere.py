@@ -188,23 +188,6 @@ def test_a_finding_of_a_deep_look_stands_until_it_looks_again_or_the_shard_is_ma
     whole.verify()  # it has another manifest
 
 
-def test_an_input_that_is_away_says_nothing_of_the_shard(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).plan(num_shards=2).run()
-    world.raw_dir.rename(tmp_path / "moved")
-    assert world.main("verify", world.data_dir, deep=2).code
-    assert not (world.data_dir / "findings.json").exists()
-    assert status(world)["done"] == "0-1"
-
-
-def test_shards_of_another_plan_are_no_ones_done_shards(whole: World, tmp_path: Path) -> None:
-    other = World(tmp_path, raw_dir=whole.raw_dir, data_dir=tmp_path / "other").plan(
-        num_shards=3, append_eos=True
-    )
-    shutil.copy(other.data_dir / "plan.json", whole.data_dir / "plan.json")
-    assert status(whole)["done"] == ""
-    assert load(whole) == 78
-
-
 # Errors of reading. ---------------------------------------------------------------------------------------
 
 
@@ -227,11 +210,6 @@ def test_an_error_of_reading_says_nothing_of_the_shard(
     assert (ended.code, f"shard-00001.{suffix}" in ended.err) == (74, True)
     assert not (whole.data_dir / "findings.json").exists()
     assert (whole.data_dir / "index.json").read_bytes() == before
-
-
-def test_an_error_that_goes_away_is_tried_again(whole: World, fail: Fail) -> None:
-    fail("open", "shard-00001.tar", errno.ESTALE, times=1)
-    whole.verify()
 
 
 def test_what_is_wrong_is_written_though_another_shard_cannot_be_read(whole: World, fail: Fail) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.children import run_child
-from tests.conftest import Prep
+from tests.children import environ_of_children, run_child
 from tests.project.conftest import Fail
 from tests.slurm.fake_slurm import install_fake_slurm
 from tests.world import World, call_main, tokenizer_dir
@@ -116,15 +115,7 @@ def test_a_scratch_folder_that_cannot_be_made_is_73_and_names_tmpdir(world: Worl
         "from shardprep.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     words = [sys.executable, "-c", code, *map(str, words_of("plan", world))]
-    assert "TMPDIR" in run_child(words, env=Prep.environ(), code=73).stderr
-
-
-def test_memory_below_a_workers_need_is_said(world: World) -> None:
-    for memory_gb, is_said in ((0.2, True), (4, False)):
-        ended = call_main(*words_of("shard", world), "--memory_gb", memory_gb)
-        assert ended.code == 0, ended.text
-        assert ("note: " in ended.err and " GB" in ended.err) == is_said
-        (world.data_dir / "shard-00001.json").unlink()
+    assert "TMPDIR" in run_child(words, env=environ_of_children(), code=73).stderr
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import run_child
-from tests.conftest import Prep
+from tests.children import environ_of_children, run_child
 from tests.world import World
 
 pytestmark = pytest.mark.processes
@@ -43,7 +42,7 @@ def world(tmp_path: Path) -> World:
 
 def run(folder: Path, *command: object, code: int = 0) -> tuple[str, str]:
     """Run a command there: its standard output and the last line of its standard error."""
-    done = run_child([str(word) for word in command], cwd=folder, env=Prep.environ(), code=code)
+    done = run_child([str(word) for word in command], cwd=folder, env=environ_of_children(), code=code)
     assert "the old script was run" not in done.stdout + done.stderr
     return done.stdout, (done.stderr.splitlines() or [""])[-1]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from loader import UsageError, get_llama3_dataloader
-from tests.children import run_child
-from tests.conftest import Prep
+from tests.children import environ_of_children, run_child
 from tests.world import World, call_main, tokenizer_dir
 
 
@@ -45,7 +44,7 @@ def test_in_a_locale_that_is_not_utf8_a_plan_is_the_same_and_commands_work_by_it
             ("report", data, "--output", data / "r.html"),
         ]
     for command in commands:
-        run_child([sys.executable, "-m", "shardprep", *map(str, command)], env={**Prep.environ(), **environ})
+        run_child([sys.executable, "-m", "shardprep", *map(str, command)], env=environ_of_children(**environ))
     assert (data / "plan.json").read_bytes() == (world.data_dir / "plan.json").read_bytes()
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from shardprep.__main__ import main
-from tests.children import child, end_of, is_living, run_child
-from tests.conftest import Prep
+from tests.children import child, end_of, environ_of_children, is_living, run_child
 from tests.held_children import Hold
 from tests.waiting import wait_until
 from tests.world import World, call_main
@@ -95,8 +94,6 @@ class Thing:
         at_work()
 
 def at_work(*_):
-    if sys.argv[1] == "another error":
-        raise ValueError("of a finalizer")
     os.kill(os.getpid(), signal.SIGTERM)
     for _ in range(1000):
         pass
@@ -108,7 +105,7 @@ if sys.argv[1] == "weak reference":
     held = weakref.ref(thing, at_work)
 try:
     del thing
-    while sys.argv[1] != "another error":
+    while True:
         time.sleep(0.01)
 except Stopped as error:
     print(f"caught {error}")
@@ -123,18 +120,12 @@ def test_a_signal_where_python_drops_exceptions_stops_the_command_all_the_same(p
 
 
 @pytest.mark.processes
-def test_another_error_in_a_finalizer_is_printed_as_python_does() -> None:
-    done = run_child([sys.executable, "-c", FINALIZER, "another error"])
-    assert "ValueError: of a finalizer" in done.stderr
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_the_workers_of_run_do_not_outlive_it(world: World, tmp_path: Path, how: signal.Signals) -> None:
     """Killed it cannot tell them; they stand in the middle of a shard."""
     hold = Hold(tmp_path, "fsync", r"\.shard-\d+\.tar")
     words = [sys.executable, "-m", "shardprep", "run", str(world.data_dir), "--num_proc", "2"]
-    with child(words, env={**Prep.environ(), **hold.environ()}, stderr=-2) as run:
+    with child(words, env={**environ_of_children(), **hold.environ()}, stderr=-2) as run:
         workers = hold.wait(2, run)
         assert run.pid not in workers
         run.send_signal(how)
@@ -143,28 +134,6 @@ def test_the_workers_of_run_do_not_outlive_it(world: World, tmp_path: Path, how:
         wait_until(lambda: not any(is_living(pid) for pid in workers), every_s=0.01)
     if how != signal.SIGKILL:
         assert not list(world.data_dir.glob(".shard-*"))
-
-
-SPAWNED = """
-import multiprocessing.util, signal
-from shardprep.signals import STOP_SIGNALS, start_child
-
-spawn, masks = multiprocessing.util.spawnv_passfds, []
-
-def noted(*args):
-    masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
-    return spawn(*args)
-
-multiprocessing.util.spawnv_passfds = noted
-start_child(print).join()
-print(len(masks), masks[-1] >= set(STOP_SIGNALS))
-"""
-
-
-@pytest.mark.processes
-def test_the_first_child_begins_with_the_stop_signals_waiting_too() -> None:
-    """With it multiprocessing starts its resource tracker, and unblocks signals then."""
-    assert run_child([sys.executable, "-c", SPAWNED]).stdout.split() == ["2", "True"]
 
 
 @pytest.mark.parametrize("is_made", [True, False])

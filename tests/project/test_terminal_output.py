@@ -65,7 +65,7 @@ def check(text: str, *, shows: str = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x7f\u202
 COMMANDS: dict[str, tuple[int | None, list[Any]]] = {
     "plan": (0, ["plan", "--input_dir", "RAW", "--output_dir", "NEW", "--model_id", "MODEL",
                  "--num_shards", 2, "--recursive", "--dry_run"]),
-    "run": (0, ["run", "COPY", "--num_proc", 1]),
+    "run": (0, ["run", "COPY", "--num_proc", 1, "--verbose"]),
     "shard": (0, ["--shard_id", 1, "--output_dir", "COPY"]),
     "too many bad documents": (65, ["--shard_id", 1, "--output_dir", "COPY", "--max_bad_fraction", 0]),
     "run where one fails": (65, ["run", "COPY", "--num_proc", 1, "--max_bad_fraction", 0]),
@@ -178,17 +178,6 @@ def test_a_stream_that_cannot_say_korean_gets_escapes(world: World) -> None:
     words = [sys.executable, "-m", "shardprep", "peek", str(world.data_dir)]
     done = run_child(words, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     check(done.stdout, shows=r"\ud55c\uad6d\uc5b4 text \x1b[2J")
-
-
-def test_a_bar_on_a_terminal_moves_the_cursor_and_no_line_beside_it_does(
-    world: World, tmp_path: Path
-) -> None:
-    copy = Path(shutil.copytree(world.data_dir, tmp_path / f"copy{IN_NAMES}"))
-    (copy / "shard-00000.json").unlink()
-    text = on_a_terminal(["-m", "shardprep", "run", copy, "--num_proc", "1"])
-    assert "\r" in text.replace("\r\n", "\n")
-    check(text.replace("\r", "\n"))
-    assert re.search(r"shard 00000 of 2: .*\\x1b\[2J", text), "its line stands beside the bar"
 
 
 def test_the_screen_of_a_watched_status_has_only_the_codes_that_draw_it(world: World) -> None:

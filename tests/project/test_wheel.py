@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.checkout import ROOT
-from tests.children import run_child
+from tests.children import environ_of_children, run_child
 from tests.slurm.fake_slurm import install_fake_slurm
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def desk(site: Path, warm: WarmPython, prep: Prep, tmp_path: Path, monkeypatch: 
     shutil.copytree(prep.model_dir, tmp_path / "MODEL")
     warm.install(commands)
     path = f"{commands}:{site / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environ = {**prep.environ(), "PATH": path, "PYTHONPATH": str(site)}
+    environ = environ_of_children(PATH=path, PYTHONPATH=str(site))
     return Desk(folder, environ)
 
 

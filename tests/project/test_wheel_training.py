@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.chat_sets import TAGGED, chat_model, conversations, write_chats
 from tests.checkout import ROOT
-from tests.children import run_child
+from tests.children import environ_of_children, run_child
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def environ(prep: Prep) -> dict[str, str]:
-    return {**prep.environ(), "TOKENIZERS_PARALLELISM": "false"}
+def environ() -> dict[str, str]:
+    return environ_of_children(TOKENIZERS_PARALLELISM="false")
 
 
 @pytest.fixture(scope="module")

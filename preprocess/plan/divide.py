@@ -1,0 +1,208 @@
+"""Cut the inputs into shards: each is a stretch of the inputs read as one, in the order of the plan.
+
+Files that cannot be cut (compressed ones, mostly) come last, grouped so that the shards are even. Of the
+input only samples and the places between shards are read: so planning takes seconds for terabytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocess.read.documents import format_of, load_libraries, starts_in
+from preprocess.read.format import Inspected, Start
+from preprocess.read.inputs import OpenInput, check_is_fetched, sample_sha256
+from shardprep.errors import UsageError
+from shardprep.format.input_formats import input_kind
+from shardprep.format.names import MAX_SHARDS
+from shardprep.format.options import PlanOptions
+from shardprep.format.plan import Cut, InputFile
+
+NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
+_MOST_AT_ONCE = 64  # files or boundaries per turn of a thread
+
+_Place = tuple[int, Start]  # (input, where in it)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How many shards: a number, a size of input bytes, or (neither) one per file."""
+
+    num_shards: int | None = None
+    shard_bytes: int | None = None
+
+    def count(self, inputs: list[InputFile], inspected: list[Inspected]) -> int:
+        """Return the number of shards. Raises UsageError for none or too many."""
+        for name, value in vars(self).items():
+            if value is not None and value < 1:
+                raise UsageError.of_value(f"--{name}", value, "at least 1")
+        num_shards = self.num_shards or len(inputs)
+        if self.shard_bytes:
+            num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // self.shard_bytes))
+        if num_shards > MAX_SHARDS:
+            smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
+            remedy = f"--num_shards {MAX_SHARDS}"
+            expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
+            raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
+        return num_shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The inputs in the order in which they are read, and where each shard begins."""
+
+    inputs: list[InputFile]
+    cuts: list[Cut]  # num_shards + 1
+
+
+def stamp_inputs(
+    input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
+) -> tuple[list[InputFile], list[Inspected]]:
+    """Return size, mtime and sampled hash of each file, and what its format says of it.
+
+    Raises NotFound for one that cannot be opened, ReadWriteError, BadInput. ``progress`` counts them.
+    """
+    load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
+    root = str(input_dir / "_")[:-1]
+
+    def stamp(path: Path) -> tuple[InputFile, Inspected]:
+        file = OpenInput(path)
+        check_is_fetched(file)
+        stamped = InputFile(
+            path=str(path).removeprefix(root),
+            num_bytes=file.stamp.num_bytes,
+            mtime_ns=file.stamp.mtime_ns,
+            sha256=sample_sha256(file),
+        )
+        return stamped, format_of(path.name).inspect(file, options)
+
+    inputs: list[InputFile] = []
+    inspected: list[Inspected] = []
+    num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
+    turns = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        for found in pool.map(lambda turn: [stamp(path) for path in turn], turns):
+            inputs += [stamped for stamped, _ in found]
+            inspected += [weighed for _, weighed in found]
+            progress(len(found))
+    return inputs, inspected
+
+
+def divide(
+    input_dir: Path,
+    inputs: list[InputFile],
+    inspected: list[Inspected],
+    num_shards: int,
+    options: PlanOptions,
+) -> Division:
+    """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError."""
+    # Whole files are put into shards by their size, but for plain text, whose order was promised.
+    whole = [
+        number
+        for number, item in enumerate(inputs)
+        if inspected[number].is_whole and not input_kind(item.path).is_in_bytes
+    ]
+    cut = sorted({*range(len(inputs))} - {*whole})
+    groups = _groups_of_whole_files(inputs, inspected, whole, num_shards)
+    if num_shards == 1 or not groups:
+        cut, groups = list(range(len(inputs))), []
+    places: list[_Place] = []
+    if cut:
+        places = even_places(
+            input_dir,
+            [inputs[number] for number in cut],
+            [inspected[number] for number in cut],
+            max(num_shards - len(groups), 1),
+            options,
+        )
+    else:
+        places = [(0, Start(0))]
+    for group in groups:
+        places.append((places[-1][0] + len(group), Start(0)))
+    places += [places[-1]] * (num_shards + 1 - len(places))  # more shards than files
+    return Division(
+        inputs=[inputs[number] for number in (*cut, *itertools.chain.from_iterable(groups))],
+        cuts=[Cut(number, start.byte, start.text_byte) for number, start in places],
+    )
+
+
+def _groups_of_whole_files(
+    inputs: list[InputFile], inspected: list[Inspected], whole: list[int], num_shards: int
+) -> list[list[int]]:
+    """Group files of about equal text: the largest first, each into the group with the least."""
+    total = sum(item.text_bytes for item in inspected)
+    share = sum(inspected[number].text_bytes for number in whole) / max(1, total)
+    most = num_shards if len(whole) == len(inspected) else num_shards - 1
+    num_groups = min(len(whole), most, max(1, round(num_shards * share)))
+    if not num_groups:
+        return []
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    sizes = [(0, number) for number in range(num_groups)]  # a heap
+    for number in sorted(whole, key=lambda number: (-inspected[number].text_bytes, inputs[number].path)):
+        size, group = sizes[0]
+        groups[group].append(number)
+        heapq.heapreplace(sizes, (size + inspected[number].text_bytes, group))
+    return sorted(sorted(group) for group in groups if group)
+
+
+def even_places(
+    input_dir: Path,
+    inputs: list[InputFile],
+    inspected: list[Inspected],
+    num_shards: int,
+    options: PlanOptions,
+) -> list[_Place]:
+    """Return where shards of even text begin, and where the last one ends."""
+    ends = [0, *itertools.accumulate(item.text_bytes for item in inspected)]  # of text, behind each file
+    targets = [ends[-1] * number // num_shards for number in range(1, num_shards)]
+    if not ends[-1]:
+        places = [(len(inputs), Start(0)) for _ in targets]
+    elif all(item.is_whole for item in inspected):
+        places = []
+        for target in targets:  # each at the nearest end of a file
+            number = bisect.bisect_right(ends, target)
+            is_nearer_before = target - ends[number - 1] <= ends[number] - target
+            places.append((number - is_nearer_before, Start(0)))
+    else:
+        places = _places_inside(input_dir, inputs, ends, targets, options)
+    return [(0, Start(0)), *places, (len(inputs), Start(0))]
+
+
+def _places_inside(
+    input_dir: Path, inputs: list[InputFile], ends: list[int], targets: list[int], options: PlanOptions
+) -> list[_Place]:
+    """Return for each target the first place at or behind it where a part may begin.
+
+    It is looked for up to the next target alone, whose place is this one's where none is found: so no byte
+    is read twice.
+    """
+    stretches: list[tuple[int, int, int]] = []  # (input, first byte, end): where a place is looked for
+    for target, following in itertools.pairwise([*targets, ends[-1]]):
+        number = bisect.bisect_right(ends, target) - 1
+        begin, text_bytes = ends[number], ends[number + 1] - ends[number]
+        first, end = ((each - begin) * inputs[number].num_bytes // text_bytes for each in (target, following))
+        stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
+
+    def starts(turn: list[tuple[int, int, int]]) -> list[Start | None]:
+        found: list[Start | None] = []
+        for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
+            file = OpenInput(input_dir / inputs[number].path)
+            found += starts_in(file, [(begin, end) for _, begin, end in group], options)
+        return found
+
+    turns = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        found = list(itertools.chain.from_iterable(pool.map(starts, turns)))
+    places: list[_Place] = []
+    place = (len(inputs), Start(0))
+    for (number, _, _), start in zip(reversed(stretches), reversed(found), strict=True):
+        if start is not None:
+            place = (number, start) if start.byte < inputs[number].num_bytes else (number + 1, Start(0))
+        places.append(place)
+    return places[::-1]

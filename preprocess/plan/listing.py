@@ -1,0 +1,323 @@
+"""The ledger of the input folder: each name is taken, or left out for a reason that plan.json keeps.
+
+What other tools leave beside their data is left out by its name, as pyarrow.dataset, Spark and ``datasets``
+leave it out. Files are opened only where two names make it likely that they hold the same text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import heapq
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocess.read.compressed import COMPRESSIONS, decompressed
+from preprocess.read.inputs import OpenInput
+from shardprep.console import counted, short_bytes
+from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
+from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
+from shardprep.format.options import SPLITS
+
+# Why a name is left out, as plan.json has it, and what a user can do about it.
+_UNKNOWN = "unknown suffix"
+_REMEDIES = {
+    _UNKNOWN: "; --also '{pattern}' takes such files, as plain text",
+    "file of a repository": "; --also '{pattern}' takes it",
+    "note of datasets": "",
+    "cache of datasets": "; --also '{pattern}' takes it",
+    "note of Iceberg": "; files of old snapshots are taken, too: export the table if rows were replaced",
+    "hidden": "; rename what is an input",
+    "AppleDouble": "",
+    "begins with _": ", as Spark does; --also '{pattern}' takes it",
+    "folder": "; for what it holds add --recursive",
+    "link to a folder": "; for what it holds add --recursive --follow_links",
+    "folder that is taken already": "",
+    "file that is taken by another name": "",
+    "compressed form of a file that is taken": "; rename it if it holds something else",
+    "other split": "; --split chooses",
+    "FIFO, socket or device": "",
+}
+_NUM_SHOWN = 3  # names per reason
+_DELTA_LOG = "_delta_log"
+_NOTES_OF_DATASETS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+# What ``Dataset.map`` and the like leave: the rows once more, as they were before, or after.
+_CACHE_OF_DATASETS = re.compile(r"cache-[\w-]+\.arrow")
+_REPOSITORY_NAME = re.compile(
+    r"((readme|requirements)([-_.].+)?|(licen[cs]e|third[-_]party[-_]notices?)([-.].+)?|copying|copyright"
+    r"|notices?|changelog|contributing|contributors|code[-_]of[-_]conduct|cmakelists|robots|checksums?"
+    r"|(md5|sha1|sha256|sha512)sums?)\.txt"
+)
+_SPLIT_WORDS = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
+}  # fmt: skip
+_COMPARED_BYTES = 64 << 10  # of text, where two files may hold the same
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputListing:
+    """Every name in the input folder: taken, or left out, or below a folder that is left out."""
+
+    paths: list[Path]  # taken, sorted by relative path
+    left_out: dict[str, list[str]]  # reason -> paths relative to the folder, sorted
+    num_links: int  # of the taken ones
+    also: str  # the patterns of ``also`` that took something
+    follow_links: bool  # whether a link to a folder was followed
+
+
+def find_inputs(
+    input_dir: Path, *, recursive: bool, follow_links: bool = False, also: str = "", split: str = ""
+) -> InputListing:
+    """Say of each name in a folder whether it is an input, and why not.
+
+    A folder is taken once: links to folders are followed behind all others, in the order of their paths, and
+    one that leads to a folder that is taken already is left out; so is another name of a file that is taken.
+    ``also`` and ``split``: see ``PlanOptions``. Raises NotFound, UsageError, and BadInput for a Delta table.
+    """
+    try:
+        if not input_dir.is_dir():
+            raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
+        ledger = _Ledger(input_dir, also)
+        ledger.look_through(recursive=recursive, follow_links=recursive and follow_links)
+        ledger.leave_out_same_files()
+    except OSError as error:
+        where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
+        raise NotFound(path=where, found=found, expected="a folder that you can read") from None
+    wanted = set(filter(None, map(str.strip, split.split(","))))
+    for path in [path for path in ledger.taken if wanted and split_of(path) not in wanted]:
+        ledger.leave_out(path, "other split")
+    taken = sorted(ledger.taken, key=lambda path: path.split("/"))
+    listing = InputListing(
+        paths=[Path(input_dir, path) for path in taken],
+        left_out={reason: sorted(ledger.left_out[reason]) for reason in sorted(ledger.left_out)},
+        num_links=sum(is_link for _, is_link in ledger.taken.values()),
+        also=",".join(sorted(ledger.used_patterns)),
+        follow_links=ledger.has_followed,
+    )
+    if not taken:
+        nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
+        raise NotFound(
+            "; ".join([nothing, *left_out_lines(listing.left_out)]), path=input_dir, expected=known_suffixes()
+        )
+    for each in (input_dir.resolve(), *listing.paths):  # as a plan has them
+        try:
+            str(each).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"the name of input {os.fsencode(each)!r} is not UTF-8; rename it") from None
+    return listing
+
+
+def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
+    """Return the input files of a folder, sorted by relative path. Raises what ``find_inputs`` raises."""
+    return find_inputs(input_dir, recursive=recursive).paths
+
+
+class _Ledger:
+    def __init__(self, input_dir: Path, also: str) -> None:
+        self.taken: dict[str, tuple[tuple[int, int], bool]] = {}  # path -> (device and inode, is it a link)
+        self.left_out: dict[str, list[str]] = {}
+        self.used_patterns: set[str] = set()
+        self.has_followed = False
+        self._input_dir = input_dir
+        # As in a shell, a hidden name needs a pattern that begins with a dot; one with _ in front likewise.
+        self._also = {
+            text: re.compile(("" if text[0] in "._" else "(?![._])") + fnmatch.translate(text.lower()))
+            for text in filter(None, map(str.strip, also.split(",")))
+        }
+
+    def look_through(self, *, recursive: bool, follow_links: bool) -> None:
+        """Take the files of all folders; leave out the other names. Raises OSError, BadInput."""
+        folders, links = [""], list[str]()  # to look into; the links are a heap
+        seen: set[tuple[int, int]] = set()
+        while folders or links:
+            is_link = not folders
+            folder = heapq.heappop(links) if is_link else folders.pop()
+            place = self._input_dir / folder
+            status = os.stat(place)  # noqa: PTH116 - as os.scandir, it names the file in its error
+            if follow_links:
+                if (status.st_dev, status.st_ino) in seen:
+                    self.leave_out(folder, "folder that is taken already")
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                self.has_followed = self.has_followed or is_link
+            with os.scandir(place) as entries:
+                for entry in entries:
+                    path = f"{folder}/{entry.name}" if folder else entry.name
+                    kind = _kind_of(entry)
+                    if kind == stat.S_IFREG:
+                        self._take_file(entry, path, status.st_dev)
+                    elif kind != stat.S_IFDIR:
+                        is_hidden = entry.name.startswith(".")
+                        self.leave_out(path, "hidden" if is_hidden else "FIFO, socket or device")
+                    elif entry.name == _DELTA_LOG:
+                        raise _delta_table(place)
+                    elif (reason := _why_no_name(entry.name)) == "hidden" or (
+                        reason and not self._is_also(entry.name)
+                    ):
+                        self.leave_out(path, reason)
+                    elif entry.is_symlink() and not follow_links:
+                        self.leave_out(path, "link to a folder")
+                    elif not recursive:
+                        self.leave_out(path, "folder")
+                    elif entry.is_symlink():
+                        heapq.heappush(links, path)
+                    else:
+                        folders.append(path)
+
+    def _take_file(self, entry: os.DirEntry[str], path: str, device: int) -> None:
+        if (reason := _why_no_file(entry.name)) and not self._is_also(entry.name):
+            self.leave_out(path, reason)
+            return
+        # The number of a regular file is in its folder; to ask for its status would be a round trip.
+        place = (device, entry.inode())
+        if entry.is_symlink():
+            with contextlib.suppress(OSError):  # one to nothing: opening it will say so
+                place = (entry.stat().st_dev, entry.stat().st_ino)
+        self.taken[path] = (place, entry.is_symlink())
+
+    def _is_also(self, name: str) -> bool:
+        """Whether ``also`` asks for a name that would be left out."""
+        matching = [text for text, each in self._also.items() if each.match(name.lower())]
+        self.used_patterns.update(matching)
+        return bool(matching)
+
+    def leave_out_same_files(self) -> None:
+        """Take a file once: not by a link to it, nor by a second name, nor in a compressed form, too."""
+        first_names: dict[tuple[int, int], str] = {}
+        for path in sorted(self.taken, key=lambda path: (self.taken[path][1], path.split("/"))):
+            first = first_names.setdefault(self.taken[path][0], path)
+            # Some file systems number files anew in each folder's listing.
+            if first != path and (self._input_dir / first).samefile(self._input_dir / path):
+                self.leave_out(path, "file that is taken by another name")
+        first_forms: dict[str, str] = {}
+        # A plain one goes before all others: shards may begin inside of it.
+        for path in sorted(self.taken, key=lambda path: (bool(input_kind(path).compression), path)):
+            plain = path.rpartition(".")[0] if input_kind(path).compression else path
+            first = first_forms.setdefault(plain, path)
+            if first == path:
+                continue
+            beginning = _beginning_of_text(self._input_dir / first)
+            if beginning and beginning == _beginning_of_text(self._input_dir / path):
+                self.leave_out(path, "compressed form of a file that is taken")
+
+    def leave_out(self, path: str, reason: str) -> None:
+        self.taken.pop(path, None)
+        shown = os.fsencode(path).decode("utf-8", "backslashreplace")
+        self.left_out.setdefault(reason, []).append(shown)
+
+
+def _kind_of(entry: os.DirEntry[str]) -> int:
+    """Return the kind of what an entry is, or leads to; a regular file for a link to nothing."""
+    is_link = entry.is_symlink()
+    if not is_link and entry.is_file():
+        return stat.S_IFREG
+    try:
+        return stat.S_IFMT(entry.stat().st_mode)
+    except OSError:
+        if not is_link:
+            raise
+        return stat.S_IFREG
+
+
+def _why_no_name(name: str) -> str:
+    """Return why nothing of this name is an input, nor holds any; "" where it may."""
+    if name.startswith("."):
+        return "hidden"
+    # A partition may have such a name: _year=2026.
+    return "begins with _" if name.startswith("_") and "=" not in name else ""
+
+
+def _why_no_file(name: str) -> str:
+    """Return why a file of this name is no input; "" where it is."""
+    if reason := _why_no_name(name):
+        return "AppleDouble" if name.startswith("._") else reason
+    if known_input_kind(name) is None:
+        return _UNKNOWN
+    if name in _NOTES_OF_DATASETS:
+        return "note of datasets"
+    if _CACHE_OF_DATASETS.fullmatch(name):
+        return "cache of datasets"
+    if name.endswith(".metadata.json") or name == "version-hint.text":
+        return "note of Iceberg"
+    return "file of a repository" if _REPOSITORY_NAME.fullmatch(name.lower()) else ""
+
+
+def _delta_table(folder: Path) -> BadInput:
+    return BadInput(
+        f"{folder} is a Delta table, in which files of old versions lie among the current ones; write its "
+        "rows to a folder of their own, such as by deltalake's DeltaTable(...).to_pyarrow_table(), and plan "
+        "that",
+        path=folder,
+        found=_DELTA_LOG,
+        expected="a folder of its current rows",
+    )
+
+
+def _beginning_of_text(path: Path) -> bytes | None:
+    """Return the first bytes of a file's text; None where it cannot be read: planning will say why."""
+    try:
+        file = OpenInput(path)
+        if not (compression := input_kind(path.name).compression):
+            return file.read(0, _COMPARED_BYTES)
+        span = (0, file.stamp.num_bytes)
+        pieces = decompressed(file, COMPRESSIONS[compression], file.read_all, span, _COMPARED_BYTES, 0)
+        return next(pieces).data[:_COMPARED_BYTES]
+    except ShardprepError:
+        return None
+
+
+def split_of(path: str) -> str:
+    """Return the split that a file's name tells, or the nearest of its folders': "train", ...; "" for none.
+
+    As ``datasets`` reads them: ``data/train-00000-of-00002.parquet``, ``wiki.valid.txt``, ``test/a.jsonl``.
+    """
+    *folders, name = path.lower().split("/")
+    stem = name.removesuffix(f".{name.rpartition('.')[2]}") if "." in name else name
+    if input_kind(path).compression:
+        stem = stem.rpartition(".")[0] or stem
+    for part in (stem, *reversed(folders)):
+        words = [word for word in re.split(r"[^a-z]+", part) if word not in ("", "of")]
+        found = {_SPLIT_WORDS[word] for word in (*words[:1], *words[-1:]) if word in _SPLIT_WORDS}
+        if len(found) == 1:
+            return found.pop()
+    return ""
+
+
+def split_line(sizes: Sequence[tuple[str, int]], chosen: str) -> str:
+    """Return what to say of the splits of the files that are taken, given their paths and bytes; or ""."""
+    by_split: dict[str, list[int]] = {}
+    for path, num_bytes in sizes:
+        by_split.setdefault(split_of(path), []).append(num_bytes)
+    named = [name for name in SPLITS if name in by_split]
+    if chosen or len(named) < 2:
+        return ""
+    shown = ", ".join(
+        f"{name or 'no split'} {counted(len(by_split[name]), 'file')} ({short_bytes(sum(by_split[name]))})"
+        for name in (*named, "")
+        if name in by_split
+    )
+    return f"warning: splits by their names: {shown}; all are taken: --split {named[0]} takes one alone"
+
+
+def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line per reason: how many names, the first of them, and how they could be taken."""
+    lines = []
+    for reason, names in left_out.items():
+        first = names[0].rpartition("/")[2]
+        suffixes = [os.path.splitext(name)[1] for name in names]  # noqa: PTH122 - of many names
+        pattern = f"*{suffixes[0]}" if reason == _UNKNOWN and suffixes[0] else first
+        remedy = _REMEDIES[reason].format(pattern=pattern if pattern.isprintable() else "PATTERN")
+        if reason == _UNKNOWN:
+            common = Counter(suffix or "none" for suffix in suffixes).most_common(_NUM_SHOWN)
+            reason += f": {', '.join(f'{suffix} {number}' for suffix, number in common)}"
+        shown = ", ".join(name if name.isprintable() else ascii(name) for name in names[:_NUM_SHOWN])
+        more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+        lines.append(f"left out ({reason}): {len(names)}, such as {shown}{more}{remedy}")
+    return lines

@@ -1,0 +1,130 @@
+"""tests/data/golden pins the bytes on disk: a change of them is a change of the format's version.
+
+By hand, ``python -m tests.format.test_golden`` makes that folder anew; its README says when that is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkout import ROOT
+from tests.forged import rewrite_plan
+from tests.world import World
+
+GOLDEN = ROOT / "tests" / "data" / "golden"
+DATA_SETS: dict[str, dict[str, Any]] = {
+    "documents_json": {},
+    "documents_npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
+    "packed": {"record": "packed", "seq_len": 16},
+    "packed_best_fit": {"record": "packed", "seq_len": 16, "pack": "best_fit"},
+    "jsonl_zst": {"id_field": "id", "append_eos": True},
+    "parquet": {"record": "packed", "seq_len": 16, "text_template": "{title}\\n{text}"},
+}
+# Their input is kept as it was written once: another version of zstd or pyarrow gives other bytes.
+OTHER_RAW = {"jsonl_zst": "raw_jsonl_zst", "parquet": "raw_parquet"}
+NUM_SHARDS = 2
+RAW = {
+    "en.txt": b"The kettle sings; nobody's listening.\n"
+    b"\n"
+    b"  12345 steps, 6:05 in the morning  \r\n"
+    b"\t \r\n"
+    b"<|end_of_text|> is a name, not an end.\n"
+    b"bad byte: \xff\n"
+    b"old Mac\rline ends\r"
+    b"no line end",
+    "ko.txt": b"\xef\xbb\xbf"
+    + "표가 앞에 있는 첫 줄\r\n바닷가 마을의 겨울은 길다.\n\n도서관 2층 창가 자리 🙂\n".encode()
+    + b"\xea\xb0\n"
+    + "줄을 끝내지 않는\u2028분리자와 \u3000전각 공백\u3000\n끝.\n".encode(),
+}
+
+
+def golden(name: str, data_dir: Path | None = None) -> World:
+    """A golden data set's input and tokenizer, and a folder for the data set; by default where it lies."""
+    raw_dir = GOLDEN / OTHER_RAW.get(name, "raw")
+    return World(GOLDEN, tokenizer=GOLDEN / "tokenizer", raw_dir=raw_dir, data_dir=data_dir or GOLDEN / name)
+
+
+def plan_facts(folder: Path) -> dict[str, Any]:
+    """A plan without what may differ between equal plans, such as files that transformers writes."""
+    facts = json.loads((folder / "plan.json").read_bytes())
+    facts["tokenizer"].pop("model_id")
+    facts["inputs"] = [[path, size, digest] for path, size, _, digest in facts["inputs"]]
+    others = ("input_dir", "tokenizer_files", "fast_engine_is_equal", "tables", "content_sha256")
+    return {name: value for name, value in facts.items() if name not in others}
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_a_task_writes_the_pinned_bytes(tmp_path: Path, name: str) -> None:
+    world, pinned = golden(name, tmp_path), golden(name)
+    shutil.copytree(GOLDEN / "tokenizer", tmp_path / "tokenizer")
+    shutil.copy(GOLDEN / name / "plan.json", tmp_path)
+    world.run(*range(NUM_SHARDS), input_dir=world.raw_dir).verify()
+    assert world.contents() == pinned.contents()
+    assert (tmp_path / "index.json").read_bytes() == (GOLDEN / name / "index.json").read_bytes()
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_planning_gives_the_pinned_plan(tmp_path: Path, name: str) -> None:
+    golden(name, tmp_path).plan(num_shards=NUM_SHARDS, max_bad_fraction=0.5, **DATA_SETS[name])
+    assert plan_facts(tmp_path) == plan_facts(GOLDEN / name)
+
+
+@pytest.mark.parametrize("name", DATA_SETS)
+def test_a_data_set_of_before_is_verified_and_loaded(tmp_path: Path, name: str) -> None:
+    """As it lies there, written by commit 522a712 or one before it."""
+    shutil.copytree(GOLDEN / name, tmp_path / "data")
+    shutil.copytree(GOLDEN / "tokenizer", tmp_path / "data" / "tokenizer")
+    world = golden(name, tmp_path / "data")
+    world.verify(deep=True, input_dir=world.raw_dir)
+    num_tokens = sum(manifest["counts"]["num_tokens"] for manifest in world.manifests())
+    with world.loader(batch_size=1, pin_memory=False) as loader:
+        assert sum(int(batch["attention_mask"].sum()) for batch in loader) == num_tokens
+
+
+def test_nothing_is_missing_from_the_pinned_files() -> None:
+    shards = [f"shard-{number:05d}" for number in range(NUM_SHARDS)]
+    for name in DATA_SETS:
+        folder = GOLDEN / name
+        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        expected = {f"{shard}.{suffix}" for shard in shards for suffix in ("tar", "idx", "json")}
+        expected |= {f"ids/{shard}.jsonl" for shard in shards if "id_field" in DATA_SETS[name]}
+        bad = {path for path in found if path.startswith("quarantine/")}
+        assert bad if name in OTHER_RAW else bad == {f"quarantine/{shard}.jsonl" for shard in shards}
+        assert found - bad == {"plan.json", "index.json", *expected}
+    assert {path.name: path.read_bytes() for path in (GOLDEN / "raw").iterdir()} == RAW
+
+
+def make_golden() -> None:
+    """Write the folder anew; paths and times of this machine are left out of it."""
+    for path in GOLDEN.iterdir():
+        if path.is_dir() and path.name not in OTHER_RAW.values():
+            shutil.rmtree(path)
+    os.chdir(GOLDEN)
+    raw = World(GOLDEN).raw(RAW)
+    for path in GOLDEN.glob("raw*/*"):
+        os.utime(path, ns=(0, 0))
+    words = {"input_dir": "raw", "vocab_size": 270, "output_dir": "tokenizer"}
+    assert raw.main("train_tokenizer", **words).code == 0
+    for name, options in DATA_SETS.items():
+        world = golden(name)
+        world.plan(
+            num_shards=NUM_SHARDS, max_bad_fraction=0.5, model_id="tokenizer", **options
+        ).run().verify()
+        rewrite_plan(world.data_dir / "plan.json", json.dumps(str(world.raw_dir)), '"/raw"')
+        for path in world.data_dir.glob("shard-*.json"):
+            text = path.read_text(encoding="utf-8").partition('\n "run": ')[0]
+            empty = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"  # sha256 of {}
+            path.write_text(f'{text}\n "run": {{\n  "run_sha256": "{empty}"\n }}\n}}\n', encoding="utf-8")
+        shutil.rmtree(world.data_dir / "tokenizer")
+        shutil.rmtree(world.data_dir / "jobs", ignore_errors=True)
+
+
+if __name__ == "__main__":
+    make_golden()

@@ -1,0 +1,54 @@
+"""Tars of others: however their lists of ids are spelled, and nothing stays open behind a loader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset
+
+from loader import get_llama3_dataloader
+from tests.world import tokenizer_dir
+
+LISTS = [[7], [1, 20, 300], [0, 0, 5], list(range(90)), [65535, 3, 70000 % 250]]
+SPELLINGS: dict[str, Callable[[list[int], int], str]] = {
+    "no white space": lambda ids, _: json.dumps(ids, separators=(",", ":")),
+    "a number a line": lambda ids, _: json.dumps(ids, indent=1),
+    "white space around it": lambda ids, _: f" \t{json.dumps(ids)} \r\n",
+    "white space before commas": lambda ids, _: json.dumps(ids, separators=(" , ", ":")),
+    "another one each time": lambda ids, n: json.dumps(ids, separators=((", ", ",", " ,")[n % 3], ":")),
+}
+
+
+def read_spelled(folder: Path, spell: Callable[[list[int], int], str]) -> Any:
+    """Write LISTS four times over, read them in order, and return the loader, closed."""
+    lists = [[number % 250 for number in ids] for ids in LISTS] * 4
+    with webdataset.TarWriter(str(folder / "part-0.tar")) as writer:
+        for number, ids in enumerate(lists):
+            writer.write({"__key__": f"s{number}", "token_ids.json": spell(ids, number).encode()})
+    loader = get_llama3_dataloader(
+        str(folder / "part-0.tar"), 4, model_id=str(tokenizer_dir()), shuffle=False, num_workers=0
+    )
+    rows = [
+        row[mask.bool()].tolist()
+        for batch in loader
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    loader.close()
+    assert rows == lists
+    return loader
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_spelling_of_a_list_makes_no_difference(tmp_path: Path, spelling: str) -> None:
+    read_spelled(tmp_path, SPELLINGS[spelling])
+
+
+def test_a_closed_loader_holds_no_tar_open(tmp_path: Path) -> None:
+    loader = read_spelled(tmp_path, SPELLINGS["no white space"])
+    still_open = [path.resolve() for path in Path("/proc/self/fd").iterdir() if path.exists()]
+    assert not [path for path in still_open if path.is_relative_to(tmp_path)]
+    assert loader.metrics.num_batches == 5  # it is still there

@@ -1,0 +1,456 @@
+"""Documents of plain text, JSON lines and compressed files are those of an independent reader."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import itertools
+import json
+import lzma
+import os
+import random
+import re
+import struct
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from tests.checkout import ROOT
+from tests.input_writers import bgzip, seekable_zstd, zstd_of_blocks
+from tests.plain_reader import plain_records
+from tests.random_inputs import FORMATS, WIDE, compare
+from tests.world import World
+
+TEXTS = [f"문서 {number}: the kettle sings\n\ttwice. " * (number % 7 + 1) for number in range(60)]
+
+
+def json_lines(texts: list[str]) -> bytes:
+    rows = [{"id": f"d{number}", "text": text} for number, text in enumerate(texts)]
+    return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
+
+
+def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> int:
+    """Make a data set of all files, and compare it with the plain reader; the number of bad records."""
+    world.make(num_shards=num_shards, max_bad_fraction=1, **options)
+    texts, bad = [], []
+    for path in [world.raw_dir / name for name in world.inputs()]:
+        for record in plain_records(path, **options):
+            if record.reason:
+                bad.append((path.name, record.offset, record.reason))
+            elif record.text:
+                texts.append(record.text)
+    told = world.lines("quarantine")
+    assert world.texts() == texts
+    found = [(each["source"], each["source_offset"], each["reason"]) for each in told]
+    if options.get("text_template"):  # of a field that stands twice and one that is missing, either is told
+        found, bad = ([place for *place, _ in each] for each in (found, bad))
+    assert found == bad
+    for each in told:
+        named = re.search(r"\bbyte (\d+) is not", each["detail"])
+        if named:
+            assert 0 <= int(named[1]) - each["source_offset"] < each["num_bytes"], each
+    return len(bad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [*FORMATS, *WIDE])
+def test_random_files_are_read_as_an_independent_reader_reads_them(form: str, tmp_path: Path) -> None:
+    """Some are damaged: then they are refused. ``python -m tests.random_inputs`` tries 5,000 of each."""
+    results = [result for first in (0, 20) for result in compare(form, range(first, first + 20), tmp_path)]
+    assert {result for result in results if result.startswith("WRONG")} == set()
+    assert results.count("equal") >= 20
+
+
+# Plain text. --------------------------------------------------------------------------------------------
+
+ENCODINGS = [
+    "utf-8", "utf-8-sig", "cp949", "euc-kr", "johab", "shift_jis", "euc_jp", "gb18030", "gbk", "big5",
+    "latin-1", "cp1252", "koi8-r", "tis-620", "mac-roman", "ascii",
+]  # fmt: skip
+NO_ENCODINGS = [
+    "utf-16", "utf-16-le", "utf-32", "utf-32-be", "iso2022_kr", "hz", "punycode", "idna", "hex", "zlib",
+    "undefined", "no-such-codec", "utf\0008", "", "\udcff",
+]  # fmt: skip
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": lambda data: gzip.compress(data, 1),
+    ".zst": lambda data: zstd_of_blocks(data, [300, 1, 4000, 7]),
+    ".xz": lambda data: lzma.compress(data, preset=0),
+    ".bz2": lambda data: bz2.compress(data, 1),
+}
+ENDS = ["\n", "\r\n", "\r", "\n\r", "\r\r", "\r\r\n"]
+SPACES = [chr(point) for point in range(0x3001) if chr(point).isspace()]  # as str.strip() knows it
+LETTERS = ["a", "bc", " ", "가", "똠방", "語", "é", "я", "ก", "\u200b", "🙂", "x" * 9, "\ufeff", *SPACES]
+BROKEN = [b"\xff", b"\x80", b"\xea\xb0", b"\x81", b"\xfe"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_lines_of_each_encoding_are_decoded_one_by_one(tmp_path: Path, encoding: str) -> None:
+    rng, codec = random.Random(encoding), encoding.removesuffix("-sig")
+    files = {}
+    for number, (suffix, pack) in enumerate(PACKERS.items()):
+        pieces: list[Any] = rng.choices([*ENDS, *ENDS, *ENDS, *LETTERS, *BROKEN], k=1500)
+        data = b"".join(each if isinstance(each, bytes) else each.encode(codec, "ignore") for each in pieces)
+        mark = b"\xef\xbb\xbf" if number % 2 else b""
+        files[f"{number}.txt{suffix}"] = pack(mark + data)
+    num_bad = check_with_plain_reader(World(tmp_path).raw(files), num_shards=7, encoding=encoding)
+    assert num_bad > 20 or encoding in ("latin-1", "koi8-r", "mac-roman")
+
+
+def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n"})
+    for encoding in NO_ENCODINGS:
+        ended = world.try_plan(encoding=encoding)
+        assert ended.code == 2, encoding
+        if encoding.startswith("utf-"):
+            assert ended.error is not None
+            assert ended.error.remedy == f"iconv -f {encoding} -t utf-8"
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r", "\n"])
+def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end: str) -> None:
+    """From where a shard should begin 16 KiB are read, then 64 KiB each time; of a shard 128 or 512 KiB."""
+    half, short = 200 << 10, "b c d\n" * 5
+    for kib, shift in itertools.product([16, 80, 144], [-2, -1, 0, 1]):
+        place = half + (kib << 10) + shift
+        text = "x" * place + end + short
+        world = World(tmp_path / f"{kib} {shift}").raw({"a.txt": text + "y" * (2 * half - len(text))})
+        assert world.plan(num_shards=2).plan_json()["cuts"][1][:2] == [0, place + len(end)]
+    for kib, shift in itertools.product([128, 512], [-1, 0]):
+        line = ("x y " * half)[: (kib << 10) + shift]
+        world = World(tmp_path / f"{kib} {shift}").raw({"a.txt": line + end + short})
+        assert world.make(num_shards=1).texts() == [line.strip(), *short.splitlines()]
+
+
+def test_a_whole_file_is_one_document_with_its_line_ends_made_one_kind(tmp_path: Path) -> None:
+    files = {
+        "a.txt": b"\n one\r\n\r\ntwo\rthree \n", "b.txt": b" \r\n", "c.txt": b"", "d.txt": b"ok\n\xff\n",
+        "e.txt.gz": gzip.compress("끝".encode()),
+    }  # fmt: skip
+    world = World(tmp_path).raw(files)
+    check_with_plain_reader(world, num_shards=2, doc="file")
+    assert world.texts() == ["one\n\ntwo\nthree", "끝"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.parquet"])
+def test_a_document_of_more_than_64_mib_is_left_out_by_name_and_its_neighbours_stay(
+    tmp_path: Path, name: str
+) -> None:
+    texts = ["before", "x y " * (17 << 20), "after"]
+    world = World(tmp_path)
+    if name == "a.parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), world.raw_dir / name)
+    elif name == "a.jsonl":
+        world.raw({name: json_lines(texts)})
+    else:
+        data = "\n".join(texts).encode()
+        world.raw({name: gzip.compress(data, 1) if name.endswith(".gz") else data})
+    world.plan(num_shards=1, max_bad_fraction=0.5).run()
+    assert world.texts() == ["before", "after"]
+    (bad,) = world.lines("quarantine")
+    assert (bad["source"], bad["line"], bad["reason"]) == (name, 1, "too_long")
+
+
+# JSON lines. --------------------------------------------------------------------------------------------
+
+KEYS = [
+    '"text"', '"te\\u0078t"', '"\\u0074\\u0065\\u0078\\u0074"', '"text"\t', '"text" ', '"meta"',
+    '"me\\u0074a"', '"본문"', '"\\ubcf8\\uBB38"', '"other"', '"id"',
+]  # fmt: skip
+NUMBERS = ["18446744073709551616", "-9223372036854775809", "9007199254740993", "1.0", "-0", "-0.0", "1e5"]
+VALUES = ['"a"', '"가 \\"text\\": b"', '"x\\\\"', '"\\"text"', '"\\\\u0074ext\\":"', "7", "null", *NUMBERS]
+FIELDS: dict[str, dict[str, str]] = {
+    "a field": {"text_field": "text", "id_field": "id"},
+    "a nested field": {"text_field": "meta.text"},
+    "letters beyond ASCII": {"text_field": "본문", "id_field": "id"},
+    "a template": {"text_template": "{text}|{meta.text}"},
+}
+
+
+def random_object(rng: random.Random, depth: int = 0) -> str:
+    pairs = []
+    for _ in range(rng.randrange(5)):
+        value = rng.choice(VALUES)
+        if depth < 2 and rng.random() < 0.4:
+            value = random_object(rng, depth + 1)
+            value = f"[{value}]" if rng.random() < 0.2 else value
+        pairs.append(f"{rng.choice(KEYS)}:{value}")
+    return "{" + ",".join(pairs) + "}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", FIELDS)
+def test_what_is_taken_of_a_line_of_json_depends_on_no_other_line(tmp_path: Path, choice: str) -> None:
+    rng, options = random.Random(choice), FIELDS[choice]
+    right = '{"text": "b", "본문": "다", "meta": {"text": "m"}, "id": 7}'
+    lines = [rng.choice([random_object(rng), random_object(rng), right, ""]) for _ in range(6_000)]
+    world = World(tmp_path).raw({"a.jsonl": "\n".join(lines)})
+    assert check_with_plain_reader(world, num_shards=3, **options) > 500
+    if "id_field" in options:
+        records = [record for record in plain_records(world.raw_dir / "a.jsonl", **options) if record.text]
+        assert world.lines("ids") == [[0, record.offset, record.id] for record in records]
+
+
+def test_ids_and_sources_that_are_long_integers_stay_exact(tmp_path: Path) -> None:
+    long = [18446744073709551616, -9223372036854775809, 10**30, 2**64 - 1, 7, 1.5, [2**70], {"a": 2**64}]
+    world = World(tmp_path).raw({"a.jsonl": [{"text": "a", "id": each, "from": each} for each in long]})
+    world.make(num_shards=1, id_field="id", source_field="from")
+    assert [line[2] for line in world.lines("ids")] == list(map(json.dumps, long))
+    assert set(world.manifests()[0]["counts"]["sources"]) == set(map(json.dumps, long))
+
+
+@pytest.mark.parametrize("stack", [1000, 5000])  # of the interpreter; another one in each version of Python
+@pytest.mark.parametrize("kind", ["list", "object"])
+def test_records_of_512_levels_are_read_and_deeper_ones_left_out_whatever_the_interpreters_stack(
+    tmp_path: Path, kind: str, stack: int
+) -> None:
+    def nested(depth: int) -> str:
+        return "[" * depth + "]" * depth if kind == "list" else '{"a":' * depth + "1" + "}" * depth
+
+    forms = [
+        '{"text": "good", "id": 1, "other": %s}',
+        '{"text": "good", "id": %s}',
+        '{"text": "good", "id": 1, "x": 1, "x": %s}',
+        '{"text": "good", "id": "%s", "other": %%s}' % ("\\\\[{" * 400),  # brackets in a text
+        '{"text": %s, "id": 1}',
+    ]
+    lines = [form % nested(depth) for form in forms for depth in (511, 512, 984)]
+    world = World(tmp_path).raw({"a.jsonl": "\n".join(lines) + "\n"})
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(stack)
+    try:
+        world.plan(num_shards=1, id_field="id", max_bad_fraction=1).run()
+    finally:
+        sys.setrecursionlimit(before)
+    expected = {line: "bad_json" for line in range(len(lines)) if line % 3} | {12: "wrong_type"}
+    assert {entry["line"]: entry["reason"] for entry in world.lines("quarantine")} == expected
+
+
+def test_a_field_may_name_the_source(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"text": "가 b", "from": "web"}, {"text": "c", "from": "code"}, {"text": "d"},
+        {"text": "e", "from": "web"}, {"text": 5, "from": "web"}, {"from": "images"}, {"text": None},
+    ]  # fmt: skip
+    world = World(tmp_path).raw({"a.jsonl": rows})
+    world.make(num_shards=1, source_field="from", max_bad_fraction=0.5)
+    sources = world.manifests()[0]["counts"]["sources"]
+    names = ("num_documents", "num_bytes", "num_quarantined")
+    found = {source: tuple(of[name] for name in names) for source, of in sources.items()}
+    assert found == {".": (1, 1, 1), "code": (1, 1, 0), "images": (0, 0, 1), "web": (2, 6, 1)}
+    many = World(tmp_path / "many").raw({"a.jsonl": [{"text": "a", "from": n} for n in range(1001)]})
+    ended = many.try_plan(source_field="from")
+    assert (ended.code, "--source_field" in ended.err) == (65, True)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_plan_tells_which_named_field_no_record_has(tmp_path: Path, suffix: str) -> None:
+    world = World(tmp_path)
+    records = [{"text": f"w{number}", "id": f"i{number}"} for number in range(9)]
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), world.raw_dir / "a.parquet")
+    else:
+        world.raw({"a.jsonl": [*records, *({"body": "a"} for _ in range(30))]})
+    ended = world.try_plan(id_field="idd", source_field="src", dry_run=True)
+    assert (ended.code, "idd" in ended.text, "src" in ended.text) == (0, True, True)
+    assert (" 77% " in ended.text) == (suffix == "jsonl"), "so many lack the text, too"
+    assert "--id_field" not in world.try_plan(id_field="id", dry_run=True).text
+
+
+def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(tmp_path: Path) -> None:
+    """Small files that their own writers wrote: datatrove 0.10.1, dolma 1.2.1's mixer."""
+    paths = sorted((ROOT / "tests" / "data" / "written_by_others").iterdir())
+    assert len(paths) >= 3
+    # Under names of their own: one that is another in a compressed form would be left out.
+    world = World(tmp_path).raw({f"{n}-{path.name}": path.read_bytes() for n, path in enumerate(paths)})
+    world.make(num_shards=None, id_field="id")
+    texts = ["The kettle sings.\nTwice.", "바닷가 마을의 겨울은 길다.", "tab\there"]
+    assert world.texts() == texts * len(paths)
+    assert [line[2] for line in world.lines("ids")][2::3] == ["d2"] * len(paths)
+
+
+# Compressed files, and what is broken. ------------------------------------------------------------------
+
+
+def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_evenly(
+    tmp_path: Path,
+) -> None:
+    lines = json_lines(TEXTS)
+    world = World(tmp_path).raw(
+        {"a.jsonl.zst": seekable_zstd(lines, [300]), "b.jsonl.gz": bgzip(lines, [300])}
+    )
+    for number, share in enumerate([40, 5, 30, 10, 20, 15]):
+        world.raw({f"c{number}.jsonl.gz": gzip.compress(json_lines(TEXTS[:share]), 1)})
+    world.make(num_shards=8)
+    cuts, inputs = world.plan_json()["cuts"], world.inputs()
+    assert {inputs[number] for number, place, *_ in cuts if place} == {"a.jsonl.zst", "b.jsonl.gz"}
+    first_whole = [number for number, place, *_ in cuts if number >= 2 and not place]
+    assert len(first_whole) > 2, "the files that stay whole fill several shards"
+    assert sorted(world.texts()) == sorted(
+        TEXTS * 2 + [t for n in (40, 5, 30, 10, 20, 15) for t in TEXTS[:n]]
+    )
+
+
+HCRC, EXTRA, NAME, COMMENT = 2, 4, 8, 16  # flags of RFC 1952
+
+
+def gzip_member(text: str, flags: int = 0, comment: bytes = b"a comment") -> bytes:
+    """One member of gzip, with optional fields."""
+    data = json.dumps({"text": text}).encode() + b"\n"
+    head = b"\x1f\x8b\x08" + bytes([flags]) + bytes(4) + b"\0\xff"
+    head += struct.pack("<H", 8) + b"SZ\4\0abcd" if flags & EXTRA else b""
+    head += b"part-00017.jsonl\0" if flags & NAME else b""
+    head += comment + b"\0" if flags & COMMENT else b""
+    head += struct.pack("<H", zlib.crc32(head) & 0xFFFF) if flags & HCRC else b""
+    deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
+    return head + deflate.compress(data) + deflate.flush() + struct.pack("<II", zlib.crc32(data), len(data))
+
+
+@pytest.mark.parametrize("has_isal", [True, False])
+@pytest.mark.parametrize("flags", [0, NAME, EXTRA | NAME, EXTRA | NAME | COMMENT | HCRC])
+def test_a_member_of_gzip_may_begin_at_any_byte_of_a_block(
+    tmp_path: Path, flags: int, has_isal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if has_isal:
+        pytest.importorskip("isal", reason="it is not installed")
+    else:
+        monkeypatch.setitem(sys.modules, "isal", None)
+    world, texts = World(tmp_path), []
+    for before in range(len(gzip_member("x", flags)) + 2):
+        first, second = f"first {before}", f"second {before}"
+        filling = (128 << 10) - before - len(gzip_member(first, COMMENT, b""))  # bytes that are read at once
+        filled = gzip_member(first, COMMENT, b"x" * filling)
+        world.raw(
+            {f"{before:03d}.jsonl.gz": filled + gzip_member(second, flags) + gzip_member("last", flags)}
+        )
+        texts += [first, second, "last"]
+    assert world.make(num_shards=1).texts() == texts
+
+
+def long_zstd(data: bytes, long: int) -> bytes:
+    """As ``zstd --long=N`` writes what it reads from a pipe: with a window of 2^N bytes."""
+    params = zstandard.ZstdCompressionParameters(window_log=long)
+    packer = zstandard.ZstdCompressor(compression_params=params).compressobj()
+    return packer.compress(data) + packer.flush()
+
+
+@pytest.mark.parametrize(("name", "long"), [("x.jsonl.zst", 28), ("x.txt.zst", 31)])
+def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_allowed(
+    tmp_path: Path, name: str, long: int
+) -> None:
+    texts = [f"text {number}" for number in range(9)]
+    data = json_lines(texts) if "json" in name else "\n".join(texts).encode()
+    skipped = struct.pack("<II", 0x184D2A50, 3) + b"abc"
+    world = World(tmp_path).raw({name: skipped + long_zstd(data, long)})
+    ended = world.try_plan()
+    assert ended.code == 65
+    for words in (str(world.raw_dir / name), str(1 << long), f"--zstd_long {long}", f"zstd -d --long={long}"):
+        assert words in ended.err
+    assert world.try_plan(zstd_long=long - 1).code == 65
+    assert world.make(zstd_long=long).texts() == texts
+    plan_ids = [
+        World(tmp_path / str(number)).raw({"a.txt": "a\n"}).plan(zstd_long=number).plan_json()["plan_id"]
+        for number in (0, 31)
+    ]
+    assert plan_ids[0] == plan_ids[1], "the window is no part of the plan's id"
+
+
+def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type(tmp_path: Path) -> None:
+    data = zstandard.compress((b"a line of text " * 100 + b"\n") * 3000) + long_zstd(b"two\n", 30)
+    world = World(tmp_path).raw({"x.txt.zst": data}).plan(num_shards=1)
+    ended = world.try_shard(0)
+    assert (ended.code, "--zstd_long 30" in ended.err) == (65, True)
+    assert not world.contents()
+
+
+def damaged_member(change: Callable[[bytearray], object]) -> bytes:
+    data = bytearray(gzip_member("text", NAME | HCRC))
+    change(data)
+    return gzip_member("first") + bytes(data)
+
+
+LINES = json_lines(TEXTS)
+# Name and content; "later": plan cannot see it, the task does.
+BROKEN_FILES: dict[str, tuple[str, bytes]] = {
+    "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-30]),
+    "gzip cut, later": ("a.jsonl.gz", gzip.compress(LINES * 200)[:-30]),
+    "gzip with garbage behind": ("a.jsonl.gz", gzip.compress(LINES) + b"garbage behind it"),
+    "gzip with another byte": ("a.jsonl.gz", gzip.compress(LINES)[:200] + b"\0" + gzip.compress(LINES)[201:]),
+    "a reserved flag of gzip": ("a.jsonl.gz", damaged_member(lambda it: it.__setitem__(3, it[3] | 0x40))),
+    "another checksum of gzip's header": (
+        "a.jsonl.gz", damaged_member(lambda it: it.__setitem__(it.index(b"\0", 10) + 1, 7))
+    ),
+    "a cut header of gzip": ("a.jsonl.gz", damaged_member(lambda it: it.__delitem__(slice(20, None)))),
+    "plain text named gz": ("a.jsonl.gz", LINES),
+    "cut zstd": ("a.txt.zst", zstandard.ZstdCompressor().compress(LINES)[:-9]),
+    "cut xz": ("a.txt.xz", lzma.compress(LINES)[:-9]),
+    "cut seekable zstd": ("a.jsonl.zst", seekable_zstd(LINES, [500])[:-400]),
+    "text named parquet": ("a.parquet", LINES),
+    "text named arrow": ("a.arrow", LINES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("has_isal", [True, False])
+@pytest.mark.parametrize("kind", BROKEN_FILES)
+def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_nothing(
+    tmp_path: Path, kind: str, has_isal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_isal:
+        monkeypatch.setitem(sys.modules, "isal", None)
+    name, content = BROKEN_FILES[kind]
+    world = World(tmp_path).raw({name: content})
+    ended = world.try_plan(num_shards=1)
+    if "later" in kind:
+        assert ended.code == 0, ended.text
+        ended = world.try_shard(0)
+    assert ended.code == 65, ended.text
+    assert str(world.raw_dir / name) in ended.err
+    with contextlib.suppress(FileNotFoundError):
+        assert not world.contents()
+
+
+def test_empty_files_of_every_format_hold_no_documents(tmp_path: Path) -> None:
+    suffixes = ("txt", "jsonl", "json", "txt.gz", "jsonl.zst", "txt.xz", "txt.bz2", "parquet", "arrow")
+    world = World(tmp_path).raw({f"a{n}.{suffix}": b"" for n, suffix in enumerate(suffixes)})
+    assert world.raw({"j.txt": "one\n"}).make().texts() == ["one"]
+    assert len(world.inputs()) == len(suffixes) + 1
+
+
+def test_a_worker_without_the_library_of_its_inputs_ends_before_any_work_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path).raw({"a.jsonl": LINES})
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), world.raw_dir / "b.parquet")
+    world.plan(num_shards=None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for name in [name for name in sys.modules if name.startswith("preprocess.read.")]:
+        if any(word in name for word in ("columns", "parquet", "arrow", "table")):
+            monkeypatch.delitem(sys.modules, name)
+    ended = world.try_shard(1)
+    assert (ended.code, "pip install" in ended.err) == (2, True)
+    assert not world.contents()
+    world.run(0)
+
+
+def test_planning_opens_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path).raw({f"{n:03d}.jsonl": json_lines(TEXTS[n % 50 :][:3]) for n in range(300)})
+    opened, real = Counter[str](), os.open
+
+    def counted(path: Any, *args: Any, **options: Any) -> int:
+        opened[Path(os.fspath(path)).name] += 1
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", counted)
+    world.plan(num_shards=4)
+    times = [number for name, number in opened.items() if name.endswith(".jsonl")]
+    assert len(times) == 300
+    assert sum(number > 1 for number in times) <= 3 + 16, "but where shards begin, and for two samples"

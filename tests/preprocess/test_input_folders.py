@@ -1,0 +1,456 @@
+"""``plan`` says of each name in the input folder whether it is taken, and why not; no file is taken twice."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import random
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.dataset
+import pyarrow.feather
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from tests.input_writers import seekable_zstd
+from tests.random_folders import PATTERNS, random_folder, wrong_of
+from tests.world import World
+
+DOCS = [f"document {n}" for n in range(30)]
+
+
+def lines(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def parquet(texts: list[str]) -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), sink)
+    return sink.getvalue()
+
+
+def left_out(world: World) -> dict[str, list[str]]:
+    """Reason -> the names that plan.json says were left out."""
+    found: dict[str, list[str]] = {}
+    for reason, name in world.plan_json()["left_out"]:
+        found.setdefault(reason, []).append(name)
+    return found
+
+
+def planned(world: World, **options: Any) -> str:
+    """Plan the folder with its subfolders; returns what was told."""
+    ended = world.try_plan(**{"recursive": True, **options})
+    assert ended.code == 0, ended.text
+    world.num_shards = len(world.plan_json()["cuts"]) - 1
+    return ended.text
+
+
+def check_random_folder(world: World, seed: int) -> tuple[int, int]:
+    """Compare the listing of a random folder with an independent one; gives the names taken and left out."""
+    rng = random.Random(seed)
+    random_folder(world.raw_dir, rng)
+    options: dict[str, Any] = {"recursive": rng.random() < 0.8, "also": rng.choice(PATTERNS)}
+    options["follow_links"] = options["recursive"] and rng.random() < 0.5
+    ended = world.try_plan(**{name: value or None for name, value in options.items()})
+    if ended.code == 66:
+        of_none = wrong_of(world.raw_dir, [], {}, **options)
+        assert "taken twice, or wrongly" not in (of_none or ""), f"seed {seed}, {options}: {of_none}"
+        return 0, 0
+    assert ended.code == 0, ended.text
+    taken, left = world.inputs(), left_out(world)
+    assert taken == sorted(taken, key=lambda path: path.split("/"))
+    wrong = wrong_of(world.raw_dir, taken, left, **options)
+    assert wrong is None, f"seed {seed}, {options}: {wrong}"
+    return len(taken), sum(map(len, left.values()))
+
+
+@pytest.mark.slow
+def test_taken_and_left_out_are_all_names_and_each_reason_is_true(tmp_path: Path) -> None:
+    counts = [check_random_folder(World(tmp_path / str(seed)), seed) for seed in range(120)]
+    assert sum(num_taken for num_taken, _ in counts) > 320
+    assert sum(num_left_out for _, num_left_out in counts) > 320
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """A folder in which every reason is met; a.txt and b/c.txt are what anybody would take."""
+    names = ("a.txt", "b/c.txt", "README.txt", "notes.md", "more.md", "x.csv", ".m.jsonl", "._p.jsonl")
+    world = World(tmp_path).raw({name: f"This is {name}.\n" for name in names})
+    world.raw({".git/d.txt": "no text\n", "dataset_info.json": "{}"})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "e.txt").write_text("far away\n")
+    (world.raw_dir / "linked").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(world.raw_dir / "f.txt")
+    (world.raw_dir / "z.txt").symlink_to("/dev/zero")
+    return world
+
+
+LEFT_OUT = {
+    "AppleDouble": ["._p.jsonl"],
+    "FIFO, socket or device": ["f.txt", "z.txt"],
+    "file of a repository": ["README.txt"],
+    "folder": ["b"],
+    "hidden": [".git", ".m.jsonl"],
+    "link to a folder": ["linked"],
+    "note of datasets": ["dataset_info.json"],
+    "unknown suffix": ["more.md", "notes.md", "x.csv"],
+}
+
+
+def test_plan_names_and_counts_what_it_leaves_out_and_plan_json_has_all_of_it(world: World) -> None:
+    told = planned(world, recursive=None).splitlines()
+    assert left_out(world) == LEFT_OUT
+    assert world.inputs() == ["a.txt"]
+    for reason, names in LEFT_OUT.items():
+        (line,) = (line for line in told if reason in line)
+        assert f" {len(names)}," in line
+        assert all(name in line for name in names)
+    for flag in ("--recursive", "--follow_links", "--also '*.md'", "--also 'README.txt'"):
+        assert any(flag in line for line in told), "what takes them"
+
+
+def test_flags_take_what_is_left_out_without_them_and_one_that_took_nothing_is_not_in_the_plan(
+    world: World, tmp_path: Path
+) -> None:
+    flags = {"follow_links": True, "also": "*.md, readme*"}
+    planned(world, **flags)
+    assert world.inputs() == ["README.txt", "a.txt", "b/c.txt", "linked/e.txt", "more.md", "notes.md"]
+    assert "This is more.md." in world.run().texts()
+    planned(world, **flags)  # and again
+    few = World(tmp_path / "few").raw({"a.txt": "a\n"})
+    planned(few, **flags)
+    options = few.plan_json()["options"]
+    assert (options["also"], options["follow_links"]) == ("", False)
+
+
+SUFFIXES: dict[str, bytes] = {
+    "B.JSONL": b'{"text": "one"}\n', "c.TXT": b"one\n", "e.text": b"one\n", "f.JsonLines": b'{"text":"one"}',
+    "g.Jsonl.ZSTD": zstandard.compress(b'{"text": "one"}\n'), "h.txt.GZIP": gzip.compress(b"one\n"),
+    "d.Parquet": parquet(["one"]), "e.pq": parquet(["one"]),
+}  # fmt: skip
+
+
+def test_suffixes_are_known_in_any_case_and_by_their_usual_synonyms(tmp_path: Path) -> None:
+    world = World(tmp_path).raw(SUFFIXES)
+    pyarrow.feather.write_feather(pyarrow.table({"text": ["one"]}), world.raw_dir / "f.Feather")
+    planned(world)
+    assert world.run().texts() == ["one"] * 9
+
+
+def test_links_to_files_and_empty_files_are_inputs_and_counted(world: World, tmp_path: Path) -> None:
+    (world.raw_dir / "l.txt").symlink_to(tmp_path / "elsewhere" / "e.txt")
+    (world.raw_dir / "empty.txt").touch()
+    told = planned(world, recursive=None)
+    assert world.inputs() == ["a.txt", "empty.txt", "l.txt"]
+    assert "3 input files" in told
+    assert "empty.txt" in told
+
+
+def test_links_that_lead_round_or_to_a_folder_twice_take_each_folder_once(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"z/a.txt": "a\n"})
+    (world.raw_dir / "a").symlink_to("z")
+    (world.raw_dir / "z" / "up").symlink_to(world.raw_dir)
+    planned(world, follow_links=True)
+    assert world.inputs() == ["z/a.txt"]
+    assert left_out(world) == {"folder that is taken already": ["a", "z/up"]}
+
+
+def test_a_file_is_taken_by_one_of_its_names(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"sub/c.jsonl": lines(DOCS)})
+    raw = world.raw_dir
+    (raw / "a.jsonl").symlink_to("sub/c.jsonl")
+    os.link(raw / "sub" / "c.jsonl", raw / "sub" / "d.jsonl")
+    (raw / "snapshots").mkdir()
+    (tmp_path / "blob").write_bytes(lines(["from the hub"]))
+    for name in ("e", "f"):  # as the hub's cache has them: a blob, and a link of each revision
+        (raw / "snapshots" / f"{name}.jsonl").symlink_to(tmp_path / "blob")
+    planned(world)
+    assert world.inputs() == ["snapshots/e.jsonl", "sub/c.jsonl"]
+    again = ["a.jsonl", "snapshots/f.jsonl", "sub/d.jsonl"]
+    assert left_out(world) == {"file that is taken by another name": again}
+
+
+def test_a_socket_and_a_name_that_is_no_utf_8_or_not_printable_are_named(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world.raw_dir)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("s.txt")
+        Path("\x1b[2J.md").touch()
+        Path(os.fsdecode(b"\xff.md")).touch()
+        told = planned(world)
+    assert "s.txt" in left_out(world)["FIFO, socket or device"]
+    assert {"\x1b[2J.md", "\\xff.md"} <= set(left_out(world)["unknown suffix"])
+    assert "\x1b" not in told
+    Path(os.fsdecode(b"\xff.txt")).touch()
+    assert world.try_plan().code == 2, "an input has a name that plan.json can hold"
+
+
+def test_the_plain_form_takes_the_nth_of_all_txt_files_that_are_not_hidden(tmp_path: Path) -> None:
+    names = ("a.txt", "README.txt", "requirements.txt", ".hidden.txt", "notes.md")
+    world = World(tmp_path).raw({name: f"This is {name}.\n" for name in names})
+    options = {"input_dir": world.raw_dir, "model_id": world.tokenizer}
+    for number in range(3):
+        ended = world.try_shard(number, **options)
+        assert ended.code == 0, ended.text
+    assert world.texts() == [f"This is {name}." for name in ("README.txt", "a.txt", "requirements.txt")]
+
+
+OID = "4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393"
+POINTERS = {
+    "git lfs pull": f"version https://git-lfs.github.com/spec/v1\noid sha256:{OID}\nsize 12345\n",
+    "git annex get": f"/annex/objects/SHA256E-s12345--{OID}.txt\n",
+}
+
+
+@pytest.mark.parametrize("command", POINTERS)
+@pytest.mark.parametrize("name", ["b.txt", "b.jsonl", "b.parquet", "b.arrow", "b.txt.zst"])
+def test_an_input_that_was_not_fetched_is_refused_with_what_fetches_it(
+    tmp_path: Path, name: str, command: str
+) -> None:
+    world = World(tmp_path).raw({"a.txt": "a document\n", name: POINTERS[command]})
+    ended = world.try_plan()
+    assert (ended.code, str(world.raw_dir / name) in ended.err, command in ended.err) == (65, True, True)
+    assert not world.data_dir.exists()
+
+
+def test_a_text_about_pointers_is_an_input(tmp_path: Path) -> None:
+    pointer = POINTERS["git lfs pull"]
+    world = World(tmp_path).raw({"a.txt": "A pointer begins with:\n" + pointer, "b.txt": pointer * 20})
+    assert world.plan().inputs() == ["a.txt", "b.txt"]
+
+
+# Folders as other tools leave them. ---------------------------------------------------------------------
+
+
+def test_what_datasets_keeps_of_its_transformations_is_left_out(tmp_path: Path) -> None:
+    caches = ["cache-1f_00000_of_00004.arrow", "cache-9c76db8314ecfdd4.arrow", "train/cache-0a1b.arrow"]
+    sink = io.BytesIO()
+    with pyarrow.ipc.new_stream(sink, pyarrow.schema([("text", pyarrow.string())])) as writer:
+        writer.write_table(pyarrow.table({"text": DOCS}))
+    world = World(tmp_path).raw(dict.fromkeys(["data-00000-of-00001.arrow", *caches], sink.getvalue()))
+    world.raw({"dataset_info.json": "{}", "tmp7xq2": b"half of a cache"})
+    assert caches[0] in planned(world)
+    assert world.inputs() == ["data-00000-of-00001.arrow"]
+    assert left_out(world)["cache of datasets"] == caches
+    assert world.try_plan(recursive=True, also="cache-9*", dry_run=True).code == 78, "it takes another file"
+
+
+def test_what_spark_and_hive_do_not_read_is_left_out_and_partitions_are_taken(tmp_path: Path) -> None:
+    inputs = ["_lang=ko/part-0.parquet", "year=2024/month=1/part-0.parquet", "year=__HIVE_DEFAULT/1.parquet"]
+    files = ["_metadata.parquet", "_started_12.json", "x/_temporary.jsonl"]
+    folders = ["_SUCCESS", "_temporary", "year=2024/__MACOSX"]
+    world = World(tmp_path).raw({name: parquet([name]) for name in inputs})
+    inside = ("_temporary/0/part-0.jsonl", "year=2024/__MACOSX/a.txt", "_SUCCESS")
+    planned(world.raw({name: lines(["not of the data"]) for name in (*files, *inside)}))
+    assert world.inputs() == inputs
+    assert left_out(world) == {"begins with _": sorted([*files, *folders])}
+    named = World(tmp_path / "named").raw(
+        {name: lines([name]) for name in ("a.jsonl", "_b.jsonl", "_m/c.jsonl")}
+    )
+    planned(named, also="_b*,_m")
+    assert named.inputs() == ["_b.jsonl", "_m/c.jsonl", "a.jsonl"]
+
+
+PACKED: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "zst": lambda data: seekable_zstd(data, [500]),
+}
+
+
+@pytest.mark.parametrize("num", [30, 5000])
+@pytest.mark.parametrize("ending", PACKED)
+def test_a_file_and_its_compressed_form_are_taken_once(tmp_path: Path, ending: str, num: int) -> None:
+    data = lines([f"document {n}" for n in range(num)])
+    packed = PACKED[ending](data)
+    world = World(tmp_path).raw({"a.jsonl": data, f"a.jsonl.{ending}": packed})
+    planned(world.raw({"b.jsonl": lines(["other text"]), f"b.jsonl.{ending}": packed}), num_shards=1)
+    assert sorted(world.inputs()) == ["a.jsonl", "b.jsonl", f"b.jsonl.{ending}"]
+    assert left_out(world) == {"compressed form of a file that is taken": [f"a.jsonl.{ending}"]}
+    twice = World(tmp_path / "twice").raw({f"a.txt.{each}": pack(b"a\nb\n") for each, pack in PACKED.items()})
+    planned(twice)
+    assert twice.inputs() == ["a.txt.gz"]
+
+
+def test_equal_content_is_told_by_name_and_taken(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.jsonl": lines(DOCS), "a (1).jsonl": lines(DOCS)})
+    told = planned(world.raw({"b.jsonl": b"", "c.jsonl": b""}))
+    (warning,) = (line for line in told.splitlines() if "a (1).jsonl" in line)
+    assert "warning" in warning
+    assert "a.jsonl" in warning
+    assert len(world.inputs()) == 4
+
+
+LAYOUTS = {  # two files of the split train, and one of test
+    "hub": ("data/train-00000-of-00002", "data/train-00001-of-00002", "data/test-00000-of-00001"),
+    "folders": ("ko/train/0000", "ko/train/0001", "ko/test/0000"),
+    "save_to_disk": ("train/data-00000-of-00002", "train/data-00001-of-00002", "test/data-00000-of-00001"),
+    "behind a name": ("c4-train.00000-of-00002", "c4-train.00001-of-00002", "c4-eval.00000-of-00001"),
+    "before a name": ("train_sft-0", "train_sft-1", "test_sft-0"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_splits_are_told_with_what_was_taken_and_a_flag_chooses(tmp_path: Path, layout: str) -> None:
+    *train, test = (f"{name}.jsonl" for name in LAYOUTS[layout])
+    world = World(tmp_path).raw({name: lines([name]) for name in (*train, test)})
+    (told,) = (line for line in planned(world).splitlines() if "--split" in line)
+    for part in ("warning", "train 2 ", "test 1 ", "--split train"):
+        assert part in told
+    assert sorted(world.inputs()) == sorted([*train, test])
+    (world.data_dir / "plan.json").unlink()
+    planned(world, split="train")
+    assert world.inputs() == train
+    assert left_out(world) == {"other split": [test]}
+    # The plain form of a task lists the folder again.
+    assert world.try_shard(0, input_dir=world.raw_dir).code == 0
+    assert world.try_plan(split="validation", recursive=True).code == 66
+    assert world.try_plan(split="trian", recursive=True).code == 2
+
+
+def delta_table(world: World, folder: str) -> Callable[..., None]:
+    """A Delta table by its log alone; gives what commits: paths to add and to remove."""
+    log = world.raw_dir / folder / "_delta_log"
+
+    def commit(*, add: list[str] | None = None, remove: list[str] | None = None, **facts: Any) -> None:
+        actions = [{"add": {"path": path, **facts}} for path in add or []]
+        actions += [{"remove": {"path": path}} for path in remove or []]
+        number = len(list(log.glob("*.json")))
+        world.raw({f"{folder}/_delta_log/{number:020d}.json": [{"commitInfo": {}}, *actions]})
+        world.raw({f"{folder}/{path.replace('%20', ' ')}": parquet([path]) for path in add or []})
+
+    return commit
+
+
+def test_old_versions_of_a_delta_table_are_left_out_by_name(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"b.jsonl": lines(DOCS)})
+    commit = delta_table(world, "table")
+    commit(add=["part-0.parquet", "day=a%20b/part-1.parquet"])
+    commit(add=["part-2.parquet"], remove=["part-0.parquet"])
+    assert "table/part-0.parquet" in planned(world)
+    assert world.inputs() == ["b.jsonl", "table/day=a b/part-1.parquet", "table/part-2.parquet"]
+    assert left_out(world)["old version in a Delta table"] == ["table/part-0.parquet"]
+
+
+def test_a_delta_table_with_a_checkpoint_is_read_from_it_on(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    commit = delta_table(world, ".")
+    commit(add=["part-0.parquet"])
+    commit(add=["part-1.parquet"], remove=["part-0.parquet"])
+    commit(add=["part-2.parquet"])
+    log = world.raw_dir / "_delta_log"
+    table = pyarrow.table({"add": [{"path": "part-1.parquet", "size": 1}, None], "metaData": [None, "x"]})
+    pyarrow.parquet.write_table(table, log / f"{1:020d}.checkpoint.parquet")
+    for number in (0, 1):
+        (log / f"{number:020d}.json").unlink()
+    planned(world)
+    assert world.inputs() == ["part-1.parquet", "part-2.parquet"]
+
+
+@pytest.mark.parametrize("damage", ["a gap", "no JSON", "a deletion vector", "no log"])
+def test_a_delta_table_that_its_files_do_not_tell_is_refused(tmp_path: Path, damage: str) -> None:
+    world = World(tmp_path)
+    commit = delta_table(world, ".")
+    commit(add=["part-0.parquet"], **({"deletionVector": {"storageType": "u"}} if "vector" in damage else {}))
+    commit(add=["part-1.parquet"])
+    first, second = (world.raw_dir / "_delta_log" / f"{number:020d}.json" for number in (0, 1))
+    if damage in ("a gap", "no log"):
+        first.unlink()
+    if damage == "no log":
+        second.unlink()
+    if damage == "no JSON":
+        first.write_text("{")
+    ended = world.try_plan(recursive=True)
+    assert (ended.code, str(world.raw_dir) in ended.err) == (65, True)
+
+
+def test_what_iceberg_keeps_beside_its_data_is_left_out(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"data/0.parquet": parquet(DOCS), "metadata/version-hint.text": "1\n"})
+    planned(world.raw({"metadata/v1.metadata.json": "{}\n"}))
+    assert world.inputs() == ["data/0.parquet"]
+
+
+def by_pyarrow(raw: Path) -> None:
+    table = pyarrow.table({"text": DOCS, "year": [2023, 2024, 2025] * 10})
+    pyarrow.dataset.write_dataset(
+        table, raw, format="parquet", partitioning=["year"], partitioning_flavor="hive"
+    )
+    pyarrow.parquet.write_metadata(table.schema, raw / "_common_metadata")
+
+
+def by_pandas(raw: Path) -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.DataFrame({"text": DOCS, "year": [2023, 2024, 2025] * 10})
+    frame.to_parquet(raw, partition_cols=["year"])
+    frame[:0].to_json(raw / "empty.jsonl", orient="records", lines=True)
+
+
+def by_datasets(raw: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.Dataset.from_dict({"text": DOCS}).save_to_disk(raw)
+    loaded = datasets.load_from_disk(raw)
+    loaded.map(lambda row: {"text": row["text"].upper()})
+    own = str(raw / "cache-own.arrow")
+    loaded.map(lambda row: {"length": len(row["text"])}, num_proc=1, cache_file_name=own)
+
+
+def by_datasets_to_parquet(raw: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    datasets.Dataset.from_dict({"text": DOCS}).to_parquet(raw / "a.parquet")
+
+
+def by_the_cache_of_datasets(raw: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    source = raw.parent / "source.jsonl"
+    source.write_bytes(lines(DOCS))
+    loaded = datasets.load_dataset("json", data_files=str(source), cache_dir=str(raw), split="train")
+    loaded.map(lambda row: {"text": row["text"] + "!"})
+
+
+def by_polars(raw: Path) -> None:
+    polars = pytest.importorskip("polars", reason="polars is not installed")
+    frame = polars.DataFrame({"text": DOCS, "year": [2023, 2024, 2025] * 10})
+    frame[:10].write_ipc(raw / "a.arrow")
+    frame[10:20].write_ipc_stream(raw / "b.arrow")
+    frame[20:].write_ndjson(raw / "c.ndjson")
+
+
+def by_duckdb(raw: Path) -> None:
+    duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed")
+    duckdb.sql(
+        f"copy (select 'document ' || i as text, i % 3 as part from range(30) t(i)) to '{raw}' "
+        "(format parquet, partition_by (part), overwrite_or_ignore)"
+    )
+
+
+def by_deltalake(raw: Path) -> None:
+    deltalake = pytest.importorskip("deltalake", reason="deltalake is not installed")
+    deltalake.write_deltalake(str(raw), pyarrow.table({"text": ["old"] * 3}))
+    deltalake.write_deltalake(str(raw), pyarrow.table({"text": DOCS}), mode="overwrite")
+    deltalake.DeltaTable(str(raw)).create_checkpoint()
+
+
+OTHER_WRITERS = [
+    by_datasets, by_datasets_to_parquet, by_the_cache_of_datasets, by_polars, by_duckdb, by_deltalake,
+]  # fmt: skip
+
+
+@pytest.mark.processes  # datasets may start one
+@pytest.mark.parametrize(
+    "write",
+    [by_pyarrow, by_pandas, *(pytest.param(write, marks=pytest.mark.frameworks) for write in OTHER_WRITERS)],
+    ids=lambda write: write.__name__,
+)
+def test_the_folder_of_each_writer_gives_its_rows_once(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    world = World(tmp_path)
+    write(world.raw_dir)
+    planned(world, num_shards=1)
+    assert sorted(world.run().texts()) == sorted(DOCS)

@@ -1,0 +1,433 @@
+"""A plan puts every byte into one shard, is frozen, and input that is not what was planned is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.children import child, end_of, shardprep
+from tests.world import World, hostile_text
+
+LINES = ["a\n", "bc\r\n", "\n", "\r", "d\r", "가나다라마\n", "x" * 30 + "\n", "tail"]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Six files of some lines each."""
+    return World(tmp_path).raw({f"{number}.txt": hostile_text(60, seed=number) for number in range(6)})
+
+
+def cuts_of(world: World) -> list[list[int]]:
+    """Input and byte at which each shard begins, and the end."""
+    return [cut[:2] for cut in world.plan_json()["cuts"]]
+
+
+def plan_id(world: World) -> str:
+    return str(world.plan_json()["plan_id"])
+
+
+# Where shards begin. ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(tmp_path: Path) -> None:
+    for seed in range(80):
+        rng = random.Random(seed)
+        contents = ["".join(rng.choices(LINES, k=rng.randrange(12))) for _ in range(rng.randint(1, 6))]
+        world = World(tmp_path / str(seed)).raw({f"{n}.txt": text for n, text in enumerate(contents)})
+        num_shards = rng.randint(1, 30)
+        world.plan(num_shards=num_shards)
+        sizes = [len(text.encode()) for text in contents]
+        begins = [0, *itertools.accumulate(sizes)]
+        starts = {begins[-1]}
+        for begin, text in zip(begins, contents, strict=False):
+            data = text.encode()
+            ends = (match.end() for match in re.finditer(rb"\r\n|\n|\r", data))
+            starts |= {begin + place for place in (0, *ends) if place < len(data)}
+        shares = [begins[-1] * number // num_shards for number in range(num_shards + 1)]
+        expected = [min(start for start in starts if start >= share) for share in shares]
+        assert [begins[number] + byte for number, byte in cuts_of(world)] == expected, seed
+        # Each byte is read once: verify adds up what the shards have read.
+        assert world.run().main("verify", world.data_dir).code == 0
+
+
+def test_cutting_long_lines_reads_little_more_than_the_way_to_the_next_line_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line_bytes, num_shards = 250_000, 17
+    world = World(tmp_path).raw({"a.txt": (("x " * line_bytes)[: line_bytes - 1] + "\n") * 32})
+    size, pread, reads = (world.raw_dir / "a.txt").stat().st_size, os.pread, list[int]()
+
+    def counted(handle: int, num_bytes: int, offset: int) -> bytes:
+        reads.append(num_bytes)
+        return pread(handle, num_bytes, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    World(tmp_path / "one", raw_dir=world.raw_dir).plan(num_shards=1)
+    num_bytes = sum(reads)  # which are hashed, and encoded to estimate the cost
+    reads.clear()
+    world.plan(num_shards=num_shards)
+    for number, (_, byte) in enumerate(cuts_of(world)[1:-1], start=1):
+        target = size * number // num_shards
+        assert 0 <= byte - target < line_bytes
+        num_bytes += byte - target + (64 << 10)
+    assert sum(reads) <= num_bytes
+
+
+def test_whole_files_are_never_cut_and_without_a_number_one_file_is_one_shard(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({f"{number}.txt": "가나 다라\n" * 200 for number in range(7)})
+    world.plan(num_shards=3, doc="file")
+    assert cuts_of(world) == [[0, 0], [2, 0], [5, 0], [7, 0]]
+    plain = World(tmp_path / "plain", raw_dir=world.raw_dir).plan(num_shards=3)
+    assert any(byte for _, byte in cuts_of(plain)), "and others are"
+    each = World(tmp_path / "each", raw_dir=world.raw_dir).plan(num_shards=None)
+    assert cuts_of(each) == [[number, 0] for number in range(8)]
+
+
+def test_a_size_of_shards_decides_their_number_and_the_one_that_a_refusal_names_is_taken(
+    world: World,
+) -> None:
+    total = sum(path.stat().st_size for path in world.raw_dir.iterdir())
+    assert world.plan(num_shards=None, shard_bytes=total // 4 + 1).num_shards == 4
+    many = World(world.raw_dir.parent / "many").raw({"a.txt": "a line\n" * 20_000})
+    refused = many.try_plan(shard_bytes=1)
+    assert (refused.code, "99999" in refused.err) == (2, True)
+    assert not many.data_dir.exists()
+    size = re.search(r"--shard_bytes (\w+)", refused.err)
+    assert size
+    many.plan(num_shards=None, shard_bytes=size[1])
+
+
+# Frozen. ------------------------------------------------------------------------------------------------
+
+# Options and values, each with what goes with it; whether it changes the plan's id.
+OPTIONS: dict[str, tuple[dict[str, Any], bool]] = {
+    "encoding": ({"encoding": "cp949"}, True),
+    "keep_text": ({"keep_text": False}, True),
+    "packed": ({"record": "packed", "seq_len": 64}, True),
+    "best_fit": ({"record": "packed", "seq_len": 64, "pack": "best_fit"}, True),
+    "allow_special_tokens": ({"allow_special_tokens": True}, True),
+    "add_special_tokens": ({"add_special_tokens": False}, True),
+    "append_eos": ({"append_eos": True}, True),
+    "token_format": ({"token_format": "npy"}, True),
+    "digests": ({"digests": True}, True),
+    "validation_fraction": ({"validation_fraction": 0.25}, True),
+    "limit": ({"limit": 9}, True),
+    "doc": ({"doc": "file"}, True),
+    "hash_inputs": ({"hash_inputs": True}, True),
+    "zstd_long": ({"zstd_long": 31}, False),
+    "recursive": ({"recursive": True}, True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_is_kept_by_the_plan_and_another_plan_is_refused_naming_it(world: World, name: str) -> None:
+    options, is_in_id = OPTIONS[name]
+    options = {"max_bad_fraction": 1, **options}
+    world.plan(num_shards=3, **options)
+    before = (world.data_dir / "plan.json").read_bytes()
+    world.plan(num_shards=3, **options)
+    assert (world.data_dir / "plan.json").read_bytes() == before, "an equal second plan changes no byte"
+    assert sorted(path.name for path in world.data_dir.iterdir()) == ["plan.json", "tokenizer"]
+    given = {key: value for key, value in options.items() if key not in ("hash_inputs", "limit")}
+    assert world.try_shard(0, **given).code == 0, "they may be given again"
+    for dry_run in (None, True):
+        ended = world.try_plan(num_shards=3, dry_run=dry_run)
+        assert ended.code == (78 if is_in_id else 0), ended.text
+        if is_in_id:
+            assert f"--{[*options][1]}" in ended.err
+    assert (world.data_dir / "plan.json").read_bytes() == before
+
+
+def test_the_plans_own_tokenizer_may_be_given_again_wherever_it_lies(world: World, tmp_path: Path) -> None:
+    world.plan()
+    copy = shutil.copytree(world.tokenizer, tmp_path / "copy")
+    given = {"encoding": "UTF8", "record": "documents", "keep_text": True, "model_id": copy}
+    assert world.try_shard(0, **given).code == 0
+
+
+def test_other_inputs_are_refused_by_name(world: World) -> None:
+    raw = world.raw_dir
+    world.plan(num_shards=5)
+    changes: list[tuple[str, Callable[[], object]]] = [
+        ("zz.txt", lambda: (raw / "zz.txt").write_text("more\n")),
+        ("1.txt", lambda: [(raw / name).unlink() for name in ("zz.txt", "1.txt")]),
+        ("1.txt", lambda: shutil.copyfile(raw / "0.txt", raw / "1.txt")),
+    ]
+    for named, change in changes:
+        change()
+        ended = world.try_plan(num_shards=5)
+        assert (ended.code, named in ended.err) == (78, True), ended.text
+
+
+def test_a_touch_a_copy_and_a_moved_folder_change_nothing(world: World, tmp_path: Path) -> None:
+    world.plan(num_shards=5).run(0)
+    moved = World(tmp_path / "elsewhere")
+    for path in world.raw_dir.iterdir():
+        shutil.copyfile(path, moved.raw_dir / path.name)
+        os.utime(moved.raw_dir / path.name, (1, 1))
+    moved.plan(num_shards=5).run(0)
+    assert plan_id(moved) == plan_id(world)
+    assert moved.contents() == world.contents()
+    assert world.try_plan(num_shards=5, input_dir=moved.raw_dir).code == 0
+    shutil.rmtree(world.raw_dir)
+    assert world.try_shard(3).code == 66
+    assert world.try_shard(3, input_dir=moved.raw_dir).code == 0
+
+
+def test_a_change_in_each_of_the_three_sampled_parts_changes_the_plan(tmp_path: Path) -> None:
+    size = 1 << 20
+    world = World(tmp_path).raw({"a.txt": "a" * size})
+    world.plan(num_shards=1)
+    for place in (0, 65535, size // 2, size - 65536, size - 1, 100_000):
+        world.raw({"a.txt": "a" * place + "b" + "a" * (size - place - 1)})
+        assert world.try_plan(num_shards=1).code == (0 if place == 100_000 else 78), place
+
+
+@pytest.mark.processes
+def test_planners_that_race_end_with_one_plan(world: World) -> None:
+    command = shardprep("plan", *world.words_of_plan(), "--num_shards")
+    with child([*command, "4"]) as one, child([*command, "4"]) as two, child([*command, "3"]) as other:
+        for each in (one, two, other):
+            end_of(each, code=None)
+        codes = [each.returncode for each in (one, two, other)]
+    assert codes == ([0, 0, 78] if len(cuts_of(world)) == 5 else [78, 78, 0])
+    assert sorted(path.name for path in world.data_dir.iterdir()) == ["plan.json", "tokenizer"]
+
+
+# What it costs. -----------------------------------------------------------------------------------------
+
+
+def estimates(told: str) -> tuple[float, float]:
+    """Tokens and bytes on disk, as plan tells them."""
+    found = re.search(r"about (\S+) tokens, (\S+) ([kMG]?B) on disk", told)
+    assert found, told
+    return float(found[1]), float(found[2]) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[found[3]]
+
+
+def made(world: World) -> tuple[int, int]:
+    """Tokens of a data set, and the bytes of its shards and digests."""
+    paths = [*world.data_dir.glob("shard-*.[ti]*"), *world.data_dir.glob("digests/*")]
+    tokens = sum(manifest["counts"]["num_tokens"] for manifest in world.run().manifests())
+    paths = [*world.data_dir.glob("shard-*.[ti]*"), *world.data_dir.glob("digests/*")]
+    return tokens, sum(path.stat().st_size for path in paths)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"record": "packed", "seq_len": 64}, {"record": "packed", "seq_len": 64, "digests": True}]
+)
+def test_the_estimate_of_tokens_and_disk_is_near_what_comes(tmp_path: Path, options: dict[str, Any]) -> None:
+    world = World(tmp_path).raw({f"{n}.txt": hostile_text(400, seed=n, most_words=40) for n in range(3)})
+    ended = world.try_plan(num_shards=3, **options)
+    world.plan(num_shards=3, **options)
+    for found, expected in zip(estimates(ended.out), made(world), strict=True):
+        assert found == pytest.approx(expected, rel=0.1)
+
+
+def test_a_trials_estimate_is_that_of_its_documents(world: World) -> None:
+    told = world.try_plan(num_shards=2, limit=9, dry_run=True).out
+    assert not world.data_dir.exists(), "a dry run writes nothing"
+    assert ("--dry_run" in told, "submit" in told) == (True, False), (
+        "and prints no command that needs its plan"
+    )
+    tokens, _ = made(world.plan(limit=9))
+    assert tokens / 3 < estimates(told)[0] < tokens * 3
+
+
+MESSAGES = [{"role": "user", "content": "Sing?"}, {"role": "assistant", "content": "The kettle sings."}]
+
+
+@pytest.mark.parametrize(
+    ("record", "remedy"),
+    [
+        ({"id": 1, "body": "The kettle sings.", "meta": {"title": "Kettle"}}, "--text_field body"),
+        ({"messages": MESSAGES}, "--record chat"),
+        ({"talk": MESSAGES}, "--record chat --text_field talk"),
+    ],
+    ids=["body", "messages", "talk"],
+)
+def test_a_plan_whose_field_no_record_has_is_refused_with_the_fields_that_they_have(
+    tmp_path: Path, record: dict[str, Any], remedy: str
+) -> None:
+    world = World(tmp_path).raw({"a.jsonl": [record] * 50})
+    ended = world.try_plan()
+    assert ended.error is not None
+    assert (ended.code, ended.error.remedy) == (65, remedy)
+    assert all(name in ended.err for name in record)
+    assert not world.data_dir.exists()
+
+
+# Input that changes. ------------------------------------------------------------------------------------
+
+NUM_LINES = 20_000
+
+
+def write_lines(world: World) -> World:
+    """One file of 480 KB, larger than the three samples; all lines of one length."""
+    return world.raw({"a.txt": "".join(f"line {number:08d} of a text\n" for number in range(NUM_LINES))})
+
+
+def change_unseen(path: Path) -> None:
+    """Another letter outside of the three samples; the size stays."""
+    with path.open("r+b") as file:
+        file.seek(100_005)
+        file.write(b"Z")
+
+
+@pytest.mark.parametrize("options", [{}, {"doc": "file"}, {"encoding": "utf-8-sig"}], ids=str)
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_any_change_of_the_input_is_refused_where_the_plan_hashed_it_whole(
+    tmp_path: Path, options: dict[str, Any], num_shards: int
+) -> None:
+    world = write_lines(World(tmp_path)).plan(num_shards=num_shards, hash_inputs=True, **options)
+    path = world.raw_dir / "a.txt"
+    stamp = path.stat()
+    change_unseen(path)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    endings = [world.try_shard(number) for number in range(num_shards)]
+    (refused,) = (ended for ended in endings if ended.code)
+    assert (refused.code, "a.txt" in refused.err) == (78, True)
+    write_lines(world)
+    os.utime(path, ns=(1, 1))  # a touch changes nothing
+    world.run().verify()
+
+
+def test_the_hashes_of_inputs_change_no_shard(tmp_path: Path) -> None:
+    worlds = [write_lines(World(tmp_path / name)) for name in ("plain", "hashed")]
+    worlds[0].plan().run()
+    worlds[1].plan(hash_inputs=True).run()
+    assert plan_id(worlds[0]) != plan_id(worlds[1])
+    assert worlds[0].members() == worlds[1].members()
+
+
+@pytest.fixture
+def at_third_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Callable[[], object]], None]:
+    """Lets something happen when a file is read the third time."""
+
+    def when(path: Path, happens: Callable[[], object]) -> None:
+        real, left = os.pread, [3]
+
+        def read(handle: int, *args: Any) -> bytes:
+            if os.readlink(f"/proc/self/fd/{handle}") == str(path):  # noqa: PTH115
+                left[0] -= 1
+                if left[0] == 0:
+                    happens()
+            return real(handle, *args)
+
+        monkeypatch.setattr(os, "pread", read)
+
+    return when
+
+
+def test_a_file_written_to_while_the_worker_reads_it_is_refused_and_made_again_later(
+    tmp_path: Path, at_third_read: Any
+) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line of a text that is long\n" * 60_000}).plan(num_shards=1)
+    path = world.raw_dir / "a.txt"
+    at_third_read(path, lambda: change_unseen(path))
+    ended = world.try_shard(0)
+    assert (ended.code, "a.txt" in ended.err) == (78, True), ended.text
+    assert not world.contents()
+    assert not world.temporaries()
+    world.run()
+
+
+def test_a_file_put_in_the_place_of_the_one_being_read_is_never_mixed_with_it(
+    tmp_path: Path, at_third_read: Any
+) -> None:
+    text = "a line of a text that is long\n" * 60_000
+    world = World(tmp_path).raw({"a.txt": text}).plan(num_shards=1, hash_inputs=True)
+    other = world.copy(tmp_path / "other").run()
+    (tmp_path / "new").write_text("another text\n" * 40_000)
+    at_third_read(world.raw_dir / "a.txt", lambda: (tmp_path / "new").replace(world.raw_dir / "a.txt"))
+    assert world.try_shard(0).code == 0
+    assert not (tmp_path / "new").exists()
+    assert world.contents() == other.contents()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "/", "nowhere"])
+def test_an_input_that_becomes_no_regular_file_is_named_by_the_worker(tmp_path: Path, kind: str) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
+    path = world.raw_dir / "a.txt"
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(kind)
+    ended = world.try_shard(0)
+    assert (ended.code, str(path) in ended.err) == (66, True)
+    assert not world.contents()
+
+
+# Tasks of an array that find no plan. -------------------------------------------------------------------
+
+CLAIM = ".plan.json.claimed.tmp"
+
+
+def plain_form(world: World, shard_id: int) -> int:
+    return world.try_shard(shard_id, input_dir=world.raw_dir, model_id=world.tokenizer).code
+
+
+@pytest.mark.processes
+def test_tasks_without_a_plan_that_start_together_make_one(world: World) -> None:
+    children = []
+    for number in range(6):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(plain_form(world, number))
+        children.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children] == [0] * 6
+    assert not (world.data_dir / CLAIM).exists()
+    assert {manifest["spec"]["plan_id"] for manifest in world.manifests()} == {plan_id(world)}
+    world.verify()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_task_waits_for_anothers_plan_no_longer_than_its_own_would_take_and_not_for_one_that_failed(
+    world: World, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    world.data_dir.mkdir()
+    claim = world.data_dir / CLAIM
+    claim.write_text("")  # of a task that was killed, or will fail
+    slept, monotonic = [0.0], time.monotonic
+
+    def sleep(seconds: float) -> None:
+        slept[0] += seconds
+        if fails:
+            claim.unlink(missing_ok=True)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + slept[0])
+    assert plain_form(world, 0) == 0
+    assert 0 < slept[0] < 1 if fails else 2.0 < slept[0] < 3.5
+
+
+def test_a_task_that_cannot_plan_leaves_no_folder_and_no_claim(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert plain_form(world, 0) == 66
+    assert not world.data_dir.exists()
+    world.data_dir.mkdir()
+    assert plain_form(world, 0) == 66
+    assert list(world.data_dir.iterdir()) == []
+
+
+def test_only_files_of_the_tokenizer_are_kept_and_tasks_need_no_other(world: World, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(world.tokenizer, tmp_path / "model"))
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    world.plan(model_id=model)
+    kept = {path.name for path in (world.data_dir / "tokenizer").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json"} <= kept
+    assert kept <= {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    shutil.rmtree(model)
+    world.run().verify()

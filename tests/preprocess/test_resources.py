@@ -1,0 +1,376 @@
+"""A task uses the CPUs and memory that Slurm gave it and the kernel lets it have; doctor and logs say so."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkout import ROOT
+from tests.children import environ_of_children, run_child, shardprep
+from tests.input_writers import bgzip
+from tests.world import Ended, World, call_main
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """``kernel({"proc/self/cgroup": "0::/job\\n", ...})``: what the kernel's files of cgroups say."""
+    root, read_text = tmp_path / "kernel", Path.read_text
+
+    def read(path: Path, *args: Any, **options: Any) -> str:
+        is_of_kernel = str(path) == "/proc/self/cgroup" or str(path).startswith("/sys/fs/cgroup")
+        return read_text(root / str(path)[1:] if is_of_kernel else path, *args, **options)
+
+    def say(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        monkeypatch.setattr(Path, "read_text", read)
+
+    return say
+
+
+@pytest.fixture
+def cpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], list[set[int]]]:
+    """Says which CPUs this process may use; gets those that it takes."""
+
+    def allow(affinity: set[int]) -> list[set[int]]:
+        taken: list[set[int]] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: taken.append(set(chosen)))
+        return taken
+
+    return allow
+
+
+# CPUs. --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "affinity", "shard_id", "expected"),
+    [
+        (None, {3, 1, 2}, 0, {1, 2, 3}),
+        ("2", {4, 5}, 7, {4, 5}),
+        ("8", {4, 5}, 0, {4, 5}),
+        ("2", set(range(8)), 0, {0, 1}),
+        ("2", set(range(8)), 3, {6, 7}),
+        ("2", set(range(8)), 4, {0, 1}),
+        ("3", set(range(8)), 2, {0, 6, 7}),
+        ("1", {2, 9}, 1, {9}),
+        ("0", {1, 2}, 0, {1, 2}),
+        ("2(x3)", {1, 2}, 0, {1, 2}),
+    ],
+    ids=str,
+)
+def test_slurms_number_then_the_affinity_mask_decides_and_tasks_side_by_side_share_no_cpu(
+    tmp_path: Path, cpus: Any, given: str | None, affinity: set[int], shard_id: int, expected: set[int]
+) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line\n" * 90}).plan(num_shards=8)
+    environ = {} if given is None else {"SLURM_CPUS_PER_TASK": given}
+    taken = cpus(affinity)
+    assert world.try_shard(shard_id, environ=environ).code == 0
+    assert taken[0] == expected
+
+
+# Read by each Python that starts: at its end it says how many threads it has.
+COUNTING = """
+import atexit, os
+atexit.register(lambda: open(os.environ["REPORT"], "a").write(f"{len(os.listdir('/proc/self/task'))} "))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ["tokenizers", "gigatoken"])
+def test_a_shells_settings_for_other_programs_change_no_engines_threads(tmp_path: Path, engine: str) -> None:
+    """Rayon's variables, and tokenizers' own, act on the tokenizers engine if nobody sets them."""
+    world = World(tmp_path).raw({"a.txt": "a text\n" * 20_000}).plan(num_shards=1)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(COUNTING)
+    report = tmp_path / "report"
+    words = shardprep("--shard_id", 0, "--engine", engine, "--output_dir", world.data_dir)
+    numbers = {"RAYON_NUM_THREADS": "7", "RAYON_RS_NUM_CPUS": "7", "TOKENIZERS_PARALLELISM": "false"}
+    for given in ({}, numbers):
+        environ = {**environ_of_children(), **given, "REPORT": str(report)}
+        for name in numbers.keys() - given.keys():
+            environ.pop(name, None)
+        environ["PYTHONPATH"] = f"{tmp_path / 'site'}:{ROOT}"
+        run_child(words, env=environ)
+        (world.data_dir / "shard-00000.json").unlink()
+    assert len(set(report.read_text().split())) == 1, report.read_text()
+
+
+# Memory. ------------------------------------------------------------------------------------------------
+
+OF_VERSION_1 = {
+    "proc/self/cgroup": "4:cpu,cpuacct:/x\n3:memory:/slurm/uid_0\n0::/\n",
+    "sys/fs/cgroup/memory/slurm/uid_0/memory.limit_in_bytes": "750000000\n",
+}
+OF_VERSION_2 = {
+    "proc/self/cgroup": "0::/slurm/job_7/task_0\n",
+    "sys/fs/cgroup/slurm/job_7/task_0/memory.max": "max\n",
+    "sys/fs/cgroup/slurm/job_7/memory.max": "500000000\n",
+    "sys/fs/cgroup/slurm/memory.max": "900000000\n",
+}
+PER_CPU = {"SLURM_MEM_PER_CPU": "300", "SLURM_CPUS_PER_TASK": "1"}
+
+
+def findings(*words: object, **environ: str) -> dict[str, dict[str, str]]:
+    """What doctor finds, by topic; of several the last."""
+    ended = call_main("doctor", "--json", *words, environ=environ)
+    answer = json.loads(ended.out)
+    assert ended.code == answer["exit_code"]
+    return {finding["topic"]: finding for finding in answer["findings"]}
+
+
+@pytest.mark.parametrize(
+    ("files", "environ", "told"),
+    [
+        (OF_VERSION_2, {}, "500 MB"),  # the least of all above
+        (OF_VERSION_1, {}, "750 MB"),
+        (OF_VERSION_1, {"SLURM_MEM_PER_NODE": "600"}, "629 MB"),
+        (OF_VERSION_1, PER_CPU, "315 MB"),  # as DefMemPerCPU is told, without cgroups
+        (OF_VERSION_1, {**PER_CPU, "SLURM_CPUS_ON_NODE": "2"}, "629 MB"),
+        (OF_VERSION_1, {"SLURM_MEM_PER_NODE": "0"}, "750 MB"),  # 0 is all of the node
+        ({"proc/self/cgroup": "0::/none\n"}, {}, "machine"),
+    ],
+    ids=str,
+)
+def test_the_least_limit_of_slurm_cgroups_and_machine_counts(
+    kernel: Any, files: dict[str, str], environ: dict[str, str], told: str
+) -> None:
+    kernel(files)
+    assert told in findings(**environ)["memory"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("topic", "environ", "files", "todo"),
+    [
+        ("cpus", {}, {"cpu.max": "150000 100000"}, "--num_proc 1"),
+        ("cpus", {}, {"cpu.max": "max 100000"}, ""),
+        ("cpus", {"SLURM_CPUS_PER_TASK": "16"}, {}, "srun --cpus-per-task=16"),
+        ("cpus", {"SLURM_CPUS_PER_TASK": "4"}, {}, ""),
+        ("memory", {}, {"memory.max": f"{256 << 20}\n"}, "--mem"),
+        ("memory", {}, {"memory.max": f"{1 << 30}\n"}, ""),
+        ("threads", {"OMP_NUM_THREADS": "64", "RAYON_NUM_THREADS": "1"}, {}, "export OMP_NUM_THREADS=8"),
+        ("threads", {"OMP_NUM_THREADS": "8"}, {}, ""),
+    ],
+)
+def test_what_a_machine_lacks_is_a_warning_with_what_to_do(
+    kernel: Any, cpus: Any, topic: str, environ: dict[str, str], files: dict[str, str], todo: str
+) -> None:
+    cpus(set(range(8)))
+    kernel({"proc/self/cgroup": "0::/job\n", **{f"sys/fs/cgroup/job/{n}": text for n, text in files.items()}})
+    finding = findings(**environ)[topic]
+    assert finding["level"] == ("warning" if todo else "good")
+    assert todo in finding["todo"]
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1e3", "many"])
+def test_numbers_of_the_environment_are_positive_or_refused(tmp_path: Path, text: str) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n"}).plan(num_shards=1)
+    for name in ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE"):
+        ended = world.try_shard(0, environ={name: text})
+        assert (ended.code, name in ended.err) == (2, True)
+    assert world.try_shard(0, environ={"DATASET_BATCH_SIZE": ""}).code == 0
+
+
+def test_doctor_looks_at_a_tokenizer_and_at_a_planned_folder_and_writes_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a\n" * 9}).plan(num_shards=5)
+    found = findings("--model_id", world.tokenizer)
+    assert {"cpus", "memory", "threads", "versions", "tokenizer"} <= set(found)
+    before = sorted(path.name for path in world.data_dir.iterdir())
+    ended = world.main("doctor", output_dir=world.data_dir)
+    assert (ended.code in (0, 1), "5 shards" in ended.out, str(world.data_dir) in ended.out) == (
+        True,
+        True,
+        True,
+    )
+    assert sorted(path.name for path in world.data_dir.iterdir()) == before
+    ended = world.main("doctor", model_id=tmp_path / "none")
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("bad")]
+    assert (ended.code, str(tmp_path / "none") in line) == (66, True)
+
+
+@pytest.mark.processes
+def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(cpus: Any) -> None:
+    cpus(set(range(16)))
+    ended = call_main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "4"})
+    assert ended.code == 0
+    assert all(line.startswith("export ") for line in ended.out.splitlines())
+    shown = run_child(["sh", "-c", f"{ended.out}env"]).stdout.splitlines()
+    assert {"OMP_NUM_THREADS=4", "DATASET_NUM_PROC=16", "TOKENIZERS_PARALLELISM=false"} <= set(shown)
+
+
+# Under real limits, with Llama 3's tokenizer. -----------------------------------------------------------
+
+CGROUPS = Path("/sys/fs/cgroup")
+FORMS: dict[str, dict[str, Any]] = {
+    "documents": {},
+    "concat": {"record": "packed", "seq_len": 2048},
+    "best_fit": {"record": "packed", "seq_len": 2048, "pack": "best_fit"},
+    "chat": {"record": "chat", "seq_len": 2048},
+}
+CASES = [
+    case for case in itertools.product(FORMS, ("gigatoken", "tokenizers")) if case != ("chat", "gigatoken")
+]
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def data(shared_dir: Path, corpora_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("limited")
+    text = b"".join(path.read_bytes()[:400_000] for path in sorted(corpora_dir.glob("*.txt")))
+    lines = [line for line in text.decode("utf-8", "ignore").split("\n") if line.strip()]
+    records = []
+    for text_of in lines:
+        said = [("user", text_of), ("assistant", text_of[::-1])]
+        messages = [{"role": role, "content": content} for role, content in said]
+        records.append({"text": text_of, "messages": messages})
+    (root / "template.jinja").write_text(TEMPLATE)
+    for name, options in FORMS.items():
+        world = World(root, tokenizer=shared_dir / "tokenizers" / "llama3", data_dir=root / name)
+        template = {"chat_template_file": root / "template.jinja"} if name == "chat" else {}
+        world.raw({"a.jsonl": records}).plan(num_shards=1, **options, **template)
+    return {name: root / name for name in FORMS}
+
+
+@contextlib.contextmanager
+def cgroup(num_bytes: int) -> Iterator[str]:
+    """Words of a shell that join a cgroup with a limit; skips where none can be made."""
+    is_old = (CGROUPS / "memory").is_dir()
+    folder = (CGROUPS / "memory" if is_old else CGROUPS) / f"shardprep-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / ("memory.limit_in_bytes" if is_old else "memory.max")).write_text(str(num_bytes))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        pytest.skip(f"no cgroup of one's own can be made: {error}")
+    try:
+        yield f"echo $$ > {folder}/cgroup.procs"
+    finally:
+        folder.rmdir()
+
+
+def made(data: Path, engine: str, before: str) -> Ended:
+    """How a task ends that a shell starts behind some words."""
+    for path in data.glob("shard-*"):
+        path.unlink()
+    task = f"{sys.executable} -m shardprep --shard_id 0 --output_dir {data} --engine {engine}"
+    environ = environ_of_children(SLURM_CPUS_PER_TASK="2")  # each thread takes some
+    done = run_child(["sh", "-c", f"{before}; exec {task}"], code=None, cwd=ROOT, env=environ)
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("form", "engine"), CASES)
+def test_a_cgroup_of_300_mb_is_enough_for_each_form_and_engine(
+    data: dict[str, Path], form: str, engine: str
+) -> None:
+    with cgroup(300 << 20) as joining:
+        ended = made(data[form], engine, joining)
+    assert ended.code == 0, ended.text
+    assert (data[form] / "shard-00000.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_line_of_100_mb_is_left_out_in_a_cgroup_of_300_mb_and_a_document_of_4_mb_is_made(
+    shared_dir: Path, corpora_dir: Path, tmp_path: Path
+) -> None:
+    text = b" ".join((corpora_dir / "en_paragraphs.txt").read_bytes()[:4_000_000].split(b"\n"))
+    world = World(tmp_path, tokenizer=shared_dir / "tokenizers" / "llama3")
+    world.raw({"a.txt": text + b"\n" + text * 25}).plan(num_shards=1, max_bad_fraction=0.5)
+    with cgroup(300 << 20) as joining:
+        ended = made(world.data_dir, "gigatoken", joining)
+    assert ended.code == 0, ended.text
+    assert world.left_out() == {"too_long": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(("form", "engine"), CASES)
+def test_under_ulimit_a_task_makes_its_shard_or_refuses_before_it_loads_anything(
+    data: dict[str, Path], form: str, engine: str
+) -> None:
+    if (form, engine) == CASES[0]:
+        for limit_mb in (300, 512, 1012):
+            ended = made(data[form], engine, f"ulimit -v {limit_mb << 10}")
+            assert (ended.code, "ulimit -v" in ended.err) == (2, True), ended.text
+    ended = made(data[form], engine, f"ulimit -v {1013 << 10}")
+    assert ended.code == 0, ended.text
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_doctor_tells_under_400_mb_and_under_ulimit(data: dict[str, Path]) -> None:
+    doctor = f"exec {sys.executable} -m shardprep doctor --output_dir {data['documents']}"
+    with cgroup(400 << 20) as joining:
+        ended = run_child(["sh", "-c", f"{joining}; {doctor}"], code=None, cwd=ROOT)
+    assert ended.returncode in (0, 1), ended.stderr
+    assert "419 MB" in ended.stdout
+    ended = run_child(["sh", "-c", f"ulimit -v 409600; {doctor}"], code=2, cwd=ROOT)
+    assert re.search(r"^bad +memory +ulimit -v", ended.stdout, re.MULTILINE)
+
+
+# What the log of a task says. ---------------------------------------------------------------------------
+
+
+def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_works(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({f"{number}.txt": "a line of text\n" * 50 for number in range(4)})
+    world.plan(num_shards=3)
+    (first, start, *_), (last, end, *_) = world.plan_json()["cuts"][1:3]
+    ended = world.try_shard(1, memory_gb=2, environ={"DATASET_BATCH_SIZE": "50"})
+    part, means, engine, speed, done = ended.err.splitlines()
+    for facts in (str(world.raw_dir), f"{first}.txt bytes {start} to 750", f"{last}.txt bytes 0 to {end}"):
+        assert facts in part
+    assert " 50 documents" in means
+    assert "2.00 GiB" in means
+    assert re.match(r"engine: (gigatoken|tokenizers) [\d.]+", engine)
+    for unit in ("B/s", "documents/s", "tokens/s", " s of CPU"):
+        assert unit in speed
+    assert "00001" in done
+    low = world.try_shard(0, memory_gb=0.2)
+    assert (low.code, "--memory_gb" in low.err) == (0, True), "less than a worker needs is told"
+    assert "--memory_gb" not in ended.err
+
+
+def test_a_part_that_is_no_bytes_of_text_says_what_its_bytes_are(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"text {number} " + "word " * 50 for number in range(400)]
+    world = World(tmp_path).raw({"c.txt.gz": bgzip("".join(f"{text}\n" for text in texts).encode(), [5000])})
+    table = pyarrow.table({"text": texts})
+    pyarrow.parquet.write_table(table, world.raw_dir / "a.parquet", row_group_size=50)
+    with pyarrow.ipc.new_stream(str(world.raw_dir / "b.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=50)
+    world.plan(num_shards=7)
+    lines = " ".join(world.try_shard(number).err.splitlines()[0] for number in range(7))
+    for what in (r"a\.parquet row groups", r"b\.arrow record batches", r"c\.txt\.gz compressed bytes"):
+        assert re.search(rf"{what}.* \d+ to \d+", lines)
+    assert not re.search(r"(parquet|arrow|gz) bytes", lines)
+
+
+@pytest.mark.processes
+def test_run_says_for_each_shard_its_speed_and_the_engine_once(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line of text\n" * 200}).plan(num_shards=5)
+    ended = world.main("run", world.data_dir, num_proc=2)
+    lines = ended.err.splitlines()
+    assert sum(line.startswith("engine: ") for line in lines) == 1
+    made_lines = [line for line in lines if re.match(r"shard \d{5}", line) and "tokens/s" in line]
+    assert sorted(line[6:11] for line in made_lines) == [f"{number:05d}" for number in range(5)]
+    assert all(unit in lines[-1] for unit in ("documents", "tokens in", "tokens/s"))

@@ -1,0 +1,355 @@
+"""Tasks and ``run``: equal bytes whatever made them, nothing unfinished left by whatever stopped them."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.children import child, end_of, environ_of_children, shardprep
+from tests.faults.every_format import write_every_format
+from tests.held_children import Hold
+from tests.waiting import wait_until
+from tests.world import Ended, World, call_main, hostile_text, save_tokenizer
+
+FORMS: dict[str, dict[str, Any]] = {
+    "documents": {},
+    "npy": {"token_format": "npy", "append_eos": True},
+    "packed": {"record": "packed", "seq_len": 128},
+    "best_fit of sides": {"record": "packed", "seq_len": 128, "pack": "best_fit", "validation_fraction": 0.3},
+    "whole files": {"doc": "file", "keep_text": False},
+}
+
+
+@pytest.fixture(scope="module")
+def raw_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same documents in a file of each format, with lines that are no UTF-8."""
+    world = World(tmp_path_factory.mktemp("formats")).raw({"a.txt": hostile_text(400, 5).replace("\r", "\n")})
+    write_every_format(world.raw_dir)
+    world.raw({"a.txt": hostile_text(400, 5).encode() + b"\nbroken \xff line\r\n", "z.txt": "x\n" * 30_000})
+    return world.raw_dir
+
+
+@pytest.fixture
+def eight_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the system would say it: a worker may use eight CPUs."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eight_cpus")
+@pytest.mark.parametrize("form", FORMS)
+def test_shards_have_equal_bytes_for_all_engines_batches_cpus_and_memory(
+    raw_dir: Path, tmp_path: Path, form: str
+) -> None:
+    options = {**FORMS[form], "max_bad_fraction": 1}
+    if form == "whole files":
+        options |= {"input_dir": World(tmp_path / "text").raw({"a.txt": "x\n" * 9, "b.txt": "가\n"}).raw_dir}
+    planned = World(tmp_path / "planned", raw_dir=raw_dir).plan(num_shards=3, **options)
+    reference = planned.copy(tmp_path / "reference").run(engine="gigatoken")
+    assert len(reference.contents()) >= 9
+    for number, (engine, batch, memory_gb) in enumerate(
+        (("tokenizers", "", None), ("gigatoken", "1", None), ("auto", "1000", 0.3), ("tokenizers", "7", 0.6))
+    ):
+        world = planned.copy(tmp_path / str(number))
+        sizes = {"DATASET_BATCH_SIZE": batch, "DATASET_WRITER_BATCH_SIZE": "1024"}
+        for shard_id in range(3):
+            ended = world.try_shard(shard_id, engine=engine, memory_gb=memory_gb, environ=sizes)
+            assert ended.code == 0, ended.text
+        assert world.contents() == reference.contents()
+        assert engine == "auto" or world.manifests()[0]["run"]["engine"].startswith(engine)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Five shards are planned."""
+    return World(tmp_path).raw({"a.txt": hostile_text(200), "b.txt": hostile_text(100, 1)}).plan(num_shards=5)
+
+
+def test_a_done_shard_is_left_alone_and_the_next_attempt_takes_away_what_one_left(world: World) -> None:
+    world.run(2)
+    paths = [*world.data_dir.glob("shard-00002.*")]
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths}
+    assert world.try_shard(2).code == 0
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in paths} == before
+    left = world.data_dir / "quarantine" / ".shard-00000.jsonl.host-1-0123abcd.tmp"
+    left.parent.mkdir()
+    left.write_text("{}\n")
+    (world.data_dir / ".shard-00000.begun.tmp").touch()  # it did not end itself
+    world.run(0)
+    assert not world.temporaries()
+
+
+def test_colleagues_can_read_what_a_task_wrote(world: World, tmp_path: Path) -> None:
+    other = World(tmp_path / "other", raw_dir=world.raw_dir)
+    before = os.umask(0o027)
+    try:
+        other.plan().run()
+    finally:
+        os.umask(before)
+    files = [path for path in other.data_dir.glob("*") if path.is_file()]
+    assert len(files) == 7
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
+    assert (other.data_dir / "tokenizer").stat().st_mode & 0o777 == 0o750
+
+
+def test_shards_of_another_plan_in_the_way_are_78_and_stay(world: World, tmp_path: Path) -> None:
+    other = World(tmp_path / "other", raw_dir=world.raw_dir).plan(num_shards=4).run(1)
+    for path in other.data_dir.glob("shard-*"):
+        shutil.copy(path, world.data_dir)
+    before = world.contents()
+    ended = world.try_shard(1)
+    assert (ended.code, "shard-00001.json" in ended.err) == (78, True)
+    assert world.main("run", world.data_dir).code == 78
+    assert world.contents() == before
+
+
+# Without permission. ------------------------------------------------------------------------------------
+
+
+def heed_permissions() -> None:
+    """Give up root's right to read and write whatever it likes: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH."""
+    head = ctypes.create_string_buffer(struct.pack("<Ii", 0x20080522, 0))
+    sets = ctypes.create_string_buffer(24)
+    libc = ctypes.CDLL(None)
+    assert libc.capget(head, sets) == 0
+    values = list(struct.unpack("<6I", sets.raw))
+    values[0] &= ~0b110  # the effective ones
+    assert libc.capset(head, ctypes.create_string_buffer(struct.pack("<6I", *values))) == 0
+
+
+# What is closed to this user, the command, its exit code, and what it names.
+CLOSED: dict[str, tuple[str, int, str, int, str]] = {
+    "an input, to plan": ("raw/b.txt", 0, "plan", 66, "b.txt"),
+    "an input, to a task": ("raw/b.txt", 0, "shard", 66, "b.txt"),
+    "a folder of inputs": ("raw", 0, "plan", 66, "raw"),
+    "a subfolder": ("raw/sub", 0, "plan", 66, "sub"),
+    "a planned folder": ("data", 0o555, "shard", 73, "data"),
+    "a folder to plan into": ("new", 0o555, "plan into new", 73, "new"),
+    "the folder above it": (".", 0o555, "plan into none", 73, "none"),
+    "the plan": ("data/plan.json", 0, "shard", 74, "plan.json"),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", CLOSED)
+def test_what_this_user_may_not_read_or_write_is_named(world: World, tmp_path: Path, what: str) -> None:
+    place, mode, command, code, named = CLOSED[what]
+    (world.raw_dir / "sub").mkdir()
+    (tmp_path / "new").mkdir()
+    verb, _, into = command.partition(" into ")
+    out = tmp_path / (into or ("other" if verb == "plan" else "data"))
+    before = world.contents()
+    kept, told = (tmp_path / place).stat().st_mode, tmp_path.with_name(f"{tmp_path.name}.json")
+    (tmp_path / place).chmod(mode)
+    pid = os.fork()
+    if pid == 0:
+        heed_permissions()
+        planning = {"output_dir": out, "recursive": True}
+        ended = world.try_plan(**planning) if verb == "plan" else world.try_shard(4)
+        told.write_text(json.dumps([ended.code, ended.err]))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    (tmp_path / place).chmod(kept)
+    found, err = json.loads(told.read_text())
+    assert (found, named in err, "Permission denied" in err) == (code, True, True), err
+    assert world.contents() == before
+    assert not world.temporaries()
+
+
+# Killed, stopped, and two at a time. --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, dict[str, bytes]]:
+    """A plan of one shard whose tar is written in several pieces, and what it holds when it is made."""
+    root = tmp_path_factory.mktemp("big")
+    world = World(root).raw({"a.txt": hostile_text(500) * 60}).plan(num_shards=1)
+    return world, world.copy(root / "whole").run().contents()
+
+
+class HeldWriters:
+    """Real writers of shard 0, each with a part of its tar on disk and none of them done."""
+
+    def __init__(self, world: World, place: Path, num_writers: int = 1) -> None:
+        self.hold = Hold(place, "write", r"/\.shard-00000\.tar\.")
+        command = shardprep("--shard_id", 0, "--output_dir", world.data_dir)
+        environ = environ_of_children(**self.hold.environ(number=2))
+        self._contexts = [child(command, env=environ, stderr=-2) for _ in range(num_writers)]
+
+    def __enter__(self) -> HeldWriters:
+        self.processes = [context.__enter__() for context in self._contexts]
+        self.hold.wait(len(self.processes), *self.processes)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for context in self._contexts:
+            context.__exit__(*error)
+
+
+@pytest.mark.processes
+def test_a_rerun_after_kill_9_in_the_middle_gives_equal_bytes_and_clears_up(
+    big: tuple[World, dict[str, bytes]], tmp_path: Path
+) -> None:
+    planned, contents = big
+    world = planned.copy(tmp_path)
+    with HeldWriters(world, tmp_path / "held") as held:
+        held.processes[0].kill()
+    assert world.contents() == {}
+    (left,) = world.data_dir.glob(".shard-00000.tar.*.tmp")
+    assert left.stat().st_size > 0, "a killed process cannot clear up"
+    assert world.run().contents() == contents
+    assert world.temporaries() == []
+
+
+@pytest.mark.processes
+def test_two_live_writers_of_one_shard_end_well(big: tuple[World, dict[str, bytes]], tmp_path: Path) -> None:
+    planned, contents = big
+    world = planned.copy(tmp_path)
+    with HeldWriters(world, tmp_path / "held", num_writers=2) as held:
+        held.hold.release()
+        texts = [end_of(writer, code=None) for writer in held.processes]
+        codes = sorted(writer.returncode for writer in held.processes)
+    assert codes in ([0, 0], [0, 74]), texts
+    assert world.contents() == contents
+    assert world.temporaries() == []
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=lambda item: item.name)
+def test_a_signal_ends_a_task_with_75_and_leaves_nothing(
+    big: tuple[World, dict[str, bytes]], tmp_path: Path, number: signal.Signals
+) -> None:
+    world = big[0].copy(tmp_path)
+    with HeldWriters(world, tmp_path / "held") as held:
+        held.processes[0].send_signal(number)
+        held.hold.release()  # the thread that writes; the signal is the main thread's
+        text = end_of(held.processes[0], code=75)
+    assert (number.name in text, "Traceback" in text) == (True, False)
+    assert sorted(path.name for path in world.data_dir.iterdir()) == ["plan.json", "tokenizer"]
+
+
+def living_of_group(group: int) -> list[str]:
+    """Processes of a group that are no zombies."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(its_group) == group and state != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("target", ["task alone", "whole group"])
+def test_a_signal_while_a_task_plans_ends_it_with_75_and_leaves_no_plan(tmp_path: Path, target: str) -> None:
+    """When the signal comes transformers is at work, which must not take it for an error of its own."""
+    world = World(tmp_path, tokenizer=save_tokenizer(tmp_path / "model")).raw({"a.txt": "a\n"})
+    config = world.tokenizer / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_bytes()), "mask_token": "<|mask|>"}))
+    hold = Hold(tmp_path, "open", "/transformers/models/auto/tokenization_auto.*\\.py")
+    command = shardprep("--shard_id", 0, *world.words_of_plan())
+    environ = environ_of_children(**hold.environ(), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    with child(command, env=environ, stderr=-2) as task:
+        assert hold.wait(1, task) != [task.pid], "the planning process"
+        (os.kill if target == "task alone" else os.killpg)(task.pid, signal.SIGTERM)
+        assert "Traceback" not in end_of(task, code=75)
+        wait_until(lambda: not living_of_group(task.pid), every_s=0.02)
+    assert not world.data_dir.exists()
+
+
+# run ----------------------------------------------------------------------------------------------------
+
+
+def done(world: World) -> list[int]:
+    return [int(path.stem[6:]) for path in sorted(world.data_dir.glob("shard-*.json"))]
+
+
+@pytest.mark.processes
+def test_run_makes_the_missing_shards_and_leaves_the_others_alone(world: World, tmp_path: Path) -> None:
+    expected = world.copy(tmp_path / "expected").run().contents()
+    world.run(1, 3)
+    (world.data_dir / "shard-00003.idx").unlink()
+    before = (world.data_dir / "shard-00001.tar").stat().st_ino
+    ended = world.main("run", world.data_dir)
+    assert ended.code == 0, ended.text
+    assert (world.data_dir / "shard-00001.tar").stat().st_ino == before
+    assert world.contents() == expected
+    assert world.temporaries() == []
+    times = {path: path.stat().st_mtime_ns for path in world.data_dir.glob("shard-*")}
+    assert world.main("run", world.data_dir).code == 0
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("flags", "environ", "num_proc"),
+    [
+        (["--num_proc", 3], {}, 3),
+        (["--num_proc", 6], {}, 5),
+        ([], {"DATASET_NUM_PROC": "1"}, 1),
+        (["--num-proc", 2], {"DATASET_NUM_PROC": "4"}, 2),
+    ],
+    ids=str,
+)
+def test_flag_then_environment_decide_the_number_of_processes(
+    world: World, flags: list[Any], environ: dict[str, str], num_proc: int
+) -> None:
+    ended = world.main("run", world.data_dir, *flags, environ=environ)
+    assert ended.code == 0, ended.text
+    assert re.search(rf"\b{num_proc} process", ended.text)
+    assert done(world) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.processes
+def test_a_shard_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({f"{number}.txt": "good\n" * 50 for number in range(6)})
+    world.raw({"1.txt": b"good\n" + b"\xff\n" * 20}).plan(num_shards=None)
+    (world.raw_dir / "2.txt").unlink()
+    ended = world.main("run", world.data_dir, num_proc=2)
+    assert ended.code == 65, ended.text
+    assert done(world) == [0, 3, 4, 5]
+    assert world.temporaries() == []
+    world.raw({"1.txt": b"good\n" + b"\xff\n" * 20, "2.txt": "good\n" * 50})
+    assert run_again(ended, "--max_bad_fraction", "1").code == 0
+    assert done(world) == [0, 1, 2, 3, 4, 5]
+
+
+def run_again(ended: Ended, *flags: str) -> Ended:
+    """Run the command that ``run`` tells to make what is missing."""
+    found = re.findall(r"shardprep (run .*)", ended.err)
+    assert found, ended.err
+    return call_main(*shlex.split(found[-1]), *flags)
+
+
+@pytest.mark.processes
+def test_a_killed_process_fails_its_shard_alone_and_the_printed_command_makes_it(
+    world: World, tmp_path: Path
+) -> None:
+    hold = Hold(tmp_path / "held", "open", r"/\.shard-\d+\.idx\.")
+    command = shardprep("run", world.data_dir, "--num_proc", 2)
+    with child(command, env=environ_of_children(**hold.environ()), stderr=-2) as run:
+        pids = hold.wait(2, run)
+        names = [path.name for path in world.data_dir.glob(".shard-*.tar.*.tmp")]
+        found = [re.fullmatch(r"\.shard-(\d+)\.tar\..+-(\d+)-\w+\.tmp", name) for name in names]
+        workers = {int(match[2]): int(match[1]) for match in found if match}
+        os.kill(pids[0], signal.SIGKILL)
+        hold.release()
+        text = end_of(run, code=74)
+    killed = workers[pids[0]]
+    assert done(world) == [shard_id for shard_id in range(5) if shard_id != killed]
+    assert run_again(Ended(code=74, out="", err=text)).code == 0
+    assert done(world) == [0, 1, 2, 3, 4]
+    assert world.temporaries() == []

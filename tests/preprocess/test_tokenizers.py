@@ -1,0 +1,632 @@
+"""Tokenizers: what planning keeps of them gives the ids of transformers, and is what training loads."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import json
+import multiprocessing.util
+import queue
+import random
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)  # fmt: skip
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from loader import NotFound, get_llama3_dataloader
+from tests.checkout import ROOT
+from tests.children import environ_of_children, run_child, shardprep
+from tests.external_tars import write_numbered_tars
+from tests.word_tokenizers import save_word_tokenizer
+from tests.world import BOS, EOS, World, save_tokenizer
+
+Change = Callable[[Path], Any]
+
+
+def edit(path: Path, **changes: Any) -> None:
+    data = json.loads(path.read_bytes()) if path.exists() else {}
+    path.write_text(json.dumps({**data, **changes}), encoding="utf-8")
+
+
+def config(**changes: Any) -> Change:
+    return lambda folder: edit(folder / "tokenizer_config.json", **changes)
+
+
+def tokenizer_json(**changes: Any) -> Change:
+    return lambda folder: edit(folder / "tokenizer.json", **changes)
+
+
+def file_of(name: str, **values: Any) -> Change:
+    return lambda folder: edit(folder / name, **values)
+
+
+def with_decoder(folder: Path) -> None:
+    """As Llama 3 on the hub: all added tokens in the configuration, too, and a model's config beside it."""
+    added = json.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
+    decoder = {str(token.pop("id")): token for token in added}
+    edit(folder / "tokenizer_config.json", added_tokens_decoder=decoder, model_max_length=131072)
+    edit(folder / "config.json", model_type="llama", transformers_version="4.40.0")
+    edit(folder / "special_tokens_map.json", bos_token=BOS, eos_token=EOS)
+
+
+def old_merges(folder: Path) -> None:
+    """Merges as texts and no ignore_merges, as older versions of tokenizers wrote them."""
+    data = json.loads((folder / "tokenizer.json").read_bytes())
+    data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
+    del data["model"]["ignore_merges"]
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+
+
+def words(folder: Path) -> None:
+    shutil.rmtree(folder)
+    save_word_tokenizer(folder, 50)
+
+
+def word_pieces(folder: Path) -> None:
+    vocab = {"[UNK]": 0, "a": 1, "##b": 2, "[CLS]": 3, "[SEP]": 4}
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens([AddedToken("[UNK]"), AddedToken("[CLS]"), AddedToken("[SEP]")])
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 4), ("[CLS]", 3))
+    tokenizer.decoder = decoders.WordPiece()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", cls_token="[CLS]")
+    fast.save_pretrained(folder)
+
+
+def unigram(folder: Path) -> None:
+    pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581a", -1.5), ("b", -2.25)], 0, False))
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=pieces).save_pretrained(folder)
+
+
+PLAIN: dict[str, Change] = {
+    "as it is": lambda folder: None,
+    "as on the hub": with_decoder,
+    "older merges": old_merges,
+    "without a post-processor": tokenizer_json(post_processor=None),
+    "words": words,
+    "word pieces": word_pieces,
+    "unigram": unigram,
+    "a chat template": config(chat_template="{{ messages }}"),
+    "the class of transformers 5": config(tokenizer_class="TokenizersBackend", backend="tokenizers"),
+}
+FLAGS = {"lstrip": True, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+NOT_PLAIN: dict[str, Change] = {
+    "a token in the configuration alone": config(mask_token="<|mask|>"),
+    "a listed token in the configuration alone": config(additional_special_tokens=["<|mask|>"]),
+    "a BOS switched on": config(add_bos_token=True),
+    "an unknown key": config(split_special_tokens=True),
+    "another class": config(tokenizer_class="GPT2Tokenizer"),
+    "no class": config(tokenizer_class=None),
+    "another model": file_of("config.json", model_type="qwen2"),
+    "a class in the model's configuration": file_of("config.json", tokenizer_class="X"),
+    "tokens of another file": file_of("added_tokens.json", more=600),
+    "a pad token of another file": file_of("special_tokens_map.json", pad_token=EOS),
+    "truncation": tokenizer_json(
+        truncation={"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    ),
+    "no JSON": lambda folder: (folder / "tokenizer.json").write_text("{"),
+    "a token of other flags": config(added_tokens_decoder={"281": {"content": BOS, **FLAGS}}),
+}
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Planning reads a plain tokenizer by itself, and asks transformers in a process of its own for others.
+
+    Here none can be started, and nothing is known from earlier plans.
+    """
+
+    def refuse(*_: Any) -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Some text, and a tokenizer of its own to change."""
+    model = save_tokenizer(tmp_path / "model")
+    return World(tmp_path, tokenizer=model).raw({"a.txt": "a <|end_of_text|> line\n도서관\n"})
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_plain_tokenizer_is_read_without_transformers_and_equals_its(world: World, kind: str) -> None:
+    PLAIN[kind](world.tokenizer)
+    world.plan(num_shards=1)
+    ours, theirs = world.data_dir / "tokenizer", world.data_dir / "theirs"
+    for source in (world.tokenizer, ours):  # and so does training load it from the data set
+        AutoTokenizer.from_pretrained(source).save_pretrained(theirs)
+        assert (ours / "tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+    tokenizer, told = AutoTokenizer.from_pretrained(ours), world.plan_json()["tokenizer"]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert told[name] == getattr(tokenizer, name), "a token that no file names is not the word None"
+    assert told["vocab_size"] == len(tokenizer)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_what_transformers_may_change_is_left_to_transformers(world: World, kind: str) -> None:
+    NOT_PLAIN[kind](world.tokenizer)
+    assert world.try_plan().code == 74, "there is no process for it"
+
+
+@pytest.mark.usefixtures("no_process")
+def test_another_major_version_of_transformers_is_asked_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_name = importlib.metadata.distribution
+
+    def distribution(name: str) -> Any:
+        return SimpleNamespace(version="6.0.1") if name == "transformers" else of_name(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    assert world.try_plan().code == 74
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that knows one tokenizer of transformers, and that tokenizer's folder."""
+    root = tmp_path_factory.mktemp("known")
+    world = World(root, tokenizer=save_tokenizer(root / "model")).raw({"a.txt": "a\n"})
+    config(mask_token="<|mask|>")(world.tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        world.plan()
+    tokens = json.loads((world.data_dir / "tokenizer" / "tokenizer.json").read_bytes())["added_tokens"]
+    assert "<|mask|>" in {token["content"] for token in tokens}, "transformers was asked"
+    return root
+
+
+def entry_of(cache: Path) -> Path:
+    (entry,) = (cache / "shardprep" / "tokenizers").iterdir()
+    return entry
+
+
+def cut_entry(cache: Path) -> None:
+    path = entry_of(cache) / "found.json"
+    path.write_bytes(path.read_bytes()[:99])
+
+
+def alter_entry(cache: Path) -> None:
+    path = entry_of(cache) / "found.json"
+    path.write_text(path.read_text().replace('"bos_token_id": ', '"bos_token_id": 1'))
+
+
+def lengthen_file(cache: Path) -> None:
+    with (entry_of(cache) / "tokenizer.json").open("ab") as file:
+        file.write(b" ")
+
+
+def replace_entry(cache: Path) -> None:
+    entry = entry_of(cache)
+    shutil.rmtree(entry)
+    entry.write_text("")
+
+
+# What is changed: the cache or the model; and whether the tokenizer is still known.
+KNOWN: dict[str, tuple[str, Change, bool]] = {
+    "nothing": ("model", lambda folder: None, True),
+    "content": ("model", old_merges, False),
+    "configuration": ("model", config(model_max_length=9), False),
+    "an entry that is cut": ("cache", cut_entry, False),
+    "an entry of another fact": ("cache", alter_entry, False),
+    "an entry with another file": ("cache", lengthen_file, False),
+    "an entry without its file": ("cache", lambda it: (entry_of(it) / "tokenizer.json").unlink(), False),
+    "no folder": ("cache", replace_entry, False),
+}
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("kind", KNOWN)
+def test_a_tokenizer_is_resolved_once_for_one_content_and_a_damaged_entry_counts_as_none(
+    known: Path, tmp_path: Path, kind: str
+) -> None:
+    for name in ("model", "cache"):  # also where the model was moved
+        shutil.copytree(known / name, tmp_path / name)
+    place, change, is_known = KNOWN[kind]
+    change(tmp_path / place)
+    world = World(tmp_path, tokenizer=tmp_path / "model", raw_dir=known / "raw")
+    assert world.try_plan().code == (0 if is_known else 74)
+    assert world.try_plan(allow_special_tokens=True).code == (78 if is_known else 74)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_cache_that_cannot_be_written_is_done_without(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
+    world.plan().run()
+
+
+# What is refused. ---------------------------------------------------------------------------------------
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text("ran")
+from transformers import PreTrainedTokenizerFast
+class StrangeTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def with_code(folder: Path) -> Path:
+    """Make the tokenizer's class one of its own, whose code makes a file; returns that file."""
+    marker = folder.with_name("marker")
+    auto_map = {"AutoTokenizer": [None, "strange.StrangeTokenizer"]}
+    edit(folder / "tokenizer_config.json", tokenizer_class="StrangeTokenizer", auto_map=auto_map)
+    (folder / "strange.py").write_text(CODE.format(marker=str(marker)))
+    edit(folder / "config.json", model_type="strange", auto_map=auto_map)
+    return marker
+
+
+def with_dropout(*part: Any) -> Change:
+    def change(folder: Path) -> None:
+        data = inner = json.loads((folder / "tokenizer.json").read_bytes())
+        for key in part:
+            inner = inner[key]
+        inner["dropout"] = 0.1
+        (folder / "tokenizer.json").write_text(json.dumps(data))
+
+    return change
+
+
+def slow(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    edit(folder / "config.json", model_type="t5")
+
+
+def boxes(folder: Path) -> None:
+    """LayoutLM's wants boxes beside its words; its tokenizer.json would give ids that it never gives."""
+    vocab = {
+        token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"])
+    }
+    Tokenizer(models.WordPiece(vocab, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "LayoutLMv2Tokenizer", "unk_token": "[UNK]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0a" * 32 + "\nsize 12345\n"
+# The exit code of plan, and what it names.
+REFUSED: dict[str, tuple[Change, int, str]] = {
+    "dropout": (with_dropout("model"), 2, "model.dropout"),
+    "dropout of a part": (with_dropout("pre_tokenizer"), 2, "pre_tokenizer.dropout"),
+    "a pointer": (lambda it: (it / "tokenizer.json").write_text(POINTER), 66, "git lfs pull"),
+    "an empty folder": (lambda it: [path.unlink() for path in it.iterdir()], 66, "model"),
+    "a slow one": (slow, 2, "ByT5Tokenizer"),
+    "one that encodes no plain text": (boxes, 2, "LayoutLMv2Tokenizer"),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_tokenizer_that_cannot_be_used_is_refused_by_name(world: World, kind: str) -> None:
+    change, code, named = REFUSED[kind]
+    change(world.tokenizer)
+    ended = world.try_plan()
+    assert (ended.code, named in ended.err, str(world.tokenizer) in ended.err) == (code, True, True), (
+        ended.err
+    )
+    assert not world.data_dir.exists()
+
+
+@pytest.mark.processes
+def test_planning_runs_no_code_of_a_tokenizers_folder(world: World, tmp_path: Path) -> None:
+    marker = with_code(world.tokenizer)
+    environ = environ_of_children(HF_MODULES_CACHE=str(tmp_path / "modules"))
+    ended = run_child(shardprep("plan", *world.words_of_plan()), code=66, stdin="y\n" * 9, env=environ)
+    assert not marker.exists(), "its code ran"
+    assert str(world.tokenizer) in ended.stderr
+
+
+def test_the_loader_runs_no_code_of_a_tokenizers_folder(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = with_code(world.tokenizer)
+    tars = write_numbered_tars(tmp_path / "tars", 1, 9)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    with pytest.raises(NotFound) as found:
+        get_llama3_dataloader(tars, 1, world.tokenizer, num_workers=0)
+    assert not marker.exists(), "its code ran"
+    assert str(world.tokenizer) in str(found.value)
+
+
+CONTROL_TOKENS = ("<unk>", "<s>", "</s>")
+
+
+def save(folder: Path, tokenizer: Tokenizer, **values: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**named, **values}))
+    return folder
+
+
+def splitting(unknown: str, pattern: str) -> Tokenizer:
+    vocab = {token: number for number, token in enumerate([*CONTROL_TOKENS, "hello"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.add_special_tokens(list(CONTROL_TOKENS))
+    return tokenizer
+
+
+class FastClock(queue.SimpleQueue):  # type: ignore[type-arg]
+    """A queue for whose readers time passes ten thousand times as fast."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        return super().get(block, None if timeout is None else timeout / 10_000)
+
+
+FAILING = {
+    "it raises for a word": splitting("[UNK]", " "),
+    "its pattern gives up on the probe, in a panic of Rust": splitting("<unk>", "(a|aa)+$"),
+    "its pattern gives up on a document": splitting("<unk>", "(z|zz)+$"),
+    "its pattern takes exponential time": splitting("<unk>", r"(?:(?:a?a?a?){6})\d"),  # 0.8 s for 300 letters
+}
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_tokenizer_that_fails_on_a_text_ends_plan_by_an_error_that_names_it(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "time" in kind:
+        monkeypatch.setattr(queue, "SimpleQueue", FastClock)
+    model = save(tmp_path / "model", FAILING[kind], tokenizer_class="PreTrainedTokenizerFast")
+    world = World(tmp_path, tokenizer=model).raw({"a.txt": "hello " + "z" * 300 + "!\n"})
+    ended = world.try_plan()
+    assert (ended.code, str(model) in ended.err) == (65, True), ended.text
+    assert not (world.data_dir / "plan.json").exists()
+
+
+def test_a_damaged_tokenizer_json_ends_peek_by_an_error_that_names_it_and_report_goes_on(
+    world: World,
+) -> None:
+    world.plan().run()
+    path = world.data_dir / "tokenizer" / "tokenizer.json"
+    for damaged in ("", "[]", '{"model": {', '{"added_tokens": [1], "model": {}}'):
+        path.write_text(damaged)
+        report = world.main("report", world.data_dir, json=True)
+        assert (report.code, json.loads(report.out)["shards"]["num_done"]) == (0, 2)
+        ended = world.main("peek", world.data_dir)
+        assert (ended.code, str(path) in ended.err) == (74, True)
+
+
+# What shards have, and what training loads. -------------------------------------------------------------
+
+
+def sentence_pieces() -> Tokenizer:
+    """BPE with bytes to fall back on, with the normalizer of Llama 2's old files, and added tokens."""
+    bytes_of = [f"<0x{n:02X}>" for n in range(256)]
+    pieces = [*"▁abcdefghijklmnopqrstuvwxyz0123456789.,!안녕바다", "he", "ll", "hell", "hello", "▁hello"]
+    vocab = {piece: number for number, piece in enumerate([*CONTROL_TOKENS, *bytes_of, *pieces])}
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("▁", "hello")]
+    model = models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaces = decoders.Replace("▁", " ")
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(list(CONTROL_TOKENS))
+    tokenizer.add_tokens([AddedToken("hello wor", lstrip=True, normalized=False), AddedToken("moon")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def byte_level() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate([*CONTROL_TOKENS, *alphabet, "he", "Ġhe"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("h", "e"), ("Ġ", "he")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(CONTROL_TOKENS))
+    return tokenizer
+
+
+KINDS: dict[str, tuple[Callable[[], Tokenizer], dict[str, Any]]] = {
+    "LlamaTokenizer, legacy": (sentence_pieces, {"tokenizer_class": "LlamaTokenizer", "legacy": True}),
+    "the plain class": (byte_level, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+    "GPT2Tokenizer, with a space before": (
+        byte_level, {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True, "add_bos_token": True}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_data_sets_tokenizer_loads_as_what_made_its_shards_and_plan_says_what_transformers_altered(
+    tmp_path: Path, kind: str
+) -> None:
+    make, values = KINDS[kind]
+    model = save(tmp_path / "model", make(), **values, padding_side="left", model_max_length=77)
+    rng, parts = random.Random(7), ["hello", " ", "moon", "world", "one", ",", "don't", "안녕", "바다"]
+    parts += ["e\u0301", "ＡＢ", "½", "▁", "\u200b", " ", "hello wor", "한", "👩‍👧"]
+    lines = sorted({"".join(rng.choices(parts, k=9)).strip() for _ in range(300)})
+    world = World(tmp_path, tokenizer=model).raw({"a.txt": "\n".join(lines)})
+    told = world.try_plan(num_shards=1).text
+    probe = world.plan_json()["probe"]
+    files = (model / "tokenizer.json", world.data_dir / "tokenizer" / "tokenizer.json")
+    own, kept = (Tokenizer.from_file(str(path)) for path in files)
+    own.encode_special_tokens = kept.encode_special_tokens = True  # control tokens stay text in shards
+    pairs = zip(own.encode_batch(probe), kept.encode_batch(probe), strict=True)
+    num_other = sum(first.ids != second.ids for first, second in pairs)
+    assert (num_other > 0) == (kind != "the plain class")
+    assert (f" {num_other} of {len(probe)} " in told) == (num_other > 0)
+    world.run(0)
+    expected = AutoTokenizer.from_pretrained(str(model))
+    ids = expected(lines)["input_ids"]
+    assert [(text, made) for _, text, made in world.documents()] == list(zip(lines, ids, strict=True))
+    with world.loader(batch_size=2) as loader:
+        loaded = loader.tokenizer
+    for found in (loaded, AutoTokenizer.from_pretrained(str(world.data_dir / "tokenizer"))):
+        assert found(lines)["input_ids"] == ids
+        assert found.batch_decode(ids) == expected.batch_decode(ids)
+        assert found.special_tokens_map == expected.special_tokens_map
+        assert (found.padding_side, found.model_max_length) == ("left", 77)
+
+
+@pytest.mark.processes
+def test_a_model_with_several_chat_templates_is_planned_and_keeps_them(world: World) -> None:
+    """transformers saves them as files of a folder of their own; a planned tokenizer has no folders."""
+    templates = {"default": "{{ messages[0].content }}", "tools": "tools: {{ messages[0].content }}"}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(world.tokenizer)
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(world.tokenizer)
+    assert (world.tokenizer / "additional_chat_templates").is_dir()
+    world.plan()
+    assert PreTrainedTokenizerFast.from_pretrained(world.data_dir / "tokenizer").chat_template == templates
+
+
+@pytest.mark.processes
+def test_planning_never_imports_torch_and_its_process_no_transformers(world: World, tmp_path: Path) -> None:
+    """Also where transformers is needed, which imports torch if it finds one."""
+    config(mask_token="<|mask|>")(world.tokenizer)
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text(
+        f"open({str(tmp_path / 'imported')!r}, 'w').close()\nraise ImportError('torch was imported')\n"
+    )
+    program = (
+        "import sys; from shardprep.__main__ import main; code = main(sys.argv[1:]);"
+        "print('loaded', *({'torch', 'transformers'} & set(sys.modules))); sys.exit(code)"
+    )
+    places = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", program, "plan", *world.words_of_plan()]
+    ended = run_child(command, env=environ_of_children(**places))
+    assert ended.stdout.splitlines()[-1].split() == ["loaded"]
+    assert not (tmp_path / "imported").exists()
+
+
+# What documents begin and end with. ---------------------------------------------------------------------
+
+LINES = ["Snow falls in winter.", "겨울에는 눈이 내립니다.", "Tea is ready after 4 minutes!"]
+SPECIAL = ["<unk>", "<s>", "</s>", "[CLS]", "[SEP]"]
+BEGIN, END, CLS, SEP = 1, 2, 3, 4
+
+
+def _around(single: str) -> Any:
+    return processors.TemplateProcessing(single=single, special_tokens=[("<s>", BEGIN), ("</s>", END)])
+
+
+# Of each family: its kind of model, its post-processor, the ids before and after a text.
+FAMILIES: dict[str, tuple[str, Any, list[int], list[int]]] = {
+    "llama": ("bpe", _around("<s> $A"), [BEGIN], []),
+    "llama with add_eos_token": ("bpe", _around("<s> $A </s>"), [BEGIN], [END]),
+    "qwen": ("bpe", None, [], []),
+    "roberta": ("bpe", processors.RobertaProcessing(("</s>", END), ("<s>", BEGIN)), [BEGIN], [END]),
+    "t5": ("unigram", _around("$A </s>"), [], [END]),
+    "gemma": ("unigram", _around("<s> $A"), [BEGIN], []),
+    "bert": ("wordpiece", processors.BertProcessing(("[SEP]", SEP), ("[CLS]", CLS)), [CLS], [SEP]),
+}
+
+
+def save_family(folder: Path, family: str) -> Path:
+    """A tokenizer of a family, trained on LINES."""
+    kind, processor, _, _ = FAMILIES[family]
+    alphabet = sorted({character for line in LINES for character in line})
+    trainer: Any
+    if kind == "bpe":
+        tokenizer, alphabet = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    elif kind == "unigram":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=100, special_tokens=SPECIAL, unk_token="<unk>")
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(LINES, trainer)
+    if processor is not None:
+        tokenizer.post_processor = processor
+    named = {"bos_token": "<s>"} | ({"eos_token": "</s>"} if family != "bert" else {})
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
+    return folder
+
+
+def told_ends(told: str) -> list[str]:
+    """The tokens that a command says documents begin and end with."""
+    (line,) = (line for line in told.splitlines() if "documents begin" in line)
+    return re.findall(r"<\S+>|\[\w+\]", line)
+
+
+@pytest.mark.parametrize("adds", [True, False], ids=["added", "bare"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_familys_documents_begin_and_end_as_told(tmp_path: Path, family: str, adds: bool) -> None:
+    model = save_family(tmp_path / "model", family)
+    _, _, before, after = FAMILIES[family]
+    names = [SPECIAL[number] for number in before + after] if adds else []
+    reference = AutoTokenizer.from_pretrained(model)
+    expected = [reference.encode(line, add_special_tokens=adds) for line in LINES]
+    world = World(tmp_path, tokenizer=model).raw({"a.txt": "\n".join(LINES)})
+    assert told_ends(world.try_plan(num_shards=1, add_special_tokens=adds).text) == names
+    assert [ids for _, _, ids in world.run(0).verify().documents()] == expected
+    assert told_ends(world.main("doctor", output_dir=world.data_dir).text) == names
+    if family == "bert":
+        return  # it has no EOS
+    rows = World(tmp_path, tokenizer=model, data_dir=tmp_path / "rows")
+    told = rows.try_plan(num_shards=1, add_special_tokens=adds, record="packed", seq_len=4096).text
+    assert told_ends(told) == [SPECIAL[number] for number in before if adds] + ["</s>"]
+    with rows.run(0).loader(batch_size=1) as loader:
+        (batch,) = loader
+    once = [ids if ids[-1:] == [END] else [*ids, END] for ids in expected]
+    found = batch["input_ids"][0][batch["attention_mask"][0].bool()].tolist()
+    assert found == [token for ids in once for token in ids]
+
+
+@pytest.mark.parametrize(("pad", "warns"), [("</s>", True), ("<pad>", False), (None, False)])
+def test_planning_warns_where_the_pad_token_is_eos(tmp_path: Path, pad: str | None, warns: bool) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, "a"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token=pad)
+    fast.save_pretrained(tmp_path / "model")
+    ended = World(tmp_path, tokenizer=tmp_path / "model").raw({"a.txt": "a\n"}).try_plan()
+    assert (ended.code, "warning: PAD" in ended.text) == (0, warns)
+
+
+SOME = ["안녕", "words", "한", "more words", "글"]
+
+
+@pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 8, "append_eos": False}], ids=str)
+@pytest.mark.parametrize("texts", [SOME, SOME[::2], []], ids=["some", "all", "no documents"])
+def test_documents_of_which_the_tokenizer_leaves_nothing_are_made_shown_and_reported_as_others(
+    world: World, texts: list[str], options: dict[str, Any]
+) -> None:
+    """It drops all but ASCII, and puts nothing around it."""
+    path = world.tokenizer / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.normalizer = normalizers.Replace(Regex(r"[^\x20-\x7e]+"), "")
+    tokenizer.save(str(path))
+    (world.raw_dir / "a.txt").unlink()
+    world.raw({"a.jsonl": [{"text": text} for text in texts]})
+    world.plan(num_shards=1, add_special_tokens=False, **options).run()
+    report = world.main("report", world.data_dir, json=True)
+    assert (report.code, json.loads(report.out)["counts"]["num_documents"]) == (0, len(texts))
+    assert world.main("report", world.data_dir, output=world.data_dir / "page.html").code == 0
+    if options or not texts:
+        return
+    shown = [line for line in world.main("peek", world.data_dir).out.splitlines() if line[:6] == "shard-"]
+    sizes = [int(re.findall(r": (\d+) ", line)[0]) for line in shown]
+    assert [size > 0 for size in sizes] == [text.isascii() for text in texts]
+    for address in ("0:0", "a.jsonl:0"):
+        assert world.main("peek", world.data_dir, address).code == 0

@@ -62,13 +62,11 @@ def sources_of(step: list[int]) -> set[str]:
 
 def stages(loader: TokenLoader) -> list[tuple[int, int, str]]:
     """Return what holds: from which step on, the global batch, and the shares of samples."""
-    lines = re.findall(
-        r"^ +from step (\d+).*?: (.*); global batches of (\d+)$", loader.describe(), re.MULTILINE
-    )
+    lines = re.findall(r"from step (\d+): (.*), global_batch_size (\d+)", loader.describe())
     return [(int(step), int(size), shares) for step, shares, size in lines]
 
 
-HALVES, WHOLE = "web 50.0%, code 50.0%", "web 100.0%"
+HALVES, WHOLE = "web 0.5, code 0.5", "web 1"
 # What is passed behind a state of step 70, and the stages of the run then.
 AMENDED: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "weights": ({"weights": {"web": 1}}, [(0, L, HALVES), (128, L, WHOLE)]),
@@ -91,7 +89,7 @@ AMENDED: dict[str, tuple[dict[str, Any], list[Any]]] = {
     ),
     "a source that comes later by a longer schedule": (
         {"weights": [(0, {"web": 1, "code": 1}), (400, {"books": 1})], "sources": "web code books"},
-        [(0, L, HALVES), (400, L, "books 100.0%")],
+        [(0, L, HALVES), (400, L, "books 1")],
     ),
     "nothing": ({"weights": {"web": 5, "code": 5}}, [(0, L, HALVES)]),
 }

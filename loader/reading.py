@@ -270,11 +270,15 @@ class ShardReader:
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
         found.mask_at.fill(-1)
         is_cut = shard_of[1:] != shard_of[:-1]
+        is_held_out = np.zeros(len(row), np.bool_)  # their records stand behind the others', in the tar between
         for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
             here, number = slice(*bounds), int(shard_of[bounds[0]])
             rows = row[here]
             records = self._files.records(number, rows)
             shard = self.opened(number)
+            source, at = self._shards.locate(number)
+            if source.num_validation is not None:
+                is_held_out[here] = rows >= source.num_samples[at] - source.num_validation[at]
             limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
             found.num_bytes[here] = records["num_bytes"]
@@ -287,6 +291,7 @@ class ShardReader:
             if shard.source.has_mask:
                 mask_offset[here] = records["mask_offset"]
                 found.mask_at[here] = 0
+        is_cut |= is_held_out[1:] != is_held_out[:-1]
         is_behind = np.zeros(len(row), np.bool_)
         is_behind[1:] = ~is_cut & (row[1:] > row[:-1])  # a source may deliver one several times
         places = _Places(shard_of, is_behind, limit)

@@ -32,7 +32,6 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import (
     LENGTH_BITS,
@@ -48,6 +47,7 @@ from shardprep.format.names import (
     QUARANTINE_DIR,
     TAR_END,
     VOUCHED_PATHS,
+    DatasetSpec,
     idx_path,
     is_chosen,
     manifest_path,

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
 from loader.run import Position
-from loader.workers import ChunkDataset, cannot_share
+from loader.workers import ChunkDataset, cannot_share, check_main_guard
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 
@@ -73,14 +73,16 @@ class BatchStream:
         run = self._chunks.run
         self._send_workers_to(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
-        ticks = self._ticks(run.tick_in_epoch(start), first_batch)
-        for step in range(run.step_of(start), run.first_step(start.epoch + 1)):
+        epoch, tick = run.epoch_and_tick(start)
+        ticks = self._ticks(tick, first_batch)
+        end = run.first_step(epoch + 1)
+        for step in range(start.step, end):
             batches: list[tuple[Any, int]] = []
             for _ in range(run.ticks_in_step(step) - num_done):
                 batches += next(ticks)
             num_done = 0
             yield batches
-        self._stands_at = Position(epoch=start.epoch + 1)
+        self._stands_at = Position(end)
 
     def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, int]]]:
         """Yield the batches of each tick of an epoch, from a batch of one tick on."""
@@ -105,13 +107,15 @@ class BatchStream:
         if any(not worker.is_alive() for worker in self._workers()):  # as by Ctrl-C
             self.end()
         if self._stands_at != start:
-            position = self._chunks.position
-            position[0], position[1] = start.epoch, self._chunks.run.tick_in_epoch(start)
+            self._chunks.position[:] = torch.tensor(self._chunks.run.epoch_and_tick(start))
             context = self._loader.multiprocessing_context or multiprocessing.get_context()
             waits: Any = contextlib.nullcontext()
             if self._num_workers and self._loader._iterator is None:  # noqa: SLF001  they are started now
                 # They begin with the signals blocked, while they import, too.
-                waits = stop_signals_wait(_SIGNALS, spawns=context.get_start_method() != "fork")
+                spawns = context.get_start_method() != "fork"
+                waits = stop_signals_wait(_SIGNALS, spawns=spawns)
+                if spawns:
+                    check_main_guard()
             try:
                 with waits:
                     self._arriving = iter(self._loader)

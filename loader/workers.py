@@ -7,12 +7,15 @@ would read everything n times.
 
 from __future__ import annotations
 
+import ast
 import os
 import pickle
 import resource
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from loader.chunks import Chunk
 from loader.order import share
 from loader.rounds import RunReader
 from loader.run import Run
-from shardprep.errors import ReadWriteError, ShardprepError
+from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 
 CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us whatever its size
 MAX_CHUNK_TICKS = 256
@@ -104,6 +107,33 @@ def _received(pickled: bytes) -> torch.Tensor:
     except (OSError, EOFError) as error:
         raise cannot_share(error) from error
     return packed
+
+
+def check_main_guard() -> None:
+    """Raise UsageError where each worker would run this loop again: spawn and forkserver import the script.
+
+    Call it in the training process. Else a worker would fail, and where all that it is given is more than a
+    pipe holds, the training process would wait for it for ever.
+    """
+    frame: Any = sys._getframe()  # noqa: SLF001
+    while frame is not None and (
+        frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"
+    ):
+        frame = frame.f_back
+    path = "" if frame is None else frame.f_globals.get("__file__", "")
+    if not os.path.isfile(path):  # noqa: PTH113  typed in, or of a thread: it is imported by nobody
+        return
+    for statement in ast.parse(Path(path).read_bytes()).body:
+        if isinstance(statement, ast.If) and "'__name__'" in ast.dump(statement.test):
+            return
+        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno):
+            raise UsageError(
+                f"line {frame.f_lineno} of {path} starts workers by spawn or forkserver, and each of them "
+                'would import this script and do so again; put it below `if __name__ == "__main__":`, or '
+                "pass num_workers=0",
+                path=path,
+                remedy='if __name__ == "__main__":',
+            )
 
 
 def cannot_share(error: BaseException) -> ReadWriteError:

@@ -1,4 +1,4 @@
-"""Set the layout that a fresh, empty folder gives to new files, and read it back. Nothing else sets any.
+"""Set the layout that a fresh, empty folder gives to new files. Nothing else sets any.
 
 A file is refused, since lfs can empty it, and so is a folder that holds anything: its files would keep their
 layouts. lfs may exit 0 although it did something else: the layout is read back.
@@ -31,7 +31,7 @@ _WAY_ON = (
 
 
 def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: bool = False) -> str:
-    """Make new files in ``folder``, which is on Lustre, get a layout; ``dry_run`` checks and sets nothing.
+    """Make new files in ``folder``, on Lustre, get a layout; ``dry_run`` checks and sets nothing.
 
     Returns a line about it. Raises LustreError, also where the layout is another one afterwards.
     """
@@ -76,10 +76,7 @@ def setstripe_command(folder: Path, stripe: Layout | list[str]) -> str:
 
 
 def _with_pool(wanted: Layout, before: Layout, folder: Path) -> Layout:
-    """Return a layout by numbers with the pool that the folder has, which lfs would drop.
-
-    Raises LustreError for a folder of which numbers would drop more than that.
-    """
+    """Return a layout by numbers with the folder's pool, which lfs would drop. Raises LustreError."""
     if not before.has_numbers_alone:
         raise LustreError(
             f"{folder} gives new files {before.text()}, expected a layout that numbers may replace: they "
@@ -122,10 +119,7 @@ def _refuse_all_but_empty(folder: Path, command: str) -> None:
 
 @contextlib.contextmanager
 def _kept(folder: Path) -> Iterator[None]:
-    """Hold a file in the folder meanwhile: after EACCES lfs 2.16 and later remove it if it is empty.
-
-    With the folder its ACLs and project id would be gone. Raises LustreError where no file can be made.
-    """
+    """Hold a file in the folder: after EACCES lfs 2.16 and later remove an empty one. Raises LustreError."""
     keeper = folder / f".layout-{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         keeper.touch(exist_ok=False)
@@ -143,11 +137,10 @@ def _kept(folder: Path) -> Iterator[None]:
 
 
 def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:
-    """Return whether ``found`` is what ``wanted`` asks for; ``num_osts`` may be UNKNOWN.
+    """Return whether ``found`` is what ``wanted`` asks for; what that leaves open is not compared.
 
-    What ``wanted`` leaves open (size, pool) is not compared. Fewer stripes are taken, since OSTs may be fewer
-    and sites cap the number, but 1 only where there is one OST. A place to start is never asked for: one that
-    is found fills one OST with every file.
+    Fewer stripes are taken, since OSTs may be fewer and sites cap the number, but 1 only where there is one
+    OST. A place to start, which fills one OST with every file, is never asked for.
     """
     if wanted.is_composite != found.is_composite or len(wanted.components) != len(found.components):
         return False
@@ -167,14 +160,10 @@ def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:
     return True
 
 
-# --- plan --stripe
-
-
 def stripe_line(folder: Path, stripe: str, *, is_planned: bool = False, dry_run: bool = False) -> str:
-    """Do what ``plan --stripe`` asks for the directory ``folder``; returns one line to print.
+    """Do what ``plan --stripe`` asks for the directory ``folder``; return one line to print.
 
-    ``auto`` and ``none`` change nothing and never fail. Off Lustre, without lfs, and where the folder is
-    planned already, nothing is done and the line says so. Raises LustreError, UsageError.
+    ``auto`` and ``none`` change nothing and never fail. Raises LustreError, UsageError.
     """
     name = f"stripe {stripe}"
     if stripe == "none":

@@ -54,12 +54,12 @@ class Component:
 
     @property
     def is_overstriped(self) -> bool:
-        """Whether one OST may have several stripes."""
+        """Return whether one OST may have several stripes."""
         return "overstriped" in self.pattern or self.stripe_count < ALL_OSTS
 
     @property
     def has_fixed_place(self) -> bool:
-        """Whether somebody put the stripes on certain OSTs."""
+        """Return whether somebody put the stripes on certain OSTs."""
         return bool(self.osts) or (self.start_ost != ANY_OST and not self.is_on_mdt)
 
     def options(self) -> list[str]:
@@ -90,26 +90,23 @@ class Layout:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether a directory surely has no default of its own.
-
-        Where the file system's root has a default, lfs prints that for a folder without one: they look alike.
-        """
+        """Return whether a directory surely has no default of its own: lfs may print the root's for it."""
         return not self.is_composite and self.components[0].pattern in {"", "0"}
 
     @property
     def pools(self) -> set[str]:
-        """The pools of the components on OSTs; empty text: no pool."""
+        """Return the pools of the components on OSTs; empty text: no pool."""
         return {part.pool for part in self.components if not part.is_on_mdt}
 
     @property
     def has_numbers_alone(self) -> bool:
-        """Whether a request by numbers drops nothing of it: no mirrors, one pool at most, all on OSTs."""
+        """Return whether a request by numbers drops nothing: no mirrors, one pool at most, all on OSTs."""
         is_on_osts = not any(part.is_on_mdt for part in self.components)
         return self.num_mirrors == 1 and len(self.pools) == 1 and is_on_osts
 
     @property
     def has_fixed_place(self) -> bool:
-        """Whether a directory puts every file on certain OSTs."""
+        """Return whether a directory puts every file on certain OSTs."""
         return any(part.has_fixed_place for part in self.components)
 
     def options(self) -> list[str]:
@@ -126,9 +123,6 @@ class Layout:
     def text(self) -> str:
         """Return the options as one text, for a person."""
         return " ".join(self.options())
-
-
-# --- what lfs getstripe prints
 
 
 def read_layout(path: Path) -> Layout:
@@ -187,8 +181,6 @@ def _component(values: dict[str, str], osts: list[str]) -> Component:
     )
 
 
-# --- what a user asks for
-
 _NUMBERS = re.compile(r"(-1|[0-9]{1,4})(?:,([0-9]\w*))?(?:,(\w[\w-]{0,14}))?", re.ASCII)
 _NUMBERS_TEXT = (
     f"auto, none, N[,SIZE][,POOL] such as 8,4M (N: 1 to {MAX_STRIPE_COUNT} stripes, -1: on every OST; "
@@ -209,10 +201,6 @@ def parse_stripe(text: str) -> Layout | list[str]:
     """
     if text.startswith("-") and not re.match(r"-1(,|$)", text):
         return _typed_options(text)
-    return _layout_of_numbers(text)
-
-
-def _layout_of_numbers(text: str) -> Layout:
     match = _NUMBERS.fullmatch(text)
     count = int(match[1]) if match else 0
     size, pool = (match[2], match[3]) if match else (None, None)

@@ -1,8 +1,4 @@
-"""Which file system a path stands on, and safe calls of ``lfs``.
-
-The file system is read from the kernel's table of mounts, which is right inside containers too: ``lfs osts``
-and ``lfs find`` exit 0 where there is no Lustre. Every call has the C locale and a time limit.
-"""
+"""Which file system a path stands on, by the kernel's table of mounts, and safe calls of ``lfs``."""
 
 from __future__ import annotations
 
@@ -37,10 +33,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: str, mounts_table: str) -> Mount | None:
-    """Return the mount that holds ``path`` (absolute, without symlinks); None if the table names none.
-
-    The longest mount point wins, and among equal ones the last, which hides the earlier.
-    """
+    """Return the mount that holds ``path`` (absolute, without symlinks): the longest, of these the last."""
     found: Mount | None = None
     for line in mounts_table.splitlines():
         fields = [_ESCAPED.sub(lambda match: chr(int(match[1], 8)), field) for field in line.split(" ")]
@@ -92,10 +85,7 @@ def existing_part(path: Path) -> Path:
 
 
 class LfsResult(NamedTuple):
-    """What one call answered.
-
-    Of one failure the exit codes differ by version and layout (an errno, 1, 4): the texts say which it is.
-    """
+    """What one call answered. Of one failure the exit codes differ by version: the texts say which it is."""
 
     arguments: Sequence[str]
     exit_code: int
@@ -104,7 +94,7 @@ class LfsResult(NamedTuple):
 
     @property
     def failure(self) -> str:
-        """How it failed, in lfs's own words: standard error, or what 2.17 writes to standard output."""
+        """Return how it failed, in lfs's own words: on standard error, or in 2.17 on standard output."""
         words = (self.stderr.strip() or self.stdout.strip() or "no message").splitlines()
         code = self.exit_code
         how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"

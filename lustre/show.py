@@ -1,7 +1,6 @@
 """What ``show`` tells about a path: what new files get, how full the servers are, where shards lie.
 
-Of all this only the layout must be told; whatever else lfs does not tell is a line that says so.
-A file's layout is its own from its first byte on, whatever its folder's default says later.
+Only the layout must be told; whatever else lfs does not tell is a line that says so.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The storage targets (OSTs, MDTs) of a file system, the user's quota, and whether a data set will fit.
 
-An OST that is down makes ``lfs df`` exit with its error although it names all others: these are read anyway.
 What lfs does not tell is said to be unknown; nothing about space ever fails a command.
 """
 
@@ -45,18 +44,17 @@ class Target(NamedTuple):
 
     @property
     def fill(self) -> float:
-        """The used part, 0 to 1, of what is used or free for users."""
+        """Return the used part, 0 to 1, of what is used or free for users."""
         return self.used_bytes / max(1, self.used_bytes + self.free_bytes)
 
     @property
     def takes_files(self) -> bool:
-        """Whether the server puts new files or stripes here."""
         return not set("SINR") & set(self.flags)
 
 
 @dataclass(kw_only=True, slots=True)
 class Targets:
-    """What ``lfs df`` told: the targets that answered, and by name what is wrong with the others."""
+    """What ``lfs df`` told: targets that answered, and by name what is wrong with the others."""
 
     answered: dict[str, list[Target]]  # of OST and MDT
     silent: dict[str, str] = field(default_factory=dict)
@@ -102,7 +100,10 @@ def parse_df(blocks: str, inodes: str = "") -> Targets:
 
 
 def read_targets(path: Path) -> Targets:
-    """Ask for the targets of the Lustre of ``path`` by two calls. Raises LustreError where it names none."""
+    """Ask for the targets of the Lustre of ``path`` by two calls. Raises LustreError where it names none.
+
+    An OST that is down makes ``lfs df`` exit with its error although it names all others: these are read.
+    """
     place = Path(lustre_mount(path).mount_point)
     blocks = run_lfs("df", "-v", place)  # -v: with inactive ones
     inodes = reason = ""
@@ -117,14 +118,10 @@ def read_targets(path: Path) -> Targets:
     return targets
 
 
-# --- how many OSTs there are
-
-
 def count_osts(path: Path, pool: str = "") -> int:
-    """Count the OSTs that a file here can be spread over, those of a pool if one is named; or UNKNOWN.
+    """Count the OSTs of the file system, or of a pool; or UNKNOWN.
 
-    Raises LustreError where there is no such pool or it has no OST: 2.15 takes a missing one and exits 0, and
-    both versions take one without OSTs, in which the first write fails.
+    Raises LustreError for a pool that is not there or has no OST: lfs may take it, and the first write fails.
     """
     if not pool:
         try:
@@ -147,11 +144,8 @@ def count_osts(path: Path, pool: str = "") -> int:
     )
 
 
-# --- what is left
-
-
 class Need(NamedTuple):
-    """What will still be written: shards of ``num_bytes`` in all, of three files each."""
+    """What will be written: ``num_bytes`` in all, and three files for each shard."""
 
     num_bytes: int
     num_shards: int
@@ -174,9 +168,9 @@ def _files_text(number: int) -> str:
 
 
 def space_lines(folder: Path, need: Need) -> list[str]:
-    """Say what there is room for against what is needed; nothing off Lustre and without lfs. Never raises.
+    """Return a line of what is needed and left, and a warning for each limit that is too small.
 
-    One line, and a warning for each limit that is too small. What lfs does not tell is said to be unknown.
+    Returns nothing off Lustre and without lfs. Never raises.
     """
     try:
         if why_not_usable(folder):
@@ -233,7 +227,7 @@ def parse_quota(output: str) -> list[Room]:
     """Read what ``lfs quota`` leaves of bytes and files, where there is a limit. Raises ValueError.
 
     Below the heads stand: file system, KiB used (``*`` if too many), soft and hard limit, grace, and the same
-    of files. A long mount point has its own line; an inaccurate number stands in brackets; limit 0 is none.
+    of files. A long mount point has its own line; an inaccurate number stands in brackets.
     """
     number = r"\[?(\d+)\]?\*?"
     figures = rf"{number}\s+{number}\s+{number}\s+(\S+)"  # used, soft, hard, grace

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +27,17 @@ from shardprep.files import (
     read_regular,
     sync_folder,
 )
-from shardprep.format.blanked import BlankedDocuments, blanked_shards, publish_blanked, read_blanked
-from shardprep.format.digests import DIGEST
-from shardprep.format.document_names import DocumentNames, kept_ids, keys_of_ids, lines_of, read_names
+from shardprep.format.documents import (
+    DIGEST,
+    BlankedDocuments,
+    DocumentNames,
+    kept_ids,
+    keys_of_ids,
+    lines_of,
+    publish_blanked,
+    read_blanked,
+    read_names,
+)
 from shardprep.format.done import check_done, done_manifest, read_findings
 from shardprep.format.manifest import read_manifest, shard_files
 from shardprep.format.names import (
@@ -37,13 +45,12 @@ from shardprep.format.names import (
     TOKENIZER_DIR,
     digests_path,
     id_ranges,
+    ids_of_ranges,
     manifest_path,
 )
-from shardprep.format.plan import Plan, need_plan, publish_plan, read_plan
-from shardprep.format.tokenizer_files import check_tokenizer_files
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
 Places = npt.NDArray[np.int64]  # int64[documents, 2]: number of the input, and where in it a document begins
-_NO_PLACES = np.empty((0, 2), np.int64)
 _MOST_TOLD = 20
 
 
@@ -64,7 +71,13 @@ def take_over(
     names = read_names(ids_file, id_field=plan.options.id_field)
     found = np.zeros(len(names.keys), np.bool_)
     transform = transform_of(plan.options, transform_file)
-    named = dict(_named_places(folder, plan.at(input_dir), names, found, transform))
+    named: dict[int, Places] = {}
+    progress = Progress("looking for documents", plan.num_shards, unit="shards")
+    for number in range(plan.num_shards):
+        places = _named_places(folder, plan.at(input_dir), number, names, found, transform)
+        if len(places):
+            named[number] = places
+        progress.add(1)
     missing = len(found) - int(found.sum())
     if missing:
         lines = lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
@@ -73,17 +86,17 @@ def take_over(
     if not named:
         raise NotFound(f"{folder} has no document that {ids_file} names; nothing was made", path=ids_file)
     documents = {number: _blanked(folder, plan, number, places) for number, places in named.items()}
-    for number in blanked_shards(plan.options.blanked):
+    for number in ids_of_ranges(plan.options.blanked) if plan.options.blanked else ():
         documents.setdefault(number, read_blanked(folder, plan.plan_id, number))
     blanked = id_ranges(documents)
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
     _begin(folder, new, planned, documents)
     untouched = [number for number in range(plan.num_shards) if number not in named]
-    with Progress("taking over", len(untouched), unit="shards") as progress:
-        for number in untouched:
-            if done_manifest(new, number, plan.plan_id) is None:
-                _take_over_shard(folder, new, number)
-            progress.add(1)
+    progress = Progress("taking over", len(untouched), unit="shards")
+    for number in untouched:
+        if done_manifest(new, number, plan.plan_id) is None:
+            _take_over_shard(folder, new, number)
+        progress.add(1)
     return planned, sorted(named), not missing
 
 
@@ -109,52 +122,36 @@ def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
 def _named_places(
     folder: Path,
     plan: Plan,
-    names: DocumentNames,
-    found: npt.NDArray[np.bool_],
-    transform: Transform | None,
-) -> Iterator[tuple[int, Places]]:
-    """Yield the shards that hold a named document, and where these begin; note in ``found`` what is there."""
-    with Progress("looking for documents", plan.num_shards, unit="shards") as progress:
-        for number in range(plan.num_shards):
-            parts = [_NO_PLACES]
-            if names.has_ids:
-                kept = list(kept_ids(folder, number))
-                places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
-                of = names.find(keys_of_ids(name for *_, name in kept))
-                parts.append(places[of >= 0])
-                found[of[of >= 0]] = True
-            if names.has_texts and _may_hold_text(folder, plan, number, names):
-                parts += _places_of_texts(folder, plan, number, names, found, transform)
-            if sum(map(len, parts)):
-                yield number, np.unique(np.concatenate(parts), axis=0)
-            progress.add(1)
-
-
-def _may_hold_text(folder: Path, plan: Plan, shard_id: int, names: DocumentNames) -> bool:
-    """Whether digests/ has one that is named; without digests the input has to be read to know."""
-    if not plan.options.digests:
-        return True
-    stamp = read_manifest(folder, shard_id).digests
-    raw = read_regular(digests_path(folder, shard_id), max_bytes=stamp.num_bytes) if stamp else b""
-    return bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
-
-
-def _places_of_texts(
-    folder: Path,
-    plan: Plan,
     shard_id: int,
     names: DocumentNames,
     found: npt.NDArray[np.bool_],
     transform: Transform | None,
-) -> Iterator[Places]:
-    """Yield where named documents begin, by the input of a shard; Refused where it is not as planned."""
-    shard = plan.shard(shard_id)
-    digest = None if shard.sha256 is None else hashlib.sha256()
-    for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
-        of = find_names(documents, names)
+) -> Places:
+    """Return where the named documents of a shard begin, ascending; note in ``found`` which these are.
+
+    Texts are looked for in digests/, and where it has one that is named, or is not kept, in the input.
+    """
+    parts = [np.empty((0, 2), np.int64)]
+    if names.has_ids:
+        kept = list(kept_ids(folder, shard_id))
+        places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
+        of = names.find(keys_of_ids(name for *_, name in kept))
+        parts.append(places[of >= 0])
         found[of[of >= 0]] = True
-        offsets = documents.offsets[of >= 0]
-        yield np.stack([np.full_like(offsets, documents.input_number), offsets], axis=1)
+    has_text = names.has_texts
+    if has_text and plan.options.digests:
+        stamp = read_manifest(folder, shard_id).digests
+        raw = read_regular(digests_path(folder, shard_id), max_bytes=stamp.num_bytes) if stamp else b""
+        has_text = bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
+    if has_text:
+        shard = plan.shard(shard_id)
+        digest = None if shard.sha256 is None else hashlib.sha256()
+        for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
+            of = find_names(documents, names)
+            found[of[of >= 0]] = True
+            offsets = documents.offsets[of >= 0]
+            parts.append(np.stack([np.full_like(offsets, documents.input_number), offsets], axis=1))
+    return np.unique(np.concatenate(parts), axis=0)
 
 
 def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> BlankedDocuments:

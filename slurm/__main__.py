@@ -17,25 +17,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return PROGRAM.run(given_words(argv))
 
 
-def _folder_flag(parser: argparse.ArgumentParser) -> None:
+def _add_folder(parser: argparse.ArgumentParser) -> None:
     def real_path(text: str) -> Path:
         return Path(os.path.realpath(text))  # Path.resolve raises where links go round
 
-    parser.add_argument("output_dir", type=real_path, help="folder of the data set")
+    parser.add_argument("output_dir", metavar="DATA", type=real_path, help="folder of the data set")
 
 
-def _cancel_flags(parser: argparse.ArgumentParser) -> None:
-    _folder_flag(parser)
+def _add_cancel(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
     parser.add_argument("--shards", help="only the tasks of these, such as 0-9,12 (default: all)")
 
 
-def _logs_flags(parser: argparse.ArgumentParser) -> None:
-    _folder_flag(parser)
+def _add_logs(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
     parser.add_argument("shard_id", type=int, help="which shard, from 0")
 
 
-def _sending_flags(parser: argparse.ArgumentParser) -> None:
-    _folder_flag(parser)
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
     add_flags_of(parser, JobRequest, groups=FLAG_GROUPS)
     shards = "shards per task (default: 1, more if the site's limits require it)"
     parser.add_argument("--shards_per_task", type=int, help=shards)
@@ -43,73 +43,54 @@ def _sending_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shards", help=text)
     parser.add_argument("--dry_run", action="store_true", help="print the job scripts, submit nothing")
     parser.add_argument("--wait", action="store_true", help="show progress until all jobs have ended")
-    parser.add_argument(
-        "--until_done",
-        action="store_true",
-        help="leave a small job on the cluster that submits failed shards again and then writes a report",
-    )
+    text = "leave a small job on the cluster that submits failed shards again and then writes a report"
+    parser.add_argument("--until_done", action="store_true", help=text)
 
 
-def _retry_flags(parser: argparse.ArgumentParser) -> None:
-    _sending_flags(parser)
+def _add_retry(parser: argparse.ArgumentParser) -> None:
+    _add_submit(parser)
     parser.add_argument("--round", type=int, default=1, help=argparse.SUPPRESS)
 
 
-def _status_flags(parser: argparse.ArgumentParser) -> None:
-    _folder_flag(parser)
+def _add_status(parser: argparse.ArgumentParser) -> None:
+    _add_folder(parser)
     parser.add_argument("--watch", action="store_true", help="repeat until nothing is queued")
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON for programs, see docs/status_json.md"
-    )
+    text = "print JSON for programs, see docs/status_json.md"
+    parser.add_argument("--json", action="store_true", help=text)
 
 
-def _report_flags(parser: argparse.ArgumentParser) -> None:
+def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "What a data set holds, how it was made and how to make it again: a page for a browser, without "
         "scripts or network. Reads every manifest, and no shard."
     )
-    parser.add_argument("output_dir", type=Path, help="folder of the data set")
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = "write this file (default: report.html in the current folder; with --json: print)"
     parser.add_argument("--output", type=Path, help=text)
     parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/report_json.md")
 
 
 # Modules are named, not imported: what a command needs is loaded when it is called.
+_COMMANDS = (
+    ("submit", "submit the missing shards, and a verify job after them", _add_submit, "send"),
+    (
+        "retry",
+        "submit failed shards again, with more memory or time if they ran out of it",
+        _add_retry,
+        "retry",
+    ),
+    ("status", "show the state of every shard, and why shards failed", _add_status, "status"),
+    ("report", "write a page of the data set: what it holds, how to make it again", _add_report, "report"),
+    ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, "cancel"),
+    ("logs", "show the attempts at one shard and the ends of their logs", _add_logs, "status"),
+)
 PROGRAM = Program(
     name="python -m slurm",
     description="Make a planned data set's shards with a Slurm job array.",
     dashed_values=("--sbatch_args", "--worker_args", "--srun_args"),
     commands={
-        "submit": Command(
-            summary="submit the missing shards, and a verify job after them",
-            add_flags=_sending_flags,
-            run="slurm.send:submit",
-        ),
-        "retry": Command(
-            summary="submit failed shards again, with more memory or time where they ran out of it",
-            add_flags=_retry_flags,
-            run="slurm.retry:retry",
-        ),
-        "status": Command(
-            summary="show the state of every shard, and why shards failed",
-            add_flags=_status_flags,
-            run="slurm.status:status",
-        ),
-        "report": Command(
-            summary="one page of the data set: what it holds, how it was made, how to make it again",
-            add_flags=_report_flags,
-            run="slurm.report:report",
-        ),
-        "cancel": Command(
-            summary="cancel every job of this data set that waits or runs",
-            add_flags=_cancel_flags,
-            run="slurm.cancel:cancel",
-        ),
-        "logs": Command(
-            summary="show the attempts at one shard and the ends of their logs",
-            add_flags=_logs_flags,
-            run="slurm.status:logs",
-        ),
+        name: Command(summary=summary, add_flags=add_flags, run=f"slurm.{module}:{name}")
+        for name, summary, add_flags, module in _COMMANDS
     },
 )
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Collection
 
 from shardprep.console import print_lines, say, shards_text
-from shardprep.errors import ShardprepError, UsageError
+from shardprep.errors import UsageError
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
 from shardprep.format.submissions import append_event, user_name
@@ -18,36 +17,30 @@ from slurm.state import DatasetState, chosen_shards, find_state
 def cancel(args: argparse.Namespace) -> int:
     """``cancel DATA``: every job of this data set that waits or runs. Shards that are done stay done."""
     state = find_state(args.output_dir, need_plan(args.output_dir))
-    if args.shards is not None:
-        return _cancel_shards(args, state)
-    live, here = state.live_jobs(), state.queue.cluster
-    unrecorded = [*state.queue.controllers, *state.queue.strays, *state.queue.unrecorded]
-    if unrecorded:  # first, as a controller would send again what is cancelled
-        live[here] = [*unrecorded, *live.get(here, [])]
-    _warn_of_own_task([job_id for job_ids in live.values() for job_id in job_ids])
-    failed: list[ShardprepError] = []
-    for cluster, job_ids in live.items():
-        try:
-            _scancel(state, job_ids, None if cluster == here else cluster)
-        except ShardprepError as error:  # the other cluster's end all the same
-            failed.append(error)
-    if failed:
-        raise failed[0]
-    cancelled = [*state.live_job_ids(), *unrecorded]
-    if cancelled:
-        append_event(args.output_dir, "cancel", jobs=cancelled)
-    if state.queue.foreign:
-        ids = " ".join(state.queue.foreign)
+    queue = state.queue
+    if args.shards is None:
+        # Controllers first, as one would send again what is cancelled.
+        jobs = [*queue.controllers, *queue.unrecorded, *state.live_job_ids()]
+    else:
+        jobs = _tasks_of_shards(args, state)
+    if jobs:
+        _warn_of_own_task(jobs)
+        _scancel(state, jobs)
+        named = {} if args.shards is None else {"shards": args.shards}
+        append_event(args.output_dir, "cancel", jobs=jobs, **named)
+    if queue.foreign and args.shards is None:
+        ids = " ".join(queue.foreign)
         say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")
-    print_lines(f"cancelled: {', '.join(cancelled)}" if cancelled else f"nothing is queued; {state.summary}")
+    nothing = "nothing is queued" if args.shards is None else "none of them is queued"
+    print_lines(f"cancelled: {', '.join(jobs)}" if jobs else f"{nothing}; {state.summary}")
     if unseen := state.ids("not visible"):
-        named = shards_text(id_ranges(unseen))
-        say(f"warning: {state.why_not_visible()}; {named} may wait or run all the same")
+        named_ids = shards_text(id_ranges(unseen))
+        say(f"warning: {state.why_not_visible()}; {named_ids} may wait or run all the same")
     return 0
 
 
-def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
-    """``--shards``: the tasks that make these shards, and no others in them."""
+def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]:
+    """Return the tasks that make the shards of --shards, and no others in them. Raises UsageError."""
     wanted = chosen_shards(args.output_dir, args.shards) or set()
     chosen = set()
     for shard_id in wanted:
@@ -61,16 +54,10 @@ def _cancel_shards(args: argparse.Namespace, state: DatasetState) -> int:
                     "name all of its shards"
                 )
             chosen.add(each.task)
-    tasks = sorted(chosen, key=lambda task: tuple(map(int, task.split("_"))))
-    if tasks:
-        _warn_of_own_task(tasks)
-        _scancel(state, tasks)
-        append_event(args.output_dir, "cancel", jobs=tasks, shards=args.shards)
-    print_lines(f"cancelled: {', '.join(tasks)}" if tasks else f"none of them is queued; {state.summary}")
-    return 0
+    return sorted(chosen, key=lambda task: tuple(map(int, task.split("_"))))
 
 
-def _warn_of_own_task(cancelled: Collection[str]) -> None:
+def _warn_of_own_task(cancelled: list[str]) -> None:
     """Say it before scancel ends this process, too, and with it whatever it would still print."""
     job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
     task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
@@ -78,10 +65,10 @@ def _warn_of_own_task(cancelled: Collection[str]) -> None:
         say(f"warning: this runs in job {own}, which is one of {', '.join(cancelled)}, and ends with it")
 
 
-def _scancel(state: DatasetState, jobs: list[str], cluster: str | None = None) -> None:
+def _scancel(state: DatasetState, jobs: list[str]) -> None:
     """Cancel jobs, or tasks. Raises SlurmRefused, with whose they are where Slurm does not allow it."""
     try:
-        slurm_output("scancel", *jobs, cluster=cluster)
+        slurm_output("scancel", *jobs)
     except SlurmRefused as error:
         if "denied" not in str(error):
             raise

@@ -1,7 +1,7 @@
 """Why an attempt did not make a shard, by what is left of it, and what to do about that.
 
 The cause stands in the attempt's record: the worker's own word of a shard, what Slurm did to the task, or
-how the script ended. Who looks first writes into the record what Slurm (for some minutes) or the log knows.
+how the script ended. Who looks first writes into the record what squeue (for some minutes) or the log knows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from shardprep.errors import ShardprepError
 from shardprep.files import open_regular
 from shardprep.format.attempts import AttemptRecord
+from slurm.commands import seconds_of
 from slurm.queue import LOG_NOT_OPENED, Job
 
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
@@ -58,7 +59,7 @@ _REMEDIES = {
     **dict.fromkeys((CANCELLED, PREEMPTED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _AGAIN),
     OUT_OF_MEMORY: "retry asks for twice the memory",
     TIMEOUT: "retry asks for twice the time",
-    NODE_FAIL: f"{_AGAIN}, and leaves out a node that failed twice",
+    NODE_FAIL: f"{_AGAIN}; to leave out a node: export SBATCH_EXCLUDE=NODE",
     SRUN_FAILED: f"{_AGAIN}; where it fails again, look at --srun_args and at srun's words in the log",
     SETUP: "correct what its message names (--setup, --worker_args); then retry",
     SETUP_ENDED: "correct the file of --setup (SHARDPREP_SETUP), which must not exit; then retry",
@@ -70,7 +71,7 @@ _REMEDIES = {
     _OF_EXIT_CODE[78]: "bring back what its message names, or plan into a new folder; then retry",
     NO_LOG: "look at the folder of its log (permissions, quota); then retry",
 }
-_WARNED_S = 900  # before its time limit a task is warned by USR1, where sbatch --signal asked for it
+_WARNED_S = 900  # so long before its time limit a USR1 is the warning that sbatch --signal asked for
 _TAIL_BYTES = 16 << 10
 _NOISE = re.compile(r"^(shardprep: node \S+: .*(begins|ended with exit code \d+)|\s*)$")
 _BEGINS = re.compile(r"^(?=shardprep: node \S+: .* begins$)", re.MULTILINE)
@@ -83,11 +84,8 @@ def remedy_of(cause: str) -> str:
     return _REMEDIES.get(cause, f"look at its log; {_AGAIN}")
 
 
-def cause_of_record(record: AttemptRecord, shard_id: int, *, is_warned: bool = False) -> str:
-    """Return why an attempt that has ended, or was killed, did not make a shard.
-
-    ``is_warned``: its request has sbatch's --signal, so that USR1 is of a time limit.
-    """
+def cause_of_record(record: AttemptRecord, shard_id: int) -> str:
+    """Return why an attempt that has ended, or was killed, did not make a shard."""
     if failure := record.failures.get(shard_id):
         killed = re.search(r"was killed by signal (\d+)", failure.reason)
         if killed and record.stopped_by == OUT_OF_MEMORY:
@@ -99,8 +97,9 @@ def cause_of_record(record: AttemptRecord, shard_id: int, *, is_warned: bool = F
         return VANISHED
     if record.killed_by:
         return f"killed by signal {record.killed_by}"
-    is_late = record.left_s is not None and record.left_s <= _WARNED_S
-    if record.signal == "USR1" and (is_warned or is_late):
+    limit_s = seconds_of(record.time_limit)
+    left_s = record.began + (limit_s or 0) - (record.stopped or 0)
+    if record.signal == "USR1" and record.stopped and limit_s and left_s <= _WARNED_S:
         return TIMEOUT
     if record.stage == "set-up" and record.exit_code not in (2, 75):
         return SETUP_ENDED
@@ -130,8 +129,8 @@ def cause_of_exit(code: int) -> str:
 def is_unexplained(record: AttemptRecord) -> bool:
     """Return whether the record of a task does not say why it ended: it was stopped or killed.
 
-    What a wrapper of Python, or a container, ends with when its process is killed may be any code. Only a
-    code of shardprep's own, but for 75, says why.
+    A wrapper of Python, or a container, whose process is killed may end with any code: only one of
+    shardprep's own, but for 75, says why.
     """
     if not record.job_id or record.stopped_by:
         return False
@@ -142,9 +141,9 @@ def is_unexplained(record: AttemptRecord) -> bool:
 
 
 def cause_in_log(record: AttemptRecord, num_later: int) -> str:
-    """Return what the log says that Slurm did to an attempt, or "".
+    """Return what the log says that Slurm did to an attempt, or ""; ``num_later`` starts came behind it.
 
-    ``num_later``: how often Slurm started the task again. A log goes on, or prep_array.sh moves it away.
+    A log goes on when Slurm starts a task again, or prep_array.sh moves it away.
     """
     path = Path(record.log)
     moved = path.with_name(f"{path.stem}.before-restart-{record.num_restarts + 1}.log")
@@ -153,10 +152,7 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
 
 
 def log_tail(path: Path, num_later: int = 0) -> str:
-    """Return what a log's last attempt wrote, or one with ``num_later`` behind it, of its last 16 KiB.
-
-    Empty where there is no such file.
-    """
+    """Return what the last attempt of a log wrote, or one with ``num_later`` behind it; "" without a log."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))

@@ -6,7 +6,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import sleep
 from typing import TypeVar
 
@@ -56,13 +56,13 @@ class SlurmMissing(SlurmAway):
     exit_code = NotFound.exit_code
 
 
-def slurm_answer(parse: Callable[[str], T], *command: str, cluster: str | None = None) -> T:
-    """What ``parse`` makes of the output of a command that only asks.
+def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
+    """Return what ``parse`` makes of the output of a command that only asks.
 
-    Raises what ``slurm_output`` raises, and SlurmAway where the output is cut short or unknown to it, or
-    where a server gave no answer and the command printed what others said.
+    Raises what ``slurm_output`` raises, and SlurmAway where the output is cut short or unknown to ``parse``,
+    or where a server gave no answer and the command printed what others said.
     """
-    done = _run(command, None, cluster)
+    done = _run(command, None)
     if _AWAY.search(done.stderr):
         raise SlurmAway(f"{' '.join(command[:3])} answered in part: {' '.join(done.stderr.split())}")
     try:
@@ -70,26 +70,25 @@ def slurm_answer(parse: Callable[[str], T], *command: str, cluster: str | None =
     except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise SlurmAway(
             f"{' '.join(command[:3])} answered what cannot be read ({error}), beginning with "
-            f"{done.stdout[:80]!r}; try again, and see whether {command[0]} itself answers: "
-            f"{command[0]} --version"
+            f"{done.stdout[:80]!r}; try again, and see whether it answers: {command[0]} --version"
         ) from None
 
 
-def slurm_output(*command: str, text: str | None = None, cluster: str | None = None) -> str:
-    """Standard output of a Slurm command; ``text`` is its input, ``cluster`` another one than this host's.
+def slurm_output(*command: str, text: str | None = None) -> str:
+    """Return standard output of a Slurm command; ``text`` is its input.
 
     Raises SlurmRefused with Slurm's words where it ends with an error, SlurmMissing where it is not
     installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
     """
-    return _run(command, text, cluster).stdout
+    return _run(command, text).stdout
 
 
-def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subprocess.CompletedProcess[str]:
+def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProcess[str]:
     clusters = os.environ.get("SLURM_CLUSTERS", "")
     if "," in clusters or clusters == "all":
         raise UsageError(
-            f"SLURM_CLUSTERS is {clusters!r}, expected one cluster: a submission goes to one, and status "
-            "finds the jobs of each by their records"
+            f"SLURM_CLUSTERS is {clusters!r}, expected one cluster, to which a submission goes and where "
+            "status looks"
         )
     try:
         done = subprocess.run(
@@ -100,7 +99,7 @@ def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subpr
             errors="replace",
             check=False,
             timeout=120,
-            env=_environ(command[0], cluster),
+            env=_environ(command[0]),
         )
     except OSError as error:
         raise SlurmMissing(
@@ -111,7 +110,7 @@ def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subpr
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmAway(
-            f"{command[0]} did not answer within 120 s; is the controller up? scontrol ping"
+            f"{command[0]} did not answer in 120 s; is the controller up? scontrol ping"
         ) from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
@@ -122,17 +121,16 @@ def _run(command: Sequence[str], text: str | None, cluster: str | None) -> subpr
     return done
 
 
-def _environ(command: str, cluster: str | None) -> dict[str, str]:
-    """What Slurm's commands, and by sbatch the jobs, get of this process's variables.
+def _environ(command: str) -> dict[str, str]:
+    """Return what Slurm's commands, and by sbatch the jobs, get of this process's variables.
 
     Left out are those that would change what is asked for or how it is printed, and those of the allocation
-    that this process may run in. Lists of indices come whole, times in one form and, as two who look at a
-    data set may be in two time zones, in UTC; jobs keep the zone of who submits.
+    that this process may run in. Lists of indices come whole, and times in UTC, as two who look at a data set
+    may be in two time zones; jobs keep the zone of who submits.
     """
     dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
     kept = (name for name in os.environ if name in _KEPT or not name.startswith(dropped))
     environ = {name: os.environ[name] for name in kept}
-    environ |= {"SLURM_CLUSTERS": cluster} if cluster else {}
     environ |= {} if command == "sbatch" else {"TZ": "UTC0"}
     return {**environ, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 
@@ -161,7 +159,7 @@ def megabytes_of(text: str) -> float | None:
 
 
 def read_config() -> dict[str, str]:
-    """``scontrol show config`` as name -> value. Raises what ``slurm_answer`` raises."""
+    """Return ``scontrol show config`` as name -> value. Raises what ``slurm_answer`` raises."""
 
     def parse(text: str) -> dict[str, str]:
         config = dict(re.findall(r"^(\w+)\s*=\s*(.*?)\s*$", text, re.MULTILINE))
@@ -173,7 +171,7 @@ def read_config() -> dict[str, str]:
 
 
 def ask_patiently(question: Callable[[], T]) -> T:
-    """The answer, asking again while Slurm gives none: a controller that restarts is back in a minute.
+    """Return the answer, asking again while Slurm gives none: a controller that restarts is back in a minute.
 
     Raises SlurmAway after about an hour.
     """

@@ -34,15 +34,14 @@ say() { echo "shardprep: node $node: $*" >&2; }
 refuse() { say "$@"; exit 2; }
 
 if [[ -z ${SLURM_JOB_ID:-} || -z ${SLURM_ARRAY_TASK_ID:-}${shardprep_what:-} ]]; then
-  again=$(printf '%q ' "$(realpath -- "$0")" "$@")
-  # In a job $0 is Slurm's own copy of the script; Slurm knows what was submitted, with its arguments.
-  [[ $0 != */slurm_script ]] || again=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')" "
-  [[ -n ${shardprep_what:-} ]] || { again="--array=0-9 $again"; (($#)) || again+=DATA; }
-  refuse "not a task of a job array, so no shard to make; type: sbatch ${again% }"
+  script=$(realpath -- "$0") # in a job it is Slurm's own copy
+  [[ $0 != */slurm_script ]] || script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+  (($#)) || set -- DATA
+  refuse "not a task of a job array, so no shard to make; type: sbatch --array=0-9 $script$(printf ' %q' "$@")"
 fi
 
-# The log moves by rename: what Slurm itself still writes (time limit, memory) goes along. Where logs/ is on another
-# file system it stays, as a copy would lose that. A restart must not overwrite what the run before left.
+# The log moves by rename: what Slurm itself still writes (time limit, memory) goes along. A restart must not overwrite
+# what the run before left.
 log=shardprep-$task.log
 if [[ $log -ef /proc/self/fd/1 ]]; then # else --output= was given: the user knows better
   if mkdir -p logs && [[ $(stat -Lc %d logs) = $(stat -c %d .) ]]; then
@@ -59,8 +58,8 @@ if (($#)) && [[ $1 != -* ]]; then place=(--output_dir "$1" --planned); shift; fi
 [[ -n ${shardprep_what:-} ]] || shardprep_command=(--shard_id "$SLURM_ARRAY_TASK_ID" "${place[@]}")
 what=${shardprep_what:-shard ${SLURM_ARRAY_TASK_ID:-}}
 
-# The record of this attempt, for `shardprep status` (shardprep/format/attempts.py): what Slurm told this task, and
-# how it ended. The worker removes it when all is made. Whatever goes wrong with it, the work goes on.
+# The record of this attempt, for `shardprep status`: what Slurm told this task, and how it ended. The worker removes it
+# when all is made. Whatever goes wrong with it, the work goes on.
 unset SHARDPREP_ATTEMPT
 record="" stage="set-up" killed_by="" stop_signal="" stopped=""
 begin_record() {
@@ -74,7 +73,7 @@ begin_record() {
   [[ ! -L ${folder%/*} && ! -L $folder && ! -L $record ]] && { [[ -d $folder ]] || mkdir -p "$folder"; } &&
     { echo begin
       env | grep -E '^SLURM(D_NODENAME|_(ARRAY_|RESTART_|JOB_|CPUS_PER_|MEM_PER_)[A-Z_]*)='
-      printf '%s\n' "by=${shardprep_by:-sbatch}" "plan_id=$plan" "shards=${shards-${SLURM_ARRAY_TASK_ID:-}}" \
+      printf '%s\n' "plan_id=$plan" "shards=${shards-${SLURM_ARRAY_TASK_ID:-}}" \
         "identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}" "time=$(date +%s)" \
         "log=${log//$'\n'/?}"
     } >>"$record" || record=""
@@ -127,7 +126,7 @@ stage=start
 read -ra srun_args <<<"${SHARDPREP_SRUN_ARGS:-}"
 read -ra container <<<"${SHARDPREP_EXEC:-}"
 
-# These two run where the worker will: inside srun, and inside the container.
+# These two run where the worker will: inside srun and the container.
 # shellcheck disable=SC2016  # srun's shell expands it
 launch='python=$1 start=$2; shift 2
 [ -n "$python" ] || python=$(command -v python || command -v python3) || python=python3
@@ -135,8 +134,7 @@ command -v "$python" >/dev/null || {
   echo "shardprep: node ${SLURMD_NODENAME:-$(uname -n)}: no $python here;" \
     "set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that activates its environment" >&2; exit 2; }
 exec "$python" -c "$start" "$@"'
-# The current folder is looked into last: it may have a preprocess.py, or a random.py, of its own. An old Python must
-# be able to read its own refusal.
+# The current folder is looked into last: it may have a preprocess.py, or a random.py. An old Python must read this.
 start='import sys
 from importlib.util import find_spec
 sys.path[:] = [place for place in sys.path if place]
@@ -158,8 +156,8 @@ if missing or sys.version_info < (3, 10):
 import runpy
 runpy.run_module("preprocess", run_name="__main__", alter_sys=True)'
 
-# What srun would take for options of its own, left by an allocation in which sbatch was typed. Memory of both
-# kinds excludes itself, and only one is this job's: without any, the step gets what the job has.
+# What srun would take for options of its own, left by an allocation in which sbatch was typed. Of memory only one kind
+# is this job's: without any, the step gets what the job has.
 unset "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}" "${!SLURM_STEP@}" SLURM_DISTRIBUTION SLURM_EXACT SLURM_OVERLAP
 [[ -z ${SLURM_MEM_PER_CPU:-} || -z ${SLURM_MEM_PER_NODE:-} ]] || unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE
 

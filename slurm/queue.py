@@ -1,15 +1,14 @@
 """What Slurm shows of the jobs that make a data set: its submissions', those of attempts, and plain sbatch's.
 
 squeue says what waits and runs, and for some minutes (MinJobAge) how a job ended. It is asked for the jobs of
-a user, as slurmctld then sends no others: asked for numbers of jobs, it sends all that it has. Times are UTC:
-a colleague's shell may have another zone.
+a user, as slurmctld then sends no others: asked for ids, it sends all that it has. Times are in UTC.
 
 A job is a submission's if its id, user and time of submission are those of the record in DATA/jobs: a
-controller that lost its state gives old ids to other jobs. One that Slurm started again has a later time,
+controller that lost its state gives old ids to other jobs. A job that Slurm started again has a later time,
 and then the name decides; else a person may have changed the name. ``sbatch slurm/prep_array.sh DATA`` is
-known by what was typed, and, once it runs, by its attempt's record. What cannot be seen is said to be so:
-the jobs of another cluster, of another user where the site keeps jobs private, and all of them while Slurm
-gives no answer. Nothing may be concluded from their absence.
+known by what was typed, and, once it runs, by its attempt's record. Nothing may be concluded from the absence
+of jobs that cannot be seen: of another cluster, of another user where the site keeps jobs private, and of all
+while Slurm gives no answer.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from shardprep.errors import quoted
 from shardprep.format.attempts import AttemptRecord
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from shardprep.format.submissions import Submission, user_name
@@ -42,9 +42,8 @@ _SCRIPT = "prep_array.sh"
 _DEFAULT_FOLDER = "/data/processed"  # of that script
 _CLOCKS_DIFFER_S = 600
 
-
-# Slurm's reason -> what it means for who waits, and what only a person can do: let it go on (release), send
-# it anew, as it never runs as it is (cancel), or ask an administrator (ask). The first that fits counts.
+# Slurm's reason -> what it means, and what only a person can do: let it go on (release), send it anew, as it
+# never runs as it is (cancel), or ask an administrator (ask). The first that fits counts.
 _LESS = "cancel, and ask for less"
 _REASONS = (
     ("Resources", "the next free nodes are for it", ""),
@@ -52,11 +51,7 @@ _REASONS = (
     ("JobArrayTaskLimit", "as many run at once as --max_parallel allows", ""),
     ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
     ("launch failed requeued held", "held, as its node could not start it (a prolog failed?)", "release"),
-    (
-        "JobHeld|job requeued in held|JobHoldMax|ReservationDel",
-        "held; scontrol release lets it go on",
-        "release",
-    ),
+    ("JobHeld|job requeued in held|JobHoldMax|ReservationDel", "held until it is released", "release"),
     ("BeginTime", "its start time has not come; one that was started again waits a little", ""),
     ("DependencyNever", "the job that it waits for failed: cancel, and submit anew", "cancel"),
     ("Dependency", "it waits for another job", ""),
@@ -64,17 +59,9 @@ _REASONS = (
     ("PartitionDown|PartitionInactive", "the partition is down or inactive; ask an administrator", ""),
     ("PartitionTimeLimit", f"the partition allows no job so long: {_LESS} --time_min", "cancel"),
     ("PartitionNodeLimit|PartitionConfig", f"no node of the partition is so large: {_LESS}", "cancel"),
-    (
-        "BadConstraints",
-        "no node has what is asked for: cancel, and ask for others (SBATCH_CONSTRAINT)",
-        "cancel",
-    ),
+    ("BadConstraints", "no node has what is asked for: cancel, and change SBATCH_CONSTRAINT", "cancel"),
     ("Reservation", "its reservation has not begun", ""),
-    (
-        "Invalid(Account|QOS)|(Account|QOS)NotAllowed",
-        "the account or QOS may not be used: change --account or SBATCH_QOS",
-        "cancel",
-    ),
+    ("Invalid(Account|QOS)|(Account|QOS)NotAllowed", "change --account or SBATCH_QOS", "cancel"),
     (r"(Assoc|QOS)\w*(PerJob|MaxWall)", f"the account or QOS allows no job so large: {_LESS}", "cancel"),
     (r"(Assoc|QOS)Grp\w*RunMin", "the account or QOS has as much running as it allows", ""),
     (r"(Assoc|QOS)Grp\w*Minutes", "the hours of the account or QOS are used up: change them", "cancel"),
@@ -113,17 +100,16 @@ class Job:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits."""
         return self.state in _WAITING
 
     @property
     def is_live(self) -> bool:
-        """Whether it waits or runs; suspended, too."""
+        """Return whether it waits, runs or is suspended."""
         return self.state not in _ENDED
 
 
 def _exit_code(text: str) -> int:
-    """A shell's exit code, of ``65:0`` (squeue from 23.02 on) or ``16640`` (as wait() has it)."""
+    """Return a shell's exit code, of ``65:0`` (squeue from 23.02 on) or ``16640`` (as wait() has it)."""
     match = re.fullmatch(r"([0-9]{0,10})(?::([0-9]{1,3}))?", text)
     if not match:
         raise ValueError(f"an exit code of {text[:40]!r}")
@@ -136,7 +122,7 @@ def _exit_code(text: str) -> int:
 
 
 def _local_time(text: str) -> str:
-    """Slurm's ``2026-11-22T01:52:04`` in UTC, as this machine's people write it; "" where it is no time."""
+    """Return Slurm's ``2026-11-22T01:52:04``, in UTC, in the local time zone; "" where it is no time."""
     try:
         return datetime.strptime(f"{text}+0000", f"{_TIME}%z").astimezone().strftime(_TIME)
     except ValueError:
@@ -154,10 +140,7 @@ _NUM_NEEDED = 14  # up to the name
 
 
 def parse_queue(text: str) -> list[Job]:
-    """squeue's lines -> jobs; a line of tasks that wait together becomes one each.
-
-    Raises ValueError for a line that is cut short or no such line.
-    """
+    """Return the jobs of squeue's lines, one for each task that waits. Raises ValueError."""
     jobs = []
     for line in text.splitlines():
         values = line.split("|", len(_FIELDS) - 1)
@@ -172,13 +155,14 @@ def parse_queue(text: str) -> list[Job]:
         facts["start_time"] = _local_time(facts["start_time"])
         facts["exit_code"] = _exit_code(facts["exit_code"])
         facts["elapsed_s"] = seconds_of(facts["elapsed_s"]) or 0
+        facts["node"] = "" if facts["node"].startswith("None") else facts["node"]
         facts["command"] = facts.get("command", "").removesuffix("|")
         jobs += [Job(**{**facts, "index": index}) for index in _indices(facts["index"])]
     return jobs
 
 
 def _indices(text: str) -> list[int]:
-    """``[3-5,9%2]`` -> [3, 4, 5, 9]; [0] for a job that is no array. What Slurm cut short ends early."""
+    """Return [3, 4, 5, 9] of ``[3-5,9%2]``, [0] for a job that is no array."""
     if text in ("", "N/A"):
         return [0]
     parts = text.strip("[]").partition("%")[0].split(",")
@@ -186,15 +170,15 @@ def _indices(text: str) -> list[int]:
     return ids_of_ranges(",".join(whole), end=MAX_SHARDS + 1) if whole else []
 
 
-def jobs_of_user(user: str, cluster: str | None = None) -> list[Job]:
-    """What squeue shows of a user's jobs: what waits and runs, and what ended some minutes ago.
+def jobs_of_user(user: str) -> list[Job]:
+    """Return what squeue shows of a user's jobs: what waits and runs, and what ended some minutes ago.
 
     Raises SlurmAway, also for what is refused: a question has no wrong form, so it may be answered later.
     """
     layout = ",".join(f"{name}:|" for name in _FIELDS)
     command = ("squeue", "--noheader", f"--user={user}", "--states=all", "--Format", layout)
     try:
-        return slurm_answer(parse_queue, *command, cluster=cluster)
+        return slurm_answer(parse_queue, *command)
     except SlurmRefused as error:
         if "Invalid user" in str(error):  # who submitted has left
             return []
@@ -206,10 +190,9 @@ class Queue:
     """What Slurm shows of a data set's jobs."""
 
     jobs: dict[TaskKey, Job] = field(default_factory=dict)
-    hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why it is not shown
+    hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why jobs are not shown
     controllers: list[str] = field(default_factory=list)  # jobs of submit --until_done
-    strays: list[str] = field(default_factory=list)  # held jobs of ours that no record names
-    unrecorded: list[str] = field(default_factory=list)  # others, which wait or run
+    unrecorded: list[str] = field(default_factory=list)  # jobs of ours that wait or run, and no record names
     foreign: list[str] = field(default_factory=list)  # live ones of the folder that this was copied from
     away: str = ""  # why Slurm gave no answer
     cluster: str = ""  # which one answered
@@ -224,55 +207,44 @@ def find_queue(
     folder: Path,
     plan_id: str,
     submissions: Sequence[Submission],
-    foreign: Sequence[Submission],
+    copied: Sequence[Submission],
     open_records: Sequence[AttemptRecord],
     config: dict[str, str],
 ) -> Queue:
     """Ask squeue once for each user whose jobs may be the data set's. ``config``: as read before, or {}.
 
-    A held job whose name is this data set's, and that no record names, is of a command that sends it just
-    now, or was cut short. Raises SlurmAway.
+    ``copied``: submissions of the folder that this one was copied from. Raises SlurmAway.
     """
     me = user_name()
     recorded = {job.job_id for sent in submissions for job in sent.jobs}
     plain = {each.key: each for each in open_records if each.job_id not in recorded}
-    users = {me, *(each.user for each in (*submissions, *foreign)), *(each.user for each in plain.values())}
-    here = [job for user in sorted(users - {""}) for job in jobs_of_user(user)]
-    own = [each for each in here if each.user == me and each.is_live and each.job_id not in recorded]
-    if not config and (submissions or foreign or any(each.command.endswith(_SCRIPT) for each in own)):
+    users = {me, *(each.user for each in (*submissions, *copied)), *(each.user for each in plain.values())}
+    shown = [job for user in sorted(users - {""}) for job in jobs_of_user(user)]
+    own = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
+    if not config and (submissions or copied or any(each.command.endswith(_SCRIPT) for each in own)):
         config = read_config()
     queue = Queue(cluster=config.get("ClusterName", ""), config=config)
 
-    # Jobs of submissions, each on the cluster that took it.
-    for cluster in sorted({each.cluster for each in (*submissions, *foreign)}):
-        there = [each for each in submissions if each.cluster == cluster]
-        copied = [each for each in foreign if each.cluster == cluster]
-        jobs = here
-        if cluster not in ("", queue.cluster):
-            try:
-                names = sorted({each.user for each in (*there, *copied)})
-                jobs = [job for user in names for job in jobs_of_user(user, cluster)]
-            except SlurmAway:
-                why = f"cluster {cluster} cannot be seen from {queue.cluster}"
-                queue.hidden |= {each.number: why for each in there}
-                queue.foreign += [job.job_id for each in copied for job in each.jobs]
-                continue
-        for sent in there:
-            queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, jobs)}
-        for sent in copied:
-            queue.foreign += [job.job_id for job in _jobs_of(sent, jobs) if job.is_live]
-    if re.search(r"\b(jobs|all)\b", config.get("PrivateData", "")):
-        seen = {number for number, _, _ in queue.jobs}
-        for sent in submissions:
-            if sent.user != me and sent.number not in seen:
-                queue.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
+    is_private = re.search(r"\b(jobs|all)\b", config.get("PrivateData", ""))
+    for sent in submissions:
+        jobs = _jobs_of(sent, shown)
+        queue.jobs |= {(sent.number, *each.key): each for each in jobs}
+        if sent.cluster not in ("", queue.cluster):
+            queue.hidden[sent.number] = (
+                f"jobs of cluster {sent.cluster} are seen by: SLURM_CLUSTERS={sent.cluster} "
+                f"shardprep status {quoted(folder)}"
+            )
+        elif is_private and sent.user != me and not jobs:
+            queue.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
+    for sent in copied:
+        queue.foreign += [job.job_id for job in _jobs_of(sent, shown) if job.is_live]
 
     # Tasks of plain sbatch: those of records without an end, and this user's that wait to make a shard.
     # squeue from 23 on shows a script without its arguments: a task is known once one of its array began.
     shows_words = int(config.get("SLURM_VERSION", "0").partition(".")[0]) < 23
     began = {(each.job_id, each.user): each.began for each in plain.values()}
     own_keys = {each.key for each in own}
-    for job in here:
+    for job in shown:
         record = plain.get(job.key)
         is_recorded = record is not None and record.user == job.user
         if not is_recorded and job.key not in own_keys:
@@ -284,19 +256,15 @@ def find_queue(
     # Jobs of ours that no record names, by their names.
     known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}
     begin = names_begin(folder, plan_id)
-    copies = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in foreign)
+    of_original = tuple(f"{JOB_NAME}-{plan_id[:12]}-{each.identity}-" for each in copied)
     for job in sorted(own, key=lambda each: int(each.job_id)):
         if job.job_id in known:
             continue
         known.add(job.job_id)
+        is_controller = job.name.endswith(CONTROL)
         if job.name.startswith(begin):
-            if job.name.endswith(CONTROL):
-                queue.controllers.append(job.job_id)
-            elif "JobHeldUser" in job.reason:
-                queue.strays.append(job.job_id)
-            else:
-                queue.unrecorded.append(job.job_id)
-        elif job.name.endswith(CONTROL) and job.name.startswith(copies):
+            (queue.controllers if is_controller else queue.unrecorded).append(job.job_id)
+        elif is_controller and job.name.startswith(of_original):
             queue.foreign.append(job.job_id)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue

@@ -1,6 +1,6 @@
 """``report``: what a data set holds, how it was made and how to make it again: a page, or JSON.
 
-docs/report_json.md describes the data. Every manifest is read, and no shard: 10,000 take some 5 s of CPU.
+Every manifest is read, and no shard: 10,000 take some 5 s of CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import shlex
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,29 +48,18 @@ from shardprep.format.plan import Plan, is_one_file_a_shard, need_plan
 from slurm.state import DatasetState, find_state
 from slurm.status import status_data
 
-REPORT_VERSION = 4  # it grows where a field goes or changes its meaning, not where one is added
+REPORT_VERSION = 4  # it grows where a field goes or changes its meaning
 _NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
 _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature|credential)[\w-]*=)[^&\s#]+")
-_REASONS = {  # why a document was left out, as its quarantine file says -> as people read it
-    "undecodable": "cannot be decoded",
-    "uncuttable": "too long, and cannot be cut for the tokenizer",
-    "too_long": "too long",
-    "bad_json": "no JSON",
-    "surrogate": "half of a surrogate pair",
-    "no_field": "without the text field",
-    "null_field": "the text field is null",
-    "wrong_type": "the text field is no string",
-    "mojibake": "decoded with a wrong encoding, cannot be restored",
-}
 
 
 def report(args: argparse.Namespace) -> int:
     """``report DATA``; an unfinished data set has one, too."""
     folder = args.output_dir.absolute()
-    state = find_state(folder, need_plan(folder), if_away=lambda _: None)
+    state = find_state(folder, need_plan(folder), needs_slurm=False)
     data = _without_secrets(report_data(state))
     lines = [json.dumps(data)] if args.json else page_lines(data)
     output = args.output
@@ -83,7 +73,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def report_data(state: DatasetState) -> dict[str, Any]:
-    """Return everything that the report says, as plain data."""
+    """Return everything that the report says, as plain data: docs/report_json.md."""
     plan, folder = state.plan, state.folder
     manifests = _read_manifests(folder, list(state.made.done))
     status = status_data(state)
@@ -144,7 +134,8 @@ def _read_manifests(folder: Path, shard_ids: Sequence[int]) -> list[Manifest]:
             return None
 
     found = []
-    with ThreadPoolExecutor(_NUM_THREADS) as pool, Progress("reading manifests", len(shard_ids)) as progress:
+    progress = Progress("reading manifests", len(shard_ids), unit="shards")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for manifest in pool.map(read, shard_ids):
             progress.add(1)
             found += [manifest] if manifest else []
@@ -180,10 +171,7 @@ def _sources(manifests: Sequence[Manifest], folder: Path) -> list[dict[str, Any]
 
 
 def _text_numbers(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any]:
-    """Return the size of texts as UTF-8, and how long documents are.
-
-    Lengths are counted in four binary digits: from 16 tokens on a percentile may be up to 12 % too high.
-    """
+    """Return the size of texts as UTF-8, and how long documents are: up to 12 % too high."""
     num_bytes = sum(each.num_bytes for each in texts)
     of_length: Counter[int] = Counter()
     for each in texts:
@@ -204,17 +192,18 @@ def _text_numbers(texts: Sequence[TextCounts], num_tokens: int) -> dict[str, Any
 
 
 def _per_shard(manifests: Sequence[Manifest], made: Sequence[ShardMaking]) -> dict[str, dict[str, float]]:
+    """Return the least, the median and the most of sizes, times and memory."""
     values: dict[str, list[float]] = {
         "tar_bytes": [each.tar.num_bytes for each in manifests],
         "num_tokens": [each.counts.num_tokens for each in manifests],
         "wall_s": [each.wall_s for each in made],
         "max_rss_bytes": [each.max_rss_bytes for each in made],
     }
-    return {
-        name: {"least": min(of), "median": statistics.median(of), "most": max(of)}
-        for name, of in values.items()
-        if of
-    }
+    numbers = {}
+    for name, of in values.items():
+        if of:
+            numbers[name] = {"least": min(of), "median": statistics.median(of), "most": max(of)}
+    return numbers
 
 
 def _work(made: Sequence[ShardMaking]) -> dict[str, Any]:
@@ -232,8 +221,7 @@ def _work(made: Sequence[ShardMaking]) -> dict[str, Any]:
 def _again(folder: Path, plan: Plan, manifests: Sequence[Manifest]) -> dict[str, Any]:
     """Return the commands that make the same data set, and the versions that made this one.
 
-    The tokenizer is the one that the data set keeps, and so is a chat template, which planning took from the
-    tokenizer or from a file.
+    Tokenizer and chat template are those that the data set keeps.
     """
     command = ["shardprep", "plan", "--input_dir", os.path.abspath(plan.input_dir), "--output_dir", "NEW"]  # noqa: PTH100
     command += ["--model_id", str(folder / TOKENIZER_DIR)]
@@ -277,7 +265,7 @@ def _without_secrets(value: Any) -> Any:
 
 
 def page_lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the lines of one HTML file, which needs no network and no scripts: report.html.j2."""
+    """Return the lines of report.html.j2, filled in."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # JSON needs none
 
     templates = Environment(
@@ -293,18 +281,12 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
         "short": short_number,
         "bytes": short_bytes,
         "time": short_time,
-        "clock": _clock,
+        "clock": lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)),
         "percent": "{:.2%}".format,
         "quoted": shlex.quote,
-        "reason": lambda reason: _REASONS.get(reason, reason),
         "ids": partial(_cut, most=150),
     }
     return templates.get_template("report.html.j2").render(data).strip().split("\n")
-
-
-def _clock(seconds: float) -> str:
-    """Return a time, given in seconds since 1970, in the time zone of who writes the report."""
-    return datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def _cut(ids: str, most: int) -> str:

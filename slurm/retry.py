@@ -2,8 +2,7 @@
 
 ``submit --until_done`` leaves a small job on the cluster. When the arrays and their verify job have ended, it
 runs ``retry --until_done``: that writes the report of a verified data set; or it sends what failed, with a
-controller of its own behind it; or it stops with a sentence where only people can help. What it did is in
-DATA/jobs/history.jsonl, which ``status`` shows.
+controller of its own behind it; or it stops with a sentence where only people can help.
 """
 
 from __future__ import annotations
@@ -13,28 +12,24 @@ import os
 import shlex
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError
-from shardprep.format.attempts import AttemptRecord
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
 from shardprep.format.submissions import COMMANDS, JOBS_FOLDER, JobRequest, append_event
 from shardprep.own_packages import HOME
-from slurm.causes import NODE_FAIL, OUT_OF_MEMORY, TIMEOUT, remedy_of
+from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.commands import ask_patiently, minutes_of
+from slurm.script import check_folder, find_site
 from slurm.send import Groups, check_recorded, leave_controller, send_groups, with_variables
-from slurm.site import check_folder, find_site
 from slurm.state import DatasetState, Shard, chosen_shards, find_state, reason_to_leave
 from slurm.status import wait_for_jobs
 
 REPORT_NAME = "report.html"
 _MOST_ROUNDS = 5  # of --until_done: times that what failed is sent again
-_TOGETHER_S = 600.0  # Slurm finds nodes of one power cut up to SlurmdTimeout (300 s) apart
 _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
 
 
@@ -54,11 +49,8 @@ def _retry(args: argparse.Namespace) -> int:
     def find() -> DatasetState:
         return find_state(args.output_dir, need_plan(args.output_dir))
 
-    def look() -> tuple[DatasetState, Groups]:
-        state = ask_patiently(find) if args.until_done else find()  # nobody else would ask again
-        return state, shards_to_retry(args, state, changes)
-
-    state, groups = look()
+    state = ask_patiently(find) if args.until_done else find()  # nobody else would ask again
+    groups = shards_to_retry(args, state, changes)
     if args.until_done and not args.dry_run:
         request = _trusted(state, _base_request(state), changes)
         if not groups and not state.ids("running", "pending"):
@@ -71,7 +63,7 @@ def _retry(args: argparse.Namespace) -> int:
             leave_controller(args, state, request)
             return 0
     if groups:
-        return send_groups(args, state, groups, look)
+        return send_groups(args, state, groups)
     num_left = len(state.ids("failed"))
     left_words = f"{counted(num_left, 'shard')} left as {'it is' if num_left == 1 else 'they are'}, "
     print_lines(f"nothing to retry: {left_words if num_left else ''}{state.summary}")
@@ -81,10 +73,7 @@ def _retry(args: argparse.Namespace) -> int:
 
 
 def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict[str, Any]) -> Groups:
-    """Return what is missing and not queued, by what the failures of these shards ask for.
-
-    ``changes`` are the request's fields that the user gave; they win over what a cause would change.
-    """
+    """Return what is missing and not queued, by what its failures ask for; the user's ``changes`` win."""
     shard_ids = chosen_shards(args.output_dir, args.shards)
     check_recorded(state)
     is_tried = state.submissions or any(shard.attempts for shard in state.shards)
@@ -109,10 +98,9 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
         return []
     base = _base_request(state)
     max_mem_mb = find_site(_trusted(state, base, changes).partition).max_mem_mb
-    nodes = failing_nodes(state.records.own)
     groups: dict[JobRequest, list[int]] = {}
     for shard in again:
-        request = _trusted(state, retry_request(shard, base, max_mem_mb, nodes), changes)
+        request = _trusted(state, _request_after(shard, base, max_mem_mb), changes)
         groups.setdefault(request, []).append(shard.shard_id)
     for request in groups:
         check_folder(state.folder, request)
@@ -133,7 +121,7 @@ def _base_request(state: DatasetState) -> JobRequest:
         qos=had.qos or None,
         cpus_per_task=had.num_cpus or 1,
         mem_gb=round(had.mem_mb / 1024, 3) if had.mem_mb else None,
-        time_min=had.time_min or minutes_of(had.time_limit),
+        time_min=minutes_of(had.time_limit),
     )
 
 
@@ -146,8 +134,7 @@ def _without_dependency(request: JobRequest) -> JobRequest:
 def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) -> JobRequest:
     """Return a recorded request with the user's changes.
 
-    Raises Refused if a command is left in it that only a record of somebody else names: the user would run
-    what whoever can write to the data set wrote there.
+    Raises Refused for a command that only a record of somebody else names: it would run as the user's.
     """
     own = [array.request for each in state.submissions if each.is_own for array in each.arrays]
     foreign = {}
@@ -167,13 +154,10 @@ def _trusted(state: DatasetState, request: JobRequest, changes: dict[str, Any]) 
     return request.changed(**changes)
 
 
-def retry_request(
-    shard: Shard, base: JobRequest, max_mem_mb: int | None, failing: Sequence[str] = ()
-) -> JobRequest:
-    """Return the last attempt's request, with what its failure asks for.
+def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> JobRequest:
+    """Return the last attempt's request with what its failure asks for: twice the memory, or twice the time.
 
-    Memory is doubled after OUT_OF_MEMORY, up to ``max_mem_mb`` (of the largest node; None if not known), time
-    is doubled after TIMEOUT, and the nodes in ``failing`` are excluded.
+    ``max_mem_mb``: of the largest node; None if not known.
     """
     last = shard.attempts[-1] if shard.attempts else None
     array, record, cause = (last.array, last.record, shard.cause) if last else (None, None, None)
@@ -191,29 +175,7 @@ def retry_request(
         if had - given <= _LATE_KILL_MIN:
             had = given or had
         request = request.changed(time_min=max(2 * had, 2))
-    if failing:
-        excluded = request.exclude or ""
-        kept = [excluded] if "[" in excluded else excluded.split(",")
-        request = request.changed(exclude=",".join(dict.fromkeys(filter(None, [*kept, *failing]))))
     return request
-
-
-def failing_nodes(records: Iterable[AttemptRecord], at_least: int = 2) -> list[str]:
-    """Return nodes that went down alone ``at_least`` times, with tasks of this data set: a retry avoids them.
-
-    What ended within ten minutes of the one before is one incident: a node that goes down takes all its tasks
-    with it. A power cut takes many nodes at once; that is nobody's fault, and none would be left.
-    """
-    failed = [each for each in records if each.stopped_by == NODE_FAIL and each.node]
-    incidents: list[set[str]] = []
-    last_s = float("-inf")
-    for ended, node in sorted((each.ended or each.began, each.node) for each in failed):
-        if ended - last_s > _TOGETHER_S:
-            incidents.append(set())
-        incidents[-1].add(node)
-        last_s = ended
-    counts = Counter(next(iter(nodes)) for nodes in incidents if len(nodes) == 1)
-    return sorted(node for node, number in counts.items() if number >= at_least)
 
 
 def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:

@@ -1,10 +1,10 @@
 """``submit``: which shards go to Slurm, in which tasks, with which resources; and their way there.
 
-First everything is checked and every script is rendered, once: what ``--dry_run`` prints is what
-``Sending.send`` sends. A submission has two phases, so that no job runs unrecorded: its arrays are submitted
-held, their record is written to DATA/jobs, then they are released. If it is killed in between, there are held
-jobs that do nothing. Of two submissions at once only one gets its record written; the other one cancels its
-jobs, which have not begun. Where Slurm takes no more tasks at once, it is tried again with half as many.
+First everything is checked and every script is rendered: what ``--dry_run`` prints is what ``Sending.send``
+sends. A submission has two phases, so that no job runs unrecorded: its jobs are submitted held, their record
+is written to DATA/jobs, then they are released. If it is killed in between, there are held jobs that do
+nothing. Of two submissions at once only one gets its record written; the other one cancels its jobs and says
+so. Where Slurm takes no more tasks at once, it is tried again with half as many.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import lustre
@@ -28,7 +27,7 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import make_subfolder, publish_bytes
 from shardprep.format.attempts import LOGS_FOLDER, folder_identity
-from shardprep.format.names import MAX_SHARDS, id_ranges
+from shardprep.format.names import id_ranges
 from shardprep.format.submissions import (
     JOBS_FOLDER,
     MEMORY_FIELDS,
@@ -36,7 +35,6 @@ from shardprep.format.submissions import (
     JobRequest,
     SentJob,
     Submission,
-    SubmittedMeanwhile,
     append_event,
     publish_submission,
     with_changes,
@@ -51,15 +49,18 @@ from slurm.commands import (
     slurm_answer,
     slurm_output,
 )
-from slurm.script import CONTROL, VERIFY, array_script, controller_script, names_begin, verify_script
-from slurm.site import (
+from slurm.script import (
+    CONTROL,
+    VERIFY,
     Site,
-    TooManyTasks,
+    array_script,
     check_folder,
     check_script,
+    controller_script,
     find_site,
-    refusal,
+    names_begin,
     tasks_of_shards,
+    verify_script,
 )
 from slurm.state import DatasetState, chosen_shards, find_state
 from slurm.status import wait_for_jobs
@@ -67,8 +68,10 @@ from slurm.status import wait_for_jobs
 Groups = list[tuple[JobRequest, list[int]]]
 """Shards that are to be sent, by what their tasks ask for."""
 
+# Slurm's words for more jobs than MaxArraySize, a QOS or an account allows, and for a size or time that a QOS
+# forbids: then fewer tasks are refused, too, and its words are shown.
+_TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
 _RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
-_MOST_SUBMITTERS = 5  # of one data set at the same time, before this one gives up
 _VERIFIED_BYTES_PER_S = 5e6  # of the input, on one slow core
 
 
@@ -82,11 +85,10 @@ def submit(args: argparse.Namespace) -> int:
     if args.dry_run:
         for name, value in given.items():
             say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")
-    look = partial(missing_shards, args, request)
     try:
-        state, groups = look()
-        if groups:
-            return send_groups(args, state, groups, look)
+        state, missing = _missing_shards(args, request)
+        if missing:
+            return send_groups(args, state, [(request, missing)])
     except SlurmMissing as error:
         error.remedy = f"shardprep run {quoted(args.output_dir)}"
         raise
@@ -97,9 +99,9 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the user gave by flags, or else by sbatch's and prep_array.sh's own variables.
+    """Return the fields that the user gave by flags, or else by variables of sbatch and prep_array.sh.
 
-    A set-up file's path becomes absolute. Raises UsageError for a time or memory that cannot be read.
+    Raises UsageError for a time or memory that cannot be read.
     """
     found: dict[str, Any] = {}
     for name, variable in REQUEST_VARIABLES.items():
@@ -134,21 +136,22 @@ def _fitted_to_nodes(request: JobRequest) -> JobRequest:
     return request.changed(cpus_per_task=most)
 
 
-def missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[DatasetState, Groups]:
+def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[DatasetState, list[int]]:
     """Check the folder, and choose the missing shards that are not queued.
 
-    --shards: no others, and these also where it cannot be seen whether they run. A dry run only says so where
-    Slurm gives no answer, and goes on without what Slurm would know.
+    Shards that --shards names are sent also where it cannot be seen whether they run.
     """
     folder, wanted = args.output_dir, chosen_shards(args.output_dir, args.shards)
     plan = check_folder(folder, request)
-    state = find_state(folder, plan, if_away=_warn_of_dry_run if args.dry_run else None)
+    state = find_state(folder, plan, needs_slurm=not args.dry_run)
+    if state.queue.away:
+        say(f"warning: {state.queue.away}. What is queued, and what this site allows, is left out")
     check_recorded(state)
     if queued := state.ids("running", "pending"):
         say(f"{counted(len(queued), 'shard')} wait or run already: {id_ranges(queued)}")
     missing = state.ids("failed", "not submitted")
     unseen = state.ids("not visible")
-    if wanted is not None or (args.dry_run and state.queue.away):
+    if wanted is not None or state.queue.away:
         missing, unseen = sorted([*missing, *unseen]), []
     if unseen:
         say(
@@ -159,18 +162,11 @@ def missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Datas
         missing = [shard_id for shard_id in missing if shard_id in wanted]
     if missing:
         _tell_room(state, missing)
-    return state, [(request, missing)] if missing else []
-
-
-def _warn_of_dry_run(error: SlurmAway) -> None:
-    say(f"warning: {error}. What is queued, and what this site allows, is left out of this dry run")
+    return state, missing
 
 
 def _tell_room(state: DatasetState, shard_ids: Sequence[int]) -> None:
-    """Say what these shards need against quotas and free space; nothing off Lustre. Never raises.
-
-    The need is that of the shards that are done, by bytes of input; before any is done, at least the input's.
-    """
+    """Say what these shards need, by those that are done, and what is left; nothing off Lustre."""
     if lustre.why_not_usable(state.folder):
         return
     done = state.made.done.values()
@@ -184,12 +180,13 @@ def _tell_room(state: DatasetState, shard_ids: Sequence[int]) -> None:
 
 
 def check_recorded(state: DatasetState) -> None:
-    """Raise SlurmRefused where jobs run of which nobody can say what they make: it would be made twice."""
+    """Raise SlurmRefused for jobs of which nobody can say what they make: it would be made twice."""
     if state.queue.unrecorded:
         raise SlurmRefused(
             f"jobs {', '.join(state.queue.unrecorded)} of this data set wait or run, and no file in "
-            f"{state.folder / JOBS_FOLDER} says which shards they make (was it emptied?); wait until they "
-            f"have ended, or end them: shardprep cancel {quoted(state.folder)}"
+            f"{state.folder / JOBS_FOLDER} says which shards they make: another command sends them just now, "
+            "or was cut short, or the folder was emptied; wait until they have ended, or end them: "
+            f"shardprep cancel {quoted(state.folder)}"
         )
 
 
@@ -209,75 +206,57 @@ class Sending:
         return [*(script for _, _, script in self.arrays), self.verify, *filter(None, [self.controller])]
 
     def send(self) -> tuple[Submission, str]:
-        """Submit the arrays held, a verify job after them and what is queued already, and the controller.
+        """Submit all, held, and write the record; returns it and the controller's id.
 
-        Then the record is written and all are released. If a step before the record fails, what was submitted
-        is cancelled again. Returns the record and the controller's id. Raises SubmittedMeanwhile,
-        TooManyTasks, CannotWrite, ReadWriteError, and what ``slurm_output`` raises.
+        If a step before the record fails, what was submitted is cancelled again. Raises SubmittedMeanwhile.
         """
-        jobs, job_ids = self.state.folder / JOBS_FOLDER, list[str]()
-        make_subfolder(self.state.folder, LOGS_FOLDER)
+        state, job_ids = self.state, list[str]()
+        make_subfolder(state.folder, LOGS_FOLDER)
+
+        def submitted(script: str, *options: str) -> dict[str, Any]:
+            job_ids.append(submit_script(script, "--hold", *options))
+            return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
+
         try:
-            submission = self._submit_all(job_ids)
+            arrays = []
+            for request, tasks, script in self.arrays:
+                shown = submitted(script)
+                del shown["user"]
+                arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
+            before = {sent.verify.job_id for sent in state.submissions}
+            queued = [each for each in state.live_job_ids() if each not in before]
+            shown = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
+            submission = Submission(
+                number=state.next_number,
+                plan_id=state.plan.plan_id,
+                cluster=self.cluster,
+                user=shown["user"],
+                submitted=round(time.time(), 3),
+                arrays=arrays,
+                verify=SentJob(job_id=job_ids[-1], name=shown["name"], submit_time=shown["submit_time"]),
+                identity=folder_identity(state.folder),
+            )
             controller = ""
             if self.controller:
-                # Here, not behind the release: a limit of jobs that leaves no room for it is met in time.
-                after = f"--dependency=afterany:{':'.join(job_ids)}"
-                controller = submit_script(self.controller, after)
+                # Before the release: a limit of jobs that leaves no room for it is met in time.
+                controller = submit_script(self.controller, f"--dependency=afterany:{':'.join(job_ids)}")
                 job_ids.append(controller)
-            publish_submission(self.state.folder, submission)
-        except BaseException as error:
+            publish_submission(state.folder, submission)
+        except BaseException:
             if job_ids:
                 with contextlib.suppress(ShardprepError):
                     slurm_output("scancel", *job_ids)
-            if isinstance(error, SlurmRefused):
-                raise refusal(error, max(len(tasks) for _, tasks, _ in self.arrays)) from None
             raise
         # For people: Slurm has copies of its own, and forgets them.
         for job_id, script in zip(job_ids, self.scripts, strict=True):
+            path = state.folder / JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
             with contextlib.suppress(ShardprepError):
-                publish_bytes(jobs / f"{submission.number:04d}-{job_id}.sh", script.encode("utf-8"))
-        release([job.job_id for job in submission.jobs])
+                publish_bytes(path, script.encode("utf-8"))
         return submission, controller
-
-    def _submit_all(self, job_ids: list[str]) -> Submission:
-        """Submit everything held; each id is appended to ``job_ids`` as soon as it is known."""
-        # A federation would give the verify job to any of its clusters, and on another one than the array's
-        # it does not wait for the array once it is released (seen on 22.05).
-        here: list[str] = []
-        with contextlib.suppress(SlurmRefused):
-            if self.cluster and slurm_output("scontrol", "show", "federation").startswith("Federation:"):
-                here = [f"--clusters={self.cluster}"]
-
-        def submitted(script: str, *options: str) -> dict[str, Any]:
-            job_ids.append(submit_script(script, "--hold", *here, *options))
-            return slurm_answer(parse_job, "scontrol", "--oneliner", "show", "job", job_ids[-1])
-
-        arrays = []
-        for request, tasks, script in self.arrays:
-            shown = submitted(script)
-            del shown["user"]
-            arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
-        verify_ids = {submission.verify.job_id for submission in self.state.submissions}
-        queued = [each for each in self.state.live_jobs().get(self.cluster, []) if each not in verify_ids]
-        verify = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
-        return Submission(
-            number=self.state.next_number,
-            plan_id=self.state.plan.plan_id,
-            cluster=self.cluster,
-            user=verify["user"],
-            submitted=round(time.time(), 3),
-            arrays=arrays,
-            verify=SentJob(job_id=job_ids[-1], name=verify["name"], submit_time=verify["submit_time"]),
-            identity=folder_identity(self.state.folder),
-        )
 
 
 def prepare(args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int) -> Sending:
-    """Have Slurm test the script of every group. Writes and submits nothing. Raises SlurmRefused, SlurmAway.
-
-    ``most_tasks``: of each array, where Slurm is known to take no more.
-    """
+    """Have Slurm test all scripts, of ``most_tasks`` tasks at most. Raises SlurmRefused, SlurmAway."""
     folder, request = state.folder, groups[0][0]
     name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
     arrays, site = [], None
@@ -286,16 +265,15 @@ def prepare(args: argparse.Namespace, state: DatasetState, groups: Groups, most_
         try:
             site = find_site(asked.partition)
             most = min(most, site.max_array_size)
-        except SlurmAway as error:
+        except SlurmAway:
             if not args.dry_run:
                 raise
-            _warn_of_dry_run(error)
         if asked.num_cpus is None and site and per_task is None:
             per_task = site.max_cpus  # a process on each of the node's CPUs
         tasks = tasks_of_shards(shard_ids, most, per_task)
         script = array_script(folder, name, tasks, asked)
         if site:
-            check_script(asked, script, len(tasks), site)
+            check_script(asked, script, site)
         arrays.append((asked, tasks, script))
     # The controller notifies, when all is over.
     quiet = request.changed(notify=None) if args.until_done else request
@@ -319,34 +297,23 @@ def _verify_min(state: DatasetState, request: JobRequest, site: Site | None) -> 
     return min(wanted, site.max_time_min or wanted) if site else wanted
 
 
-def send_groups(
-    args: argparse.Namespace,
-    state: DatasetState,
-    groups: Groups,
-    look: Callable[[], tuple[DatasetState, Groups]],
-) -> int:
-    """Send shards; where somebody else submitted meanwhile, ``look`` again what is left to send."""
-    most_tasks, num_meanwhile = MAX_SHARDS, 0
-    while groups:
+def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
+    """Send shards, in as many tasks as Slurm takes. Raises SubmittedMeanwhile, SlurmRefused, SlurmAway."""
+    most_tasks = max(len(shard_ids) for _, shard_ids in groups)
+    while True:
         try:
             sending = prepare(args, state, groups, most_tasks)
             if args.dry_run:
                 print_lines(*"\n".join(sending.scripts).split("\n"))
                 return 0
             submission, controller = sending.send()
-        except TooManyTasks as error:
-            most_tasks = error.num_tasks // 2
-        except SubmittedMeanwhile as error:
-            say(f"note: {error}")
-            num_meanwhile += 1
-            if num_meanwhile == _MOST_SUBMITTERS:
-                raise
-            state, groups = look()
-        else:
-            _tell(args, state, submission, controller)
             break
-    else:
-        print_lines("nothing more to submit")
+        except SlurmRefused as error:
+            if most_tasks == 1 or not _TOO_MANY.search(str(error)):
+                raise
+            most_tasks //= 2
+    release([job.job_id for job in submission.jobs])
+    _tell(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
 
 
@@ -357,8 +324,7 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
     for cause, failed in state.failed_by_cause().items():
         if again := [each.shard_id for each in failed if each.shard_id in sent]:
             causes[cause] = id_ranges(again)
-    job_ids = [job.job_id for job in submission.jobs]
-    facts: dict[str, Any] = {"number": submission.number, "jobs": job_ids, "causes": causes}
+    facts: dict[str, Any] = {"jobs": [job.job_id for job in submission.jobs], "causes": causes}
     if controller:
         facts["controller"] = controller
         if args.command == "retry":
@@ -403,7 +369,6 @@ def leave_controller(args: argparse.Namespace, state: DatasetState, request: Job
         site = find_site(request.partition)
     job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
-    # It verifies, where no job has.
     job_id = submit_script(_controller(args, state, request, _verify_min(state, request, site)), *after)
     append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
     _tell_controller(state, job_id)
@@ -423,7 +388,7 @@ def _tell_controller(state: DatasetState, job_id: str) -> None:
 
 
 def release(job_ids: Sequence[str]) -> None:
-    """Let recorded jobs begin; a controller that gives no answer is asked again."""
+    """Let recorded jobs begin; a slurmctld that gives no answer is asked again."""
     ids = ",".join(job_ids)
     for delay_s in (*_RELEASE_DELAYS_S, None):
         try:
@@ -445,11 +410,9 @@ def release(job_ids: Sequence[str]) -> None:
 
 
 def submit_script(script: str, *options: str) -> str:
-    """Return the id of a new job.
+    """Return the id of a new job, on the last line: a site's sbatch may print a banner before it.
 
-    A site's sbatch may print a banner, so the id is looked for on the last line. Where it is not there, or no
-    answer came, Slurm may have taken the job all the same. It waits, held: ``status`` names it, and
-    ``cancel`` finds it by its name.
+    Where none is there, Slurm may have taken the job all the same: it waits, held, and cancel finds its name.
     """
     try:
         said = slurm_output("sbatch", "--parsable", *options, text=script)
@@ -467,10 +430,7 @@ def submit_script(script: str, *options: str) -> str:
 
 
 def parse_job(text: str) -> dict[str, Any]:
-    """Return the fields of JobArray, and the job's user, of ``scontrol --oneliner show job``.
-
-    Raises ValueError where it is cut short or no job.
-    """
+    """Return the fields of JobArray, and the user, of ``scontrol --oneliner show job``. Raises ValueError."""
     named = re.search(r"\bJobName=(.*?) UserId=([^\s(]+)\(", text)
     fields = r"\b(MinMemoryNode|MinMemoryCPU|NumCPUs|TimeLimit|SubmitTime)=(\S+)"
     values = dict(re.findall(fields, text))

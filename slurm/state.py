@@ -1,9 +1,9 @@
 """Where every shard of a data set stands, who tried to make it, and how that ended: the one gatherer.
 
-Manifests say what is done (``shardprep.format.done``). Of the other shards the attempts' records say who
-tried and how it ended, and Slurm says what waits and runs. Slurm is believed of an end where the record has
-none, or where Slurm alone can know: memory, the time limit, a node, a preemption. It is not asked where no
-job has anything to do with the data set and none of its commands is installed.
+Manifests say what is done. Of the other shards the attempts' records say who tried and how it ended, and
+Slurm says what waits and runs. Slurm is believed of an end where the record has none, or where Slurm alone
+can know: memory, the time limit, a node, a preemption. It is not asked where no job has anything to do with
+the data set and none of its commands is installed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,10 +64,9 @@ class Attempt:
         """Return why it did not make a shard; None while it goes on."""
         if self.state != "failed":
             return None
-        if self.record is None:
-            return cause_of_job(self.job) if self.job else None
-        is_warned = self.array is not None and "--signal" in self.array.request.sbatch_args
-        return cause_of_record(self.record, shard_id, is_warned=is_warned)
+        if self.record:
+            return cause_of_record(self.record, shard_id)
+        return cause_of_job(self.job) if self.job else None
 
     def message(self, shard_id: int) -> str:
         """Return the worker's own words of a shard."""
@@ -77,9 +76,7 @@ class Attempt:
     @property
     def node(self) -> str:
         """Return where it runs or ran."""
-        if self.record:
-            return self.record.node
-        return self.job.node if self.job and not self.job.node.startswith("None") else ""
+        return self.record.node if self.record else self.job.node if self.job else ""
 
     @property
     def ended(self) -> float:
@@ -116,17 +113,12 @@ class DatasetState:
     folder: Path
     plan: Plan
     submissions: list[Submission]
-    foreign: list[Submission]  # of the folder that this one was copied from
+    next_number: int  # of a submission
     records: AttemptRecords
     made: MadeShards
     is_verified: bool
     shards: list[Shard]  # shard N at N
     queue: Queue
-
-    @property
-    def next_number(self) -> int:
-        """Return the number of the next submission."""
-        return max((sent.number for sent in [*self.submissions, *self.foreign]), default=-1) + 1
 
     @property
     def summary(self) -> str:
@@ -160,24 +152,12 @@ class DatasetState:
         }
         return "; ".join(sorted({*self.queue.hidden.values(), *runs, *self.records.unreadable}))
 
-    def live_jobs(self) -> dict[str, list[str]]:
-        """Return cluster -> its jobs of ours that wait or run, verify jobs included."""
-        clusters = {sent.number: sent.cluster for sent in self.submissions}
-        found: dict[str, set[str]] = {}
-        for (number, job_id, _), job in self.queue.jobs.items():
-            if job.is_live:
-                found.setdefault(clusters.get(number, self.queue.cluster), set()).add(job_id)
-        return {cluster: sorted(found[cluster], key=int) for cluster in sorted(found)}
-
     def live_job_ids(self) -> list[str]:
-        """Return the jobs of ours that wait or run."""
-        return sorted({job_id for job_ids in self.live_jobs().values() for job_id in job_ids}, key=int)
+        """Return the jobs of ours that wait or run, verify jobs included."""
+        return sorted({job_id for (_, job_id, _), job in self.queue.jobs.items() if job.is_live}, key=int)
 
     def jobs_to_wait_for(self) -> list[str]:
-        """Return the jobs after which nothing changes any more: not the verify jobs of earlier submissions.
-
-        One of these may wait for nodes that are gone.
-        """
+        """Return the jobs after which nothing changes: not the verify jobs of earlier submissions."""
         obsolete = {each.verify.job_id for each in self.submissions[:-1]}
         live = (*self.live_job_ids(), *self.queue.unrecorded, *self.queue.controllers)
         return [each for each in live if each not in obsolete]
@@ -196,26 +176,22 @@ def chosen_shards(folder: Path, text: str | None) -> set[int] | None:
 
 
 def find_state(
-    folder: Path,
-    plan: Plan,
-    *,
-    if_away: Callable[[SlurmAway], None] | None = None,
-    before: DatasetState | None = None,
+    folder: Path, plan: Plan, *, needs_slurm: bool = True, before: DatasetState | None = None
 ) -> DatasetState:
-    """Join manifests, records and what Slurm shows. Raises what reading them gives reason for.
+    """Join manifests, records and what Slurm shows. Raises SlurmAway, unless ``needs_slurm`` is False.
 
-    With ``if_away`` nothing is raised where Slurm gives no answer: it is told, and what no manifest or record
-    proves is ``not visible``. ``before``: what was found a moment ago; what was done then is not read again.
+    What no manifest or record proves is ``not visible`` then. ``before``: what was found a moment ago; what
+    was done then is not read again. Raises BrokenShard and ReadWriteError of files, too.
     """
     identity, unreadable = folder_identity(folder), list[str]()
     try:
         sent = read_submissions(folder)
     except ReadWriteError as error:
-        if if_away is None or "Permission denied" not in str(error):
+        if needs_slurm or "Permission denied" not in str(error):
             raise
         sent, unreadable = [], [str(error)]
     submissions = [each for each in sent if each.identity == identity]
-    foreign = [each for each in sent if each.identity != identity]
+    copied = [each for each in sent if each.identity != identity]  # with the folder, from another one
 
     def look_at_manifests() -> MadeShards:
         return find_made_shards(folder, plan.spec, known=before.made if before else None)
@@ -230,11 +206,10 @@ def find_state(
     if asks:
         config = before.queue.config if before else {}
         try:
-            queue = find_queue(folder, plan.plan_id, submissions, foreign, open_records, config)
+            queue = find_queue(folder, plan.plan_id, submissions, copied, open_records, config)
         except SlurmAway as error:
-            if if_away is None:
+            if needs_slurm:
                 raise
-            if_away(error)
             hidden = {each.number: "Slurm gives no answer" for each in submissions}
             queue = Queue(hidden=hidden, away=str(error))
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
@@ -256,7 +231,7 @@ def find_state(
         folder=folder,
         plan=plan,
         submissions=submissions,
-        foreign=foreign,
+        next_number=max((each.number for each in sent), default=-1) + 1,
         records=records,
         made=found,
         is_verified=is_verified(folder, plan.spec, found),
@@ -266,10 +241,7 @@ def find_state(
 
 
 def _add_ends(records: Sequence[AttemptRecord], queue: Queue) -> None:
-    """Add what Slurm alone knows of an end; it is recorded before Slurm forgets it.
-
-    squeue tells it for some minutes. Later the last lines of the log do, where the record has no cause.
-    """
+    """Add what Slurm alone knows of an end: squeue tells it for some minutes, the log's last lines later."""
     tasks = queue.tasks()
     last_restart: dict[tuple[str, int], int] = {}
     for record in records:
@@ -303,15 +275,13 @@ def _add_attempts(
     queue: Queue,
     folder: Path,
 ) -> None:
-    """Add the attempts at each shard that is not done, oldest first, and what they make of its state.
-
-    A submission is later than the one before, whatever the nodes' clocks say.
-    """
-    arrays = {array.job_id: (each.submitted, array) for each in submissions for array in each.arrays}
+    """Add the attempts at each shard that is not done, oldest first, and what they make of its state."""
     tasks = queue.tasks()
+    arrays = {array.job_id: (each.submitted, array) for each in submissions for array in each.arrays}
     found: list[Attempt] = []
     for record in records:
         job = _job_of(record, tasks)
+        # A submission is later than the one before, whatever the nodes' clocks say.
         submitted, array = arrays.get(record.job_id, (record.began, None))
         found.append(
             Attempt(
@@ -349,24 +319,21 @@ def _add_attempts(
                         if shard_id < len(shards):
                             shards[shard_id].without_record = task
                     continue
-                log = f"{folder}/{LOGS_FOLDER}/{task}.log"
                 found.append(
                     Attempt(
                         state=state,
                         task=task,
                         shards=shard_ids,
                         submitted=submission.submitted,
-                        log=log,
+                        log=f"{folder}/{LOGS_FOLDER}/{task}.log",
                         job=job,
                         array=array,
                     )
                 )
-    for (number, *_), job in queue.jobs.items():
+    for (number, job_id, index), job in queue.jobs.items():
         if number == PLAIN and job.is_live and not is_told(job, job.key):
-            task = f"{job.job_id}_{job.index}"
-            found.append(
-                Attempt(state=_state_of_job(job), task=task, shards=[job.index], submitted=math.inf, job=job)
-            )
+            task, state = f"{job_id}_{index}", _state_of_job(job)
+            found.append(Attempt(state=state, task=task, shards=[index], submitted=math.inf, job=job))
 
     for attempt in sorted(found, key=lambda each: each.submitted):
         for shard_id in attempt.shards:
@@ -391,7 +358,6 @@ def _state_of_record(record: AttemptRecord, job: Job | None, *, is_away: bool) -
 
 
 def _state_of_job(job: Job) -> StateName:
-    """Return what Slurm alone says: of a task that waits, has just begun, or never could begin."""
     if not job.is_live:
         return "failed"
     return "pending" if job.is_waiting else "running"
@@ -400,8 +366,7 @@ def _state_of_job(job: Job) -> StateName:
 def reason_to_leave(shard: Shard, changes: dict[str, Any], *, is_named: bool = False) -> str | None:
     """Return why a shard is not tried again: it failed the same way too often, or must fail the same way.
 
-    ``changes`` of the request by a person make it another way. A shard that a person named is tried again
-    however often it failed.
+    ``changes`` of the request make it another way; one that a person named is tried however often it failed.
     """
     if shard.state != "failed":
         return None

@@ -1,8 +1,4 @@
-"""``status``: where every shard is, as data (``--json``) or text, and again (``--watch``); ``logs``.
-
-States and causes come from ``slurm.state``; tokens, times and nodes from the manifests of the shards that are
-done.
-"""
+"""``status``: where every shard is, as data (``--json``) or text, and again (``--watch``); ``logs``."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import statistics
 import sys
 import time
 from collections import Counter
@@ -36,7 +31,7 @@ from shardprep.errors import NotFound, ReadWriteError
 from shardprep.format.manifest import ShardMaking, sum_of_sources
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
-from shardprep.format.submissions import event_line, read_events, user_name
+from shardprep.format.submissions import read_events, user_name
 from slurm.causes import (
     BAD_INPUT,
     NODE_FAIL,
@@ -49,27 +44,24 @@ from slurm.causes import (
     remedy_of,
 )
 from slurm.commands import ask_patiently
-from slurm.queue import PLAIN, SUSPENDED, meaning_of
-from slurm.state import Attempt, DatasetState, Shard, StateName, find_state, reason_to_leave
+from slurm.queue import SUSPENDED, meaning_of
+from slurm.state import DatasetState, Shard, StateName, find_state, reason_to_leave
 
-STATUS_VERSION = 3  # of --json: it grows where a field goes or changes its meaning, not where one is added
+STATUS_VERSION = 4  # of --json: it grows where a field goes or changes its meaning
 POLL_S = 5.0
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
-_PERCENT = r"\(([0-9]{1,3}\.[0-9]+)%\)"
-_MAX_BAD_FRACTION = r"--max[_-]bad[_-]fraction[ =]([0-9]*\.?[0-9]+)"
+_PERCENT = r"\(([0-9]{1,3}\.[0-9]+)%\)"  # of a worker's message: "51 documents (5.10%) cannot be decoded"
 # Of --until_done: the last of these in the history says whether a controller should be there.
 _ENDS_OF_CONTROLLERS = {"submit", "retry", "cancel", "finished", "stopped"}
-_MOST_SLOW = 3  # shards that are named
 _MOST_FAILURES = 8  # shown with the last lines of their logs
 _MOST_EVENTS = 5  # of the history
-_CLOCKS_DIFFER_S = 30  # less is told by --json alone
 
 
 def status(args: argparse.Namespace) -> int:
     """``status DATA``: where every shard is, and why what failed did."""
     plan, state = need_plan(args.output_dir), None
     while True:
-        state = find_state(args.output_dir, plan, if_away=lambda _: None, before=state)
+        state = find_state(args.output_dir, plan, needs_slurm=False, before=state)
         data = status_data(state)
         lines = [json.dumps(data)] if args.json else status_lines(data)
         is_hidden = state.queue.away and state.ids("not visible")
@@ -86,10 +78,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def wait_for_jobs(folder: Path) -> int:
-    """Show one bar over the whole data set until no job of it is queued; 0 only where it is verified then.
-
-    It ends, too, where jobs wait for what only a person can do, and no other job goes on.
-    """
+    """Show one bar over the data set until its jobs have ended, or wait for a person; 0 if it is verified."""
     plan = need_plan(folder)
     state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
@@ -97,15 +86,15 @@ def wait_for_jobs(folder: Path) -> int:
     def look() -> DatasetState:
         return find_state(folder, plan, before=state)
 
-    with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
-        while True:
-            state = ask_patiently(look)
-            fresh = set(state.ids("done")) - done
-            done |= fresh
-            progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.jobs_to_wait_for() or _waits_for_a_person(state):
-                break
-            time.sleep(POLL_S)
+    progress = Progress(f"{plan.num_shards} shards", sum(sizes))
+    while True:
+        state = ask_patiently(look)
+        fresh = set(state.ids("done")) - done
+        done |= fresh
+        progress.add(sum(sizes[shard_id] for shard_id in fresh))
+        if not state.jobs_to_wait_for() or _waits_for_a_person(state):
+            break
+        time.sleep(POLL_S)
     print_lines(*status_lines(status_data(state)))
     return 0 if state.is_verified else ReadWriteError.exit_code
 
@@ -127,7 +116,7 @@ def logs(args: argparse.Namespace) -> int:
             found=f"shard {shard_id}",
             expected=f"0 to {plan.num_shards - 1}",
         )
-    state = find_state(args.output_dir, plan, if_away=lambda _: None)
+    state = find_state(args.output_dir, plan, needs_slurm=False)
     shard = state.shards[shard_id]
     told = "" if shard.state == "done" else f", {counted(len(shard.attempts), 'attempt')}"
     lines = [f"shard {shard_id:05d}: {shard.state}{told}"]
@@ -154,17 +143,11 @@ def status_data(state: DatasetState) -> dict[str, Any]:
     failed = [shard for shard in state.shards if shard.state == "failed"]
     by_cause = state.failed_by_cause()
     queue = state.queue
-    held = {
-        job.job_id
-        for (number, *_), job in queue.jobs.items()
-        if number != PLAIN and job.is_waiting and meaning_of(job.reason)[1] == "release"
-    }
+    waits = _waits_for(state)
     suspended = [
         shard.shard_id
         for shard in state.shards
-        if any(
-            each.state == "running" and each.job and each.job.state in SUSPENDED for each in shard.attempts
-        )
+        if any(each.job and each.job.state in SUSPENDED for each in shard.attempts)
     ]
     return {
         "format": "shardprep-status",
@@ -184,28 +167,24 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "broken": {str(shard_id): why for shard_id, why in state.made.broken.items()},
         "wrong": id_ranges(state.made.wrong),
         "findings": {str(number): each.message for number, each in state.made.wrong.items()},
-        **_verify_job(state),
+        "verify_trouble": _verify_trouble(state),
         "verified": state.is_verified,
         "can_write": os.access(state.folder, os.W_OK),
         "accepting_args": _accepting_args(state),
         "unreadable": state.records.unreadable,
         "has_slurm": shutil.which("sbatch") is not None,
         "has_jobs": bool(state.submissions or any(each.job_id for each in state.records.own)),
-        "waits_for": _waits_for(state),
-        "held_jobs": sorted(held, key=int),
+        "waits_for": waits,
         "suspended": id_ranges(suspended),
-        "stray_jobs": queue.strays,
         "unrecorded_jobs": queue.unrecorded,
         "foreign_jobs": queue.foreign,
-        "num_foreign_attempts": len(state.records.foreign),
         "controller_jobs": queue.controllers,
         "controller_lost": _lost_controller(state),
         "slurm_away": queue.away,
         "why_not_visible": state.why_not_visible(),
         "history": read_events(state.folder),
         "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
-        **_speed(state, made),
-        "slow_shards": _slow_shards(made),
+        **_speed(state, made, waits),
     }
 
 
@@ -260,67 +239,56 @@ def _unexplained(state: DatasetState) -> str:
     return f"sacct -D -j {listed} --format=JobID,State,ExitCode,NodeList,Elapsed,MaxRSS"
 
 
-def _verify_job(state: DatasetState) -> dict[str, str]:
-    """Return the state of the newest verify job, and why it did not or never will verify."""
-    found = {"verify": "", "verify_trouble": ""}
-    if not state.submissions:
-        return found
+def _verify_trouble(state: DatasetState) -> str:
+    """Return why the newest verify job did not or never will verify; "" where it may, or did."""
+    if not state.submissions or state.is_verified or state.queue.away:
+        return ""
     last = state.submissions[-1]
     job = state.queue.jobs.get((last.number, last.verify.job_id, 0))
-    found["verify"] = job.state if job else "not visible" if last.number in state.queue.hidden else "unknown"
-    if state.is_verified or state.queue.away:
-        return found
     if job and job.is_live:
         means, who = meaning_of(job.reason) if job.is_waiting else ("", "")
-        if who:
-            found["verify_trouble"] = f"waits for {job.reason}: {means}"
-        return found
+        return f"waits for {job.reason}: {means}" if who else ""
     for record in state.records.own:
         if record.job_id == last.verify.job_id:
-            found["verify_trouble"] = f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
-    return found
+            return f"ended, {cause_of_record(record, -1)}; its log: {record.log}"
+    return ""
 
 
 def _accepting_args(state: DatasetState) -> str:
-    """Return the worker's arguments that let shards of bad input leave out more; "" where all is allowed."""
+    """Return the worker's arguments that let shards of bad input leave out what they must; "" for none."""
     failed = state.failed_by_cause().get(BAD_INPUT, [])
     array = next((each.attempts[-1].array for each in failed), None)
-    args = array.request.worker_args if array else ""
-    shares = [0.0]  # of each shard's documents, as its message says it: "51 documents (5.10%) cannot be ..."
+    shares = [0.0]
     for shard in failed:
         shares += [float(it) / 100 for it in re.findall(_PERCENT, shard.attempts[-1].message(shard.shard_id))]
-    given = re.findall(_MAX_BAD_FRACTION, args)
-    had = float(given[-1]) if given else state.plan.max_bad_fraction
-    kept = re.sub(_MAX_BAD_FRACTION, "", args).strip()
-    more = next((each for each in (0.05, 0.5, 1) if each > had and each >= max(shares)), None)
-    return f"{kept} --max_bad_fraction {more}".strip() if more else ""
+    enough = next((each for each in (0.05, 0.5, 1) if each >= max(shares)), None)
+    args = array.request.worker_args if array else ""  # of a flag that stands twice the later one counts
+    return f"{args} --max_bad_fraction {enough}".strip() if failed else ""
 
 
 def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
     """Return why shards are pending, in Slurm's word and in ours, and what a person must type, if so."""
-    found: dict[str, list[tuple[int, Attempt]]] = {}
+    shards_of: dict[str, list[int]] = {}
     for shard in state.shards:
         if shard.state == "pending":
-            attempt = next(each for each in shard.attempts if each.state == "pending" and each.job)
-            found.setdefault(attempt.job.reason if attempt.job else "", []).append((shard.shard_id, attempt))
+            job = next(each.job for each in shard.attempts if each.state == "pending" and each.job)
+            shards_of.setdefault(job.reason, []).append(shard.shard_id)
     waits = []
-    for reason, waiting in found.items():
+    for reason, shard_ids in shards_of.items():
         means, who = meaning_of(reason)
-        jobs = sorted({attempt.task.partition("_")[0] for _, attempt in waiting}, key=int)
-        commands = {
-            "release": f"scontrol release {','.join(jobs)}",
+        jobs = [each for each in state.queue.jobs.values() if each.is_waiting and each.reason == reason]
+        ids = sorted({job.job_id for job in jobs}, key=int)
+        to_type = {
+            "release": f"scontrol release {','.join(ids)}",
             "cancel": f"shardprep cancel {quoted(state.folder)}",
         }
-        starts = [each.job.start_time for _, each in waiting if each.job and each.job.start_time]
-        waits.append(
-            {
-                "reason": reason,
-                "means": means,
-                "to_type": commands.get(who, ""),
-                "shards": id_ranges(shard_id for shard_id, _ in waiting),
-                "starts": min(starts, default=""),
-            }
-        )
+        wait = {
+            "reason": reason,
+            "means": means,
+            "to_type": to_type.get(who, ""),
+            "shards": id_ranges(shard_ids),
+        }
+        waits.append({**wait, "starts": min((job.start_time for job in jobs if job.start_time), default="")})
     return waits
 
 
@@ -336,27 +304,25 @@ def _lost_controller(state: DatasetState) -> str:
     return "" if job_id in state.queue.controllers else job_id
 
 
-def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
+def _speed(
+    state: DatasetState, made: Sequence[ShardMaking], waits: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """Return tokens, the speed since the newest submission, and the time left by input bytes."""
     numbers: dict[str, Any] = {"num_tokens": sum(each.num_tokens for each in made)}
-    newest = state.submissions[-1] if state.submissions else None
-    since = newest.submitted if newest else 0.0
-    # By the job's number, as the nodes' clocks may be wrong.
-    recent = [each for each in made if newest is None or newest.has_array(each.job_id) or each.began >= since]
-    # No shard can have been begun before it was submitted, nor be finished in the future.
-    ahead_s = max((each.ended - time.time() for each in recent), default=0.0)
-    behind_s = max((since - each.began for each in recent), default=0.0)
-    clock_s = ahead_s if ahead_s > 0 else min(0.0, -behind_s)  # of the nodes, against this one's
-    numbers |= {"clock_difference_s": round(clock_s), "tokens_per_s": None, "left_s": None}
+    numbers |= {"tokens_per_s": None, "left_s": None}
+    since, recent = 0.0, list(made)
+    if state.submissions:
+        newest = state.submissions[-1]
+        since, own = newest.submitted, {array.job_id for array in newest.arrays}
+        recent = [each for each in made if each.job_id in own or each.began >= since]
     if not recent:
         return numbers
     queued = state.ids("running", "pending")
-    until = time.time() if queued else max(each.ended for each in recent) - clock_s
+    until = time.time() if queued else max(each.ended for each in recent)
     took_s = max(until - (since or min(each.began for each in recent)), 1e-3)
     numbers["tokens_per_s"] = round(sum(each.num_tokens for each in recent) / took_s)
 
     running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
-    waits = _waits_for(state)
     is_stuck = not running or any(each["to_type"] for each in waits)
     # A task that takes much longer than any so far: nobody knows how long.
     is_late = max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent)
@@ -371,17 +337,6 @@ def _speed(state: DatasetState, made: Sequence[ShardMaking]) -> dict[str, Any]:
             left_s.append(round(starts - time.time()))
     numbers["left_s"] = max(left_s)
     return numbers
-
-
-def _slow_shards(made: Sequence[ShardMaking]) -> list[dict[str, Any]]:
-    """Return those that took more than twice the median time per byte, slowest first."""
-    timed = [each for each in made if each.input_bytes and each.wall_s > 1]
-    if len(timed) < 4:
-        return []
-    timed.sort(key=lambda each: each.bytes_per_s)
-    median = statistics.median(each.bytes_per_s for each in timed)
-    slow = [each for each in timed if each.bytes_per_s * 2 < median][:_MOST_SLOW]
-    return [{"shard": each.shard_id, "node": each.host, "wall_s": each.wall_s} for each in slow]
 
 
 def status_lines(data: dict[str, Any]) -> list[str]:
@@ -417,8 +372,6 @@ def status_lines(data: dict[str, Any]) -> list[str]:
             f"  of another plan: {shards_text(data['other_plan'])}; shardprep verify says what to do"
         )
     lines += [f"  not done, {why}" for why in data["broken"].values()][:_MOST_FAILURES]
-    slow = [f"{it['shard']:05d} ({short_time(it['wall_s'])} on {it['node']})" for it in data["slow_shards"]]
-    lines += [f"  slowest shards: {', '.join(slow)}"] if slow else []
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
@@ -431,14 +384,17 @@ def status_lines(data: dict[str, Any]) -> list[str]:
 
     lines += [f"  job {each} sends again what fails (--until_done)" for each in data["controller_jobs"]]
     for event in data["history"][-_MOST_EVENTS:] if len(data["history"]) > 1 else []:
-        when = time.strftime("%m-%d %H:%M", time.localtime(float(event.get("time", 0))))
-        lines.append(f"  {when} {event_line(event)}")
+        when = time.strftime("%m-%d %H:%M", time.localtime(event["time"]))
+        words = [f"  {when} {event['event']}"]
+        told = {name: event[name] for name in ("round", "causes", "why", "report", "jobs") if event.get(name)}
+        words += [f"{name} {it if isinstance(it, str) else json.dumps(it)}" for name, it in told.items()]
+        lines.append(", ".join(words))
     return [*lines, next_line(data)]
 
 
 _NOTES = {  # field -> what it says to people, most pressing first
-    "unrecorded_jobs": "wait or run, and no record says for which shards: {}: its jobs folder was emptied",
-    "stray_jobs": "held jobs that no record names: {}: a submission goes on, or was cut short",
+    "unrecorded_jobs": "jobs that no record names: {}: a submission goes on, or was cut short, or the jobs "
+    "folder was emptied",
     "suspended": "suspended: {}; to go on: scontrol resume JOB",
     "wrong": "found wrong by verify: {}; not done, to be made anew",
     "verify_trouble": "the verify job {}",
@@ -461,14 +417,7 @@ def notes(data: dict[str, Any]) -> list[str]:
             found.append(text.format(shards_text(words) if of_shards else words))
     mend = f"its owner can type: chmod -R a+rX {shlex.quote(data['folder'])}"
     hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
-    found += [f"not known: {why}; {mend}" for why in hidden[:2]]
-    if abs(data["clock_difference_s"]) > _CLOCKS_DIFFER_S:
-        way = "ahead of" if data["clock_difference_s"] > 0 else "behind"
-        by = short_time(abs(data["clock_difference_s"]))
-        found.append(
-            f"the nodes' clocks are {by} or more {way} this one: munge refuses to talk from 5 min on"
-        )
-    return found
+    return [*found, *(f"not known: {why}; {mend}" for why in hidden[:2])]
 
 
 def next_line(data: dict[str, Any]) -> str:
@@ -477,16 +426,13 @@ def next_line(data: dict[str, Any]) -> str:
     if data["slurm_away"] and data["has_jobs"]:
         return f"next: the same again, when Slurm answers: shardprep status {folder}"
     stuck = [each["to_type"] for each in data["waits_for"] if each["to_type"]]
-    if data["held_jobs"] and data["can_write"]:
-        ids = ",".join(data["held_jobs"])
-        return f"next: scontrol release {ids} (they are held), or: shardprep cancel {folder}"
     if stuck and not data["running"] and data["can_write"]:
         return f"next: {stuck[0]}"
-    if (data["running"] or data["pending"]) and not data["held_jobs"]:
+    if data["running"] or data["pending"]:
         return f"next: shardprep status {folder} --watch"
     if not data["can_write"] and not data["verified"]:
         return f"next: its owner goes on, as you may not write into {folder}"
-    if data["unrecorded_jobs"] or data["stray_jobs"]:
+    if data["unrecorded_jobs"]:
         return f"next: wait for the end of the jobs that no record names, or: shardprep cancel {folder}"
     if data["not_visible"]:
         return (

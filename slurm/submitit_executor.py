@@ -1,4 +1,4 @@
-"""A door to submitit, for those who already live in it: any executor of its makes the shards of a data set.
+"""Shards by an executor of submitit.
 
 A job's ``result()`` is the manifests of its shards, and raises where a shard was not made. Before a time
 limit or a preemption submitit asks a job for its ``checkpoint()``: the worker is stopped, cleans up, and the
@@ -23,7 +23,7 @@ from shardprep.format.manifest import Manifest, read_manifest
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from shardprep.format.plan import need_plan
 from slurm.commands import SlurmAway, read_config
-from slurm.site import tasks_of_shards
+from slurm.script import tasks_of_shards
 
 _STOP_S = 60.0  # for a worker to remove what it has not finished; submitit kills 90 s after its signal
 # ``python -m preprocess``, but with the current folder behind installed packages: it may have a preprocess.py
@@ -42,11 +42,11 @@ class ShardsFailed(ReadWriteError):
 def submit_with_submitit(
     output_dir: str | Path, executor: Any, *, shards_per_task: int | None = None
 ) -> list[Any]:
-    """Submit the missing shards to a submitit executor, as one ``map_array``; returns its jobs.
+    """Submit the missing shards to a submitit executor, as one ``map_array``; return its jobs.
 
-    ``shards_per_task`` (default 1) is raised where Slurm's MaxArraySize asks for it: submitit never splits an
-    array. The result of a job is the list of its shards' manifests, by shard; ShardsFailed is raised there
-    where one is missing. ``verify`` is left to the caller. Raises NotFound, UsageError or ReadWriteError.
+    ``shards_per_task`` (default 1) is raised where Slurm's MaxArraySize asks for it. The result of a job is
+    the list of its shards' manifests; it raises ShardsFailed. ``verify`` is left to the caller. Raises
+    NotFound, UsageError or ReadWriteError.
     """
     if shards_per_task is not None and shards_per_task < 1:
         raise UsageError(f"shards_per_task is {shards_per_task}, expected 1 or more")

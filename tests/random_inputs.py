@@ -376,9 +376,10 @@ def ours(world: World, seed: int, **options: Any) -> tuple[Found, dict[str, int]
     if ended.code == 65:
         return Found(None), {}
     assert ended.code == 0, ended.text
-    places = [(line["source"], line["source_offset"]) for line in world.lines("quarantine")]
+    order = {name: number for number, name in enumerate(world.inputs())}
+    places = [(order[line["source"]], line["source_offset"]) for line in world.lines("quarantine")]
     assert places == sorted(places), "places ascend"
-    return Found(world.texts(), len(places)), Counter(source for source, _ in places)
+    return Found(world.texts(), len(places)), Counter(world.inputs()[number] for number, _ in places)
 
 
 def compare(form: str, seeds: Sequence[int], folder: Path, *, forks: bool = False) -> list[str]:
@@ -427,7 +428,8 @@ def _of_damaged(form: str, path: Path, world: World, seed: int, forks: bool) -> 
 
 def _of_whole(whole: Mapping[str, Found], world: World, seed: int, encoding: str) -> list[str]:
     found, bad = ours(world, seed, encoding=encoding)
-    texts = [text for name in sorted(whole) for text in whole[name].texts or []]
+    names = world.inputs() if found.texts is not None else []
+    texts = [text for name in names for text in whole[name].texts or []]
     if found.texts == texts and bad == {name: each.num_bad for name, each in whole.items() if each.num_bad}:
         return ["equal"] * len(whole)
     results = []

@@ -28,10 +28,10 @@ from tests.documented import examples_of
 
 OURS = ("loader", "shardprep")
 RUN_ELSEWHERE = {
-    "training_own_loop.md": {3, 4, 5},  # tests/context_parallel_ranks.py, tests/even_work_ranks.py
-    "training_others.md": {0},  # tests/loader/test_torchtitan.py, where torchtitan is installed
-    "training_trainer.md": {2},  # tests/loader/test_trl.py, where trl is installed
-    # tests/loader/test_loader_frameworks.py
+    "training_own_loop.md": {3, 4, 5},  # tests/ranks_of_pages.py
+    "training_others.md": {0},  # tests/loader/test_frameworks.py, where torchtitan is installed
+    "training_trainer.md": {2},  # tests/loader/test_frameworks.py, where trl is installed
+    # tests/loader/test_frameworks.py
     "training_accelerate.md": {0},
     "training_deepspeed.md": {0},
     "training_fsdp2.md": {0},

@@ -29,6 +29,7 @@ from shardprep.format.plan import ByteRange, Plan
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
+_MOST_FILES = 16  # of the sample: to open one is a round trip on a network file system
 _NUM_SHOWN = 20  # fields
 _STARTUP_S = 3.0  # a task's Python and tokenizer, generously
 
@@ -56,6 +57,7 @@ def _sample(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator
         plan.options,
         num_bytes=num_bytes,
         num_places=_NUM_PLACES,
+        most_files=_MOST_FILES,
         transform=transform,
     )
 

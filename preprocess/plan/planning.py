@@ -22,26 +22,27 @@ from preprocess.plan.tokenizer import (
     publish_tokenizer,
     resolve_tokenizer,
 )
+from preprocess.plan.transform_check import check_transform
 from preprocess.read.chat import chat_template_of, chat_versions
 from preprocess.read.inputs import RangeReader
 from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted
-from shardprep.errors import CannotWrite, Refused, UsageError
+from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import STALE_AFTER_S, make_folder, publish_bytes, remove_temporaries
-from shardprep.format.document_names import DocumentNames, read_names
+from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
-from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.options import PrepConfig
 from shardprep.format.plan import (
     InputFile,
     Plan,
     file_cuts,
-    plan_differences,
     plan_id,
     publish_plan,
     read_plan,
+    refuse_another_plan,
+    stamp_tokenizer,
 )
-from shardprep.format.tokenizer_files import TOKENIZER_FILE, stamp_tokenizer
 
 Say = Callable[[str], None]
 
@@ -83,7 +84,7 @@ def make_plan(
         )
         plan = _plan_of(config, listing, division, resolved, names)
         if transform is not None:
-            _check_gives_the_same(plan, transform)
+            check_transform(plan, transform, say)
         plan, engine = _with_engine(plan, config, resolved, transform, say)
         _say_of_tokenizer(plan, resolved, say)
         estimate = measure(plan, engine, transform)
@@ -96,9 +97,8 @@ def make_plan(
             stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)  # of what dead attempts left
             remove_temporaries(config.output_dir, *stems, older_than_s=STALE_AFTER_S)
         frozen = read_plan(config.output_dir)
-        if dry_run and frozen is not None and frozen.plan_id != plan.plan_id:
-            differences = "; ".join(plan_differences(frozen, plan))
-            raise Refused(f"{config.output_dir} has another plan: {differences}", path=config.output_dir)
+        if frozen is not None:
+            refuse_another_plan(frozen, plan, config.output_dir)
         try:
             # Where nothing was asked, nothing is said off Lustre and of a planned folder.
             is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
@@ -137,8 +137,8 @@ def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say:
         if not input_kind(path.name).format.has_fields:
             expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
-    with Progress("looking at the inputs", len(paths), unit="files") as progress:
-        inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
+    progress = Progress("looking at the inputs", len(paths), unit="files")
+    inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     empty = [item.path for item in inputs if not item.num_bytes]
     hold_nothing = f"; {len(empty)} of them hold nothing, such as {empty[0]}" if empty else ""
@@ -226,19 +226,6 @@ def _sha256_of_input(plan: Plan, shard_id: int) -> str:
         reader.hash_rest()
         reader.file.check_unchanged()
     return digest.hexdigest()
-
-
-def _check_gives_the_same(plan: Plan, transform: Transform) -> None:
-    """Raise UsageError where the function gives other texts of a sample the second time."""
-    first, second = (sample_texts(plan, num_bytes=1 << 18, transform=transform) for _ in range(2))
-    if first != second:
-        raise UsageError(
-            f"--transform {transform.path} gave other texts the second time that it was given the same "
-            "sample, so no shard could be made again: it must depend on nothing but the record, such as no "
-            "time, chance or documents before",
-            path=transform.path,
-            expected="the same text for the same record",
-        )
 
 
 def _with_engine(

@@ -7,25 +7,27 @@
     end                 how it ended; missing while the attempt runs, or where it was killed
 
 An attempt that made all its shards removes its file, so a finished data set has none. A record names the
-folder that it was written in, see ``folder_identity``.
+folder that it was written in: that of a copied folder is left out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct, field
 
 from shardprep.errors import CannotWrite, ReadWriteError, ShardprepError
 from shardprep.files import append_bytes, make_subfolder, names_in, read_with_status
-from shardprep.format.json_files import load_json
+from shardprep.format.json_files import MOST
 from shardprep.format.names import MAX_SHARDS, id_ranges, ids_of_ranges
 
 ATTEMPTS_FOLDER = "jobs/attempts"
@@ -33,18 +35,17 @@ LOGS_FOLDER = "jobs/logs"
 RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
 _MAX_BYTES = 64 << 20
 _MOST_REASON_CHARS = 2000
-_MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
-_MAX_NUMBER = 1 << 63
+_Time = Annotated[float, Meta(ge=0, le=253_402_300_799)]  # up to the year 9999: a date can be written
+_Number = Annotated[int, Meta(ge=-1, le=MOST)]
 _SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
 _RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failure(Struct, frozen=True, kw_only=True):
     """A shard that was not made."""
 
-    shard_id: int
-    exit_code: int  # of shardprep.errors; 128 + N where signal N killed the process
+    shard_id: _Number = field(name="shard")
+    exit_code: _Number  # of shardprep.errors; 128 + N where signal N killed the process
     reason: str
 
     @staticmethod
@@ -53,44 +54,65 @@ class Failure:
         return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
 
 
-@dataclass(kw_only=True)
-class AttemptRecord:
-    """One attempt at some shards, as its record says. What was not measured is None or ""."""
+class AttemptRecord(Struct, kw_only=True):
+    """One attempt at some shards: the lines of its record by their names, those of its end as ``end_``NAME.
 
-    path: Path
+    What was not measured is None, 0 or "".
+    """
+
+    path: str = ""
+    shards: list[int] = field(name="shard_ids", default_factory=list)  # none for a verify job
+    failures: dict[int, Failure] = field(default_factory=dict)
+    # begin
     plan_id: str
     identity: str
-    shards: list[int]  # none for a verify job
-    started_by: str  # submit, sbatch, run, submitit
-    began: float  # seconds since 1970, by the node's clock
-    node: str = ""
-    user: str = ""
-    job_id: str = ""  # of the array; "" for a ``run`` outside of Slurm
-    index: int = 0
-    num_restarts: int = 0
-    num_cpus: int | None = None
-    mem_mb: int | None = None
-    time_limit: str = ""  # as squeue shows it
-    time_min: int | None = None  # the same, where Slurm tells a task when it has to end (from 24.11 on)
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
+    began: _Time = field(name="time")  # seconds since 1970, by the node's clock
+    shard_ranges: str = field(name="shards", default="")
     log: str = ""
-    pid: int = 0  # of a ``run`` outside of Slurm
-    pid_began: int = 0  # in clock ticks since the host's boot
-    failures: dict[int, Failure] = field(default_factory=dict)
-    ended: float | None = None
-    exit_code: int = 0
-    killed_by: int = 0  # the signal that ended the worker
-    stage: str = ""  # at which it ended: set-up, start, work
-    signal: str = ""  # that it was told to stop by
-    left_s: float | None = None  # until its time limit when it was told to stop, where Slurm said its limit
-    stopped_by: str = ""  # what Slurm did to it, a cause of ``slurm.causes``
+    node: str = field(name="SLURMD_NODENAME", default="")
+    user: str = field(name="SLURM_JOB_USER", default="")
+    array_job_id: str = field(name="SLURM_ARRAY_JOB_ID", default="")
+    plain_job_id: str = field(name="SLURM_JOB_ID", default="")
+    index: _Number = field(name="SLURM_ARRAY_TASK_ID", default=0)
+    num_restarts: _Number = field(name="SLURM_RESTART_COUNT", default=0)
+    num_cpus: _Number = field(name="SLURM_CPUS_PER_TASK", default=0)
+    mem_per_node_mb: _Number = field(name="SLURM_MEM_PER_NODE", default=0)
+    mem_per_cpu_mb: _Number = field(name="SLURM_MEM_PER_CPU", default=0)
+    end_time: _Number = field(name="SLURM_JOB_END_TIME", default=0)  # told to a task from Slurm 24.11 on
+    partition: str = field(name="SLURM_JOB_PARTITION", default="")
+    account: str = field(name="SLURM_JOB_ACCOUNT", default="")
+    qos: str = field(name="SLURM_JOB_QOS", default="")
+    pid: _Number = 0  # of a ``run`` outside of Slurm
+    pid_began: _Number = 0  # in clock ticks since the host's boot
+    # end
+    ended: _Time | None = field(name="end_time", default=None)
+    exit_code: _Number = field(name="end_exit_code", default=0)
+    killed_by: _Number = field(name="end_killed_by", default=0)  # the signal that ended the worker
+    stage: str = field(name="end_stage", default="")  # at which it ended: set-up, start, work
+    signal: str = field(name="end_signal", default="")  # that it was told to stop by
+    stopped: _Time | None = field(name="end_stopped", default=None)  # when it was told so
+    shown_limit: str = field(name="end_limit", default="")  # time limit as squeue shows it, such as 1:00:00
+    stopped_by: str = field(name="end_stopped_by", default="")  # what Slurm did to it, see ``slurm.causes``
+
+    @property
+    def job_id(self) -> str:
+        """Return the job, of the array where it is one; "" for a ``run`` outside of Slurm."""
+        return self.array_job_id or self.plain_job_id
 
     @property
     def key(self) -> tuple[str, int]:
         """Return job and index, as Slurm's queue names the task."""
         return self.job_id, self.index
+
+    @property
+    def mem_mb(self) -> int | None:
+        """Return the memory of the task; None where Slurm limits nothing."""
+        return self.mem_per_cpu_mb * (self.num_cpus or 1) or self.mem_per_node_mb or None
+
+    @property
+    def time_limit(self) -> str:
+        """Return the time limit as Slurm writes it: ``1:00:00`` or, in minutes, ``60``."""
+        return str(round((self.end_time - self.began) / 60)) if self.end_time else self.shown_limit
 
     def is_alive(self) -> bool | None:
         """Return whether the process of a ``run`` still lives; None where this host cannot see it."""
@@ -101,18 +123,16 @@ class AttemptRecord:
 
 @dataclass(kw_only=True)
 class AttemptRecords:
-    """The records of a data set."""
+    """The records of a data set, those of other plans and of the folder that it was copied from left out."""
 
     own: list[AttemptRecord]  # oldest first
-    foreign: list[AttemptRecord]  # of the folder that this one was copied from
     unreadable: list[str]  # what could not be read, and why
 
 
 def folder_identity(folder: Path) -> str:
     """Return what tells a folder from its copies: its inode and its file system, as ``stat`` prints them.
 
-    A move within the file system keeps it, and all nodes that mount the file system see the same. The roots
-    of two file systems may have one inode number.
+    A move within the file system keeps it, and all nodes see the same. Roots of file systems share inodes.
     """
     try:
         number = os.statvfs(folder).f_fsid
@@ -124,7 +144,7 @@ def folder_identity(folder: Path) -> str:
 def read_attempts(folder: Path, plan_id: str) -> AttemptRecords:
     """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
     identity = folder_identity(folder)
-    records = AttemptRecords(own=[], foreign=[], unreadable=[])
+    records = AttemptRecords(own=[], unreadable=[])
     try:
         names = names_in(folder / ATTEMPTS_FOLDER)
     except ShardprepError as error:
@@ -142,13 +162,12 @@ def read_attempts(folder: Path, plan_id: str) -> AttemptRecords:
             records.unreadable.append(str(error))
             continue
         record = _record_of(path, content)
-        if record is None:
+        if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
         if status.st_uid != os.geteuid() and not _is_log_of(folder, record.log):
             record.log = ""  # of another user: it may name any file of this one's
-        is_own = record.plan_id == plan_id and record.identity == identity
-        (records.own if is_own else records.foreign).append(record)
-    records.own.sort(key=lambda each: (each.began, each.path.name))
+        records.own.append(record)
+    records.own.sort(key=lambda each: (each.began, each.path))
     return records
 
 
@@ -162,114 +181,52 @@ def _is_log_of(folder: Path, log: str) -> bool:
 
 def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
     """Return what a record says, or None. Where a job's number came again, its last beginning counts."""
-    begin: dict[str, str] = {}
-    end: dict[str, str] = {}
+    facts: dict[str, Any] = {}
     failures: dict[int, Failure] = {}
-    section = begin
+    prefix = ""
     for line in content.decode("utf-8", "replace").split("\n"):
         name, equals, value = line.partition("=")
         if line == "begin":
-            begin, end, failures = {}, {}, {}
-            section = begin
+            facts, failures, prefix = {}, {}, ""
         elif line == "end":
-            section = end
+            prefix = "end_"
         elif line.startswith("{"):
-            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError, OverflowError):
-                failure = load_json(line.encode())
-                number = int(failure["shard"])
-                failures[number] = Failure(
-                    shard_id=number, exit_code=int(failure["exit_code"]), reason=str(failure["reason"])
-                )
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                failure = msgspec.json.decode(line, type=Failure)
+                failures[failure.shard_id] = failure
         elif equals and value:
             # The first value counts: who looked at an end while Slurm knew it, before a script that lived on.
-            section.setdefault(name, value)
+            facts.setdefault(prefix + name, value)
     try:
-        return _interpreted(path, begin, end, failures)
-    except (ValueError, LookupError, OverflowError):
+        record = msgspec.convert(facts, AttemptRecord, strict=False)
+        record.shards = ids_of_ranges(record.shard_ranges, end=MAX_SHARDS + 1) if record.shard_ranges else []
+    except (msgspec.MsgspecError, ValueError):
         return None
-
-
-def _interpreted(
-    path: Path, begin: dict[str, str], end: dict[str, str], failures: dict[int, Failure]
-) -> AttemptRecord:
-    """Turn the lines of a record into an AttemptRecord. Raises ValueError or KeyError where they are none."""
-    began = _time_of(begin["time"])
-    job_id = begin.get("SLURM_ARRAY_JOB_ID") or begin.get("SLURM_JOB_ID", "")
-    num_cpus = _number(begin.get("SLURM_CPUS_PER_TASK") or begin.get("num_cpus"))
-    mem_mb = _number(begin.get("SLURM_MEM_PER_NODE"))
-    if "SLURM_MEM_PER_CPU" in begin:
-        mem_mb = _number(begin["SLURM_MEM_PER_CPU"]) * (num_cpus or 1)
-    end_time, stopped = _number(begin.get("SLURM_JOB_END_TIME")), _number(end.get("stopped"))
-    return AttemptRecord(
-        path=path,
-        plan_id=begin["plan_id"],
-        identity=begin["identity"],
-        shards=ids_of_ranges(begin["shards"], end=MAX_SHARDS + 1) if "shards" in begin else [],
-        started_by=begin["by"],
-        began=began,
-        node=begin.get("SLURMD_NODENAME") or begin.get("node", ""),
-        user=begin.get("SLURM_JOB_USER") or begin.get("user", ""),
-        job_id=job_id,
-        index=_number(begin.get("SLURM_ARRAY_TASK_ID")),
-        num_restarts=_number(begin.get("SLURM_RESTART_COUNT")),
-        num_cpus=num_cpus or None,
-        mem_mb=mem_mb or None,  # 0: Slurm limits nothing
-        time_limit=end.get("limit", ""),
-        time_min=round((end_time - began) / 60) if end_time else None,
-        partition=begin.get("SLURM_JOB_PARTITION", ""),
-        account=begin.get("SLURM_JOB_ACCOUNT", ""),
-        qos=begin.get("SLURM_JOB_QOS", ""),
-        log=begin.get("log", ""),
-        pid=_number(begin.get("pid")),
-        pid_began=_number(begin.get("pid_began")),
-        failures=failures,
-        ended=_time_of(end["time"]) if "time" in end else None,
-        exit_code=_number(end.get("exit_code")),
-        killed_by=_number(end.get("killed_by")),
-        stage=end.get("stage", ""),
-        signal=end.get("signal", ""),
-        left_s=end_time - stopped if end_time and stopped else None,
-        stopped_by=end.get("stopped_by", ""),
-    )
-
-
-def _number(text: str | None) -> int:
-    """Return a whole number; 0 for none. Raises ValueError for one that no record has."""
-    found = int(text or 0)
-    if not -1 <= found < _MAX_NUMBER:
-        raise ValueError(f"the number {found}")
-    return found
-
-
-def _time_of(text: str) -> float:
-    """Return seconds since 1970. Raises ValueError for a time that is none."""
-    found = float(text)
-    if not 0 <= found <= _MAX_TIME_S:
-        raise ValueError(f"the time {found}")
-    return found
+    record.path, record.failures = str(path), failures
+    return record
 
 
 def remove_finished(records: Iterable[AttemptRecord], is_done: Sequence[bool]) -> None:
-    """Remove the records of ended attempts whose shards are all made by now; what fails is left."""
+    """Remove the records of ended attempts whose shards are all made; what fails is left."""
     for record in records:
         if record.ended is not None and all(is_done[each] for each in record.shards if each < len(is_done)):
             with contextlib.suppress(OSError):
-                record.path.unlink()
+                os.unlink(record.path)  # noqa: PTH108
 
 
 def append_failure(failure: Failure) -> None:
     """Write a failed shard into the record of this process, where it has one; what fails is left out."""
     if path := os.environ.get(RECORD_VARIABLE):
-        content = {"shard": failure.shard_id, "exit_code": failure.exit_code}
-        line = json.dumps({**content, "reason": failure.reason[:_MOST_REASON_CHARS]})
+        reason = failure.reason[:_MOST_REASON_CHARS].encode("utf-8", "replace").decode()
+        line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
         with contextlib.suppress(OSError):
-            append_bytes(Path(path), f"{line}\n".encode())
+            append_bytes(Path(path), line + b"\n")
 
 
 def append_end(record: AttemptRecord) -> None:
     """Write how Slurm says that an attempt ended, before Slurm forgets it; what fails is left out."""
     with contextlib.suppress(OSError):
-        append_bytes(record.path, _section("end", time=record.ended, stopped_by=record.stopped_by))
+        append_bytes(Path(record.path), _section("end", time=record.ended, stopped_by=record.stopped_by))
 
 
 def _section(name: str, **facts: object) -> bytes:
@@ -289,14 +246,12 @@ class RunRecord:
             return
         now, host = time.time(), socket.gethostname()
         facts: dict[str, object] = {
-            "by": "submitit" if "SUBMITIT_EXECUTOR" in environ else "run",
             "plan_id": plan_id,
             "identity": folder_identity(folder),
             "shards": id_ranges(shard_ids),
             "time": round(now, 3),
-            "node": host,
-            "user": environ.get("USER", ""),
-            "num_cpus": num_cpus,
+            "SLURMD_NODENAME": host,
+            "SLURM_CPUS_PER_TASK": num_cpus,
         }
         job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
         if job_id.isdigit():

@@ -31,7 +31,7 @@ from shardprep.errors import (
     UnknownVersion,
     quoted,
 )
-from shardprep.files import NOT_THERE, Digest, publish_bytes, read_beginning, read_regular, size_of_file
+from shardprep.files import NOT_THERE, Digest, publish_bytes, read_beginning, read_regular
 from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.json_files import Text, read_file, with_content_hash
 from shardprep.format.manifest import Manifest, ShardMaking, check_shard, check_sizes, read_manifest
@@ -101,13 +101,12 @@ def done_manifest(
     ``findings``: where they were read already. Raises OtherPlan, ReadWriteError, BrokenShard for findings
     that cannot be read.
     """
-    if size_of_file(manifest_path(folder, shard_id)) is None:  # as most often where a task asks
-        return None
-    findings = read_findings(folder, plan_id) if findings is None else findings
     try:
-        return check_done(folder, shard_id, plan_id, findings)
+        manifest = check_shard(folder, shard_id, plan_id)
     except (MissingShard, BrokenShard):
         return None
+    findings = read_findings(folder, plan_id) if findings is None else findings
+    return None if shard_id in findings else manifest
 
 
 def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ It is read, never mapped: where a file system fails, a mapped page is a SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,21 +94,24 @@ class RecordFile:
     def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
         """``header``: its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
         self.dtype, self.remedy = idx_dtype(kind), remedy
-        self.file = ReadFile(path)  # it closes itself where this fails
-        self._check_header(header)
-        # One number of records at most makes a file of its size.
-        chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
-        num_bytes = self.file.num_bytes - HEADER_BYTES
-        num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
-        num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
-        self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
-        if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
-            found = f"cut short: {num_bytes} bytes behind the header"
-            expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-            raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
-        self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
-        crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
-        crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
+        self.file = ReadFile(path)
+        with contextlib.ExitStack() as opened:  # closes it where this fails
+            opened.enter_context(self.file)
+            self._check_header(header)
+            # One number of records at most makes a file of its size.
+            chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
+            num_bytes = self.file.num_bytes - HEADER_BYTES
+            num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
+            num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
+            self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
+            if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
+                found = f"cut short: {num_bytes} bytes behind the header"
+                expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
+                raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
+            self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
+            crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
+            crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
+            opened.pop_all()
         self._crcs = np.frombuffer(crcs, CHUNK_CRC)
 
     def _check_header(self, expected: bytes) -> None:

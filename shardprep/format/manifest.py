@@ -136,7 +136,7 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: RunFacts, engine, versions
     digests: FileStamp | None = None  # of --digests
-    made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see blanked.py
+    made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see documents.py
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. The part before ``run`` is equal for equal shards; each has its hash."""
@@ -167,9 +167,8 @@ class ShardMaking(RunFacts):
     def of(manifest: Manifest, path: Path) -> ShardMaking:
         """Raises BrokenShard."""
         run, counts = manifest.facts_of_run(path), manifest.counts
-        facts: dict[str, Any] = {**vars(run), "slurm": {}, "texts": None}  # there may be 10^5 of them
         return ShardMaking(
-            **facts,
+            **vars(dataclasses.replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
             shard_id=manifest.shard_id,
             plan_id=manifest.spec.plan_id,
             num_tokens=counts.num_tokens,

@@ -1,9 +1,7 @@
 """The files DATA/jobs/NNNN.json, one for each submission, and the history of what was done, history.jsonl.
 
 A submission names its job ids and the shards of every task. It is written once and never changed. Its number
-is the next one after those that its writer had read, taken by link: of two who submit at the same time only
-one gets it, and the other one withdraws. It is read by ``status``, ``retry`` and ``cancel``: a job that no
-file names is not known to them.
+is the next one after those that its writer had read, taken by link: of two who submit at once one gets it.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 WHOLE_NODE = "node"  # as --cpus_per_task
 MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
-# Options of sbatch that a submission sets itself.
-_OURS = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}
+_SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
 _MOST = 10**9  # of CPUs, GB, minutes, tasks
 _NODES = "partition, account and nodes"
 _RESOURCES = "resources of a task"
@@ -80,7 +77,7 @@ class JobRequest:
     time_min: int | None = option(None, "time limit of a task (default: the partition's)", group=_RESOURCES)
     max_parallel: int = option(50, "tasks that run at once (default: 50)", group=_RESOURCES)
     account: str | None = option(None, "account to charge (default: the site's)", group=_NODES)
-    qos: str | None = option(None)  # these three by SBATCH_QOS and so on; retry leaves out nodes that failed
+    qos: str | None = option(None)  # this and the next two: by SBATCH_QOS and so on
     constraint: str | None = option(None)
     exclude: str | None = option(None)
     setup: str | None = option(
@@ -98,11 +95,14 @@ class JobRequest:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            _check_value(name, value)
+            if isinstance(value, int | float) and not 0 < value <= _MOST:
+                raise UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
+            if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
+                raise UsageError(
+                    f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
+                )
         if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
-            raise UsageError(
-                f"--cpus_per_task is {self.cpus_per_task!r}, expected a number, or: {WHOLE_NODE}"
-            )
+            raise UsageError.of_value("--cpus_per_task", self.cpus_per_task, f"a number, or: {WHOLE_NODE}")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
             raise UsageError(
                 "--mem_gb and --mem_per_cpu_gb exclude each other; give one of them",
@@ -118,13 +118,12 @@ class JobRequest:
             has = f"--sbatch_args has {word}"
             if re.match("--clusters|-M", word):
                 raise UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
-            if word.partition("=")[0] in _OURS or re.match(r"-[JaoH]", word):
-                raise UsageError(
-                    f"{has}, which submit sets itself; leave it out", found=f"--sbatch_args {word}"
-                )
+            if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
+                found_words = f"--sbatch_args {word}"
+                raise UsageError(f"{has}, which submit sets itself; leave it out", found=found_words)
 
     def sbatch_options(self) -> list[str]:
-        """The options of sbatch that this stands for. Later ones win: retry must be able to raise memory."""
+        """Return the options of sbatch. Later ones win: retry must be able to raise memory."""
         options = [*shlex.split(self.sbatch_args), "--nodes=1", "--ntasks=1"]
         options.append("--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}")
         if self.mem_gb is not None:
@@ -140,27 +139,17 @@ class JobRequest:
 
     @property
     def num_cpus(self) -> int | None:
-        """Of a task; None for those of a whole node, however many it has."""
+        """Return the CPUs of a task; None for those of a whole node, however many it has."""
         return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
 
     @property
     def least_mem_gb(self) -> float:
-        """What a node must have for one task, as far as the request says it."""
+        """Return what a node must have for one task, as far as the request says it."""
         return self.mem_gb or (self.mem_per_cpu_gb or 0) * (self.num_cpus or 1)
 
     def changed(self, **changes: Any) -> JobRequest:
         """Return a copy with other values; memory of one kind replaces memory of the other kind."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
-
-
-def _check_value(name: str, value: object) -> None:
-    """Raise UsageError for a number that no job can have, or a text that no job script can."""
-    if isinstance(value, int | float) and not 0 < value <= _MOST:
-        raise UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
-    if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
-        raise UsageError(
-            f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
-        )
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,11 +164,7 @@ class SubmittedMeanwhile(ReadWriteError):
 
 @dataclass(frozen=True, kw_only=True)
 class SentJob:
-    """What makes a job this one: a controller that lost its state gives old ids to other jobs.
-
-    Name and time of submission are those that Slurm showed when it took the job, so that a site which renames
-    jobs is followed.
-    """
+    """A job as Slurm showed it when it took it; a controller that lost its state gives ids a second time."""
 
     job_id: Annotated[str, Meta(pattern=r"\A[0-9]{1,10}\Z")]
     name: Text
@@ -188,7 +173,7 @@ class SentJob:
 
 @dataclass(frozen=True, kw_only=True)
 class JobArray(SentJob):
-    """One job array of a submission: task i makes the shards ``tasks[i]``."""
+    """A job array of a submission: task i makes the shards ``tasks[i]``."""
 
     request: JobRequest
     tasks: Annotated[list[str], Meta(min_length=1)]
@@ -224,16 +209,12 @@ class Submission:
         """Return its jobs, verify last."""
         return [*self.arrays, self.verify]
 
-    def has_array(self, job_id: str) -> bool:
-        """Return whether a job is one of its arrays."""
-        return any(array.job_id == job_id for array in self.arrays)
-
 
 def read_submissions(folder: Path) -> list[Submission]:
     """Return all submissions of a data set, oldest first.
 
-    Raises BrokenShard for a file that is no submission of this version, ReadWriteError for what cannot
-    be read: were it left out, its shards would be made a second time.
+    Raises BrokenShard or ReadWriteError for one that cannot be read: were it left out, its shards would be
+    made a second time.
     """
     jobs = folder / JOBS_FOLDER
     try:
@@ -278,30 +259,8 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return events
 
 
-def event_line(event: dict[str, Any]) -> str:
-    """Return a line of the history for people, whatever somebody wrote into it."""
-    words = [event["event"]]
-    for name, text in (
-        ("round", "round {}"),
-        ("causes", "after {}"),
-        ("why", "{}"),
-        ("report", "{}"),
-        ("jobs", "jobs {}"),
-    ):
-        if value := event.get(name):
-            if isinstance(value, list):
-                value = " ".join(map(str, value))
-            elif isinstance(value, dict):
-                value = "; ".join(f"{cause}: {shards}" for cause, shards in value.items())
-            words.append(text.format(value))
-    return ", ".join(words)
-
-
 def publish_submission(folder: Path, submission: Submission) -> None:
-    """Write it under its number.
-
-    Raises SubmittedMeanwhile where that is taken, CannotWrite or ReadWriteError.
-    """
+    """Write it under its number. Raises SubmittedMeanwhile, CannotWrite or ReadWriteError."""
     jobs = folder / JOBS_FOLDER
     content = dataclasses.asdict(submission)
     del content["is_own"]
@@ -313,8 +272,8 @@ def publish_submission(folder: Path, submission: Submission) -> None:
             file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
         if not file.publish_first():
             raise SubmittedMeanwhile(
-                f"{file.path} was written meanwhile: somebody else submitted at the same time; what this one "
-                "sent was cancelled before it began. Look at the status, then run this again if it is needed"
+                f"{file.path} was written meanwhile, as somebody else submitted at the same time; what this "
+                "one sent was cancelled before it began"
             )
     finally:
         file.discard()

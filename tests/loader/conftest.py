@@ -5,9 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.external_tars import write_numbered_data
 from tests.oracle.forms import DataSets
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Small products gain nothing by threads, which wait for each other by spinning."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Batches split over ranks of context parallelism: which places, and what attention makes of them."""
+"""Batches split over ranks of context parallelism, and rows dealt so that attention costs ranks the same."""
 
 from __future__ import annotations
 
@@ -6,56 +6,67 @@ import os
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from loader import UsageError, get_llama3_dataloader
+from loader import UsageError
 from loader.context_parallel import split_for_context_parallel
+from loader.even_work import deal_rows_evenly
 from tests.checkout import ROOT
 from tests.children import Command, run_child
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
+from tests.oracle.forms import DataSets
+from tests.world import World, open_loader, refuses
 
 FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
+ROW = 96
 Batch = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def made(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample text in packed rows of 240 places and the target of the last, of both kinds."""
-    packed = {"record": "packed", "seq_len": 241}
-    forms = {"concat": packed, "best_fit": {**packed, "pack": "best_fit"}}
-    return prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), forms, num_shards=1)
+def made(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Packed rows of 96 places and the target of the last, of both kinds."""
+    root, found = tmp_path_factory.mktemp("made"), {}
+    for pack in ("concat", "best_fit"):
+        world = World(root / pack, raw_dir=sets["documents"].parent / "raw")
+        options: dict[str, Any] = {"record": "packed", "seq_len": ROW + 1, "pack": pack}
+        found[pack] = world.make(num_shards=1, max_bad_fraction=1, **options).data_dir
+    return found
 
 
 def batch_of(data: Path, batch_size: int, **options: Any) -> Batch:
     """The batch of the first ten that has the row with the most documents."""
-    options = {"num_workers": 0, "targets": "shifted", "boundaries": FIELDS, **options}
-    with get_llama3_dataloader(data, batch_size, **options) as loader:
+    with open_loader(data, batch_size, **{"targets": "shifted", "boundaries": FIELDS, **options}) as loader:
         return dict(max(islice(loader, 10), key=lambda batch: int(batch["segment_ids"].max())))
+
+
+@pytest.fixture(scope="module")
+def pages(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """What tests.ranks_of_pages printed, and where it wrote."""
+    out = tmp_path_factory.mktemp("pages")
+    cases = {
+        "concat, batch 1": batch_of(made["concat"], 1),
+        "best_fit, batch 4": batch_of(made["best_fit"], 4),
+    }
+    for batch in cases.values():
+        batch.pop("max_seqlen")  # torch.load refuses classes
+    torch.save(cases, out / "cases.pt")
+    command: Command = [sys.executable, "-m", "tests.ranks_of_pages", out / "cases.pt", made["concat"], out]
+    done = run_child(command, cwd=out, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert len(cases) == 2
+    return done.stdout.splitlines(), out
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_logits_and_gradients_of_two_and_four_ranks_are_those_of_each_document_alone(
-    made: Path, site: Path, tmp_path: Path
+    pages: tuple[list[str], Path],
 ) -> None:
-    cases = {
-        f"{packing}, batch {size}": batch_of(made / packing, size, seq_len=240)
-        for packing in ("concat", "best_fit")
-        for size in (1, 4)
-    }
-    for batch in cases.values():
-        batch.pop("max_seqlen")  # torch.load refuses classes
-    torch.save(cases, tmp_path / "cases.pt")
-    files = [tmp_path / "cases.pt", tmp_path / "store"]
-    command: Command = [sys.executable, "-m", "tests.context_parallel_ranks", *files]
-    ended = run_child(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{site}:{ROOT}"})
-    assert ended.stdout.splitlines() == [f"{name} is equal" for name in cases]
+    assert pages[0] == ["concat, batch 1 is equal", "best_fit, batch 4 is equal"]
 
 
 def rows_of(*rows: list[int], width: int = 24) -> Batch:
@@ -99,59 +110,125 @@ def test_each_token_is_on_one_rank_and_all_ranks_have_equally_many(size: int, pa
 def test_each_document_is_even_work_for_all_ranks(pad: bool) -> None:
     """A token sees all before it in its document; whole rows cut in parts would be uneven here."""
     batch = rows_of([8000, 40000, 17, 3, 16001], width=64024)
+    segments = batch["segment_ids"].flatten()
 
     def spread(**form: Any) -> float:
         work = []
         for rank in range(4):
-            part = split_for_context_parallel(batch, rank, 4, **form)
-            segments = batch["segment_ids"].flatten()[part["place_ids"].clamp_min(0)]
-            first = torch.searchsorted(batch["segment_ids"].flatten()[:64021], segments)
-            work.append(
-                float((part["place_ids"] - first + 1)[(part["place_ids"] >= 0) & (segments > 0)].sum())
-            )
+            places = split_for_context_parallel(batch, rank, 4, **form)["place_ids"].flatten()
+            places = places[places >= 0]
+            places = places[segments[places] > 0]
+            first = torch.searchsorted(segments[:64021], segments[places])
+            work.append(float((places - first + 1).sum()))
         return max(work) / min(work)
 
     assert spread(by="document", pad_documents=pad) < 1.002
     assert spread() > 1.2
 
 
-def test_a_loaders_batch_keeps_its_positions(made: Path) -> None:
-    batch = batch_of(made / "best_fit", 4, seq_len=240)
-    parts = [split_for_context_parallel(batch, rank, 2, by="document") for rank in range(2)]
-    for part in parts:
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_parts_of_rows_are_the_batch_and_cost_each_rank_the_same(
+    made: dict[str, Path], size: int
+) -> None:
+    batch = batch_of(made["concat"], 4)
+    parts = [split_for_context_parallel(batch, rank, size) for rank in range(size)]
+    places = torch.cat([part["place_ids"] for part in parts])
+    assert sorted(places.tolist()) == list(range(ROW))
+    assert len({int((part["place_ids"] + 1).sum()) for part in parts}) == 1
+    for name in ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids"):
+        joined = torch.cat([part[name] for part in parts], dim=1)
+        assert torch.equal(joined[:, places.argsort()], batch[name]), name
+    assert all(torch.equal(part["cu_seqlens"], batch["cu_seqlens"]) for part in parts)
+
+
+def test_parts_by_document_keep_positions_and_leave_padding_out_however_documents_are_told(
+    made: dict[str, Path],
+) -> None:
+    batch = batch_of(made["best_fit"], 4)
+    names = ("input_ids", "labels", "cu_seqlens", "attention_mask")
+    by_edges = {name: batch[name] for name in names}
+    for rank in range(2):
+        part = split_for_context_parallel(batch, rank, 2, by="document")
         real = part["place_ids"] >= 0
-        positions = batch["position_ids"].flatten()[part["place_ids"][real]]
-        assert torch.equal(part["position_ids"][0, real], positions)
+        assert torch.equal(
+            part["position_ids"][0, real], batch["position_ids"].flatten()[part["place_ids"][real]]
+        )
         assert torch.equal(part["segment_ids"][0] > 0, real)
         assert torch.equal(part["attention_mask"][0] > 0, real)
+        other = split_for_context_parallel(by_edges, rank, 2, by="document")
+        assert torch.equal(part["place_ids"], other["place_ids"])
 
 
-def test_padded_documents_are_split_without_their_padding(made: Path) -> None:
-    batch = batch_of(made / "best_fit", 4, seq_len=240)
-    without_segments = {name: value for name, value in batch.items() if name in ("input_ids", "labels")}
-    by_edges = {
-        **without_segments,
-        "cu_seqlens": batch["cu_seqlens"],
-        "attention_mask": batch["attention_mask"],
-    }
-    one, other = (split_for_context_parallel(each, 1, 2, by="document") for each in (batch, by_edges))
-    assert torch.equal(one["place_ids"], other["place_ids"])
+SAME = torch.arange(16).view(2, 8)
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of a batch, and of arguments
+    "labels that are not shifted": ({"labels": SAME}, {}),
+    "labels that are not shifted, by document": ({"labels": SAME, "segment_ids": SAME}, {"by": "document"}),
+    "another form": ({}, {"by": "token"}),
+    "nothing that says documents": ({}, {"by": "document"}),
+    "rows of another length": ({"input_ids": SAME[:, :6]}, {}),
+    "another rank": ({}, {"rank": 2}),
+    "numbers": ({"use_cache": False}, {}),
+    "lists": ({"input_ids": [1]}, {}),
+}
 
 
-@pytest.mark.parametrize("form", [{}, {"by": "document"}])
-def test_labels_that_are_not_shifted_are_refused(made: Path, form: Any) -> None:
-    batch = batch_of(made / "concat", 4, targets="same")
-    with pytest.raises(UsageError, match='targets="shifted"'):
-        split_for_context_parallel(batch, 0, 2, **form)
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_batch_that_cannot_be_split_is_refused(name: str) -> None:
+    fields, form = REFUSED[name]
+    assert split_for_context_parallel({"input_ids": SAME, "labels": SAME + 1}, 0, 2)
+    with refuses(UsageError):
+        split_for_context_parallel({"input_ids": SAME, **fields}, **{"rank": 0, "size": 2, **form})
 
 
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ({"by": "token"}, "by is 'token'"),
-        ({"by": "document"}, "expected segment_ids, position_ids or cu_seqlens"),
-    ],
-)
-def test_what_says_no_documents_is_refused(form: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        split_for_context_parallel({"input_ids": torch.zeros(2, 8)}, 0, 2, **form)
+# Even work
+
+
+def work_of(segments: torch.Tensor) -> torch.Tensor:
+    """The sum of the squared lengths of each row's documents."""
+    lengths = torch.stack([(segments == number).sum(-1) for number in range(1, int(segments.max()) + 1)])
+    return (lengths**2).sum(0)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_step_keeps_its_rows_on_every_world_and_its_work_is_more_even(
+    pages: tuple[list[str], Path],
+) -> None:
+    expected: list[Any] = []
+    for world in (2, 4):
+        ranks = [torch.load(pages[1] / f"{world}-{rank}.pt") for rank in range(world)]
+        num_batches = 16 // world // 2  # of a rank in a step
+        for step in range(3):
+            rows, works = {}, {}
+            for form in ("read", "got"):
+                mine = [rank[form][step * num_batches : (step + 1) * num_batches] for rank in ranks]
+                fields = [torch.cat([batch[name] for each in mine for batch in each]) for name in mine[0][0]]
+                rows[form] = sorted(map(str, torch.stack(fields, 1).tolist()))
+                works[form] = np.array(
+                    [[work_of(batch["segment_ids"]).sum() for batch in each] for each in mine]
+                )
+            assert rows["got"] == rows["read"]
+            assert len(set(rows["read"])) == 16
+            if world == 2:
+                expected.append(rows["read"])
+            assert rows["read"] == expected[step]
+            before, after = works["read"], works["got"]
+            assert after.max(0).sum() < before.max(0).sum()  # each batch waits for the slowest rank
+            assert np.ptp(after.sum(1)) < np.ptp(before.sum(1))
+            assert (np.diff(after) <= 0).all()
+
+
+def test_rows_are_dealt_by_the_squared_lengths_of_their_documents() -> None:
+    """Alone, a rank keeps its rows, the most expensive first."""
+    segments = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [1] * 8, [0] * 8])
+    assert work_of(segments).tolist() == [9 + 4, 8, 64, 0]
+    batch = {"input_ids": torch.arange(32).view(4, 8), "segment_ids": segments}
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        (dealt,) = deal_rows_evenly([batch])
+    finally:
+        dist.destroy_process_group()
+    assert dealt["input_ids"][:, 0].tolist() == [16, 0, 8, 24]
+    for fields in ({"cu_seqlens": torch.zeros(3, dtype=torch.int32)}, {}):
+        with refuses(UsageError):
+            deal_rows_evenly([{"input_ids": batch["input_ids"][:, :4], "labels": SAME, **fields}])

@@ -264,7 +264,8 @@ def pax_tar(value: bytes) -> bytes:
 BAD_HEADERS: dict[str, tuple[bytes, int]] = {
     **{f"size {name}, {header}": (with_field(tar_of(TWO), SIZE, size, header=header), header)
        for name, size in BAD_SIZES.items() for header in (0, 1024)},
-    **{f"PAX size {value!r}": (pax_tar(value), 0) for value in (b"-512", b"1e3", b"", b"9" * 30, b" 3", b"3_0")},
+    **{f"PAX size {value!r}": (pax_tar(value), 0)
+       for value in (b"-512", b"1e3", b"", b"9" * 30, b" 3", b"3_0")},
     **{f"kind {kind!r}": (with_field(tar_of(TWO), KIND, kind, header=1024), 1024)
        for kind in (b"S", b"M", b"D", b"V", b"X", b"Z", b"8")},
     "a long name as large as the tar": (with_field(tar_of(["x"], data=bytes(3 << 20)), KIND, b"x"), 0),
@@ -530,9 +531,8 @@ def test_what_is_read_as_a_list_of_ids_is_what_json_reads(model: str, texts: lis
         path = write_tar(Path(folder, "a.tar"), [{"token_ids.json": text.encode()} for text in texts])
         try:
             found = read(path, model, **({"seq_len": 1} if is_row else {}))
-        except BrokenShard as error:
-            assert error.path == str(path)
-            assert not all(is_list_of_ids(text) for text in texts)
+        except BrokenShard:
+            assert not all(map(is_list_of_ids, texts))
             return
     expected = [json.loads(without_zeros(text)) for text in texts]
     if is_row:

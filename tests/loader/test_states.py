@@ -78,7 +78,7 @@ def test_one_loader_goes_back_and_forth_between_states(
 def test_a_loop_that_stopped_goes_on_with_the_next_batch(
     numbered: Path, parts: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """Also inside of a step, and through the end of an epoch; what was only begun or peeked is not counted."""
+    """Also inside of a step, and through the end of an epoch; what was only begun is not counted."""
     with load(numbered, 2, **options) as loader:
         found: list[Any] = []
         for pause in (10, 3, 1, 7, 500, 5):
@@ -152,6 +152,7 @@ def test_set_epoch_leaves_an_epoch_and_the_loop_still_counts_its_steps(
         assert loader.state_at(6) == {**loader.state_dict(), "step": 2}
         with refuses(UsageError):
             loader.state_at(3)  # of an epoch that was left
+        wrong: Any
         for wrong in (-1, "1", 1.5, 2**70):
             with refuses(UsageError):
                 loader.set_epoch(wrong)

@@ -127,6 +127,6 @@ def test_a_state_is_of_its_side(sets: DataSets) -> None:
 @pytest.mark.processes
 def test_a_collate_fn_of_ones_own_must_make_labels_where_a_last_batch_is_filled_up(sets: DataSets) -> None:
     with load(sets["split"], 8, collate_fn=list, num_workers=1) as loader, refuses(UsageError):
-        [*loader]
+        list(loader)
     with load(sets["split"], 1, collate_fn=list) as loader:
         assert [*loader]

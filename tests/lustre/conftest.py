@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import lustre.lfs
 from tests.lustre.fake_lustre import FakeLustre, install_fake_lfs
 from tests.slurm.fake_slurm import FakeSlurm, install_fake_slurm
 
@@ -28,7 +27,7 @@ def on_lustre(
     monkeypatch.delenv("FAKE_LFS_FAULT", raising=False)
     escaped = str(root).replace(" ", "\\040")
     table = f"/dev/vda / ext4 rw 0 0\n10.0.0.1@tcp:/fakefs {escaped} lustre rw,flock 0 0\n"
-    monkeypatch.setattr(lustre.lfs, "read_mounts_table", lambda: table)
+    monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: table)
     fake = FakeLustre(
         folder=root / "O",
         dialect=dialect,

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import lustre.lfs
 from lustre import stripe_line
 from lustre.__main__ import main
 
@@ -54,9 +53,9 @@ class FakeLustre:
         """A command that hangs gets a short time limit, and no other one: a busy machine may be slow."""
         self.monkeypatch.setenv("FAKE_LFS_FAULT", name)
         if name == "hang":
-            self.monkeypatch.setattr(lustre.lfs, "TIMEOUT_S", 0.1)
+            self.monkeypatch.setattr("lustre.lfs.TIMEOUT_S", 0.1)
         if name.startswith("hang"):
-            self.monkeypatch.setattr(lustre.lfs, "DF_TIMEOUT_S", 0.1)
+            self.monkeypatch.setattr("lustre.lfs.DF_TIMEOUT_S", 0.1)
 
     def command(self, *args: object) -> tuple[int, str]:
         """``python -m lustre`` here: exit code, and what it printed on both."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import lustre.lfs
 from loader.__main__ import main as loader_main
 from slurm.__main__ import main as slurm_main
 from tests.lustre.fake_lustre import FakeLustre
@@ -88,7 +87,7 @@ class Calls:
 @pytest.fixture
 def calls(on_lustre: FakeLustre, monkeypatch: pytest.MonkeyPatch) -> Calls:
     calls = Calls()
-    monkeypatch.setattr(lustre.lfs, "subprocess", calls)
+    monkeypatch.setattr("lustre.lfs.subprocess", calls)
     monkeypatch.setattr(os, "getuid", lambda: 1000)  # no quota binds root
     on_lustre.give(quota={"-u": [5, 0, 1 << 40, 7, 0, 0]})
     return calls

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from lustre.layout import parse_layout
-from lustre.space import parse_df, parse_quota
-from shardprep.errors import LustreError
+from lustre import Need, space_lines
 from tests.checkout import ROOT
 from tests.lustre.fake_lustre import FakeLustre, both_dialects
 
@@ -86,69 +84,87 @@ def test_the_fake_prints_and_exits_as_the_genuine_lfs_did(on_lustre: FakeLustre)
     assert different == [], different
 
 
-@pytest.mark.parametrize("version", ["2.15", "2.17"])
-def test_layouts_of_folders_are_read_as_the_options_that_made_them(version: str) -> None:
-    texts: dict[str, list[str]] = {each["case"]: [] for each in recorded(version)}
-    for each in recorded(version):
-        texts[each["case"]].append(each["stdout"])
-    tiers, *_ = texts["their layout"]
-    start, extending = texts["read back"]
-    assert parse_layout(tiers).text() == "-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk"
-    assert not parse_layout(tiers).has_numbers_alone
-    assert parse_layout(start).text() == "-c 1 -S 4M -i 3"
-    assert parse_layout(start).has_fixed_place
-    assert parse_layout(extending).text() == "-E 64M -c 1 -S 4M -E 1G -z 64M -E 1G -c 4 -S 4M -E -1 -z 128M"
+def replays(on_lustre: FakeLustre, **answers: str) -> None:
+    """Put an lfs in place that prints these texts, by its command; ``df_i`` is of ``df -i``."""
+    place = on_lustre.state_file.parent
+    for name in ("getstripe", "df", "df_i", "quota"):
+        (place / f"says-{name}").write_text(answers.get(name, "stripe_count: 1\nstripe_size: 4194304\n"))
+    lfs = place / "bin" / "lfs"
+    names = f"""#!/bin/bash\nname=$1; [[ $2 != -i ]] || name+=_i\ncat '{place}'/says-$name\n"""
+    lfs.write_text(names)
+
+
+@both_dialects
+@pytest.mark.processes
+def test_layouts_of_folders_are_read_as_the_options_that_made_them(on_lustre: FakeLustre) -> None:
+    texts: dict[str, list[str]] = {}
+    for each in recorded(on_lustre.dialect):
+        texts.setdefault(each["case"], []).append(each["stdout"])
+    expected = {
+        texts["their layout"][0]: "-E 256K -L mdt -E 8M -c 1 -S 1M -p flash -E -1 -c 4 -S 1M -p disk",
+        texts["read back"][0]: "-c 1 -S 4M -i 3",
+        texts["read back"][1]: "-E 64M -c 1 -S 4M -E 1G -z 64M -E 1G -c 4 -S 4M -E -1 -z 128M",
+    }
+    for text, options in expected.items():
+        replays(on_lustre, getstripe=text)
+        assert f"new files get {options}" in on_lustre.command("show", on_lustre.folder)[1]
     for text in (
         "",
         "please see our wiki",
         "/a has no stripe info\n",
         "stripe_count: many\nstripe_size: 1\n",
     ):
-        with pytest.raises(LustreError):
-            parse_layout(text)
+        replays(on_lustre, getstripe=text)
+        assert on_lustre.command("show", on_lustre.folder)[0] == 73
 
 
-@pytest.mark.parametrize("version", ["2.15", "2.17"])
-def test_targets_in_trouble_are_told_apart(version: str) -> None:
-    texts = {each["case"]: each["stdout"] for each in recorded(version)}
+@both_dialects
+@pytest.mark.processes
+def test_targets_in_trouble_are_told_apart(on_lustre: FakeLustre) -> None:
+    texts = {each["case"]: each["stdout"] for each in recorded(on_lustre.dialect)}
     blocks = texts["df: OST 1 ESHUTDOWN, 2 EAGAIN, 4 full (S), 5 without inodes (I), MDT full (S)"]
-    targets = parse_df(blocks, texts["its inodes"])
-    osts = targets.answered["OST"]
-    assert [ost.name for ost in osts if ost.takes_files] == [f"OST {number}" for number in (0, 3, 6, 7)]
-    assert {ost.name: ost.flags for ost in osts if ost.flags} == {"OST 4": "S", "OST 5": "I"}
-    assert [mdt.takes_files for mdt in targets.answered["MDT"]] == [False]
-    assert list(targets.silent) == ["OST 1"]
-    assert osts[0].free_bytes == 805306368 << 10
-    whole = parse_df(texts["df"], texts["df of inodes"])
-    assert len(whole.answered["OST"]) == 8
-    assert not [line for line in whole.lines() if "warning" in line]
+    replays(on_lustre, df=blocks, df_i=texts["its inodes"])
+    said = on_lustre.command("show", on_lustre.folder)[1]
+    warned = [" ".join(line.split()[1:3]) for line in said.splitlines() if line.startswith("warning")]
+    assert warned == ["OST 4", "OST 5", "MDT 0", "MDT 0", "OST 1"], "the MDT has neither space nor inodes"
+    line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=1))
+    assert "4 OSTs: 3.30 TB left" in line, "of those that take files and answered"
+    replays(on_lustre, df=texts["df"], df_i=texts["df of inodes"])
+    said = on_lustre.command("show", on_lustre.folder)[1]
+    assert "8 OSTs" in said
+    assert "warning" not in said
+
+
+GRACE_OVER_2_15 = """\
+     Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace
+/mnt/fakefs
+                9*       5    1000    none     100       0       0       -
+"""
 
 
 @pytest.mark.parametrize(
     ("case", "left"),
     [
-        ("quota, within", [11000000 << 10, 100]),
-        ("quota, over the soft limit", [1000000 << 10, 100]),
-        ("quota, inaccurate", [1000000 << 10, 100]),
+        ("quota, within", ["11.3 GB", "100 files"]),
+        ("quota, over the soft limit", ["1.02 GB", "100 files"]),
+        ("quota, inaccurate", ["1.02 GB", "100 files"]),
         ("quota, no limit", []),
-        ("quota, its grace over", [0, 100]),
+        ("quota, its grace over", ["0 B", "100 files"]),
+        (GRACE_OVER_2_15, ["0 B"]),
+        ("  Filesystem  kbytes", ["unknown"]),
     ],
 )
-def test_quotas_are_read_as_what_they_leave(case: str, left: list[int]) -> None:
+@pytest.mark.processes
+def test_quotas_are_read_as_what_they_leave(on_lustre: FakeLustre, case: str, left: list[str]) -> None:
+    on_lustre.monkeypatch.setattr("os.getuid", lambda: 1000)  # no quota binds root
     texts = {each["case"]: each["stdout"] for each in recorded("2.17")}
-    rooms = parse_quota(texts[case])
-    assert [room.num_left for room in rooms] == left
-    assert [room.is_of_files for room in rooms] == [False, True][: len(left)]
-    assert all(bool(room.note) == (case != "quota, within") for room in rooms[:1])
-    no_limits = {each["case"]: each["stdout"] for each in recorded("2.15")}
-    assert parse_quota(no_limits[case]) == []
-
-
-def test_a_quota_of_2_15_whose_grace_is_over_leaves_nothing() -> None:
-    heads = "     Filesystem  kbytes   quota   limit   grace   files   quota   limit   grace\n"
-    rooms = parse_quota(
-        f"{heads}/mnt/fakefs\n                9*       5    1000    none     100       0       0       -\n"
-    )
-    assert [room.num_left for room in rooms] == [0]
-    with pytest.raises(ValueError, match="figures"):
-        parse_quota(heads)
+    replays(on_lustre, df=texts["df"], df_i=texts["df of inodes"], quota=texts.get(case, case))
+    line, *_ = space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))
+    rooms = [words for words in line.split("; ") if words.startswith("your quota")]
+    assert [bool(each.startswith(f"your quota: {it}")) for each, it in zip(rooms, left, strict=True)] == [
+        True
+    ] * len(left), line
+    if case in texts:
+        no_limits = {each["case"]: each["stdout"] for each in recorded("2.15")}
+        replays(on_lustre, df=texts["df"], df_i=texts["df of inodes"], quota=no_limits[case])
+        assert "quota" not in space_lines(on_lustre.folder, Need(num_bytes=1, num_shards=0))[0]

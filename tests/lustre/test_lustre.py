@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-import lustre.lfs
 from loader.__main__ import main as loader_main
 from lustre import LustreError, Need, space_lines
 from lustre.__main__ import main
 from slurm.__main__ import main as slurm_main
-from tests.checkout import ROOT
 from tests.lustre.fake_lustre import MIB, FakeLustre, apply_stripe, both_dialects, install_fake_lfs
 from tests.slurm.fake_slurm import FakeSlurm
 
@@ -317,14 +315,17 @@ def test_a_folder_behind_a_link_is_asked_for_by_its_own_name(on_lustre: FakeLust
     assert {call[-2] for call in on_lustre.calls() if call[0] == "setstripe"} == {str(on_lustre.folder)}
 
 
-def test_the_longest_and_last_mount_point_wins() -> None:
-    table = "a / ext4 rw\nb /data lustre rw\nc /data/x nfs rw\nd /data/x lustre rw\ne /da tmpfs rw\nbroken\n"
-    wanted = {"/": "a", "/data": "b", "/data/x/y": "d", "/database": "a", "/data/xy": "b"}
-    for path, source in wanted.items():
-        mount = lustre.lfs.mount_of(path, table)
-        assert mount is not None
-        assert mount.source == source, path
-    assert lustre.lfs.mount_of("/anything", "") is None
+def test_the_longest_and_last_mount_point_wins(on_lustre: FakeLustre) -> None:
+    place = on_lustre.folder.parent / "m"
+    for name in ("data/x/y", "data/xy", "database"):
+        (place / name).mkdir(parents=True)
+    root = str(place).replace(" ", "\\040")
+    table = f"""a {root} ext4 rw\nb {root}/data nfs rw\nc {root}/data/x lustre rw\nd {root}/data/x xfs rw
+e {root}/da tmpfs rw\nbroken\n"""
+    on_lustre.monkeypatch.setattr("lustre.lfs.read_mounts_table", lambda: table)
+    wanted = {".": "ext4", "data": "nfs", "data/x/y": "xfs", "database": "ext4", "data/xy": "nfs"}
+    for name, file_system in wanted.items():
+        assert f"is on {file_system}, not on Lustre" in on_lustre.command("show", place / name)[1], name
 
 
 # --- off Lustre, and without lfs
@@ -502,15 +503,3 @@ def test_from_plan_to_batch_setstripe_runs_once_on_the_fresh_folder(
     assert on_lustre.command("show", out)[0] == 0
     assert on_lustre.setstripe_calls() == [EIGHT.replace("-c 8", "-c 4")]
     assert (full / "precious").read_bytes() == b"precious"
-
-
-def test_setstripe_is_named_in_lustre_alone_and_run_in_one_place() -> None:
-    """The one place refuses all but an existing, empty directory; no second one can go around it."""
-    folders = ("preprocess", "loader", "slurm", "lustre", "examples", "benchmarks")
-    runs: dict[str, int] = {}
-    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.*")):
-        if path.suffix in {".py", ".sh"}:
-            text = path.read_text(encoding="utf-8")
-            assert "run_lfs" not in text or path.parent.name == "lustre"
-            runs[path.name] = text.count('run_lfs("setstripe"')
-    assert {name: number for name, number in runs.items() if number} == {"apply.py": 1}

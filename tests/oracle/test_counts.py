@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from tests.world import World, hostile_texts, tokenizer_dir
+from tests.world import Ranks, World, hostile_texts, tokenizer_dir
 
 SEQ_LEN = 16
 FORMS: dict[str, dict[str, Any]] = {
@@ -163,6 +163,23 @@ def test_an_origin_names_the_file_and_the_byte_of_a_document(tmp_path: Path, for
         assert sample["input_ids"][: len(sample["input_ids"]) - has_eos] == encode(line.text).ids, origin
         del left[line.name, str(line.offset)]
     assert not left
+
+
+def test_origins_of_a_mixture_name_the_documents_of_each_source(tmp_path: Path) -> None:
+    encode = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).encode
+    texts = {name: [f"{name} {number}" for number in range(40)] for name in ("ko", "en")}
+    worlds = {name: World(tmp_path / name).raw({"a.txt": "\n".join(texts[name])}).make() for name in texts}
+    folders = {name: world.data_dir for name, world in worlds.items()}
+    with Ranks(folders, weights={"ko": 2, "en": 1}, global_batch_size=6, origins=True) as ranks:
+        (loader,) = ranks.loaders
+        samples = [sample for step in ranks.take(20) for sample in step]  # more than an epoch of ko
+        sources = [loader.source_names[sample["origins"][1]] for sample in samples]
+        places = [loader.origin(*sample["origins"][1:5]).place for sample in samples]
+    assert 70 < sources.count("ko") < 90
+    for sample, source, place in zip(samples, sources, places, strict=True):
+        before = (folders[source].parent / "raw" / "a.txt").read_bytes()[: int(re.findall(r"\d+", place)[-1])]
+        text = texts[source][before.count(b"\n")]
+        assert sample["input_ids"][: len(encode(text).ids)] == encode(text).ids, place
 
 
 def check_side_files(world: World, every: list[Line], *, has_order: bool) -> None:

@@ -11,6 +11,8 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import time
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -384,3 +386,35 @@ def test_each_file_is_on_the_disk_before_its_name_and_the_manifests_name_comes_l
         assert ("sync", path.parent) in calls[named:manifest_named], f"{path.name} may lose its name"
     assert ("sync", folder) in calls[manifest_named:]
     assert not [path.name for path in folder.rglob(".*")], "temporary files are left"
+
+
+def kill_at_work(world: World) -> None:
+    """End a worker with SIGKILL as soon as a temporary file of it appears."""
+    before = world.temporaries()
+    pid = os.fork()
+    if not pid:
+        world.try_shard(0)
+        os._exit(99)  # it was not killed
+    while world.temporaries() == before:
+        time.sleep(0.0002)
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_what_killed_attempts_left_goes_with_the_one_that_makes_the_shard_or_finds_it_made(
+    tmp_path: Path,
+) -> None:
+    text = "\n".join(text.replace("\n", " ") for text in hostile_texts(30_000, most_words=9))
+    world = World(tmp_path).raw({"a.txt": text}).plan(num_shards=1)
+    kill_at_work(world)
+    kill_at_work(world)
+    assert world.try_shard(0).code == 0
+    assert world.temporaries() == []
+    manifest = (world.data_dir / "shard-00000.json").rename(tmp_path / "manifest")
+    kill_at_work(world)
+    manifest.rename(world.data_dir / "shard-00000.json")
+    assert world.temporaries()
+    assert world.try_shard(0).code == 0
+    assert world.temporaries() == []

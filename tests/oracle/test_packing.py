@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import tarfile
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.world import EOS, PAD, World, hostile_texts, tokenizer_dir
+from tests.world import EOS, PAD, World, hostile_texts, save_tokenizer, tokenizer_dir
 
 OPEN_ROWS = 1024  # of best fit: the fullest one is closed where there would be more
 Rows = list[list[int]]
@@ -112,3 +113,35 @@ def test_rows_are_those_of_a_plain_packer(
     if texts is long_texts:
         most_ids = 512 * 1024 // 2
         assert sum(map(len, chain(*sides.values()))) > most_ids, "one member holds all"
+
+
+def member(tar: Path, suffix: str) -> Any:
+    """Return the arrays of a suffix in a tar, joined."""
+    with tarfile.open(tar) as file:
+        names = [name for name in file.getnames() if name.endswith(suffix)]
+        return np.concatenate([np.load(io.BytesIO(file.extractfile(name).read())) for name in names])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("pack", ["concat", "best_fit"])
+def test_documents_of_one_token_begin_where_they_stand(tmp_path: Path, pack: str) -> None:
+    texts = ["a", "bcd", "e", "f", "g h i", "j"] * 5
+    options: dict[str, Any] = {"record": "packed", "seq_len": 8, "pack": pack, "num_shards": 1}
+    bare = {"add_special_tokens": False, "append_eos": False}
+    world = World(tmp_path).raw({"a.jsonl": [{"text": text} for text in texts]}).make(**options, **bare)
+    tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
+    sizes = [len(tokenizer.encode(text, add_special_tokens=False).ids) for text in texts]
+    assert 1 in sizes
+    starts = member(world.data_dir / "shard-00000.tar", ".doc_starts.npy")
+    assert len(starts) == len(texts)
+    if pack == "concat":
+        assert starts.tolist() == [sum(sizes[:number]) for number in range(len(sizes))]
+
+
+def test_rows_of_a_tokenizer_without_pad_token_are_filled_with_0(tmp_path: Path) -> None:
+    model = save_tokenizer(tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    world = World(tmp_path, tokenizer=model).raw({"a.txt": "one\ntwo words\n"})
+    world.make(record="packed", seq_len=64, num_shards=1)
+    assert set(ids_of_padding(world.data_dir / "shard-00000.tar")) == {0}

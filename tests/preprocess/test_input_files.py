@@ -42,7 +42,7 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
     """Make a data set of all files, and compare it with the plain reader; the number of bad records."""
     world.make(num_shards=num_shards, max_bad_fraction=1, **options)
     texts, bad = [], []
-    for path in sorted(world.raw_dir.iterdir()):
+    for path in [world.raw_dir / name for name in world.inputs()]:
         for record in plain_records(path, **options):
             if record.reason:
                 bad.append((path.name, record.offset, record.reason))
@@ -50,7 +50,10 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
                 texts.append(record.text)
     told = world.lines("quarantine")
     assert world.texts() == texts
-    assert [(each["source"], each["source_offset"], each["reason"]) for each in told] == bad
+    found = [(each["source"], each["source_offset"], each["reason"]) for each in told]
+    if options.get("text_template"):  # of a field that stands twice and one that is missing, either is told
+        found, bad = ([(name, place, "") for name, place, _ in each] for each in (found, bad))
+    assert found == bad
     for each in told:
         named = re.search(r"\bbyte (\d+) is not", each["detail"])
         if named:
@@ -116,24 +119,16 @@ def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Pa
 @pytest.mark.parametrize("end", ["\r\n", "\r", "\n"])
 def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end: str) -> None:
     """From where a shard should begin 16 KiB are read, then 64 KiB each time; of a shard 128 or 512 KiB."""
-    half, number = 600 << 10, 0
-    world, expected = World(tmp_path), []
+    half, short = 200 << 10, "b c d\n" * 5
     for kib, shift in itertools.product([16, 80, 144], [-2, -1, 0, 1]):
         place = half + (kib << 10) + shift
-        text = ("x y " * half)[:place] + end + "b\n" * half
-        world.raw({f"{number:02}.txt": text[: 2 * half]})
-        expected.append(place + len(end))
-        number += 1
+        text = "x" * place + end + short
+        world = World(tmp_path / f"{kib} {shift}").raw({"a.txt": text + "y" * (2 * half - len(text))})
+        assert world.plan(num_shards=2).plan_json()["cuts"][1][:2] == [0, place + len(end)]
     for kib, shift in itertools.product([128, 512], [-1, 0]):
-        text = ("x y " * half)[: (kib << 10) + shift] + end + "word and " * half + "\nlast line\n"
-        world.raw({f"{number:02}.txt": text})
-        number += 1
-    for path in sorted(world.raw_dir.iterdir())[: len(expected)]:
-        alone = World(tmp_path / path.stem).raw({"a.txt": path.read_bytes()}).plan(num_shards=2)
-        assert alone.plan_json()["cuts"][1][:2] == [0, expected[int(path.stem)]]
-    world.plan(num_shards=40).run().verify()
-    found = [record.text for path in sorted(world.raw_dir.iterdir()) for record in plain_records(path)]
-    assert world.texts() == found
+        line = ("x y " * half)[: (kib << 10) + shift]
+        world = World(tmp_path / f"{kib} {shift}").raw({"a.txt": line + end + short})
+        assert world.make(num_shards=1).texts() == [line.strip(), *short.splitlines()]
 
 
 def test_a_whole_file_is_one_document_with_its_line_ends_made_one_kind(tmp_path: Path) -> None:
@@ -198,9 +193,9 @@ def random_object(rng: random.Random, depth: int = 0) -> str:
 def test_what_is_taken_of_a_line_of_json_depends_on_no_other_line(tmp_path: Path, choice: str) -> None:
     rng, options = random.Random(choice), FIELDS[choice]
     right = '{"text": "b", "본문": "다", "meta": {"text": "m"}, "id": 7}'
-    lines = [rng.choice([random_object(rng), random_object(rng), right, ""]) for _ in range(15_000)]
+    lines = [rng.choice([random_object(rng), random_object(rng), right, ""]) for _ in range(6_000)]
     world = World(tmp_path).raw({"a.jsonl": "\n".join(lines)})
-    assert check_with_plain_reader(world, num_shards=3, **options) > 1000
+    assert check_with_plain_reader(world, num_shards=3, **options) > 500
     if "id_field" in options:
         records = [record for record in plain_records(world.raw_dir / "a.jsonl", **options) if record.text]
         assert world.lines("ids") == [[0, record.offset, record.id] for record in records]
@@ -267,7 +262,7 @@ def test_plan_tells_which_named_field_no_record_has(tmp_path: Path, suffix: str)
         world.raw({"a.jsonl": [*records, *({"body": "a"} for _ in range(30))]})
     ended = world.try_plan(id_field="idd", source_field="src", dry_run=True)
     assert (ended.code, "idd" in ended.text, "src" in ended.text) == (0, True, True)
-    assert ("--text_field" in ended.text) == (suffix == "jsonl"), "most lack the text, too"
+    assert (" 77% " in ended.text) == (suffix == "jsonl"), "so many lack the text, too"
     assert "--id_field" not in world.try_plan(id_field="id", dry_run=True).text
 
 

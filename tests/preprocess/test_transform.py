@@ -11,6 +11,8 @@ import pytest
 from tests.documented import examples_of
 from tests.world import World
 
+pytestmark = pytest.mark.processes  # plan tries a function in one, too
+
 INPUTS: dict[str, Any] = {
     "a.jsonl": [{"id": str(n), "text": f"line {n}", "lang": "ko" if n % 3 else "en"} for n in range(30)],
     "b.txt": "".join(f"plain {n}\n" for n in range(20)),
@@ -57,7 +59,6 @@ def test_rows_of_tables_come_with_all_their_columns(tmp_path: Path) -> None:
     assert world.texts() == ["1 ['a', 'b'] ko", "2 [] en", "None ['c'] ko"]
 
 
-@pytest.mark.processes  # transformers renders in one
 def test_a_chat_is_the_list_of_messages_that_it_returns(tmp_path: Path) -> None:
     function = """
 def transform(record):
@@ -157,6 +158,8 @@ WRONG: dict[str, tuple[str, int]] = {
     "recurses": ("def transform(record): return transform(record)", 65),
     "ends the program at import": ("import sys\nsys.exit(0)\ndef transform(record): return ''", 2),
     "is no text": ("\0", 2),
+    "ends the process": ("import os\ndef transform(record): os._exit(0)", 2),
+    "depends on the order of a set": ("def transform(record): return ' '.join(set('abcdefghijklm'))", 2),
     "depends on the time": ("import time\ndef transform(record): return str(time.time_ns())", 2),
     "ends the program": ("import sys\ndef transform(record): sys.exit(0)", 65),
     "raises an error whose text fails": (
@@ -214,7 +217,6 @@ def test_a_trial_is_the_first_documents_that_it_lets_through(tmp_path: Path) -> 
     assert len(world.texts()) == 15
 
 
-@pytest.mark.processes
 def test_run_hands_it_to_its_processes_and_blank_goes_through_it(tmp_path: Path) -> None:
     world = planned(tmp_path, FUNCTION, id_field="id")
     assert world.main("run", world.data_dir, transform=tmp_path / "clean.py", num_proc=2).code == 0

@@ -1,21 +1,20 @@
-"""Stand-ins for Slurm's commands, and what real ones printed.
+"""Stand-ins for Slurm's commands with recorded answers, and the files that a data set's jobs leave.
 
-What squeue and scontrol print was recorded on real clusters of two versions, Debian 12's and Debian 13's:
-tests/slurm_cluster.sh started them (the newer one in a debootstrap chroot), an array of six was
-submitted whose task 0 ends with 65, task 1 kills itself, 2 and 3 run and 4 waits; task 5 was cancelled.
-The times and the number of restarts were added to the newer version's lines by hand, as it was then seen to
-print them like the older one.
+What squeue and scontrol print was recorded on real clusters of two versions, Debian 12's and Debian 13's: an
+array of six, of which task 0 ended with 65, task 1 killed itself, 2 and 3 run, 4 waits, and 5 was cancelled.
+The times and the number of restarts were added to the newer version's lines by hand.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
 import shlex
+import shutil
 import signal
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +22,10 @@ from typing import Any
 
 import pytest
 
-from shardprep.files import FileStamp
-from shardprep.format.attempts import folder_identity
-from shardprep.format.idx import idx_num_bytes
-from shardprep.format.manifest import Manifest, ShardCounts
-from shardprep.format.names import idx_path, manifest_path, tar_path
-from shardprep.format.plan import need_plan
-from shardprep.format.submissions import JobArray, JobRequest, SentJob, Submission
-from shardprep.format.submissions import publish_submission as publish
-from shardprep.signals import STOP_SIGNALS
-from slurm import __main__ as program
+from shardprep.__main__ import main
+from tests.conftest import seal
+from tests.forged import content_sha256
+from tests.world import Ended
 
 NAME = "shardprep-0123456789ab-3f2a91-0"
 WHEN = "2026-11-22T01:52:04"
@@ -61,6 +54,7 @@ JOB = (
     "JobState=PENDING Reason=JobHeldUser Requeue=1 Restarts=0 TimeLimit=UNLIMITED NumCPUs=1 NumTasks=1 "
     "SubmitTime=2026-11-22T01:52:04 MinMemoryNode=100M MinTmpDiskNode=0 WorkDir=/tmp"
 )
+CONFIG = "ClusterName = test\nMaxArraySize            = 1001\n"
 FAKE = r"""#!/bin/bash
 # Says what a file named for this command says, and records what it was given.
 name=${0##*/} place=@PLACE@
@@ -78,7 +72,6 @@ case "$name $*" in
     echo $((number + 1)) ;;
   scontrol*config*) cat "$place/config" ;;
   scontrol*"show job"*) sed "s/{name}/$(cat "$place/name-${!#}")/" "$place/job" ;;
-  scontrol*federation) [[ ! -e $place/federation ]] || cat "$place/federation" ;;
   *) [[ ! -e $place/$name ]] || cat "$place/$name" ;;
 esac
 """
@@ -105,7 +98,9 @@ class FakeSlurm:
         return path.read_text().splitlines() if path.exists() else []
 
     def sent(self) -> list[str]:
-        return [path.read_text() for path in sorted(self.place.glob("sent-*"))]
+        """The scripts that sbatch was given, in their order; the first one is job 1."""
+        paths = self.place.glob("sent-*")
+        return [path.read_text() for path in sorted(paths, key=lambda path: int(path.name[5:]))]
 
 
 def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
@@ -117,7 +112,7 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
         (place / name).with_suffix(".sh").chmod(0o755)
         (place / "bin").mkdir(exist_ok=True)
         (place / "bin" / name).symlink_to(place / f"{name}.sh")
-    (place / "config").write_text("ClusterName = test\nMaxArraySize            = 1001\n")
+    (place / "config").write_text(CONFIG)
     (place / "job").write_text(JOB)
     monkeypatch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
     for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
@@ -125,92 +120,133 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     return FakeSlurm(place=place)
 
 
-def slurm(*args: object, code: int = 0, cwd: Path | None = None) -> str:
-    """``python -m slurm`` in this process; returns both streams."""
-    out, before = io.StringIO(), Path.cwd()
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    os.chdir(cwd or before)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            found = program.main([str(each) for each in args])
-    finally:
-        os.chdir(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert found == code, out.getvalue()
-    return out.getvalue()
+def command(*words: object, code: int = 0, environ: Mapping[str, str] = {}) -> Ended:
+    """Run ``shardprep WORDS`` with these variables; AssertionError unless it ends with ``code``."""
+    out, err = io.StringIO(), io.StringIO()
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                found = main([str(each) for each in words])
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    done = Ended(code=found, out=out.getvalue(), err=err.getvalue())
+    assert found == code, done.text
+    return done
 
 
-def status(data: Path) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(slurm("status", data, "--json"))
+def slurm(*words: object, code: int = 0, **environ: Any) -> str:
+    """All that ``shardprep WORDS`` prints."""
+    return command(*words, code=code, environ=environ).text
+
+
+def status(data: Path, **environ: str) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(command("status", data, "--json", environ=environ).out)
     return state
+
+
+def last_line(data: Path) -> str:
+    """What ``status`` says to type next."""
+    return command("status", data).out.splitlines()[-1]
+
+
+def events(data: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (data / "jobs" / "history.jsonl").read_text().splitlines()]
 
 
 def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
     """A line of squeue: of tasks of job 1 unless ``changes`` say otherwise."""
     fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME, "user": "root"}
-    fields |= {"exit": "0:0", "node": "n1", "command": ""} | changes
+    fields |= {"exit": "0:0", "node": "n1", "command": "", "elapsed": "0:02"} | changes
     return (
-        "{job}|{index}|{state}|{reason}|{exit}|{node}|0:02|{job}|{user}|{submit}|{start}|N/A|{restarts}|{name}|"
-        "{command}\n"
+        "{job}|{index}|{state}|{reason}|{exit}|{node}|{elapsed}|{job}|{user}|{submit}|{start}|N/A|{restarts}|"
+        "{name}|{command}\n"
     ).format(index=index, state=state, reason=reason, **fields)
+
+
+# --- what a data set's jobs leave in its folder
+
+
+def plan_id_of(data: Path) -> str:
+    return str(json.loads((data / "plan.json").read_text().partition("\n")[0] + "}")["plan_id"])
+
+
+def identity_of(data: Path) -> str:
+    """What a record says of its folder: the inode and the file system, as ``stat -fc %i`` prints it."""
+    number = os.statvfs(data).f_fsid
+    return f"{data.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
+
+
+def names_of_jobs(data: Path) -> str:
+    """What the names of a data set's jobs begin with."""
+    return f"shardprep-{plan_id_of(data)[:12]}-{identity_of(data)}-"
+
+
+def array(job_id: str = "1", **changes: Any) -> dict[str, Any]:
+    """A job array of a submission, of five tasks."""
+    facts = {"job_id": job_id, "name": NAME, "submit_time": WHEN, "tasks": ["0", "1", "2", "3", "4"]}
+    return {**facts, "request": {}, "mem_mb": 100, "time_min": None, **changes}
+
+
+def submitted(data: Path, *arrays: dict[str, Any], verify: str = "2", **changes: Any) -> Path:
+    """The record of a submission: job 1, an array, and its verify job 2. Returns its path."""
+    verify_job = {"job_id": verify, "name": f"{NAME}-verify", "submit_time": WHEN}
+    facts = {"format": "shardprep-submission", "version": 3, "number": 0, "plan_id": "0123456789abcdef"}
+    facts |= {"cluster": "test", "user": "root", "submitted": 1.5, "arrays": [*(arrays or [array()])]}
+    facts |= {"verify": verify_job, "identity": identity_of(data), **changes}
+    path = data / "jobs" / f"{facts['number']:04d}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**facts, "content_sha256": content_sha256(facts)}))
+    return path
+
+
+def sent_tasks(data: Path) -> list[list[str]]:
+    """The shards of each task, of the first array of every submission."""
+    paths = sorted((data / "jobs").glob("[0-9][0-9][0-9][0-9].json"))
+    return [json.loads(path.read_text())["arrays"][0]["tasks"] for path in paths]
 
 
 def write_log(data: Path, name: str, text: str) -> Path:
     path = data / "jobs" / "logs" / name
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def submission(verify_job_id: str = "2", **changes: Any) -> Submission:
-    """Job 1, an array of five tasks, and its verify job 2."""
-    array: dict[str, Any] = {
-        "job_id": "1",
-        "name": NAME,
-        "submit_time": WHEN,
-        "tasks": ["0", "1", "2", "3", "4"],
-    }
-    array |= {"request": JobRequest(), "mem_mb": 100, "time_min": None}
-    fields: dict[str, Any] = {"number": 0, "plan_id": "0123456789abcdef", "cluster": "test", "user": "root"}
-    verify = SentJob(job_id=verify_job_id, name=f"{NAME}-verify", submit_time=WHEN)
-    fields |= {"submitted": 1.5, "verify": verify, "identity": "1.2"}
-    return Submission(**{**fields, "arrays": [JobArray(**array)], **changes})
+_MADE: dict[str, Path] = {}  # plan id -> a folder in which all shards of this plan are made and verified
 
 
-def submitted(data: Path, **changes: Any) -> None:
-    (data / "jobs").mkdir(exist_ok=True)
-    publish(data, submission(**{"identity": folder_identity(data), **changes}))
+def _made(data: Path) -> Path:
+    plan_id = plan_id_of(data)
+    if plan_id not in _MADE:
+        place = _MADE[plan_id] = Path(tempfile.mkdtemp(prefix="made-")) / "data"
+        shutil.copytree(data, place, ignore=shutil.ignore_patterns("jobs", "shard-*"))
+        for words in (["run", place, "--num_proc", 1], ["verify", place]):
+            command(*words, environ={"PATH": os.defpath})
+    return _MADE[plan_id]
 
 
 def make_done(data: Path, *shard_ids: int, job_id: str = "", **run: Any) -> None:
-    """Files of shards as far as ``status`` looks at them: a manifest, an empty tar, an idx of its size."""
-    spec = need_plan(data).spec
-    idx = FileStamp(num_bytes=idx_num_bytes(spec.kind, 0), sha256="0" * 64)
-    counts: dict[str, Any] = dict.fromkeys((item.name for item in dataclasses.fields(ShardCounts)), 0)
-    counts |= {"num_tokens": 6000, "input_bytes": 600, "quarantined": {}, "length_histogram": []}
-    facts = {"host": "n1", "began": 1.0, "wall_s": 1.0, "cpu_s": 1.0, "num_cpus": 1, "max_rss_bytes": 1}
+    """Make shards. ``job_id`` and ``run``: of the job, and other facts of the run in their manifests."""
+    made = _made(data)
     for shard_id in shard_ids:
-        manifest = Manifest(
-            spec=spec,
-            shard_id=shard_id,
-            counts=ShardCounts(**{**counts, "sources": {}, "validation": None}),
-            tar=FileStamp(num_bytes=0, sha256="0" * 64),
-            idx=idx,
-            quarantine=None,
-            ids=None,
-            run={**facts, "slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run},
-        )
-        manifest_path(data, shard_id).write_bytes(manifest.to_json())
-        tar_path(data, shard_id).touch()
-        idx_path(data, shard_id).write_bytes(bytes(idx.num_bytes))
+        for path in made.glob(f"shard-{shard_id:05d}.*"):
+            shutil.copy(path, data)
+        path = data / f"shard-{shard_id:05d}.json"
+        manifest = json.loads(path.read_text())
+        manifest["run"] |= {"slurm": {"SLURM_ARRAY_JOB_ID": job_id} if job_id else {}, **run}
+        path.write_text(json.dumps(manifest))
+        seal(path)
 
 
-def write_index(data: Path, num_shards: int) -> None:
-    """An index.json that has the numbers of ``make_done``'s shards."""
-    plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
-    rows = [[0, 0, 6000, 0, 0, ""]] * num_shards
-    (data / "index.json").write_text(json.dumps({"spec": {"plan_id": plan_id}, "shards": rows}))
+def write_index(data: Path) -> None:
+    """The index.json of a verify."""
+    shutil.copy(_made(data) / "index.json", data)
 
 
 def section(name: str, facts: Mapping[str, Any]) -> str:
@@ -220,9 +256,8 @@ def section(name: str, facts: Mapping[str, Any]) -> str:
 
 def write_record(data: Path, task: str, *rest: str, **begin: Any) -> Path:
     """The record of an attempt of task ``JOB_INDEX`` that made shard INDEX, as prep_array.sh writes it."""
-    plan_id = json.loads((data / "plan.json").read_text())["plan_id"]
     job_id, _, index = task.partition("_")
-    first = {"by": "submit", "plan_id": plan_id, "shards": index, "identity": folder_identity(data)}
+    first: dict[str, Any] = {"plan_id": plan_id_of(data), "shards": index, "identity": identity_of(data)}
     first |= {"SLURM_ARRAY_JOB_ID": job_id, "SLURM_ARRAY_TASK_ID": index, "SLURM_RESTART_COUNT": 0}
     first |= {"SLURM_JOB_USER": "root", "SLURMD_NODENAME": "n1", "time": 1000, "SLURM_CPUS_PER_TASK": 1}
     first |= begin
@@ -230,6 +265,18 @@ def write_record(data: Path, task: str, *rest: str, **begin: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join([section("begin", first), *rest]))
     return path
+
+
+def write_run_record(data: Path, shards: str, node: str, pid: int, pid_began: int) -> Path:
+    """The record of a ``run`` on a machine, which has no end yet."""
+    facts = {"SLURM_ARRAY_JOB_ID": "", "shards": shards, "SLURMD_NODENAME": node}
+    path = write_record(data, "1_1", **facts, pid=pid, pid_began=pid_began)
+    return path.rename(path.with_name(f"{node}-{pid}.1000"))
+
+
+def process_began(pid: int) -> int:
+    """When a process began, in clock ticks since boot."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def failure(shard_id: int, exit_code: int, reason: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,11 +11,11 @@ from tests.slurm.fake_slurm import (
     NAME,
     WHEN,
     FakeSlurm,
+    array,
     ended,
     failure,
     slurm,
     status,
-    submission,
     submitted,
     write_record,
 )
@@ -71,7 +70,9 @@ ROWS = [
     # told to stop: by whom is in the log, or in squeue
     Row("stopped by a signal (75)", [ended(75, signal="TERM")]),
     Row("TIMEOUT", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO TIME LIMIT ***"),
-    Row("TIMEOUT", [ended(75, signal="USR1", stopped=942)], begin={"SLURM_JOB_END_TIME": 1000}),
+    Row("TIMEOUT", [ended(75, signal="USR1", stopped=942)], begin={"time": 400, "SLURM_JOB_END_TIME": 1000}),
+    Row("TIMEOUT", [ended(75, signal="USR1", stopped=1540, limit="10:00")]),
+    Row("stopped by a signal (75)", [ended(75, signal="USR1", stopped=1540, limit="1:00:00")]),
     Row("stopped by a signal (75)", [ended(75, signal="USR1")]),
     Row("PREEMPTED", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO PREEMPTION ***"),
     Row("PREEMPTED", [ended(75, signal="TERM")], f"{CANCELLED_AT} ***", queue=("PREEMPTED", 0, 15)),
@@ -132,7 +133,7 @@ def test_the_cause_of_every_failure_is_told_and_stays_when_slurm_and_the_log_hav
     logs = data / "jobs" / "logs"
     logs.mkdir(parents=True)
     tasks = [str(index) for index in range(len(ROWS))]
-    submitted(data, arrays=[dataclasses.replace(submission().arrays[0], tasks=tasks)])
+    submitted(data, array(tasks=tasks))
     for index, row in enumerate(ROWS):
         log = logs / f"1_{index}.log"
         log.write_text(f"shardprep: node n1: shard {index} begins\n{row.log}\n")

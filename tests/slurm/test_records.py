@@ -1,4 +1,4 @@
-"""Attempt records and submissions on disk: who writes them, what is read off them, and what is refused.
+"""Records of attempts and of submissions: who writes them, what is read off them, and what is refused.
 
 ``prep_array.sh`` runs here without Slurm, by an srun that only starts what it is given; test_prep_array.py
 and test_slurm_operations.py run it on a real cluster.
@@ -15,30 +15,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.errors import BrokenShard, ShardprepError
-from shardprep.format.attempts import RunRecord, read_attempts
-from shardprep.format.json_files import content_sha256
-from shardprep.format.names import tar_path
-from shardprep.format.plan import need_plan
-from shardprep.format.submissions import SubmittedMeanwhile, publish_submission, read_submissions
-from slurm.causes import log_tail
 from tests.checkout import ROOT
 from tests.children import run_child
+from tests.forged import content_sha256
 from tests.slurm.fake_slurm import (
     FakeSlurm,
+    array,
+    command,
     ended,
+    process_began,
     slurm,
     squeue_line,
     status,
-    submission,
     submitted,
+    write_log,
     write_record,
+    write_run_record,
 )
 
 if TYPE_CHECKING:
@@ -62,11 +59,11 @@ def task(
     """Task ``index`` of ``sbatch --array slurm/prep_array.sh DATA``, started by hand."""
     (fake.place / "bin" / "srun").write_text(srun)
     (fake.place / "bin" / "srun").chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
-    slurm |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
-    settings = {**os.environ, **slurm, "SHARDPREP_PYTHON": sys.executable, **environ}
-    command = [str(ROOT / "slurm" / "prep_array.sh"), str(data), *args]
-    run_child(command, cwd=ROOT, env=settings, code=code, stdout=stdout)
+    own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
+    own |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
+    settings = {**os.environ, **own, "SHARDPREP_PYTHON": sys.executable, **environ}
+    words = [str(ROOT / "slurm" / "prep_array.sh"), str(data), *args]
+    run_child(words, cwd=ROOT, env=settings, code=code, stdout=stdout)
 
 
 def records(data: Path) -> list[str]:
@@ -94,26 +91,17 @@ def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(
 def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
-    setup = tmp_path / "setup.sh"
+    setup, log = tmp_path / "setup.sh", tmp_path / "a log.txt"
     setup.write_text("exit 3\n")
-    task(fake, data_dir, 2, code=3, SHARDPREP_SETUP=str(setup))
-    (attempt,) = read_attempts(data_dir, need_plan(data_dir).plan_id).own
-    assert (attempt.shards, attempt.node, attempt.exit_code, attempt.stage) == ([2], "n1", 3, "set-up")
-    assert attempt.log == "", "its output is a pipe"
-    assert status(data_dir)["causes"] == {"the set-up file ended the task": "2"}
-
-
-def test_the_record_names_the_file_that_the_task_logs_to(
-    fake: FakeSlurm, data_dir: Path, tmp_path: Path
-) -> None:
-    log = tmp_path / "a log.txt"
     with log.open("wb") as file:
-        task(fake, data_dir, 2, "--input_dir", "/no/such/folder", code=66, stdout=file)
-    assert status(data_dir)["failures"][0]["log"] == str(log)
+        task(fake, data_dir, 2, code=3, SHARDPREP_SETUP=str(setup), stdout=file)
+    (failure,) = status(data_dir)["failures"]
+    assert (failure["shard"], failure["node"], failure["log"]) == (2, "n1", str(log))
+    assert failure["cause"] == "the set-up file ended the task"
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_worker_that_fails_says_why_and_retry_asks_for_what_its_task_had(
+def test_retry_asks_for_what_a_plain_task_had_and_says_the_workers_words(
     fake: FakeSlurm, data_dir: Path, is_told: bool
 ) -> None:
     """An older Slurm does not tell a task its time limit."""
@@ -135,11 +123,9 @@ def test_a_worker_that_fails_says_why_and_retry_asks_for_what_its_task_had(
 def test_a_record_can_be_read_whatever_the_folder_is_called(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path, name: str
 ) -> None:
-    folder = tmp_path / name
-    data_dir.rename(folder)
+    folder = data_dir.rename(tmp_path / name)
     task(fake, folder, 1, "--input_dir", "/no/such/folder", code=66)
-    (attempt,) = read_attempts(folder, need_plan(folder).plan_id).own
-    assert (attempt.shards, attempt.exit_code) == ([1], 66)
+    assert status(folder)["causes"] == {"no such input or shard (66)": "1"}
 
 
 @pytest.mark.parametrize("link", ["jobs", "jobs/attempts", "jobs/attempts/7_2.r0"])
@@ -162,7 +148,7 @@ def test_where_no_record_can_be_written_the_shard_is_made_all_the_same(
 ) -> None:
     (data_dir / "jobs").write_text("a file in the way")
     task(fake, data_dir, 0)
-    assert tar_path(data_dir, 0).exists()
+    assert (data_dir / "shard-00000.tar").exists()
 
 
 # --- run's record
@@ -171,47 +157,33 @@ def test_where_no_record_can_be_written_the_shard_is_made_all_the_same(
 def test_shards_that_a_run_could_not_make_have_their_cause_without_any_slurm(
     prep: Prep, sample_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = Path(shutil.copytree(sample_dir, tmp_path / "raw"))
+    raw, data = Path(shutil.copytree(sample_dir, tmp_path / "raw")), tmp_path / "data"
     bad = sorted(raw.iterdir())[1]
     bad.write_bytes(bad.read_bytes() + b"\xff\n" * 20)
-    prep.plan(raw, tmp_path / "data")
-    assert prep.command("run", tmp_path / "data").code == 65
+    prep.plan(raw, data)
+    command("run", data, code=65)
+    command("run", data, code=65)
+    assert len(records(data)) == 2, "a record of each run that failed"
     monkeypatch.setenv("PATH", str(tmp_path))
-    text = run_child([sys.executable, "-m", "slurm", "status", tmp_path / "data"], cwd=ROOT).stdout
-    assert "failed, bad input (65): shard 1" in text
-    (command,) = [line for line in text.splitlines() if line.startswith("next: shardprep run ")]
-    words = shlex.split(command.removeprefix("next: shardprep "))
-    assert prep.command(*words[:-1], "1").code == 0, "with another share"
-    assert len(records(tmp_path / "data")) == 1, "of the run that failed"
-    assert prep.command("verify", tmp_path / "data").code == 0
-    assert records(tmp_path / "data") == []
-
-
-def test_runs_of_one_process_within_a_second_keep_records_of_their_own(data_dir: Path) -> None:
-    plan_id = need_plan(data_dir).plan_id
-    for number in range(3):  # a second may end between two
-        time.sleep(0.005)
-        with RunRecord(data_dir, plan_id, [0], num_cpus=1) as failing:
-            failing.exit_code = 65
-        time.sleep(0.005)
-        with RunRecord(data_dir, plan_id, [1], num_cpus=1):
-            pass
-        assert len(records(data_dir)) == number + 1
+    state = status(data)
+    assert state["causes"] == {"bad input (65)": "1"}
+    (line,) = [line for line in slurm("status", data).splitlines() if line.startswith("next: shardprep run ")]
+    words = shlex.split(line.removeprefix("next: shardprep "))
+    command(*words[:-1], "1")  # with another share
+    command("verify", data)
+    assert records(data) == []
 
 
 @pytest.mark.parametrize(
-    ("host", "pid_began", "state"),
-    [("here", 0, "running"), ("here", 1, "failed"), ("elsewhere", 0, "not_visible")],
+    ("host", "is_same", "state"),
+    [("here", True, "running"), ("here", False, "failed"), ("elsewhere", True, "not_visible")],
 )
 def test_a_run_without_an_end_runs_was_killed_or_cannot_be_seen_from_this_host(
-    fake: FakeSlurm, data_dir: Path, host: str, pid_began: int, state: str
+    fake: FakeSlurm, data_dir: Path, host: str, is_same: bool, state: str
 ) -> None:
-    """``pid_began`` 1: the process has gone, and another one has its number."""
+    """Where it is not the same, the process has gone, and another one has its number."""
     node = socket.gethostname() if host == "here" else "another.host"
-    ticks = pid_began or int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    facts = {"by": "run", "SLURM_ARRAY_JOB_ID": "", "shards": "1-2", "SLURMD_NODENAME": node}
-    path = write_record(data_dir, "1_1", **facts, pid=os.getpid(), pid_began=ticks)
-    path.rename(path.with_name(f"{node}-{os.getpid()}.1000"))
+    write_run_record(data_dir, "1-2", node, os.getpid(), process_began(os.getpid()) if is_same else 1)
     assert status(data_dir)[state] == "1-2"
     if state != "failed":
         slurm("submit", data_dir)
@@ -225,8 +197,7 @@ def test_the_newest_attempt_says_the_cause_where_an_older_one_has_no_record(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     submitted(data_dir)
-    again = [replace(submission().arrays[0], job_id="3")]
-    submitted(data_dir, number=1, arrays=again, submitted=2.5, verify_job_id="4")
+    submitted(data_dir, array("3"), verify="4", number=1, submitted=2.5)
     write_record(data_dir, "3_0", ended(75, stopped_by="OUT_OF_MEMORY"))
     fake.answers("squeue", squeue_line("0", "NODE_FAIL"))
     assert status(data_dir)["causes"] == {"OUT_OF_MEMORY": "0"}
@@ -238,33 +209,36 @@ def test_of_a_task_that_was_started_again_each_start_has_the_cause_of_its_own_pa
 ) -> None:
     """A submission's log goes on; plain sbatch's is moved away when Slurm starts the task again."""
     submitted(data_dir)
-    log = data_dir / "jobs" / "logs" / "1_0.log"
-    log.parent.mkdir(parents=True)
     parts = [
         f"shardprep: node {node}: shard 0 begins\n*** JOB 7 ON {node} CANCELLED AT now DUE TO {why} ***\n"
         for node, why in (("n1", "NODE FAILURE"), ("n2", "TIME LIMIT"))
     ]
     if has_moved:
-        log.with_name("1_0.before-restart-1.log").write_text(parts.pop(0))
-    log.write_text("".join(parts))
+        write_log(data_dir, "1_0.before-restart-1.log", parts.pop(0))
+    log = write_log(data_dir, "1_0.log", "".join(parts))
     for number in range(2):
         write_record(data_dir, "1_0", SLURM_RESTART_COUNT=number, time=1000 + number, log=str(log))
-    assert status(data_dir)["causes"] == {"TIMEOUT": "0"}
-    assert status(data_dir)["restarts"] == {"NODE_FAIL on n1": 1}
+    state = status(data_dir)
+    assert (state["causes"], state["restarts"]) == ({"TIMEOUT": "0"}, {"NODE_FAIL on n1": 1})
 
 
 def test_logs_shows_the_attempts_at_a_shard_newest_last_with_the_ends_of_their_logs(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
-    for number, (job, code) in enumerate((("1", 74), ("3", 65))):
+    frame, worker = (
+        "shardprep: node n1: shard 2",
+        " 10%\r 20%\nerror: of job {}\nsrun: error: n1: task 0: Exited",
+    )
+    for number, (job, code) in enumerate((("1", 74), ("3", 65), ("5", 75))):
         log = tmp_path / f"{job}.log"
-        log.write_text(f"error: of job {job}\n")
+        if job == "5":
+            os.mkfifo(log)  # which holds nobody
+        else:
+            log.write_text(f"{frame} begins\n{worker.format(job)}\n{frame} ended with exit code {code}\n")
         write_record(data_dir, f"{job}_2", ended(code), time=1000 + number, log=str(log))
-    said = [line.strip() for line in slurm("logs", data_dir, 2).splitlines() if "error: of job" in line]
-    assert said == ["| error: of job 1", "| error: of job 3"]
+    said = [line.strip() for line in slurm("logs", data_dir, 2).splitlines() if line.startswith("  |")]
+    assert said == ["|  20%", "| error: of job 1", "|  20%", "| error: of job 3"], "not the frame, nor srun"
     slurm("logs", data_dir, 9, code=66)
-    os.mkfifo(data_dir / "1_0.log")
-    assert log_tail(data_dir / "1_0.log") == "", "a FIFO holds nobody"
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
@@ -274,14 +248,12 @@ def test_a_colleague_sees_what_is_done_of_a_set_submitted_with_umask_077(
 ) -> None:
     submitted(data_dir)
     write_record(data_dir, "1_4", ended(65))
-    jobs = data_dir / "jobs"
-    jobs.chmod(0o700)
-    os.chown(jobs, 65534, 65534)
+    (data_dir / "jobs").chmod(0o700)
+    os.chown(data_dir / "jobs", 65534, 65534)
     colleague = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search", sys.executable]
-    said = run_child([*colleague, "-m", "slurm", "status", data_dir]).stdout
-    assert "not visible" in said
-    assert f"chmod -R a+rX {shlex.quote(str(data_dir))}" in said
-    assert "failed" not in said
+    state = json.loads(run_child([*colleague, "-m", "slurm", "status", data_dir, "--json"]).stdout)
+    assert (state["not_visible"], state["failed"]) == ("0-4", "")
+    assert state["unreadable"]
 
 
 # --- submissions on disk
@@ -296,35 +268,34 @@ CHANGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def refused(data: Path) -> str:
-    with pytest.raises(BrokenShard) as found:
-        read_submissions(data)
-    assert "jobs/0000.json" in str(found.value)
-    return str(found.value)
+def refused(data: Path, code: int = 65) -> None:
+    """Status and submit end in words that name the record."""
+    for name in ("status", "submit"):
+        assert "jobs/0000.json" in slurm(name, data, code=code)
 
 
 @pytest.mark.parametrize("name", [*CHANGES, "arrays.tasks 0-99999999999", "arrays.tasks 0-99998 often"])
-@pytest.mark.parametrize("change", ["another value", "missing"])
-def test_a_submission_with_a_wrong_or_missing_field_is_named(data_dir: Path, name: str, change: str) -> None:
-    submitted(data_dir)
-    path = data_dir / "jobs" / "0000.json"
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_submission_with_a_wrong_or_missing_field_is_named(
+    fake: FakeSlurm, data_dir: Path, name: str, is_missing: bool
+) -> None:
+    path = submitted(data_dir)
     data = json.loads(path.read_text())
-    name, _, tasks = name.partition(" ")
-    outer, _, inner = name.rpartition(".")
-    array = data["arrays"][0]
-    place = {"": data, "arrays": array, "request": array["request"], "verify": data["verify"]}[outer]
-    place[inner] = [tasks.split(" ")[0]] * (50 if "often" in tasks else 1) if tasks else CHANGES[name]
-    if change == "missing":
-        if outer == "request":
-            return  # its default
-        del place[inner]
+    place, _, tasks = name.partition(" ")
+    outer, _, inner = place.rpartition(".")
+    of_array = data["arrays"][0]
+    values = {"": data, "arrays": of_array, "request": of_array["request"], "verify": data["verify"]}[outer]
+    values[inner] = [tasks.split(" ")[0]] * (50 if "often" in tasks else 1) if tasks else CHANGES[name]
+    if is_missing and outer == "request":
+        return  # its default
+    if is_missing:
+        del values[inner]
     path.write_text(json.dumps({**data, "content_sha256": content_sha256(data)}))  # a hash that is right
-    assert inner in refused(data_dir) or tasks
+    refused(data_dir)
 
 
-def test_a_submission_that_was_altered_by_hand_or_is_none_is_refused(data_dir: Path) -> None:
-    submitted(data_dir)
-    path = data_dir / "jobs" / "0000.json"
+def test_a_submission_that_was_altered_by_hand_or_is_none_is_refused(fake: FakeSlurm, data_dir: Path) -> None:
+    path = submitted(data_dir)
     altered = path.read_bytes().replace(b'"job_id": "1"', b'"job_id": "3"')
     for content in (altered, b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"format": Infinity}'):
         path.write_bytes(content)
@@ -348,16 +319,4 @@ def test_what_cannot_be_read_in_jobs_is_named_and_holds_nobody(
             "loop": lambda: path.symlink_to(path),
         }
         make[what]()
-    with pytest.raises(ShardprepError, match="jobs"):
-        read_submissions(data_dir)
-    assert "jobs" in slurm("status", data_dir, code=65 if what in {"folder", "fifo"} else 74)
-
-
-def test_of_two_submissions_with_one_number_the_second_is_told_so_and_the_first_stays(tmp_path: Path) -> None:
-    (tmp_path / "jobs").mkdir()
-    first = submission()
-    publish_submission(tmp_path, first)
-    with pytest.raises(SubmittedMeanwhile):
-        publish_submission(tmp_path, submission(user="kim"))
-    assert read_submissions(tmp_path) == [first]
-    assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["0000.json"]
+    assert str(jobs) in slurm("status", data_dir, code=65 if what in {"folder", "fifo"} else 74)

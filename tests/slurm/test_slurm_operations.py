@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.format.manifest import read_manifest
 from tests.checkout import ROOT
 from tests.children import is_living, run_child
 from tests.held_children import Hold
@@ -43,16 +42,13 @@ class Site:
     environ: dict[str, str]
     folder: Path  # the cluster's own
 
-    def slurm(self, *args: object, code: int = 0, path_first: Path | None = None) -> str:
+    def slurm(self, *args: object, code: int = 0) -> str:
         """``python -m slurm``; returns what it said on both streams."""
-        environ = dict(self.environ)
-        if path_first:
-            environ["PATH"] = f"{path_first}:{environ['PATH']}"
         command = [sys.executable, "-m", "slurm", *map(str, args)]
-        return run_child(command, env=environ, stderr=subprocess.STDOUT, code=code).stdout
+        return run_child(command, env=self.environ, stderr=subprocess.STDOUT, code=code).stdout
 
-    def status(self, data: Path, **settings: Any) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.slurm("status", data, "--json", **settings).splitlines()[-1])
+    def status(self, data: Path) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.slurm("status", data, "--json").splitlines()[-1])
         return status
 
     def run(self, *command: str) -> str:
@@ -114,28 +110,18 @@ def seven(prep: Prep, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return Faults(data=data, place=place)
 
 
-def _forgetful(folder: Path) -> Path:
-    """A folder for PATH in which squeue knows no job any more."""
-    folder.mkdir()
-    (folder / "squeue").write_text("#!/bin/sh\n")
-    (folder / "squeue").chmod(0o755)
-    return folder
-
-
 def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "a folder's 50%"
     prep.plan(sample_dir, data, num_shards=40)
-    said = site.slurm("submit", data, "--cpus_per_task", 1, "--mem_gb", 0.8, "--time_min", 5, "--wait")
-    assert "7 tasks of up to 6 shards" in said
-    assert (data / "index.json").exists()
+    site.slurm("submit", data, "--cpus_per_task", 1, "--mem_gb", 0.8, "--time_min", 5, "--wait")
     tasks = site.submission(data, 0)["arrays"][0]["tasks"]
     assert len(tasks) == 7, "MaxArraySize"
     state = site.status(data)
     assert (state["done"], state["failed"], state["verified"]) == ("0-39", "", True)
-    assert "nothing to submit: 40 of 40 shards are done" in site.slurm("submit", data)
-
+    site.slurm("submit", data)
+    assert not (data / "jobs" / "0001.json").exists(), "nothing is left to send"
     for shard_id in (3, 17):
         (data / f"shard-{shard_id:05d}.json").unlink()
     script = site.slurm("submit", data, "--cpus_per_task", 1, "--dry_run")
@@ -147,64 +133,66 @@ def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     assert "rror" not in said, "a reader that goes is none"
 
 
-def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
+def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anything(
     prep: Prep, site: Site, seven: Faults, tmp_path: Path
 ) -> None:
-    """OOM, time limit, scancel, a node killed under a Python that lives on, bad input, kill -9."""
-    data = seven.data
-    for fault, shard_id in {"memory": 0, "first": 0, "sleep": 1, "survive": 3, "kill": 5}.items():
+    """OOM, time limit, scancel, a node killed under a Python that lives on, kill -9, a set-up that exits."""
+    data, place = seven.data, seven.place
+    faults = (
+        ("memory", 0),
+        ("first", 0),
+        ("sleep", 1),
+        ("sleep", 2),
+        ("survive", 3),
+        ("kill", 5),
+        ("setup", 6),
+    )
+    for fault, shard_id in faults:
         seven.arm(fault, shard_id)
-    seven.arm("sleep", 2)
+    setup = tmp_path / "set up.sh"
+    setup.write_text(f"[[ -z ${{shards:-}} ]] || ! rm '{place}'/setup-$shards 2>/dev/null || exit 3\n")
     request = ("--cpus_per_task", 4, "--mem_gb", 0.2, "--time_min", 1, "--sbatch_args", "--no-requeue")
-    site.slurm("submit", data, *request)
+    accepting = ("--worker_args", "--max_bad_fraction 0.6", "--setup", setup)
+    site.slurm("submit", data, *request, *accepting, "--until_done")
     job = site.submission(data, 0)["arrays"][0]["job_id"]
-    wait_until(lambda: not (seven.place / "sleep-2").exists())
+    wait_until(lambda: not (place / "sleep-2").exists())
     site.run("scancel", f"{job}_2")
-    wait_until((seven.place / "surviving").exists)
+    wait_until((place / "surviving").exists)
     (node,) = site.run("squeue", "-h", f"--jobs={job}_3", "--format=%N").split()
     kill_node(site.environ, node)
-    wait_until(lambda: "COMPLETED" in site.status(data)["verify"] or "FAILED" in site.status(data)["verify"])
+    wait_until((data / "jobs" / "0001.json").exists)
+    (place / "release").touch()  # two writers of shard 3
+    wait_until(lambda: site.status(data)["history"][-1]["event"] in ("finished", "stopped"))
 
+    state = site.status(data)
+    assert state["verified"], site.slurm("status", data)
+    causes = state["history"][1]["causes"]
     expected = {
         "OUT_OF_MEMORY": "0",
         "TIMEOUT": "1",
         "CANCELLED": "2",
         "NODE_FAIL": "3",
-        "bad input (65)": "4",
         "killed by signal 9": "5",
+        "the set-up file ended the task": "6",
     }
     if not HAS_CGROUPS:
         expected["killed by signal 9"] = "0,5"
         del expected["OUT_OF_MEMORY"]
-    state = site.status(data)
-    assert state["causes"] == expected, site.slurm("status", data) + site.run("sacct", "-D", f"--jobs={job}")
-    assert state["done"] == "6"
-    text = site.slurm("status", data)
-    assert "shard 00004, task" in text
-    assert "cannot be decoded" in text, "the last lines of the log"
-    assert f"shard 00003, task {job}_3 on {node}: NODE_FAIL" in text
-    forgotten = site.status(data, path_first=_forgetful(tmp_path / "forgetful"))
-    assert forgotten["causes"] == expected, "records have it all, once Slurm has forgotten the jobs"
-
-    (seven.place / "release").touch()  # two writers of shard 3
-    said = site.slurm("retry", data, "--wait", code=74)
-    assert "left: shard 00004: bad input (65); the same input fails in the same way" in said
+    # of scancel the worker's own end may be seen first
+    assert {
+        cause.replace("stopped by a signal (75)", "CANCELLED"): ids for cause, ids in causes.items()
+    } == expected
     arrays = site.submission(data, 1)["arrays"]
     asked = {array["tasks"][0]: (array["mem_mb"], array["time_min"]) for array in arrays}
     assert asked["1"] == (205, 2), "twice the time"
     if HAS_CGROUPS:
         assert asked["0"] == (410, 1), "twice the memory"
-    assert site.status(data)["done"] == "0-3,5-6"
+    assert list((data / "jobs" / "attempts").iterdir()) == [], "no record of what is done"
+    assert (data / "report.html").exists()
     undisturbed = tmp_path / "undisturbed"
-    prep.plan(data.parent / "raw", undisturbed)
-    prep.make(undisturbed, 0, 1, 2, 3, 5, 6)
-    theirs = {name: value for name, value in prep.contents(data).items() if "00004" not in name}
-    assert theirs == prep.contents(undisturbed)
-
-    set_right(site.environ)
-    accepting = ("--worker_args", "--max_bad_fraction 0.6", "--wait")
-    assert "verified:" in site.slurm("retry", data, *accepting)
-    assert site.status(data)["done"] == "0-6"
+    prep.plan(data.parent / "raw", undisturbed, max_bad_fraction=0.6)
+    prep.make(undisturbed)
+    assert prep.contents(data) == prep.contents(undisturbed)
 
 
 def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
@@ -218,14 +206,13 @@ def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
     assert state["running"]
     assert state["pending"]
     before = prep.contents(seven.data)
-    said = site.slurm("submit", seven.data)
-    assert "6 shards wait or run already" in said
-    assert "nothing to submit" in said
+    site.slurm("submit", seven.data)
+    assert not (seven.data / "jobs" / "0001.json").exists(), "all wait or run already"
     job = site.submission(seven.data, 0)["arrays"][0]["job_id"]
     wait_until(lambda: site.task_state(f"{job}_0") == "COMPLETED")
     site.run("scontrol", "requeue", f"{job}_0")
-    assert "cancelled: " in site.slurm("cancel", seven.data)
-    wait_until(lambda: "nothing is queued" in site.slurm("cancel", seven.data))
+    site.slurm("cancel", seven.data)
+    wait_until(lambda: not site.run("squeue", "-h"))
     state = site.status(seven.data)
     assert set(state["causes"]) <= {"CANCELLED", "stopped by a signal (75)"}
     assert (state["done"], state["running"], state["pending"]) == ("0", "", "")
@@ -249,10 +236,10 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
 
     shutil.copytree(data, copy)
     assert site.status(copy)["not_submitted"] == "0-6"
-    assert "nothing is queued" in site.slurm("cancel", copy)
+    site.slurm("cancel", copy)
     assert site.task_state(f"{job}_0") == "RUNNING"
 
-    assert f"cancelled: {job}" in site.slurm("cancel", data)
+    site.slurm("cancel", data)
     wait_until(lambda: not site.run("squeue", "-h"))
     state = site.status(data)
     assert (state["failed"], state["done"]) == ("0-1", "")
@@ -268,15 +255,13 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     site: Site, seven: Faults, tmp_path: Path
 ) -> None:
     refusals = {
-        ("--cpus_per_task", 40): "a node has up to 4 CPUs and 4000 MB",
+        ("--cpus_per_task", 40): "--cpus-per-task=40",
         ("--mem_gb", 99): "--mem=101376M",
-        ("--partition", "gone"): "invalid partition specified: gone",
-        ("--setup", "no/such/file"): "no/such/file is no file",
-        ("--sbatch_args", "--array=0-3"): "--sbatch_args has --array=0-3, which submit sets itself",
+        ("--partition", "gone"): "gone",
+        ("--setup", "no/such/file"): "no/such/file",
     }
-    for flags, words in refusals.items():
-        assert words in site.slurm("submit", seven.data, "--cpus_per_task", 1, *flags, code=2)
-    assert "shardprep plan" in site.slurm("submit", tmp_path, code=66)
+    for flags, named in refusals.items():
+        assert named in site.slurm("submit", seven.data, "--cpus_per_task", 1, *flags, code=2)
     shutil.move(seven.data / "tokenizer" / "tokenizer.json", tmp_path)
     assert "tokenizer.json" in site.slurm("submit", seven.data, code=66)
     assert not (seven.data / "jobs").exists()
@@ -293,23 +278,24 @@ def test_preempted_tasks_start_again_and_are_counted(prep: Prep, site: Site, sev
     wait_until(lambda: site.status(seven.data)["verified"])
     state = site.status(seven.data)
     assert (state["done"], state["failed"]) == ("0-6", "")
-    restarts = [
-        read_manifest(seven.data, shard_id).run["slurm"].get("SLURM_RESTART_COUNT") for shard_id in range(7)
-    ]
-    assert restarts.count("1") == 3, restarts
+    made = [json.loads(path.read_text())["run"]["slurm"] for path in seven.data.glob("shard-*.json")]
+    assert [each.get("SLURM_RESTART_COUNT") for each in made].count("1") == 3, made
     assert prep.temporaries(seven.data) == []
 
 
-def test_a_submit_limit_of_the_qos_makes_larger_tasks(site: Site, seven: Faults) -> None:
+def test_a_submit_limit_of_the_qos_makes_larger_tasks_and_leaves_a_place_for_the_controller(
+    site: Site, seven: Faults
+) -> None:
     site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=4")
     try:
-        flags = ("--cpus_per_task", 1, "--mem_gb", 0.5)
-        said = site.slurm("submit", seven.data, *flags, "--wait", code=74)
-        assert "3 tasks of up to 3 shards" in said, "one job is for verify"
+        flags = ("--cpus_per_task", 1, "--mem_gb", 1, "--worker_args", "--max_bad_fraction 0.6")
+        site.slurm("submit", seven.data, *flags, "--until_done")
+        assert len(site.submission(seven.data, 0)["arrays"][0]["tasks"]) <= 2, "two jobs stand behind them"
+        wait_until(lambda: not site.run("squeue", "-h"))
     finally:
         site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
     state = site.status(seven.data)
-    assert (state["done"], state["causes"]) == ("0-3,5-6", {"bad input (65)": "4"})
+    assert (state["done"], state["verified"], state["history"][-1]["event"]) == ("0-6", True, "finished")
 
 
 def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_job_comes_back(
@@ -403,28 +389,24 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
         command = [*as_nobody, "-m", "slurm", *map(str, words)]
         return run_child(command, env=site.environ, stderr=subprocess.STDOUT, code=code).stdout
 
-    running = nobody("status", data)
-    assert "4 of 7 shards are done" in running
-    assert "  running: shard 0\n" in running
-    whose = "root submitted jobs of this data set, and only that user or an administrator can cancel them"
-    assert whose in nobody("cancel", data, code=2)
-    assert whose in nobody("cancel", data, "--shards", 0, code=2)
-    assert "no folder that you can write to" in nobody("retry", data, code=73)
-    assert "shard 00000: running" in nobody("logs", data, 0)
+    def seen() -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(nobody("status", data, "--json").splitlines()[-1])
+        return found
+
+    assert (seen()["num_done"], seen()["running"]) == (4, "0")
+    for words in (["cancel", data], ["cancel", data, "--shards", 0]):
+        assert nobody(*words, code=2).startswith("error: root ")
+    nobody("retry", data, code=73)
     assert "killed by signal 9" in nobody("logs", data, 5)
     assert json.loads(nobody("report", data, "--json"))["shards"]["num_done"] == 4
     assert site.status(data)["running"] == "0", "nothing was cancelled"
-    (array, verify) = (site.submission(data, 0)[name] for name in ("arrays", "verify"))
     site.slurm("cancel", data)
-    wait_until(lambda: not site.run("squeue", "-h", f"--jobs={array[0]['job_id']},{verify['job_id']}"))
-    assert f"next: its owner goes on, as you may not write into '{data}'" in nobody("status", data)
+    wait_until(lambda: not site.run("squeue", "-h"))
+    assert "shardprep " not in nobody("status", data).splitlines()[-1], "a command that would be refused"
     (data / "jobs").chmod(0o700)  # as umask 077 makes it
-    hidden = nobody("status", data)
-    assert "4 of 7 shards are done" in hidden
-    assert f"its owner can type: chmod -R a+rX '{data}'" in hidden
-    assert "jobs cannot be listed (Permission denied)" in nobody("logs", data, 0)
+    assert (seen()["num_done"], seen()["failed"]) == (4, "")
     for command in ("cancel", "retry"):
-        assert "jobs cannot be listed (Permission denied)" in nobody(command, data, code=74)
+        nobody(command, data, code=74)
     data.chmod(0o700)
     for command in ("status", "report", "cancel", "retry"):
-        assert "Permission denied; its owner can type: chmod -R a+rX" in nobody(command, data, code=74)
+        assert "chmod -R a+rX" in nobody(command, data, code=74)

@@ -9,24 +9,12 @@ import shlex
 import socket
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.console import source_lines
-from shardprep.errors import BrokenShard
-from shardprep.format.attempts import AttemptRecord
-from shardprep.format.done import publish_findings
-from shardprep.format.manifest import read_manifest
-from shardprep.format.names import idx_path, manifest_path, shard_name, tar_path
-from shardprep.format.plan import Plan, need_plan
-from shardprep.format.submissions import JobRequest
-from slurm.causes import last_lines
-from slurm.retry import failing_nodes
-from slurm.script import names_begin
 from tests.checkout import ROOT
 from tests.children import run_child
 from tests.conftest import seal
@@ -34,26 +22,30 @@ from tests.slurm.fake_slurm import (
     NAME,
     QUEUES,
     FakeSlurm,
+    array,
+    command,
     ended,
+    events,
     failure,
+    last_line,
     make_done,
+    names_of_jobs,
+    process_began,
     slurm,
     squeue_line,
     status,
-    submission,
     submitted,
     write_index,
+    write_log,
     write_record,
+    write_run_record,
 )
+from tests.world import World
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
 
 pytestmark = pytest.mark.processes
-
-
-def events(data: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (data / "jobs" / "history.jsonl").read_text().splitlines()]
 
 
 # --- the page
@@ -69,70 +61,62 @@ def test_every_field_of_json_is_documented_and_every_documented_field_is_there(
 
 
 def test_status_counts_documents_tokens_bytes_and_quarantined_per_source(
-    fake: FakeSlurm, prep: Prep, tmp_path: Path
+    fake: FakeSlurm, tmp_path: Path
 ) -> None:
-    raw, folder = tmp_path / "raw", tmp_path / "data"
     sizes = {"ko": [3, 5], "en": [2], "bad\033[2J": [1]}
+    world = World(tmp_path)
     for name, files in sizes.items():
-        (raw / name).mkdir(parents=True)
         for number, num_lines in enumerate(files):
-            lines = ['{"text": "' + "a b c " * (number + 1) + '"}\n'] * num_lines
-            (raw / name / f"{number}.jsonl").write_text("".join([*lines, '{"text": null}\n']))
-    prep.plan(raw, folder, num_shards=4, recursive=True, max_bad_fraction=0.9)
-    prep.make(folder)
-    found = status(folder)["sources"]
+            records = [{"text": "a b c " * (number + 1)}] * num_lines + [{"text": None}]
+            world.raw({f"{name}/{number}.jsonl": records})
+    world.plan(num_shards=4, recursive=True, max_bad_fraction=0.9).run()
+    state = status(world.data_dir)
     for name, files in sizes.items():
-        num_bytes = sum(path.stat().st_size for path in (raw / name).iterdir())
-        of = found[name]
-        assert (of["num_documents"], of["num_quarantined"], of["num_bytes"]) == (
-            sum(files), len(files), num_bytes,
-        )  # fmt: skip
-    num_tokens = sum(read_manifest(folder, shard).counts.num_tokens for shard in range(4))
-    assert sum(each["num_tokens"] for each in found.values()) == num_tokens
-    shown = slurm("status", folder)
+        num_bytes = sum(path.stat().st_size for path in (world.raw_dir / name).iterdir())
+        of = state["sources"][name]
+        counts = (of["num_documents"], of["num_quarantined"], of["num_bytes"])
+        assert counts == (sum(files), len(files), num_bytes)
+    assert sum(each["num_tokens"] for each in state["sources"].values()) == state["num_tokens"]
+    shown = slurm("status", world.data_dir)
     assert "\033" not in shown
     assert next(line for line in shown.splitlines() if "left out" in line).startswith("  ko: 8 documents")
 
 
-def test_of_many_sources_the_largest_are_shown_and_one_alone_has_no_line() -> None:
-    counts = {"num_documents": 1, "num_bytes": 1, "num_quarantined": 0}
-    many = {f"s{number:02d}": {**counts, "num_tokens": number} for number in range(20)}
-    lines = source_lines(many, all_in="index.json")
-    assert [line.split(":")[0].strip() for line in lines[:-1]] == [f"s{19 - n:02d}" for n in range(12)]
-    assert "8 more" in lines[-1]
-    assert source_lines({".": many["s01"]}, all_in="index.json") == []
-
-
-def test_last_lines_leave_out_frame_progress_bars_and_what_srun_says_of_a_worker_that_spoke() -> None:
-    frame = "shardprep: node n1: shard 3"
-    worker = " 10%\r 20%\nerror: no\nsrun: error: n1: task 0: Exited"
-    assert last_lines(f"{frame} begins\n{worker}\n{frame} ended with exit code 65\n") == [" 20%", "error: no"]
-    assert last_lines("srun: error: Unable to create step\n") == ["srun: error: Unable to create step"]
-
-
-@pytest.mark.parametrize("ahead_s", [-200, 0, 200])
-def test_clocks_that_differ_neither_hide_what_was_made_nor_change_the_speed(
-    fake: FakeSlurm, data_dir: Path, ahead_s: int, monkeypatch: pytest.MonkeyPatch
+def test_the_speed_is_that_since_the_newest_submission_and_what_waits_for_later_is_not_made_sooner(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node's clock, 200 s behind or ahead of this machine's; the shard took the last 60 s."""
     now = time.time()
-    submitted(data_dir, submitted=now - 60)
-    fake.answers("squeue", squeue_line("1-4", "RUNNING"))
-    make_done(data_dir, 0, began=now - 60 + ahead_s, wall_s=60.0, job_id="1")
     monkeypatch.setattr("slurm.status.time.time", lambda: now)
+    submitted(data_dir, submitted=now - 1000)
+    submitted(data_dir, array("5"), verify="6", number=1, submitted=now - 60)
+    fake.answers("squeue", squeue_line("1-4", "RUNNING", job="5"))
+    make_done(data_dir, 0, began=now - 900, wall_s=60.0, job_id="1")  # of the submission before
+    assert status(data_dir)["tokens_per_s"] is None
+    make_done(data_dir, 1, began=now - 50, wall_s=50.0, job_id="5")
     state = status(data_dir)
-    assert (state["clock_difference_s"], state["tokens_per_s"]) == (ahead_s, 100)
-    assert ("the nodes' clocks" in slurm("status", data_dir)) == bool(ahead_s)
+    tokens = json.loads((data_dir / "shard-00001.json").read_text())["counts"]["num_tokens"]
+    assert state["tokens_per_s"] == round(tokens / 60)
+    assert 100 < state["left_s"] < 300, "three shards of the size of one that took a minute"
+    begins = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now + 7200))
+    waits = squeue_line("2", "PENDING", "BeginTime", job="5", start=begins)
+    fake.answers("squeue", squeue_line("3-4", "RUNNING", job="5") + waits)
+    assert abs(status(data_dir)["left_s"] - 7200) < 3
+    held = squeue_line("2", "PENDING", "launch failed requeued held", job="5")
+    fake.answers("squeue", squeue_line("3-4", "RUNNING", job="5") + held)
+    assert status(data_dir)["left_s"] is None, "nobody knows when"
 
 
 def test_what_verify_found_wrong_is_not_done_until_it_is_made_anew(fake: FakeSlurm, data_dir: Path) -> None:
-    """Whatever the clocks say: the finding is of that manifest."""
     submitted(data_dir)
     make_done(data_dir, *range(5))
-    write_index(data_dir, 5)
+    write_index(data_dir)
     assert status(data_dir)["verified"]
-    plan_id = need_plan(data_dir).plan_id
-    publish_findings(data_dir, plan_id, [(each, BrokenShard(f"shard {each}: x")) for each in (1, 3)])
+    whole = (data_dir / "shard-00003.tar").read_bytes()
+    for number in (1, 3):
+        tar = data_dir / f"shard-{number:05d}.tar"
+        tar.write_bytes(tar.read_bytes()[:-1] + b"x")
+    command("verify", data_dir, code=65)
+    (data_dir / "shard-00003.tar").write_bytes(whole)
     make_done(data_dir, 3, began=7.0)
     state = status(data_dir)
     assert (state["done"], state["wrong"], state["verified"]) == ("0,2-4", "1", False)
@@ -140,48 +124,40 @@ def test_what_verify_found_wrong_is_not_done_until_it_is_made_anew(fake: FakeSlu
     assert "shards_of=(1)" in fake.sent()[0]
 
 
-def test_manifests_of_wrong_types_and_links_that_go_round_do_not_end_a_status_with_a_traceback(
+def test_manifests_of_wrong_types_and_links_that_go_round_end_no_command_in_a_traceback(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
     contents = [b"[" * 100_000, b'{"run": 1}', b'{"run": {"wall_s": "long"}}', b"\xff", b"{}"]
     for shard_id, content in enumerate(contents):
         for suffix in ("tar", "idx"):
-            (data_dir / f"{shard_name(shard_id)}.{suffix}").touch()
-        (data_dir / f"{shard_name(shard_id)}.json").write_bytes(content)
+            (data_dir / f"shard-{shard_id:05d}.{suffix}").touch()
+        (data_dir / f"shard-{shard_id:05d}.json").write_bytes(content)
     state = status(data_dir)
     assert (state["num_done"], len(state["broken"])) == (0, 5)
     (tmp_path / "round").symlink_to("round")
-    for command in ("status", "submit", "cancel", "retry"):
-        assert "round" in slurm(command, tmp_path / "round", code=74)
+    for name in ("status", "submit", "cancel", "retry"):
+        assert "round" in slurm(name, tmp_path / "round", code=74)
 
 
 def test_a_verify_job_that_ran_out_of_time_or_never_begins_is_told(fake: FakeSlurm, data_dir: Path) -> None:
     submitted(data_dir)
     make_done(data_dir, *range(5))
-    log = data_dir / "jobs" / "logs" / "verify-2.log"
-    log.parent.mkdir()
-    log.write_text("*** JOB 2 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO TIME LIMIT ***\n")
+    words = "*** JOB 2 ON n1 CANCELLED AT 2026-11-22T01:52:04 DUE TO TIME LIMIT ***\n"
+    log = write_log(data_dir, "verify-2.log", words)
     write_record(data_dir, "2_0", shards="", log=str(log))
     trouble = status(data_dir)["verify_trouble"]
     assert "TIMEOUT" in trouble
     assert str(log) in trouble
-    assert slurm("status", data_dir).splitlines()[-1] == f"next: shardprep verify {data_dir}"
+    assert last_line(data_dir) == f"next: shardprep verify {data_dir}"
     waits = squeue_line("N/A", "PENDING", "PartitionTimeLimit", job="2", name=f"{NAME}-verify")
     fake.answers("squeue", waits)
     assert "PartitionTimeLimit" in status(data_dir)["verify_trouble"]
 
 
-def test_where_nothing_waits_or_runs_status_reads_no_sizes_of_the_plan(
-    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_done(data_dir, 0, 1)
-    monkeypatch.setattr(Plan, "shard_bytes", lambda _: pytest.fail("10,000 shards take 0.1 s of CPU"))
-    assert status(data_dir)["done"] == "0-1"
-
-
-# ``python -m slurm`` that counts what it asks of the file system below a folder, and the commands it starts.
+# ``python -m slurm`` that counts what it asks of the file system below a folder, and the commands it starts;
+# it ends at the second look of --watch.
 COUNTED = """
-import collections, json, os, sys
+import collections, json, os, sys, time
 folder, report = sys.argv.pop(1), sys.argv.pop(1)
 seen = collections.Counter()
 def count(event, args):
@@ -195,38 +171,50 @@ def stat(path, *args, **settings):
     seen["stat"] += str(path).startswith(folder)
     return real(path, *args, **settings)
 os.stat = stat
+looks = []
+def write():
+    seen["numpy"] = "numpy" in sys.modules
+    looks.append(dict(seen))
+    seen.clear()
+    with open(report, "w") as file:
+        json.dump(looks, file)
+def sleep(_):
+    write()
+    if len(looks) == 2:
+        sys.exit(0)
+import slurm.status
+slurm.status.time = type("Clock", (), {**vars(time), "sleep": staticmethod(sleep)})
 from slurm.__main__ import main
 code = main(sys.argv[1:])
-seen["numpy"] = "numpy" in sys.modules
-with open(report, "w") as file:
-    json.dump(seen, file)
+write()
 sys.exit(code)
 """
 
 
-def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_asks_slurm_once(
+def test_a_status_reads_each_manifest_and_record_once_and_the_next_look_reads_none_of_them_again(
     fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path
 ) -> None:
     """290 manifests and 10 failures; of 10,000 it is so, too."""
     num_shards, num_failed, data = 300, 10, tmp_path / "data"
     prep.plan(sample_dir, data, num_shards=num_shards)
     prep.make(data, 0)
-    manifest = json.loads(manifest_path(data, 0).read_text())
+    first = data / "shard-00000.json"
+    manifest = json.loads(first.read_text())
     for shard_id in range(1, num_shards - num_failed):
-        for path in (tar_path, idx_path):
-            path(data, shard_id).symlink_to(path(data, 0))
+        path = data / f"shard-{shard_id:05d}.json"
+        for suffix in (".tar", ".idx"):
+            path.with_suffix(suffix).symlink_to(first.with_suffix(suffix))
         manifest["shard_id"] = shard_id
-        manifest_path(data, shard_id).write_text(json.dumps(manifest))
-        seal(manifest_path(data, shard_id))
-    submitted(data, arrays=[replace(submission().arrays[0], tasks=[str(i) for i in range(num_shards)])])
-    (data / "jobs" / "logs").mkdir()
+        path.write_text(json.dumps(manifest))
+        seal(path)
+    submitted(data, array(tasks=[str(number) for number in range(num_shards)]))
     for shard_id in range(num_shards - num_failed, num_shards):
-        log = data / "jobs" / "logs" / f"1_{shard_id}.log"
-        log.write_text("an error\n")
+        log = write_log(data, f"1_{shard_id}.log", "an error\n")
         write_record(data, f"1_{shard_id}", ended(74), log=str(log))
-    done = run_child([sys.executable, "-c", COUNTED, data, tmp_path / "seen.json", "status", data])
-    assert "290 of 300 shards are done" in done.stdout
-    seen = json.loads((tmp_path / "seen.json").read_text())
+    fake.answers("squeue", squeue_line("N/A", "RUNNING", job="2", name=f"{NAME}-verify"))
+    report = tmp_path / "seen.json"
+    run_child([sys.executable, "-c", COUNTED, data, report, "status", data, "--watch"])
+    seen, again = json.loads(report.read_text())
     assert {name: seen[f"start {name}"] for name in ("squeue", "scontrol")} == {"squeue": 1, "scontrol": 1}
     assert not seen["numpy"], "its 0.1 s"
     assert seen["open .log"] == 8, "the newest failures'"
@@ -235,13 +223,12 @@ def test_a_status_reads_each_manifest_and_record_once_and_eight_logs_and_asks_sl
     assert seen["open .r0"] == 2 * num_failed, "before Slurm is asked, and after"
     assert seen["list"] <= 4, "the folder, its jobs, and twice the attempts"
     assert seen["stat"] <= 2 * num_shards + few, "tar and idx of each"
+    assert (again["start squeue"], again.get("start scontrol", 0)) == (1, 0)
+    assert again["open .json"] <= few
+    assert again["stat"] <= few
 
 
 # --- next
-
-
-def last_line(data: Path) -> str:
-    return slurm("status", data).splitlines()[-1]
 
 
 def test_next_is_never_a_retry_that_would_be_refused(fake: FakeSlurm, data_dir: Path) -> None:
@@ -254,43 +241,27 @@ def test_next_is_never_a_retry_that_would_be_refused(fake: FakeSlurm, data_dir: 
     assert "shards_of=(4)" in fake.sent()[0]
 
 
-def test_next_accepts_more_bad_input_at_each_time_and_keeps_the_other_arguments(
+def test_next_accepts_the_share_of_bad_documents_that_the_worker_found_and_keeps_other_arguments(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     """Three tries that failed are no reason to refuse what status says."""
     make_done(data_dir, 0, 1, 2, 3)
-    array = submission().arrays[0]
-    given = "--input_dir /a"
-    for number, fraction in enumerate(("", "0.05", "0.5", "1")):
-        args = f"{given} --max_bad_fraction {fraction}" if fraction else given
-        arrays = [replace(array, job_id=str(100 + number), request=JobRequest(worker_args=args))]
-        submitted(data_dir, number=number, arrays=arrays, verify_job_id=str(200 + number))
-        write_record(data_dir, f"{100 + number}_4", ended(65), time=1000 + number)
-        if fraction == "1":
-            assert "retry" not in last_line(data_dir)
-        else:
-            words = shlex.split(last_line(data_dir).removeprefix("next: shardprep "))
-            slurm(*words, "--dry_run")
-            assert words[-1].startswith(f"{given} --max_bad_fraction ")
-
-
-def test_next_accepts_the_share_of_bad_documents_that_the_worker_found(
-    fake: FakeSlurm, data_dir: Path
-) -> None:
-    submitted(data_dir)
-    make_done(data_dir, 0, 1, 2, 3)
-    words = "51 documents (5.10%) cannot be decoded as utf-8, the limit is 1.00%"
-    write_record(data_dir, "1_4", failure(4, 65, words), ended(65))
-    assert status(data_dir)["accepting_args"] == "--max_bad_fraction 0.5"
+    for number, fraction in enumerate(("", "0.05", "0.5")):
+        args = f"--input_dir /a --max_bad_fraction {fraction}" if fraction else "--input_dir /a"
+        request = {"worker_args": args}
+        submitted(data_dir, array(f"10{number}", request=request), verify=f"20{number}", number=number)
+        said = f"51 documents ({[3.00, 5.10, 51.00][number]:.2f}%) cannot be decoded as utf-8"
+        write_record(data_dir, f"10{number}_4", failure(4, 65, said), ended(65), time=1000 + number)
+        words = shlex.split(last_line(data_dir).removeprefix("next: shardprep "))
+        assert words[-1].split()[-1] == ["0.05", "0.5", "1"][number]
+        assert words[-1].startswith("--input_dir /a ")
+        slurm(*words, "--dry_run")
 
 
 def test_watch_goes_on_while_a_run_on_this_machine_makes_shards(
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    facts = {"by": "run", "SLURM_ARRAY_JOB_ID": "", "SLURMD_NODENAME": socket.gethostname()}
-    path = write_record(data_dir, "1_1", **facts, pid=os.getpid(), pid_began=ticks)
-    path = path.rename(path.with_name(f"host-{os.getpid()}.1000"))
+    path = write_run_record(data_dir, "1", socket.gethostname(), os.getpid(), process_began(os.getpid()))
     looks: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -335,15 +306,15 @@ def test_a_task_without_a_record_that_slurm_has_forgotten_is_said_to_have_left_n
 @pytest.mark.parametrize(
     ("request_", "mem_mb", "node_mb", "option"),
     [
-        (JobRequest(mem_gb=1), 1000, 8000, "mem=2000M"),
-        (JobRequest(mem_gb=1), 1000, 1500, "mem=1500M"),  # the largest node's
-        (JobRequest(mem_per_cpu_gb=0.5, cpus_per_task=4), 2048, 8000, "mem-per-cpu=1024M"),
+        ({"mem_gb": 1}, 1000, 8000, "mem=2000M"),
+        ({"mem_gb": 1}, 1000, 1500, "mem=1500M"),  # the largest node's
+        ({"mem_per_cpu_gb": 0.5, "cpus_per_task": 4}, 2048, 8000, "mem-per-cpu=1024M"),
     ],
 )
 def test_retry_doubles_the_memory_of_what_ran_out_of_it_up_to_the_largest_node(
-    fake: FakeSlurm, data_dir: Path, request_: JobRequest, mem_mb: int, node_mb: int, option: str
+    fake: FakeSlurm, data_dir: Path, request_: dict[str, Any], mem_mb: int, node_mb: int, option: str
 ) -> None:
-    submitted(data_dir, arrays=[replace(submission().arrays[0], request=request_, mem_mb=mem_mb)])
+    submitted(data_dir, array(request=request_, mem_mb=mem_mb))
     write_record(data_dir, "1_0", ended(75, stopped_by="OUT_OF_MEMORY"))
     fake.answers("sinfo", f"cpu*|idle|{node_mb}|64|infinite\n")
     slurm("retry", data_dir, "--shards", 0)
@@ -355,9 +326,8 @@ def test_retry_doubles_the_time_that_a_task_was_given(
     fake: FakeSlurm, data_dir: Path, had: str, asked: int
 ) -> None:
     """After --time_min 60 and scontrol update jobid=1 timelimit=240; or Slurm ended it late."""
-    request = JobRequest(time_min=60, exclude="n1")
-    submitted(data_dir, arrays=[replace(submission().arrays[0], request=request, time_min=60)])
-    fake.answers("squeue", squeue_line("0", "TIMEOUT").replace("|0:02|", f"|{had}|"))
+    submitted(data_dir, array(request={"time_min": 60, "exclude": "n1"}, time_min=60))
+    fake.answers("squeue", squeue_line("0", "TIMEOUT", elapsed=had))
     slurm("retry", data_dir, "--mem_gb", 3)
     scripts = "".join(fake.sent())
     assert f"#SBATCH --time={asked}\n" in scripts
@@ -378,22 +348,11 @@ def test_a_shard_is_left_after_failing_the_same_way_too_often_unless_something_i
         assert f"shards_of=({shards})" in shown, flags
 
 
-def lost(node: str, ended_s: float) -> AttemptRecord:
-    """An attempt whose node went down."""
-    facts: dict[str, Any] = {"path": Path("r"), "plan_id": "", "identity": "1.2", "shards": [0], "began": 0.0}
-    return AttemptRecord(**facts, started_by="submit", node=node, ended=ended_s, stopped_by="NODE_FAIL")
-
-
-def test_a_retry_excludes_nodes_that_failed_twice_alone_and_none_after_a_power_cut() -> None:
-    power_cut = [lost(f"n{number}", 60 * number) for number in range(5) for _ in "ab"]
-    again = [lost(f"n{number}", 90_000 + 60 * number) for number in range(5)]
-    assert failing_nodes(power_cut + again) == [], "all nodes were left out, and nothing could run"
-    alone = [lost("n3", day * 200_000) for day in (4, 5) for _ in range(9)]
-    assert failing_nodes(alone[:9]) == [], "nine tasks, one incident"
-    assert failing_nodes(power_cut + again + alone) == ["n3"]
-
-
 # --- until all is done
+
+
+def control_line(data: Path, job: str) -> str:
+    return squeue_line("N/A", "PENDING", "Dependency", job=job, name=f"{names_of_jobs(data)}0-control")
 
 
 def test_until_done_leaves_a_controller_that_does_the_same_behind_what_it_sends(
@@ -402,7 +361,7 @@ def test_until_done_leaves_a_controller_that_does_the_same_behind_what_it_sends(
     slurm("submit", data_dir, "--until_done")
     controller = fake.sent()[2]
     assert f"retry {data_dir} --until_done --round 1" in controller
-    assert "--job-name=" + names_begin(data_dir, need_plan(data_dir).plan_id) + "0-control" in controller
+    assert f"--job-name={names_of_jobs(data_dir)}0-control" in controller
     assert "--dependency=afterany:1:2" in fake.calls("sbatch")[-1]
     make_done(data_dir, 0, 1, 2, 3)
     write_record(data_dir, "1_4", ended(75, stopped_by="OUT_OF_MEMORY"))
@@ -432,21 +391,12 @@ def test_until_done_stops_where_only_people_can_help_and_tells_whom_notify_names
     assert "/no/such/file" in events(data_dir)[-1]["why"]
 
 
-def test_until_done_verifies_what_is_done_and_writes_the_report(
-    fake: FakeSlurm, prep: Prep, sample_dir: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "data"
-    prep.plan(sample_dir, data, num_shards=2)
-    prep.make(data)
-    slurm("retry", data, "--until_done")
-    assert status(data)["verified"]
-    assert "<html" in (data / "report.html").read_text()
-    assert events(data)[-1]["event"] == "finished"
-
-
-def control_line(data: Path, job: str) -> str:
-    name = f"{names_begin(data, need_plan(data).plan_id)}0-control"
-    return squeue_line("N/A", "PENDING", "Dependency", job=job, name=name)
+def test_until_done_verifies_what_is_done_and_writes_the_report(fake: FakeSlurm, data_dir: Path) -> None:
+    make_done(data_dir, *range(5))
+    slurm("retry", data_dir, "--until_done")
+    assert status(data_dir)["verified"]
+    assert "<html" in (data_dir / "report.html").read_text()
+    assert events(data_dir)[-1]["event"] == "finished"
 
 
 def test_cancel_ends_the_controller_first_as_it_would_send_again_what_is_cancelled(
@@ -485,11 +435,10 @@ def test_the_controller_is_submitted_before_the_jobs_are_released_or_nothing_is(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     """A limit of jobs that has no room for it: the array is made of fewer tasks until it has."""
-    real = f'"{fake.place}/sbatch.sh" "$@"'
     refuse = "echo 'sbatch: error: Job violates accounting/QOS policy (job submit limit)' >&2; exit 1"
     body = f"""script=$(cat)
 if [[ $script = *-control* && ! -e "{fake.place}/refused" ]]; then touch "{fake.place}/refused"; {refuse}; fi
-printf '%s\\n' "$script" | {real}"""
+printf '%s\\n' "$script" | "{fake.place}/sbatch.sh" "$@\""""
     fake.answers_by("sbatch", body)
     slurm("submit", data_dir, "--until_done")
     assert fake.calls("scancel") == ["1 2"], "what was sent before, not yet released"
@@ -497,15 +446,14 @@ printf '%s\\n' "$script" | {real}"""
     assert "shards_of=(0-1 2-4)" in fake.sent()[2]
 
 
-def test_clean_removes_the_logs_of_tasks_once_all_is_verified(prep: Prep, data_dir: Path) -> None:
-    logs = data_dir / "jobs" / "logs"
-    logs.mkdir(parents=True)
+def test_clean_removes_the_logs_of_tasks_once_all_is_verified(fake: FakeSlurm, data_dir: Path) -> None:
     names = ("7_0.log", "verify-8.log", "control-9.log")
-    for name in names:
-        (logs / name).write_text("words\n")
-    assert prep.command("clean", data_dir).code == 0
+    logs = write_log(data_dir, names[0], "words\n").parent
+    for name in names[1:]:
+        write_log(data_dir, name, "words\n")
+    command("clean", data_dir)
     assert sorted(path.name for path in logs.iterdir()) == sorted(names)
-    assert prep.command("run", data_dir).code == 0
-    assert prep.command("verify", data_dir).code == 0
-    assert prep.command("clean", data_dir).code == 0
+    make_done(data_dir, *range(5))
+    write_index(data_dir)
+    command("clean", data_dir)
     assert sorted(path.name for path in logs.iterdir()) == ["control-9.log", "verify-8.log"]

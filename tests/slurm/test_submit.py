@@ -13,16 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from shardprep.errors import UsageError
-from shardprep.format.plan import need_plan
-from shardprep.format.submissions import COMMANDS, JobRequest, read_submissions
-from slurm import send
-from slurm.commands import slurm_output
-from slurm.script import array_script, verify_script
-from slurm.send import parse_job
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.slurm.fake_slurm import JOB, WHEN, FakeSlurm, make_done, slurm, squeue_line, status, submitted
+from tests.slurm.fake_slurm import (
+    WHEN,
+    FakeSlurm,
+    array,
+    command,
+    make_done,
+    sent_tasks,
+    slurm,
+    squeue_line,
+    status,
+    submitted,
+    write_index,
+)
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -58,47 +63,37 @@ def options(script: str) -> dict[str, str]:
     ],
 )
 def test_values_are_of_flags_or_else_of_sbatchs_variables_and_never_more_cpus_than_a_node_has_by_default(
-    fake: FakeSlurm,
-    data_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    environ: dict[str, str],
-    flags: str,
-    expected: dict[str, str | None],
+    fake: FakeSlurm, data_dir: Path, environ: dict[str, Any], flags: str, expected: dict[str, str | None]
 ) -> None:
     fake.answers("sinfo", "cpu*|idle|4000|4|infinite\n")
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    found = options(slurm("submit", data_dir, *shlex.split(flags), "--dry_run"))
+    found = options(slurm("submit", data_dir, *shlex.split(flags), "--dry_run", **environ))
     assert {name: found.get(name) for name in expected} == expected
 
 
 def test_a_dry_run_says_where_values_came_from_and_prints_what_submit_sends_also_in_another_job(
-    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, data_dir: Path
 ) -> None:
-    monkeypatch.setenv("SBATCH_ACCOUNT", "env")
-    shown = slurm("submit", data_dir, "--mem_gb", 2, "--dry_run")
+    shown = slurm("submit", data_dir, "--mem_gb", 2, "--dry_run", SBATCH_ACCOUNT="env")
     assert "(SBATCH_ACCOUNT)" in shown
     assert "(flag)" in shown
     assert not fake.sent()
-    for name in ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME"):
-        monkeypatch.setenv(f"SLURM_{name}", "9")
-    slurm("submit", data_dir, "--mem_gb", 2)
+    names = ("JOB_ID", "ARRAY_JOB_ID", "ARRAY_TASK_ID", "CPUS_PER_TASK", "JOB_NAME")
+    in_a_job: dict[str, Any] = {f"SLURM_{name}": "9" for name in names}
+    slurm("submit", data_dir, "--mem_gb", 2, SBATCH_ACCOUNT="env", **in_a_job)
     assert "\n".join(fake.sent()) in shown
     kept = sorted((data_dir / "jobs").glob("*.sh"))
     assert [path.read_text() for path in kept] == fake.sent()
 
 
 def test_a_dry_run_needs_no_controller_and_no_slurm_at_all(
-    fake: FakeSlurm, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
     submitted(data_dir)
     (fake.place / "away").touch()
     assert "shards_of=(0 1 2 3 4)" in slurm("submit", data_dir, "--dry_run")
     slurm("submit", data_dir, code=74)
     assert not fake.sent()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    done = run_child([sys.executable, "-m", "slurm", "submit", data_dir, "--dry_run"])
-    assert "#SBATCH --array=0-4%5" in done.stdout
+    assert "#SBATCH --array=0-4%5" in slurm("submit", data_dir, "--dry_run", PATH=str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -121,18 +116,16 @@ def test_a_dry_run_needs_no_controller_and_no_slurm_at_all(
 def test_a_request_that_cannot_be_is_refused_and_nothing_is_sent_or_written(
     fake: FakeSlurm, data_dir: Path, flags: str
 ) -> None:
-    said = slurm("submit", data_dir, *shlex.split(flags), code=2)
-    assert flags.split()[0] in said
+    assert flags.split()[0] in slurm("submit", data_dir, *shlex.split(flags), code=2)
     assert not fake.sent()
     assert not (data_dir / "jobs").exists()
 
 
 @pytest.mark.parametrize("variable", ["SBATCH_TIMELIMIT", "SBATCH_MEM_PER_NODE"])
 def test_a_variable_of_sbatch_that_cannot_be_read_is_refused_by_its_name(
-    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+    fake: FakeSlurm, data_dir: Path, variable: str
 ) -> None:
-    monkeypatch.setenv(variable, "much")
-    assert variable in slurm("submit", data_dir, code=2)
+    assert variable in slurm("submit", data_dir, code=2, **{variable: "much"})
 
 
 # --- scripts
@@ -147,35 +140,39 @@ def run_head(script: str, folder: Path, index: int = 0) -> list[str]:
     return done.stdout.split("\0")[:-1]
 
 
-def test_the_script_is_prep_array_with_a_head_that_maps_an_index_to_shards(tmp_path: Path) -> None:
-    folder = Path("/data/it's 5% of all")
-    text = array_script(folder, "shardprep-0", ["0-5", "7", "8,10"], JobRequest(cpus_per_task=2))
-    found = options(text)
-    assert found["array"] == "0-2%3"
-    assert found["output"] == '"/data/it\'s 5%% of all/jobs/logs/%A_%a.log"'
-    body = text.partition("set -euo pipefail\n")[2]
+def test_the_script_is_prep_array_with_a_head_that_maps_an_index_to_shards(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    data = data_dir.rename(tmp_path / "it's 5% of all")
+    make_done(data, 2)
+    slurm("submit", data, "--shards_per_task", 2)
+    script = fake.sent()[0]
+    found = options(script)
+    assert (found["array"], sent_tasks(data)) == ("0-1%2", [["0-1", "3-4"]])
+    assert found["output"] == f'"{tmp_path}/it\'s 5%% of all/jobs/logs/%A_%a.log"'
+    body = script.partition("set -euo pipefail\n")[2]
     assert (ROOT / "slurm" / "prep_array.sh").read_text().endswith(body)
-    place = str(folder)
-    assert run_head(text, tmp_path, 0)[:-1] == ["run", place, "--shards", "0-5"]
-    assert run_head(text, tmp_path, 1)[:-1] == ["--shard_id", "7", "--planned", "--output_dir", place]
-    assert run_head(text, tmp_path, 2)[:-1] == ["run", place, "--shards", "8,10"]
+    assert run_head(script, tmp_path, 1)[:-1] == ["run", str(data), "--shards", "3-4"]
+    slurm("submit", data, "--shards", 4)
+    place = ["--planned", "--output_dir", str(data)]
+    assert run_head(fake.sent()[2], tmp_path)[:-1] == ["--shard_id", "4", *place]
 
 
 @pytest.mark.parametrize(
-    ("request_", "python", "exported"),
+    ("flags", "python", "exported"),
     [
-        (JobRequest(), "", {"SHARDPREP_PYTHON": sys.executable}),
-        (JobRequest(), "p", {"SHARDPREP_PYTHON": "p"}),
-        (JobRequest(container="apptainer exec i"), "", {"SHARDPREP_EXEC": "'apptainer exec i'"}),
-        (JobRequest(setup="/s.sh"), "", {"SHARDPREP_SETUP": "/s.sh"}),
+        ("", None, {"SHARDPREP_PYTHON": sys.executable}),
+        ("", "p", {"SHARDPREP_PYTHON": "p"}),
+        ("--container 'apptainer exec i'", None, {"SHARDPREP_EXEC": "'apptainer exec i'"}),
+        ("--setup /etc/hostname", None, {"SHARDPREP_SETUP": "/etc/hostname"}),
     ],
 )
 def test_tasks_use_this_python_unless_a_setup_or_a_container_brings_another(
-    monkeypatch: pytest.MonkeyPatch, request_: JobRequest, python: str, exported: dict[str, str]
+    fake: FakeSlurm, data_dir: Path, flags: str, python: str | None, exported: dict[str, str]
 ) -> None:
-    monkeypatch.setenv("SHARDPREP_PYTHON", python)
-    script = array_script(Path("/d"), "shardprep-0", ["0"], request_)
-    found = dict(re.findall(r"^export (SHARDPREP_\w+)=(.*)$", script, re.MULTILINE))
+    environ: dict[str, Any] = {"SHARDPREP_PYTHON": python} if python else {}
+    slurm("submit", data_dir, *shlex.split(flags), **environ)
+    found = dict(re.findall(r"^export (SHARDPREP_\w+)=(.*)$", fake.sent()[0], re.MULTILINE))
     assert {name: value for name, value in found.items() if value != "''"} == exported
 
 
@@ -187,82 +184,86 @@ NASTY = [
 REFUSED = ["data\ntouch INJECTED #", "a\rb", "a\tb", "a\x1b[0mb", "no\udcffutf8"]
 
 
-def test_values_reach_the_worker_as_they_are_and_no_shell_runs_them(tmp_path: Path) -> None:
+def test_values_reach_the_worker_as_they_are_and_no_shell_runs_them(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "heads").mkdir()
     for name in NASTY:
-        folder = Path("/data") / name / "x"
+        data = data_dir = data_dir.rename(tmp_path / f"{name}x")
         words = shlex.join(["--input_dir", name])
-        request = JobRequest(worker_args=words, partition=name, account=name, container=name)
-        script = array_script(folder, "shardprep-0", ["3"], request)
-        expected = ["--shard_id", "3", "--planned", "--output_dir", str(folder), "--input_dir", name, name]
-        assert run_head(script, tmp_path) == expected
-        script = verify_script(folder, "shardprep-0", 5, request)
-        assert run_head(script, tmp_path) == ["verify", str(folder), name]
-    assert [path.name for path in tmp_path.iterdir()] == ["job.sh"], "nothing was run"
+        flags = [f"--partition={name}", f"--account={name}", f"--container={name}"]
+        slurm("submit", data, "--shards", 3, f"--worker_args={words}", *flags)
+        script, verify = fake.sent()[-2:]
+        place = ["--planned", "--output_dir", str(data)]
+        assert run_head(script, tmp_path / "heads") == ["--shard_id", "3", *place, "--input_dir", name, name]
+        assert run_head(verify, tmp_path / "heads") == ["verify", str(data), name]
+    assert [path.name for path in (tmp_path / "heads").iterdir()] == ["job.sh"], "nothing was run"
+    assert not list(tmp_path.rglob("INJECTED"))
 
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    [*itertools.product(REFUSED, ["folder", "constraint", "worker_args", "sbatch_args"]), ("\\", "folder")],
+    [*itertools.product(REFUSED, ["folder", "account", "worker_args", "sbatch_args"]), ("\\", "folder")],
 )
-def test_what_cannot_stand_in_a_script_is_refused(name: str, where: str) -> None:
+def test_what_cannot_stand_in_a_script_is_refused_and_nothing_is_sent(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path, name: str, where: str
+) -> None:
     values = {
         "worker_args": shlex.join(["--input_dir", name]),
         "sbatch_args": shlex.join([f"--comment={name}"]),
     }
-    fields = {} if where == "folder" else {where: values.get(where, name)}
-
-    def render() -> str:
-        folder = Path("/data", name if where == "folder" else "x")
-        return array_script(folder, "shardprep-0", ["3"], JobRequest(**fields))  # type: ignore[arg-type]
-
-    with pytest.raises(UsageError):
-        render()
+    flags = [] if where == "folder" else [f"--{where}={values.get(where, name)}"]
+    data = data_dir.rename(tmp_path / name) if where == "folder" else data_dir
+    slurm("submit", data, *flags, code=2)
+    assert not fake.sent()
+    assert not (data / "jobs").exists()
 
 
 def run_script(script: str, place: Path, code: int) -> str:
     """The job's script in bash, with an srun that ends with ``code`` and shows its variables."""
     (place / "srun").write_text(f"#!/bin/sh\nenv | grep ^SLURM | sort\nexit {code}\n")
     (place / "srun").chmod(0o755)
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     own = {"MEM_PER_CPU": "1", "MEM_PER_NODE": "2", "CPU_BIND": "x", "STEP_ID": "3", "JOB_ID": "7"}
     inherited = {f"SLURM_{name}": value for name, value in {**own, "CPUS_ON_NODE": "64"}.items()}
-    environ = {**kept, **inherited, "PATH": f"{place}:{os.environ['PATH']}"}
+    environ = {**os.environ, **inherited, "PATH": f"{place}:{os.environ['PATH']}"}
     done = run_child(["bash", "-c", script], cwd=place, env=environ, code=code)
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(("code", "result"), [(0, "verified"), (65, "not verified")])
 def test_the_verify_job_ends_with_a_line_to_grep_and_tells_whom_it_should(
-    tmp_path: Path, code: int, result: str
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path, code: int, result: str
 ) -> None:
     notify = f'echo "told: $SHARDPREP_RESULT, $SHARDPREP_EXIT_CODE" >{tmp_path}/told; exit 3'
-    script = verify_script(Path("/my data"), "shardprep-0", 1000, JobRequest(notify=notify))
-    said = run_script(script, tmp_path, code)
+    slurm("submit", data_dir, "--notify", notify)
+    said = run_script(fake.sent()[1], tmp_path, code)
     colon = ":" if code else ""
-    assert f"shardprep: {result}{colon} 1000 shards of /my data" in said.splitlines()
+    assert f"shardprep: {result}{colon} 5 shards of {data_dir}" in said.splitlines()
     assert (tmp_path / "told").read_text() == f"told: {result}, {code}\n"
 
 
 def test_a_step_of_a_whole_node_has_its_cpus_and_no_variables_of_another_allocation(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
-    script = array_script(Path("/d"), "shardprep-0", ["0-3"], JobRequest(cpus_per_task="node"))
+    fake.answers("sinfo", "cpu*|idle|4000|3|infinite\n")
+    slurm("submit", data_dir, "--cpus_per_task", "node")
+    script = fake.sent()[0]
+    assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "shards_of=(0-1 2-4)"} <= set(script.splitlines())
     said = run_script(script, tmp_path, 0)
     assert {"SLURM_CPUS_PER_TASK=64", "SLURM_JOB_ID=7"} <= set(said.splitlines())
     assert not re.search("SLURM_(MEM_PER|CPU_BIND|STEP_ID)", said)
-    fake.answers("sinfo", "cpu*|idle|4000|3|infinite\n")
-    lines = slurm("submit", data_dir, "--cpus_per_task", "node", "--dry_run").splitlines()
-    assert {"#SBATCH --exclusive", "#SBATCH --mem=0", "shards_of=(0-1 2-4)"} <= set(lines)
 
 
 def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(
-    monkeypatch: pytest.MonkeyPatch,
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
-    for name in ("SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_JOB_ID", "SLURM_CONF", "SLURM_CLUSTERS"):
-        monkeypatch.setenv(name, "7")
-    names = {line.partition("=")[0] for line in slurm_output("env").splitlines()}
+    submitted(data_dir)
+    fake.answers_by("squeue", f"env >{shlex.quote(str(tmp_path / 'seen'))}")
+    names = ("SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_JOB_ID", "SLURM_CONF", "SLURM_CLUSTERS")
+    status(data_dir, **dict.fromkeys(names, "7"))
+    seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
     own = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_BITSTR_LEN", "SLURM_TIME_FORMAT"}
-    assert {name for name in names if name.startswith("SLURM_")} == own
+    assert {name for name in seen if name.startswith("SLURM_")} == own
 
 
 # --- what Slurm takes
@@ -276,12 +277,17 @@ def test_slurms_commands_get_no_variables_of_the_allocation_that_they_run_in(
         ("NumCPUs=1 TimeLimit=1-00:00:00 MinMemoryNode=0", None, 1440),
     ],
 )
-def test_what_slurm_granted_is_read_off_the_job(
-    granted: str, mem_mb: int | None, time_min: int | None
+def test_what_slurm_granted_is_recorded_and_a_site_that_renames_jobs_is_followed(
+    fake: FakeSlurm, data_dir: Path, granted: str, mem_mb: int | None, time_min: int | None
 ) -> None:
-    shown = f"JobId=7 JobName=a b UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
-    facts = {"name": "a b", "user": "root", "submit_time": WHEN, "mem_mb": mem_mb, "time_min": time_min}
-    assert parse_job(shown + granted) == facts
+    shown = f"JobId=7 JobName=the sites name UserId=root(0) GroupId=root(0) SubmitTime={WHEN} "
+    fake.answers("job", shown + granted)
+    slurm("submit", data_dir)
+    record = json.loads((data_dir / "jobs" / "0000.json").read_text())
+    (of_array,) = record["arrays"]
+    assert (of_array["mem_mb"], of_array["time_min"], record["user"]) == (mem_mb, time_min, "root")
+    fake.answers("squeue", squeue_line("0-4", "PENDING", name="the sites name"))
+    assert status(data_dir)["pending"] == "0-4"
 
 
 REFUSES = """script=$(cat)
@@ -300,11 +306,9 @@ def test_where_slurm_takes_no_array_so_large_tasks_make_more_shards_each(
     """The limit is of an account or a QOS, which nobody asks for; five shards fit two tasks."""
     fake.answers_by("sbatch", REFUSES.format(when=when, most=3, real=fake.place / "sbatch.sh"))
     slurm("submit", data_dir)
-    (sent,) = read_submissions(data_dir)
-    assert sent.arrays[0].tasks == ["0-1", "2-4"]
     fake.answers("config", "ClusterName = test\nMaxArraySize = 2\n")
     slurm("submit", data_dir, "--shards", "0-4")
-    assert read_submissions(data_dir)[1].arrays[0].tasks == ["0-1", "2-4"]
+    assert sent_tasks(data_dir) == [["0-1", "2-4"]] * 2
 
 
 def test_what_slurm_refuses_however_few_tasks_there_are_is_told_in_its_words(
@@ -337,7 +341,7 @@ def sbatch_that_says(fake: FakeSlurm, words: str) -> None:
 def test_a_banner_of_the_sites_sbatch_before_the_job_id_is_no_error(fake: FakeSlurm, data_dir: Path) -> None:
     sbatch_that_says(fake, 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo')
     slurm("submit", data_dir)
-    assert [job.job_id for job in read_submissions(data_dir)[0].jobs] == ["1", "2"]
+    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 1,2"]
 
 
 def test_a_job_whose_id_cannot_be_understood_is_not_recorded_and_cancel_finds_it_by_its_name(
@@ -346,7 +350,7 @@ def test_a_job_whose_id_cannot_be_understood_is_not_recorded_and_cancel_finds_it
     sbatch_that_says(fake, 'echo "Submitted, thank you"')
     said = slurm("submit", data_dir, code=74)
     (name,) = re.findall(r"squeue --me --name=(\S+),", said)
-    assert read_submissions(data_dir) == []
+    assert sent_tasks(data_dir) == []
     fake.answers("squeue", squeue_line("0-4", "PENDING", "JobHeldUser", job="41", name=name))
     slurm("cancel", data_dir)
     assert fake.calls("scancel") == ["41"]
@@ -361,27 +365,24 @@ def test_a_submit_whose_jobs_somebody_cancels_before_they_begin_says_so(
     assert "already finished" in slurm("submit", data_dir, code=2)
 
 
-def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_finds_nothing_left_to_send(
-    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_of_two_submits_at_once_the_second_cancels_its_jobs_and_what_it_prints_shows_the_other(
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
-    """The other one's record appears between this one's look and its own record."""
-    looks: list[int] = []
-    real = send.missing_shards
-
-    def look(*args: Any) -> Any:
-        found = real(*args)
-        if not looks:
-            submitted(data_dir)
-            fake.answers("squeue", squeue_line("0-4", "PENDING", "Priority"))
-        looks.append(1)
-        return found
-
-    monkeypatch.setattr(send, "missing_shards", look)
-    slurm("submit", data_dir)
-    assert len(looks) == 2
+    """The other one's record appears between this one's look at the jobs and its own record."""
+    record = submitted(data_dir, array("7"), verify="8").rename(tmp_path / "0000.json")
+    place = shlex.quote(str(data_dir / "jobs" / "0000.json"))
+    body = (
+        f'[[ $1 != --parsable ]] || cp {shlex.quote(str(record))} {place}\nexec "{fake.place}/sbatch.sh" "$@"'
+    )
+    fake.answers_by("sbatch", body)
+    before = record.read_bytes()
+    slurm("submit", data_dir, code=74)
     assert fake.calls("scancel") == ["1 2"]
-    assert len(read_submissions(data_dir)) == 1
+    assert (data_dir / "jobs" / "0000.json").read_bytes() == before
+    assert len(list((data_dir / "jobs").glob("*.json"))) == 1
     assert not [call for call in fake.calls("scontrol") if "release" in call]
+    fake.answers("squeue", squeue_line("0-4", "PENDING", "Priority", job="7"))
+    slurm("submit", data_dir)  # finds nothing left to send
 
 
 def test_the_verify_job_waits_for_all_has_time_for_all_bytes_and_a_dependency_is_passed_on(
@@ -400,26 +401,6 @@ def test_the_verify_job_waits_for_all_has_time_for_all_bytes_and_a_dependency_is
     assert "#SBATCH --time=30\n" in slurm("submit", data_dir, "--time_min", 2, "--dry_run"), "the partition's"
 
 
-def test_in_a_federation_the_verify_job_stays_on_the_cluster_of_the_array_that_it_waits_for(
-    fake: FakeSlurm, data_dir: Path
-) -> None:
-    """What scontrol printed on a real federation of two; a cluster that is in none prints nothing."""
-    fed = "Federation: fed\nSelf:       test:127.0.0.1:21920 ID:1 FedState:ACTIVE Features:"
-    slurm("submit", data_dir, "--shards", "0")
-    fake.answers("federation", fed)
-    slurm("submit", data_dir, "--shards", "1")
-    sent = [call for call in fake.calls("sbatch") if "--parsable" in call]
-    assert ["--clusters=test" in call for call in sent] == [False, False, True, True]
-
-
-def test_a_site_that_renames_jobs_is_followed(fake: FakeSlurm, data_dir: Path) -> None:
-    fake.answers("job", JOB.replace("{name}", "the sites name"))
-    slurm("submit", data_dir)
-    assert {job.name for job in read_submissions(data_dir)[0].jobs} == {"the sites name"}
-    fake.answers("squeue", squeue_line("0-4", "PENDING", name="the sites name"))
-    assert status(data_dir)["pending"] == "0-4"
-
-
 def test_only_what_is_missing_and_not_queued_is_sent_and_wait_ends_with_0_only_where_all_is_verified(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
@@ -428,23 +409,12 @@ def test_only_what_is_missing_and_not_queued_is_sent_and_wait_ends_with_0_only_w
     queue.write_text(squeue_line("0-4", "PENDING"))
     once = f"cat {shlex.quote(str(queue))}; : >{shlex.quote(str(queue))}"
     fake.answers_by("squeue", f'case "$*" in *--user=root*) {once} ;; esac')
-    said = slurm("submit", data_dir, "--wait", code=74)  # the same line again after Ctrl-C
-    assert "ended before they began: shards 0-4" in said
+    slurm("submit", data_dir, "--wait", code=74)  # the same line again after Ctrl-C
     make_done(data_dir, *range(5))
-    said = slurm("submit", data_dir, "--wait", code=74)
-    assert f"next: shardprep verify {data_dir}" in said
+    slurm("submit", data_dir, "--wait", code=74)
+    write_index(data_dir)
+    slurm("submit", data_dir, "--wait")
     assert not fake.sent()
-
-
-@pytest.mark.parametrize("name", [b"data\ntouch INJECTED #", b"\xff\xfe"])
-def test_submit_of_a_folder_that_no_script_can_name_ends_with_2_and_sends_nothing(
-    fake: FakeSlurm, data_dir: Path, tmp_path: Path, name: bytes
-) -> None:
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name))
-    data_dir.rename(folder)
-    slurm("submit", folder, code=2)
-    assert not fake.sent()
-    assert not (folder / "jobs").exists()
 
 
 def test_where_there_is_slurm_plan_says_to_submit_from_any_folder(
@@ -452,12 +422,15 @@ def test_where_there_is_slurm_plan_says_to_submit_from_any_folder(
 ) -> None:
     data = tmp_path / "my data"
     flags = ("--input_dir", sample_dir, "--model_id", prep.model_dir, "--num_shards", 5, "--output_dir")
-    said = prep.command("plan", *flags, os.path.relpath(data)).text
+    said = command("plan", *flags, os.path.relpath(data)).text
     assert f"next: shardprep submit '{data}'" in said
     slurm("submit", data, "--dry_run")
 
 
 # --- whose commands run
+
+
+COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
 
 
 def commands_of(folder: Path) -> dict[str, str]:
@@ -505,20 +478,22 @@ def test_a_retry_elsewhere_has_the_values_of_the_submission_and_a_group_cannot_c
     for place in ("here", "elsewhere"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "setup.sh").touch()
-    monkeypatch.setenv("SHARDPREP_SETUP", "setup.sh")
-    monkeypatch.setenv("SBATCH_ACCOUNT", "one")
+    monkeypatch.chdir(tmp_path / "here")
+    variables: dict[str, Any] = {"SHARDPREP_SETUP": "setup.sh", "SBATCH_ACCOUNT": "one"}
     mask = os.umask(0o002)
     try:
-        slurm("submit", data_dir, "--container", "mine", "--mem_gb", 2, cwd=tmp_path / "here")
+        slurm("submit", data_dir, "--container", "mine", "--mem_gb", 2, **variables)
     finally:
         os.umask(mask)
-    for name in ("SHARDPREP_SETUP", "SBATCH_ACCOUNT"):
-        monkeypatch.delenv(name)
-    slurm("retry", data_dir, cwd=tmp_path / "elsewhere")
-    lines = set(fake.sent()[2].splitlines())
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    slurm("retry", data_dir)
     setup = tmp_path / "here" / "setup.sh"
-    assert {f"export SHARDPREP_SETUP={setup}", "export SHARDPREP_EXEC=mine"} <= lines
-    assert {"#SBATCH --account=one", "#SBATCH --mem=2048M"} <= lines
+    assert {
+        f"export SHARDPREP_SETUP={setup}",
+        "export SHARDPREP_EXEC=mine",
+        "#SBATCH --account=one",
+        "#SBATCH --mem=2048M",
+    } <= set(fake.sent()[2].splitlines())
 
 
 def test_a_user_without_a_name_on_this_machine_can_use_every_command(
@@ -532,8 +507,8 @@ def test_a_user_without_a_name_on_this_machine_can_use_every_command(
     monkeypatch.setattr("pwd.getpwuid", nobody)
     for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
     slurm("submit", data_dir)
     for words in (["retry", "--dry_run"], ["status"], ["report"], ["cancel"], ["logs", 0]):
-        slurm(words[0], data_dir, *words[1:], cwd=tmp_path)
+        slurm(words[0], data_dir, *words[1:])
     assert f"--user={os.getuid()}" in "\n".join(fake.calls("squeue"))
-    assert need_plan(data_dir).num_shards == 5

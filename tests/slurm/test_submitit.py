@@ -6,30 +6,26 @@ import os
 import signal
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from shardprep.errors import UsageError
-from slurm import submit_with_submitit, submitit_executor
-from slurm.submitit_executor import MakeShards, ShardsFailed
+from shardprep.errors import ReadWriteError, UsageError
+from slurm import submit_with_submitit
 from tests.slurm.fake_slurm import FakeSlurm
 from tests.waiting import wait_until
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
 
 submitit = pytest.importorskip("submitit")
 pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What ``map_array`` was given; nothing is submitted."""
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What ``map_array`` is given; nothing is submitted."""
     found: list[Any] = []
 
     def map_array(self: Any, function: Any, *arguments: Any) -> list[Any]:
-        found.append([list(each) for each in arguments])
+        found.append((function, [list(each) for each in arguments]))
         return []
 
     monkeypatch.setattr(submitit.SlurmExecutor, "map_array", map_array)
@@ -38,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_local_executors_job_gives_the_manifests_and_raises_where_a_shard_fails(
-    prep: Prep, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pdb.post_mortem", lambda: None)  # what a DebugExecutor starts at a failure
     executor = submitit.AutoExecutor(folder=tmp_path / "log", cluster="local")
@@ -50,18 +46,18 @@ def test_a_local_executors_job_gives_the_manifests_and_raises_where_a_shard_fail
     (data_dir / "tokenizer" / "tokenizer.json").write_text("{}")
     debug = submitit.AutoExecutor(folder=tmp_path / "log", cluster="debug")
     (job,) = submit_with_submitit(data_dir, debug)
-    with pytest.raises(ShardsFailed, match=r"shards 3 of .* exit code 78"):
+    with pytest.raises(ReadWriteError):
         job.result()
 
 
 def test_an_array_is_never_longer_than_slurms_limit(
-    fake: FakeSlurm, data_dir: Path, tmp_path: Path, calls: list[Any]
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path, given: list[Any]
 ) -> None:
     fake.answers("config", "ClusterName = test\nMaxArraySize = 2\n")
     (fake.place / "bin" / "srun").symlink_to(fake.place / "sbatch.sh")
     submit_with_submitit(data_dir, submitit.SlurmExecutor(folder=tmp_path / "log"))
-    assert calls == [[[str(data_dir)] * 2, ["0-1", "2-4"]]]
-    with pytest.raises(UsageError, match="expected 1 or more"):
+    assert [arguments for _, arguments in given] == [[[str(data_dir)] * 2, ["0-1", "2-4"]]]
+    with pytest.raises(UsageError):
         submit_with_submitit(data_dir, None, shards_per_task=0)
 
 
@@ -78,29 +74,29 @@ while True:
 
 
 def test_usr2_leaves_the_worker_alone_and_checkpoint_stops_it_and_asks_for_the_same_shards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[Any], data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submitit_executor, "_WORKER", WAITING_WORKER)
-    body = MakeShards()
-    asked: list[Any] = []
+    monkeypatch.setattr("slurm.submitit_executor._WORKER", WAITING_WORKER)
+    submit_with_submitit(data_dir, submitit.AutoExecutor(folder=tmp_path / "log", cluster="local"))
+    body, asked = given[0][0], list[Any]()
 
     def checkpoint(*_: object) -> None:
         asked.append(body.checkpoint(str(tmp_path), "0-3"))
 
     def disturb() -> None:
         wait_until(lambda: (tmp_path / "temporary").exists() and body._worker, every_s=0.01)
-        os.kill(body._worker.pid, signal.SIGUSR2)  # type: ignore[union-attr]
+        os.kill(body._worker.pid, signal.SIGUSR2)
         os.kill(os.getpid(), signal.SIGUSR2)
 
     before = signal.signal(signal.SIGUSR2, checkpoint)
     thread = threading.Thread(target=disturb)
     try:
         thread.start()
-        with pytest.raises(ShardsFailed, match="exit code 75"):
+        with pytest.raises(ReadWriteError):
             body(str(tmp_path), "0-3")
     finally:
         thread.join()
         signal.signal(signal.SIGUSR2, before)
     assert not (tmp_path / "temporary").exists(), "it cleaned up"
     (again,) = asked
-    assert (type(again.function), again.args) == (MakeShards, (str(tmp_path), "0-3"))
+    assert (type(again.function), again.args) == (type(body), (str(tmp_path), "0-3"))

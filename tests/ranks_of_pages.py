@@ -1,17 +1,20 @@
-"""Context parallelism in processes: a small model whose keys go round a ring, against one process.
+"""Ranks that run examples of docs/training_own_loop.md: context parallelism, and rows dealt by their work.
 
-    python -m tests.context_parallel_ranks CASES STORE
+    python -m tests.ranks_of_pages CASES DATA OUT
 
-``CASES`` is what torch saved: a list of loader batches. Each is split over one group of four ranks and two
-groups of two.
+``CASES`` is what torch saved: batches by name. Each is split over one group of four ranks and two groups of
+two, in which a small model's keys go round a ring; one process says what should come out. Rows of steps of
+``DATA`` are dealt on 2 and 4 ranks; each rank writes OUT/WORLD-RANK.pt. torch is imported once for all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +23,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import cross_entropy
 
+from loader import get_llama3_dataloader
 from loader.boundaries import sdpa_mask
 from loader.context_parallel import split_for_context_parallel
 from tests.documented import example
 
+PAGE = "training_own_loop.md"
 WORLD, VOCABULARY, HEADS, WIDTH = 4, 900, 2, 16
 Sees = Callable[[Tensor, Tensor], Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -155,7 +160,7 @@ def split_and_joined(
         "dist": dist,
     }
     if form == {"by": "document"}:
-        exec(example("training_own_loop.md", "## Context parallelism", 0), names)
+        exec(example(PAGE, "## Context parallelism", 0), names)
         part: Any = names["part"]
     else:
         part = split_for_context_parallel(batch, rank, size, **form)
@@ -177,15 +182,25 @@ def split_and_joined(
         order = torch.cat([places for places, _ in parts]).argsort()
         return torch.cat([each for _, each in parts], 1)[:, order], found
     names |= {"part": part, "logits": logits.detach()}
-    exec(example("training_own_loop.md", "## Context parallelism", 1), names)
+    exec(example(PAGE, "## Context parallelism", 1), names)
     whole: Any = names["whole"]
     return whole, found
 
 
-def main(rank: int, cases: str, store: str) -> None:
+def start(rank: int, world: int, store: str) -> None:
     torch.set_num_threads(1)
-    limit = timedelta(seconds=300)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=limit)
+    limit = timedelta(seconds=600)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+
+
+def end() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def split_batches(rank: int, cases: str, out: str) -> None:
+    start(rank, WORLD, f"{out}/store")
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = [pairs[rank // 2], dist.group.WORLD]
     model = Model()
@@ -212,10 +227,53 @@ def main(rank: int, cases: str, store: str) -> None:
             torch.testing.assert_close(found, crossing[1])
         if rank == 0:
             print(name, "is equal", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
+    end()
+
+
+NUM_STEPS, ROWS_OF_STEP = 3, 16
+
+
+class Optimizer:
+    """Ends the loop after some steps."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def step(self) -> None:
+        self.num_steps += 1
+
+    def zero_grad(self) -> None:
+        if self.num_steps == NUM_STEPS:
+            raise EOFError
+
+
+def deal_rows(rank: int, data: str, out: str, world: int) -> None:
+    start(rank, world, f"{out}/store-{world}")
+    options: dict[str, Any] = {"num_workers": 0, "boundaries": "segment_ids", "seed": 3}
+    loader = get_llama3_dataloader(data, 2, global_batch_size=ROWS_OF_STEP, **options)
+    batches: dict[str, list[Any]] = {"read": [], "got": []}
+
+    def seen() -> Any:
+        for batch in loader:
+            batches["read"].append(batch)
+            yield batch
+
+    class Seen:
+        ends_step = property(lambda _: loader.ends_step)
+        __iter__ = staticmethod(seen)
+
+    names = {"loader": Seen(), "device": "cpu", "dp_group": dist.group.WORLD, "optimizer": Optimizer()}
+    with contextlib.suppress(EOFError):
+        exec(example(PAGE, "## Even work", 0), names | {"train": batches["got"].append})
+    torch.save(
+        {form: [dict(batch) for batch in each] for form, each in batches.items()},
+        Path(out, f"{world}-{rank}.pt"),
+    )
+    end()
 
 
 if __name__ == "__main__":
-    start_processes(main, tuple(sys.argv[1:3]), WORLD, start_method="fork")
+    cases, data, out = sys.argv[1:]
+    start_processes(split_batches, (cases, out), WORLD, start_method="fork")
+    for world in (2, 4):
+        start_processes(deal_rows, (data, out, world), world, start_method="fork")

@@ -1,0 +1,105 @@
+"""Whether a user's function gives the same texts again: in this process, and in another one.
+
+The order of a set differs between processes, and what a function remembers only shows in one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from preprocess.plan.sampling import sample_documents
+from preprocess.read.transform import Transform
+from shardprep.errors import BadInput, UsageError
+from shardprep.format.options import PlanOptions
+from shardprep.format.plan import InputFile, Plan
+from shardprep.own_packages import HOME
+
+_SAMPLE_BYTES = 1 << 18
+_NUM_PLACES = 8
+_CODE = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from preprocess.plan.transform_check import answer; answer()"
+)
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What is sampled, and the function that the sample goes through."""
+
+    input_dir: Path
+    inputs: list[InputFile]
+    options: PlanOptions
+    function: Path
+
+    def run(self, transform: Transform) -> tuple[str, int, list[str]]:
+        """Return the hash of the texts, the number of documents, and why the function failed for some."""
+        digest, num_documents, failures = hashlib.sha256(), 0, []
+        for documents in sample_documents(
+            self.input_dir,
+            self.inputs,
+            self.options,
+            num_bytes=_SAMPLE_BYTES,
+            num_places=_NUM_PLACES,
+            transform=transform,
+        ):
+            num_documents += len(documents.texts) + len(documents.bad)
+            failures += [bad.detail for bad in documents.bad if bad.reason == "transform_error"]
+            for text in documents.texts:
+                digest.update(len(text).to_bytes(8, "big") + text)
+        return digest.hexdigest(), num_documents, failures
+
+
+def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
+    """Try the function on a sample of the input.
+
+    Raises UsageError where it gives other texts again or ends its process, BadInput where it fails for all.
+    """
+    sample = _Sample(plan.input_dir, list(plan.inputs), plan.options, transform.path)
+    texts_elsewhere = _texts_of_another_process(sample)  # first: what ends a process ends that one
+    texts, num_documents, failures = sample.run(transform)
+    if failures:
+        found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
+        message = f"{found}, first so: {failures[0]}"
+        if len(failures) == num_documents:
+            raise BadInput(message, path=transform.path)
+        say(f"warning: {message}")
+    for texts_again, where in (
+        (sample.run(transform)[0], "the second time that it was given the same sample"),
+        (texts_elsewhere, "in another process"),
+    ):
+        if texts_again != texts:
+            raise UsageError(
+                f"--transform {transform.path} gave other texts {where}, so no shard could be made again: it "
+                "must depend on the record alone, not on time, chance, a set's order or other documents",
+                path=transform.path,
+                found=f"other texts {where}",
+                expected="the same text for the same record",
+            )
+
+
+def _texts_of_another_process(sample: _Sample) -> str:
+    command = [sys.executable, "-c", _CODE, str(HOME)]
+    done = subprocess.run(command, input=pickle.dumps(sample), capture_output=True, check=False)
+    words = done.stdout.split()
+    if done.returncode or not words:
+        last_line = "".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+        raise UsageError(
+            f"--transform {sample.function} ended the process that tried it, with code {done.returncode}; "
+            f"its last words: {last_line or 'none'}",
+            path=sample.function,
+            found=f"exit code {done.returncode}",
+        )
+    return words[-1].decode()  # the function may print, too
+
+
+def answer() -> None:
+    """Print the hash of the texts of the sample that stands on standard input."""
+    sample: _Sample = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - of the process that started this one
+    transform = Transform(sample.function, sample.options.transform_files)
+    sys.stdout.write(f"\n{sample.run(transform)[0]}\n")

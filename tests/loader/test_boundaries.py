@@ -1,0 +1,345 @@
+"""Attention inside of documents: a packed row gives each the logits it has alone, or the model is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import modeling_flash_attention_utils
+
+from loader import UsageError, check_boundaries, mask_documents
+from loader.boundaries import block_mask, sdpa_mask
+from shardprep.errors import Refused
+from tests.attention_families import (
+    VERDICTS,
+    WINDOW,
+    fields_of,
+    num_wrong,
+    packed_batch,
+    small_model,
+    verdict_of_all,
+    verdicts_of_page,
+)
+from tests.oracle.forms import DataSets
+from tests.world import open_loader, refuses
+
+FAMILIES = ["llama", "llama4_text", "gpt_oss", "opt", "bloom", "mamba2", "qwen3_next"]
+MASKS = [("sdpa", sdpa_mask), ("flex_attention", block_mask)]
+BOTH = ("transformers", "segment_ids")
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two rows of several documents, with the fields of transformers and segment_ids."""
+    return packed_batch(tmp_path_factory.mktemp("batch"))
+
+
+def batch_of(
+    sets: DataSets, *boundaries: str, name: str = "concat", batch_size: int = 2, **options: Any
+) -> Any:
+    with open_loader(sets[name], batch_size, boundaries=boundaries, **options) as loader:
+        several = (each for each in loader if len(each.get("segment_ids", torch.arange(9)).unique()) > 2)
+        return next(several)
+
+
+@pytest.fixture(autouse=True)
+def flex_uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's own flex_attention, line by line: compiled, a shape takes half a minute."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+    heads = q.shape[-2] // k.shape[-2]
+    k, v = k.repeat_interleave(heads, -2), v.repeat_interleave(heads, -2)
+    q, k, v = (tensor.transpose(-3, -2) for tensor in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale).transpose(-3, -2)
+
+
+@pytest.fixture
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """transformers' own FlashAttention 2 path with kernels that run anywhere; gives the calls."""
+    called: list[str] = []
+    own = modeling_flash_attention_utils
+
+    def flash(
+        q: Tensor, k: Tensor, v: Tensor,
+        dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """As ``flash_attn_func``: [batch, seq, heads, size]."""
+        called.append("flash")
+        return attend(q, k, v, causal, softmax_scale)
+
+    def varlen(
+        q: Tensor, k: Tensor, v: Tensor,
+        cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+        dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """As ``flash_attn_varlen_func``, a sequence after the other: [tokens, heads, size]."""
+        called.append("varlen")
+        assert cu_seqlens_q.dtype == torch.int32
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        sizes = cu_seqlens_q.diff().tolist()
+        assert (max(sizes), sum(sizes)) == (max_seqlen_q, len(q))
+        assert max_seqlen_k == max_seqlen_q
+        parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        return torch.cat([attend(*part, causal, softmax_scale) for part in parts])
+
+    kernels = flash, varlen, None, own._pad_input, own._unpad_input
+    monkeypatch.setattr(own, "_lazy_imports", lambda *args, **options: kernels)
+    monkeypatch.setattr(own, "_loaded_implementation", None)
+    yield called
+    own._loaded_implementation = None
+
+
+def llama(attention: str) -> Any:
+    """A small model; set_attn_implementation would look for flash_attn."""
+    model = small_model("llama", "eager")
+    model.resize_token_embeddings(400)
+    model.config._attn_implementation = attention
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+@pytest.mark.parametrize(("name", "batch_size"), [("concat", 4), ("best_fit", 1)])
+def test_a_batch_for_transformers_given_to_the_model_as_it_is_gives_each_document_its_own_logits(
+    sets: DataSets, flash_calls: list[str], name: str, batch_size: int, attention: str
+) -> None:
+    """sdpa and eager: of all families, below."""
+    each = batch_of(sets, *BOTH, name=name, batch_size=batch_size)
+    model = llama(attention)
+    with torch.no_grad():
+        logits = model(**fields_of(each)).logits
+    assert {*flash_calls} == ({"varlen"} if attention == "flash_attention_2" else set())
+    model.config._attn_implementation = "eager"
+    assert num_wrong(model, each, logits) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "mask_of"), MASKS)
+@pytest.mark.parametrize("name", ["concat", "best_fit"])
+def test_a_mask_made_of_segment_ids_gives_each_document_its_own_logits(
+    sets: DataSets, name: str, attention: str, mask_of: Any
+) -> None:
+    each = batch_of(sets, "position_ids", "segment_ids", name=name, batch_size=4)
+    assert num_wrong(llama(attention), {**each, "attention_mask": mask_of(each)}) == 0
+    for field in each.keys() - {"segment_ids"}:
+        with refuses(UsageError):
+            mask_of({field: each[field]})
+
+
+# What check_boundaries finds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_keeps_documents_apart_as_the_training_page_says(batch: Any, family: str) -> None:
+    """By the logits of each document alone, and by check_boundaries; of all: tests.attention_families."""
+    assert verdict_of_all(family, batch) == verdicts_of_page()[family]
+
+
+def test_the_training_page_has_each_verdict_and_forty_families_at_least() -> None:
+    page = verdicts_of_page()
+    assert {page[family] for family in FAMILIES} == set(VERDICTS)
+    assert len(page) >= 40
+
+
+class MeanOfSeen(nn.Module):
+    """A token's logits are those of the mean of all tokens that it sees: right, but for one ``leak``."""
+
+    def __init__(self, leak: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.leak = leak
+        self.embedding, self.head = nn.Embedding(400, 16), nn.Linear(16, 400)
+
+    def forward(self, input_ids: Tensor, segment_ids: Tensor, **_: Any) -> Tensor:
+        before = input_ids.roll(1, 1)
+        tokens = self.embedding(input_ids)
+        if self.leak == "token shift":
+            tokens = tokens + self.embedding(before)
+        elif self.leak == "bigram embedding":
+            tokens = self.embedding((before * 31 + input_ids) % 400)
+        elif self.leak == "only the first boundary is kept":
+            segment_ids = segment_ids.clamp_max(2)
+        elif self.leak == "the mask of row 0 for all rows":
+            segment_ids = segment_ids[:1].expand_as(segment_ids)
+        elif self.leak == "only the last boundary is kept":
+            segment_ids = segment_ids == segment_ids.amax(1, keepdim=True)
+        sees = (segment_ids[:, :, None] == segment_ids[:, None, :]).tril().float()
+        logits: Tensor = self.head(sees @ tokens / sees.sum(-1, keepdim=True))
+        return logits
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        "token shift",
+        "bigram embedding",
+        "only the first boundary is kept",
+        "only the last boundary is kept",
+        "the mask of row 0 for all rows",
+    ],
+)
+def test_a_leak_between_any_two_neighbours_is_seen_and_ends_with_78(batch: Any, leak: str) -> None:
+    assert int(batch["segment_ids"].max()) > 2
+    check_boundaries(MeanOfSeen(), batch)
+    with pytest.raises(Refused) as raised:
+        check_boundaries(MeanOfSeen(leak), batch)
+    assert raised.value.exit_code == 78
+    for named in ("MeanOfSeen", 'boundaries="transformers"', "mask_documents(model)", "attn_implementation"):
+        assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(("attention", "mask_of"), MASKS)
+def test_masks_pass_where_the_model_takes_them_and_are_refused_where_not(
+    batch: Any, attention: str, mask_of: Any
+) -> None:
+    masked = {**fields_of(batch), "attention_mask": mask_of(batch)}
+    check_boundaries(small_model("llama", attention), masked)
+    if attention == "sdpa":  # eager attention adds a mask of booleans to its scores, and hides nothing
+        with refuses(Refused):
+            check_boundaries(small_model("llama", "eager"), masked)
+    positions = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+    check_boundaries(small_model("llama", attention), positions)
+    with refuses(Refused):  # transformers then takes the mask for all there is to know
+        whole = {"attention_mask": torch.ones_like(batch["input_ids"])}
+        check_boundaries(small_model("llama", attention), {**positions, **whole})
+
+
+class OwnModel(nn.Module):
+    """Knows documents by ``cu_seqlens`` over the flattened batch, or ignores them."""
+
+    def __init__(self, *, looks: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(400, 16), nn.Linear(16, 400)
+        self.dropout = nn.Dropout(0.5)
+        self.looks = looks
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, **_: Any) -> Tensor:
+        flat = self.dropout(self.embedding(input_ids).view(-1, 16))
+        parts = flat.split(cu_seqlens.diff().tolist()) if self.looks else [flat]
+        means = [part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None] for part in parts]
+        logits: Tensor = self.head(torch.cat(means)).view(*input_ids.shape, -1)
+        return logits
+
+
+def test_a_model_of_ones_own_is_checked_like_any_other_and_left_as_it_was(sets: DataSets) -> None:
+    each = batch_of(sets, "cu_seqlens")
+    check_boundaries(lambda **fields: SimpleNamespace(logits=OwnModel()(**fields)), each)
+    with refuses(Refused):
+        check_boundaries(OwnModel(looks=False), each)
+    model = OwnModel().train()
+    model.head.eval()
+    calls: list[tuple[bool, bool]] = []
+    model.register_forward_hook(lambda *_: calls.append((model.training, torch.is_grad_enabled())))
+    state = torch.get_rng_state()
+    check_boundaries(model, each)
+    assert calls == [(False, False)] * 3
+    assert (model.training, model.dropout.training, model.head.training) == (True, True, False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(weights.grad is None for weights in model.parameters())
+    check_boundaries(lambda **fields: model(**fields), each)  # a function keeps its dropout
+    assert calls[3:] == [(True, False)] * 3
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("family", "is_safe"), [("mixtral", True), ("gpt_oss", False)])
+def test_experts_in_bfloat16_are_judged_as_in_float32(batch: Any, family: str, is_safe: bool) -> None:
+    model = small_model(family, "eager").train()
+    with torch.autocast("cpu", torch.bfloat16):
+        if is_safe:
+            check_boundaries(model, batch)
+        else:
+            with refuses(Refused):
+                check_boundaries(model, batch)
+    assert model.training
+
+
+def test_noise_that_other_tokens_make_is_a_leak_unless_it_is_allowed(sets: DataSets) -> None:
+    each, model = batch_of(sets, "cu_seqlens"), OwnModel().eval()
+
+    def noisy(**fields: Any) -> Tensor:
+        logits: Tensor = model(**fields)
+        return logits * (1 + 1e-3 * torch.sin(fields["input_ids"].sum()))
+
+    with refuses(Refused):
+        check_boundaries(noisy, each)
+    check_boundaries(noisy, each, noise=0.05)
+
+
+def test_what_cannot_be_checked_says_so_and_never_passes(batch: Any) -> None:
+    model = small_model("llama", "sdpa")
+    first = int((batch["segment_ids"][0] == 1).sum())
+    lonely = {name: batch[name][:1, :first] for name in ("input_ids", "position_ids")}
+    with refuses(UsageError, found="two documents"):
+        check_boundaries(model, lonely)
+    with refuses(UsageError):  # nothing says where documents begin
+        check_boundaries(model, {"input_ids": batch["input_ids"]})
+    with refuses(UsageError):  # no logits
+        check_boundaries(lambda **fields: torch.zeros(3), batch)
+    for layer in model.model.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
+    with refuses(UsageError, found="tokens before it"):
+        check_boundaries(model, batch)
+
+
+# Windows, and mask_documents
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "attention", "mask_of"),
+    [("mistral", *MASKS[0]), ("llama4_text", *MASKS[0]), ("mistral", *MASKS[1])],
+)
+def test_a_mask_made_without_the_models_windows_is_refused(
+    batch: Any, family: str, attention: str, mask_of: Any
+) -> None:
+    model = small_model(family, attention)
+    masked = {**batch, "attention_mask": mask_of(batch)}
+    assert num_wrong(model, masked), "the mask does no harm"
+    with refuses(Refused):
+        check_boundaries(model, masked)
+    mask_documents(model)
+    check_boundaries(model, batch)
+    assert num_wrong(model, batch) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "mask_of"), MASKS)
+def test_a_mask_made_with_the_models_window_gives_each_document_its_own_logits(
+    batch: Any, attention: str, mask_of: Any
+) -> None:
+    masked = {**batch, "attention_mask": mask_of(batch, window=WINDOW)}
+    mistral = small_model("mistral", attention)
+    assert num_wrong(mistral, masked) == 0
+    check_boundaries(mistral, masked)
+    if attention != "sdpa":
+        return  # the rest takes flex, line by line, 5 s
+    both = {"full_attention": mask_of(batch), "sliding_attention": mask_of(batch, window=WINDOW)}
+    qwen2 = small_model("qwen2", attention)
+    assert num_wrong(qwen2, {**batch, "attention_mask": both}) == 0
+    check_boundaries(qwen2, {**batch, "attention_mask": both})
+    swapped = {"full_attention": both["sliding_attention"], "sliding_attention": both["full_attention"]}
+    for wrong in (swapped, both["sliding_attention"]):
+        with refuses(Refused):
+            check_boundaries(qwen2, {**batch, "attention_mask": wrong})
+
+
+def test_masks_of_documents_end_when_their_handle_is_removed(batch: Any) -> None:
+    model = small_model("gpt_oss", "eager")
+    handle = mask_documents(torch.compile(model))
+    assert num_wrong(model, batch) == 0
+    handle.remove()
+    assert num_wrong(model, batch)
+    with refuses(UsageError):
+        mask_documents(OwnModel())

@@ -1,0 +1,364 @@
+"""``ensure_prepared`` makes a job's data set once, and ``stage`` copies one: killed anywhere, both go on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loader import ReadWriteError, ShardprepError, UsageError, ensure_prepared
+from shardprep.errors import BadInput, Refused
+from tests.checkout import ROOT
+from tests.children import child, end_of, is_living
+from tests.held_children import Hold
+from tests.oracle.forms import DataSets
+from tests.waiting import wait_until
+from tests.warm_python import WarmPython
+from tests.world import Ended, World, call_main, open_loader, refuses, samples_of
+
+LAUNCH = {"SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"}
+NUM_SHARDS = 3
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All that a data set has, by its name in it."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "jobs" not in path.parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def temporaries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob(".*"))
+
+
+# ensure_prepared
+
+RANK = """
+import sys
+from loader import ensure_prepared
+from shardprep.errors import ShardprepError
+raw, data, model, rank = sys.argv[1:]
+try:
+    print("ready", ensure_prepared(data, input_dir=raw, model_id=model, num_shards=3, num_proc=1,
+                                   rank=int(rank), world_size=8))
+except ShardprepError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> World:
+    """A data set that is planned, of a raw folder that the test may change."""
+    texts = {f"{name}.txt": f"the kettle of {name}\n" * 40 for name in ("a", "b", "c")}
+    return World(tmp_path).raw(texts).plan(num_shards=NUM_SHARDS)
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+    with WarmPython(tmp_path_factory.mktemp("warm"), ["torch", "loader"], kept) as server:
+        yield server
+
+
+@pytest.fixture
+def start(planned: World, warm: WarmPython) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+    """Starts ranks of a job; whatever they leave is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def ranks(
+        *numbers: int, raw: Path = planned.raw_dir, data: Path = planned.data_dir, hold: Hold | None = None
+    ) -> list[Any]:
+        environ = {name: value for name, value in os.environ.items() if name not in LAUNCH}
+        environ |= {"SLURM_JOB_ID": "1", "PYTHONPATH": str(ROOT), **(hold.environ() if hold else {})}
+        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ["PYTHONPATH"]])
+        python = sys.executable if hold else str(warm.python)  # who is to be killed has a process of its own
+        words = [python, "-c", RANK, str(raw), str(data)]
+        new = [
+            subprocess.Popen(
+                [*words, str(planned.tokenizer), str(rank)], env=environ, text=True, stdout=subprocess.PIPE
+            )
+            for rank in numbers
+        ]
+        started.extend(new)
+        return new
+
+    yield ranks
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.processes
+def test_one_rank_prepares_and_all_go_on_when_it_is_verified_also_where_one_was_killed_before(
+    planned: World, start: Any
+) -> None:
+    hold = Hold(planned.raw_dir.parent, "write", r"/\.shard-\d+\.tar\.")
+    (killed,) = start(0, hold=hold)
+    children = hold.wait(1, killed)
+    killed.kill()
+    wait_until(lambda: not any(map(is_living, children)), every_s=0.01)
+    assert not (planned.data_dir / "index.json").exists()
+    ranks = start(1, 2, 0)
+    assert [end_of(rank) for rank in ranks] == [f"ready {planned.data_dir}\n"] * 3
+    planned.verify()
+    assert not [path for path in planned.data_dir.parent.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.processes
+def test_the_others_end_with_the_error_of_rank_0(planned: World, start: Any) -> None:
+    nothing = planned.raw_dir.parent / "nothing"
+    for rank in start(0, 1, raw=nothing, data=planned.raw_dir.parent / "data of nothing"):
+        said = end_of(rank)
+        assert said.startswith("NotFound ")
+        assert str(nothing) in said
+
+
+@pytest.fixture
+def prepared(planned: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Calls it in this process, which is of job 7."""
+    for name in LAUNCH:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def call(rank: int, **given: Any) -> str:
+        options = {"num_shards": NUM_SHARDS, "num_proc": 1, "world_size": 2, **given}
+        data, raw, model = planned.data_dir, planned.raw_dir, str(planned.tokenizer)
+        return ensure_prepared(data, input_dir=raw, model_id=model, rank=rank, **options)
+
+    return call
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "a file more": lambda raw: (raw / "new.txt").write_text("more\n"),
+    "a longer file": lambda raw: (raw / "a.txt").write_bytes((raw / "a.txt").read_bytes() + b"more\n"),
+    "other bytes": lambda raw: (raw / "a.txt").write_bytes((raw / "a.txt").read_bytes()[:-2] + b"x\n"),
+    "a file less": lambda raw: (raw / "a.txt").unlink(),
+    "no folder": shutil.rmtree,
+}
+
+
+@pytest.mark.processes
+def test_other_options_and_other_inputs_are_refused_on_every_rank(
+    planned: World, prepared: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    planned.run().verify()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "preprocess.py").write_text("raise SystemExit('of the user')")  # which is not run
+    for path in planned.raw_dir.iterdir():
+        path.touch()  # which changes nothing
+    assert prepared(0) == prepared(1) == str(planned.data_dir)
+    with refuses(Refused):
+        prepared(1, append_eos=True)
+    shutil.copytree(planned.raw_dir, tmp_path / "kept")
+    # Each rank runs this command, and ends with its error.
+    compare = [
+        "--shard_id",
+        0,
+        "--output_dir",
+        planned.data_dir,
+        "--input_dir",
+        planned.raw_dir,
+        "--check_inputs",
+    ]
+    for what, change in CHANGES.items():
+        shutil.rmtree(planned.raw_dir)
+        shutil.copytree(tmp_path / "kept", planned.raw_dir)
+        change(planned.raw_dir)
+        assert call_main(*compare).code == 78, what
+    for rank in (0, 1):
+        with refuses(Refused):
+            prepared(rank)
+
+
+def test_a_rank_says_that_it_waits_and_not_for_ever(
+    planned: World, prepared: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with refuses(ReadWriteError, path=planned.data_dir):
+        prepared(1, limit_s=0.5)
+    assert capsys.readouterr().err.count(str(planned.data_dir)) == 1
+    with refuses(UsageError, found="limit_s=0"):
+        prepared(0, limit_s=0)
+
+
+@pytest.mark.processes
+def test_a_failure_of_an_earlier_start_or_a_note_that_nobody_can_read_is_not_ours(
+    planned: World, prepared: Callable[..., str]
+) -> None:
+    path = planned.data_dir.with_name(".data.failed.json")
+    note = {"launch": "SLURM_JOB_ID=6", "exit_code": 65, "error": "long ago"}
+    for content in ("{", "[]", '{"launch": 1}', "[" * 10**5, json.dumps(note)):
+        path.write_text(content)
+        with refuses(ReadWriteError):
+            prepared(1, limit_s=0.2)
+    path.write_text(json.dumps({**note, "launch": "SLURM_JOB_ID=7"}))
+    with refuses(BadInput):
+        prepared(1, limit_s=60)
+    assert prepared(0)
+    assert not path.exists(), "the next start begins anew"
+    with refuses(UsageError):
+        prepared(0, world_size=1, seq_len=7)
+    assert not path.exists(), "one rank alone leaves nothing beside the data set"
+
+
+# stage
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    """A folder on a node's own disk, not made yet."""
+    return tmp_path / "node"
+
+
+def stage(source: object, node: Path) -> Ended:
+    return call_main("stage", source, "--to", node)
+
+
+@pytest.mark.processes
+def test_processes_killed_or_stopped_at_any_read_end_in_a_copy_of_equal_bytes(
+    sets: DataSets, tmp_path: Path, node: Path
+) -> None:
+    source = sets["documents"]
+    command = [sys.executable, "-m", "loader", "stage", source, "--to", node]
+    for number, ending in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)):
+        hold = Hold(tmp_path / f"hold {number}", "preadv", r"/documents/data/shard-\d+\.(tar|idx)$")
+        environ = {**os.environ, **hold.environ(min(1 + 2 * number, 3))}
+        with child(command, env=environ, stderr=subprocess.STDOUT) as process:
+            hold.wait(1, process)
+            assert temporaries(node), "a copy is ended in the middle"
+            process.send_signal(ending)
+            end_of(process, code=75 if ending == signal.SIGTERM else -signal.SIGKILL)
+        with pytest.raises(ShardprepError):
+            open_loader(node)
+    assert [each.wait() for each in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
+    found = {name: data for name, data in contents(node).items() if not name.endswith(".tmp")}
+    assert found == contents(source)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["documents", "concat"])
+def test_the_copy_is_a_data_set_with_the_same_batches_and_states(
+    sets: DataSets, node: Path, name: str
+) -> None:
+    assert stage(sets[name], node).code == 0
+    assert not temporaries(node)
+    assert call_main("verify", node).code == 0
+    with open_loader(sets[name], seed=3) as plain, open_loader(node, seed=3) as staged:
+        assert staged.state_at(7) == plain.state_at(7)
+        staged.load_state_dict(plain.state_at(2))
+        plain.load_state_dict(plain.state_at(2))
+        assert [samples_of(batch) for batch in staged] == [samples_of(batch) for batch in plain]
+
+
+@pytest.mark.parametrize("suffix", ["tar", "idx", "json"])
+def test_what_is_staged_is_kept_and_what_is_not_whole_is_copied_anew(
+    sets: DataSets, node: Path, suffix: str
+) -> None:
+    assert stage(sets["concat"], node).code == 0
+    stamps = {path: path.stat().st_mtime_ns for path in node.glob("shard-*")}
+    assert stage(sets["concat"], node).code == 0
+    assert {path: path.stat().st_mtime_ns for path in node.glob("shard-*")} == stamps
+    path = node / f"shard-00001.{suffix}"
+    if suffix == "json":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-512])
+    assert stage(sets["concat"], node).code == 0
+    assert contents(node) == contents(sets["concat"])
+    changed = {each.name for each, stamp in stamps.items() if each.stat().st_mtime_ns != stamp}
+    assert path.name in changed
+    assert {name.partition(".")[0] for name in changed} == {"shard-00001"}
+
+
+@pytest.mark.parametrize("suffix", ["tar", "idx"])
+@pytest.mark.parametrize("how", ["altered", "cut short", "missing"])
+def test_a_broken_source_is_refused_by_name_and_the_other_shards_are_staged(
+    sets: DataSets, tmp_path: Path, node: Path, suffix: str, how: str
+) -> None:
+    copied = Path(shutil.copytree(sets["concat"], tmp_path / "copy"))
+    broken = copied / f"shard-00001.{suffix}"
+    data = bytearray(broken.read_bytes())
+    data[len(data) // 2] ^= 1
+    broken.write_bytes(data if how == "altered" else data[:-512])
+    if how == "missing":
+        broken.unlink()
+    ended = stage(copied, node)
+    assert ended.code == (66 if how == "missing" else 65)
+    assert str(broken) in ended.text
+    assert sorted(path.name for path in node.glob("shard-*.json")) == ["shard-00000.json", "shard-00002.json"]
+    assert not (node / "index.json").exists()
+    assert not temporaries(node)
+    with pytest.raises(ShardprepError):
+        open_loader(node)
+
+
+def test_a_failing_read_is_74_and_what_is_staged_stays(
+    sets: DataSets, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = os.preadv, [3]
+
+    def failing(handle: int, buffers: Any, offset: int) -> int:
+        if ".tar" in str(Path(f"/proc/self/fd/{handle}").readlink()):
+            left[0] -= 1
+            if not left[0]:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    ended = stage(sets["concat"], node)
+    assert ended.code == 74
+    assert os.strerror(errno.EIO) in ended.text
+    assert not temporaries(node)
+    stamps = {path: path.stat().st_mtime_ns for path in node.glob("shard-*.tar")}
+    assert stamps
+    assert stage(sets["concat"], node).code == 0
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+    assert contents(node) == contents(sets["concat"])
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=0755", "none", str(folder)]
+    if not shutil.which("mount"):
+        pytest.skip("there is no mount command here, so no small disk to be filled")
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no small disk can be mounted here to be filled: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.processes
+def test_too_small_a_disk_is_73_before_anything_is_copied(sets: DataSets, small_disk: Path) -> None:
+    ended = stage(sets["documents"], small_disk)
+    assert ended.code == 73
+    assert str(small_disk) in ended.text
+    assert not list(small_disk.iterdir())
+
+
+def test_what_cannot_be_staged_is_refused(sets: DataSets, tmp_path: Path, node: Path) -> None:
+    copied = Path(shutil.copytree(sets["concat"], tmp_path / "copy"))
+    (tmp_path / "file").write_text("")
+    shutil.copy(copied / "shard-00000.tar", tmp_path / "a.tar")
+    for source, target, code in (
+        (copied, tmp_path / "file" / "node", 73),
+        (tmp_path / "a.tar", node, 2),
+        (copied / "shard-00000.tar", node, 2),
+        (copied, copied / "inside", 2),
+        (tmp_path / "none", node, 66),
+    ):
+        assert stage(source, target).code == code, source
+        assert not node.exists()
+    assert stage(copied, node).code == 0
+    assert stage(sets["best_fit"], node).code == 78
+    assert contents(node) == contents(copied)

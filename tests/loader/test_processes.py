@@ -1,0 +1,613 @@
+"""Real ranks and workers: process groups, signals, kills, full shared memory, and what processes import."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from loader import BrokenShard, UsageError, source_ids
+from tests.checkout import ROOT
+from tests.children import run_child
+from tests.external_tars import write_numbered_tars
+from tests.oracle.forms import DataSets
+from tests.waiting import HANG_S, wait_until, wait_until_gone
+from tests.warm_python import WarmPython
+from tests.world import ids_of, open_loader, refuses
+
+pytestmark = pytest.mark.processes
+
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "RANK", "WORLD_SIZE")
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """Processes that have imported torch already, without what launchers set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    modules = ["torch", "torch.utils.data", "torch.distributed", "transformers", "loader"]
+    with WarmPython(tmp_path_factory.mktemp("warm"), modules, kept) as server:
+        yield server
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder for temporary files with a path short enough for sockets in it; pytest's may be too long."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def numbers(batches: Any) -> list[int]:
+    return [ids[0] for batch in batches for ids in ids_of(batch)]
+
+
+# Ranks
+
+STEPS, STOP = 13, 17  # of an epoch of 107 samples in global batches of 8; in the second epoch
+
+# No RANK or WORLD_SIZE is set, so the process group alone tells the ranks.
+RANKS = """
+import datetime, json, multiprocessing, pickle, sys
+import torch
+import torch.distributed as dist
+from loader import SourceLosses, UsageError, get_llama3_dataloader, source_ids
+
+DATA, CODE, OUT = sys.argv[1:]
+EARLY = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
+
+def global_batches(rank, world, run):
+    multiprocessing.set_start_method(run["method"], force=True)
+    loader = get_llama3_dataloader(DATA, 8 // world, DATA, num_workers=run["workers"], seed=5)
+    assert loader.process_rank.source == "torch.distributed", loader.process_rank
+    if run["after"]:
+        loader.load_state_dict(torch.load(f"{OUT}/{run['after']}-0.pt")["state"])
+    parts = []
+    while loader.num_steps_delivered < run["last"]:
+        for batch in loader:
+            dist.all_reduce(torch.ones(1))  # hangs, and fails after the limit, where ranks are uneven
+            parts.append(batch["input_ids"][:, 0].tolist())
+            if loader.num_steps_delivered == run["last"]:
+                break
+    loader.close()
+    return {"parts": parts, "state": loader.state_dict()}
+
+def made_before_the_group(rank, world, run):
+    refused = []
+    for loader in (EARLY, pickle.loads(pickle.dumps(EARLY))):  # handed on by a fork, and by a spawn
+        try:
+            iter(loader)
+        except UsageError:
+            refused.append(True)
+    late = get_llama3_dataloader(DATA, 4, DATA, num_workers=0)
+    return {"refused": refused, "late": [int(ids[0]) for batch in late for ids in batch["input_ids"]]}
+
+def losses_by_source(rank, world, run):
+    loader = get_llama3_dataloader(
+        {"web": DATA, "code": CODE}, 4, DATA, weights={"web": .5, "code": .5}, seq_len=16, num_workers=0,
+        origins=True,
+    )
+    losses, kept = SourceLosses.of_loader(loader), []
+    for _, batch in zip(range(5), loader):
+        values = torch.rand(batch["input_ids"][:, 1:].shape, dtype=torch.float64)
+        losses.add_losses(values, batch["labels"][:, 1:], source_ids(batch["origins"], values.shape))
+        kept.append((values, batch["labels"][:, 1:], batch["origins"]))
+    return {"means": losses.means(), "kept": kept}
+
+def rank_of_a_world(rank, run):
+    torch.set_num_threads(1)
+    store, limit = f"file://{OUT}/store {run['name']}", datetime.timedelta(seconds=600)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=run["world"], timeout=limit)
+    torch.save(globals()[run["how"]](rank, run["world"], run), f"{OUT}/{run['name']}-{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+def main():
+    fork = multiprocessing.get_context("fork")
+    for run in json.load(open(f"{OUT}/runs.json")):
+        ranks = [fork.Process(target=rank_of_a_world, args=(rank, run)) for rank in range(run["world"])]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        assert [process.exitcode for process in ranks] == [0] * run["world"], run
+
+if __name__ == "__main__":
+    main()
+"""
+WORLDS: list[dict[str, Any]] = [
+    {
+        "name": "as Python 3.14 starts workers",
+        "world": 2,
+        "workers": 1,
+        "method": "forkserver",
+        "last": STEPS,
+    },
+    {"name": "stopped", "world": 4, "workers": 2, "method": "fork", "last": STOP},
+    {"name": "resumed", "world": 8, "workers": 0, "method": "fork", "last": 2 * STEPS, "after": "stopped"},
+]
+OTHERS = ["made_before_the_group", "losses_by_source"]
+
+
+@pytest.fixture(scope="module")
+def seen(warm: WarmPython, numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What each rank of a run saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "code").mkdir()
+    write_numbered_tars(folder / "code", 90, 2, ids_of=lambda number: [number] * (1 + number % 3))
+    runs = [{"how": "global_batches", "after": "", **run} for run in WORLDS]
+    runs += [{"name": name, "how": name, "world": 2} for name in OTHERS]
+    (folder / "runs.json").write_text(json.dumps(runs))
+    (folder / "ranks.py").write_text(RANKS)
+    run_child([warm.python, folder / "ranks.py", numbered, folder / "code", folder])
+    num_ranks = {run["name"]: run["world"] for run in runs}
+    return lambda name: [torch.load(folder / f"{name}-{rank}.pt") for rank in range(num_ranks[name])]
+
+
+def test_ranks_of_real_process_groups_get_equal_batches_and_the_global_batches_of_one_process(
+    seen: Callable[[str], Any], numbered: Path
+) -> None:
+    with open_loader(numbered, 8, model_id=numbered, seed=5) as loader:
+        unbroken = [numbers([batch]) for batch in chain(loader, loader)]
+        end = loader.state_dict()
+    for run in WORLDS:
+        ranks = seen(run["name"])
+        steps = [[*chain(*step)] for step in zip(*(rank["parts"] for rank in ranks), strict=True)]
+        first = STOP if run.get("after") else 0
+        assert steps == unbroken[first : run["last"]], run["name"]
+        states = [rank["state"] for rank in ranks]
+        assert states == [states[0]] * len(ranks), "every rank may save its state, or one for all"
+    assert {**states[0], "layout": None} == {**end, "layout": None}
+
+
+def test_a_loader_made_before_the_process_group_refuses_instead_of_giving_all_ranks_the_same(
+    seen: Callable[[str], Any], numbered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = seen("made_before_the_group")
+    assert first["refused"] == second["refused"] == [True, True]
+    assert not set(first["late"]) & set(second["late"])
+    with open_loader(numbered, model_id=numbered) as loader:
+        next(iter(loader))
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+            monkeypatch.setenv(name, value)
+        with refuses(UsageError):
+            iter(loader)
+
+
+def test_losses_by_source_on_two_ranks_are_those_of_all_labels(seen: Callable[[str], Any]) -> None:
+    ranks = seen("losses_by_source")
+    sums = [[0.0, 0], [0.0, 0]]
+    for values, labels, origins in chain(*(rank["kept"] for rank in ranks)):
+        of_place = source_ids(origins, labels.shape)
+        for source in range(2):
+            chosen = (of_place == source) & (labels >= 0)
+            sums[source][0] += values[chosen].sum().item()
+            sums[source][1] += int(chosen.sum())
+    expected = {name: total / count for name, (total, count) in zip(("web", "code"), sums, strict=True)}
+    assert ranks[0]["means"] == ranks[1]["means"] == pytest.approx(expected)
+
+
+# Workers that live too long, or not long enough
+
+
+def alive() -> set[Any]:
+    return set(multiprocessing.active_children())
+
+
+@pytest.mark.parametrize("method", ["spawn"])
+def test_workers_that_inherit_nothing_give_the_same_epochs_and_are_kept(
+    numbered: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The rank is resolved in the parent: spawned workers know nothing of it. fork, forkserver: above."""
+    options = {"model_id": numbered, "rank": 1, "world_size": 2}
+    with open_loader(numbered, 4, **options) as loader:
+        expected = [numbers(loader) for _ in range(2)]
+    before = alive()
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+    torch.multiprocessing.set_start_method(method)
+    with open_loader(numbered, 4, num_workers=1, **options) as loader:
+        first, workers = numbers(loader), alive() - before
+        assert [first, numbers(loader)] == expected
+        assert alive() - before == workers
+        assert len(workers) == 1
+    wait_until_gone(before)
+
+
+class SharedOut(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(50))
+
+
+def test_an_iterator_in_a_reference_cycle_keeps_no_worker_alive_once_the_loader_is_closed(
+    numbered: Path,
+) -> None:
+    gc.collect()
+    before = alive()
+    gc.disable()
+    try:
+        naive: list[Any] = [iter(DataLoader(SharedOut(), num_workers=2))]
+        naive.append(naive)
+        kept: Any = weakref.ref(naive[0])
+        del naive
+        assert len(alive() - before) == 2  # until the collector comes by
+        kept()._shutdown_workers()
+        wait_until_gone(before)
+        loader = open_loader(numbered, 8, model_id=numbered, num_workers=2)
+        cycle: list[Any] = [iter(loader), loader]
+        cycle.append(cycle)
+        next(cycle[0])
+        assert len(alive() - before) == 2
+        loader.close()
+        wait_until_gone(before)
+        del cycle, loader
+        dropped = open_loader(numbered, 8, model_id=numbered, num_workers=2)
+        next(iter(dropped))
+        assert len(alive() - before) == 2
+        del dropped  # without a cycle it needs neither close() nor the collector
+        wait_until_gone(before)
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def test_after_an_error_in_a_worker_none_is_left_and_the_loader_can_be_iterated_again(
+    numbered: Path, tmp_path: Path
+) -> None:
+    paths = write_numbered_tars(tmp_path, 64, 3)
+    before = alive()
+    with open_loader(tmp_path, 8, model_id=numbered, num_workers=2) as loader:
+        whole = Path(paths[1]).read_bytes()
+        Path(paths[1]).write_bytes(whole[:-512])
+        with refuses(BrokenShard, path=paths[1]):
+            list(loader)
+        wait_until_gone(before)
+        Path(paths[1]).write_bytes(whole)
+        assert sorted(numbers(loader)) == list(range(64))
+    wait_until_gone(before)
+
+
+CHILD = """
+import json, multiprocessing, os, pathlib, signal, sys, time
+if __name__ == "__main__":
+    os.setsid()
+from loader import get_llama3_dataloader
+
+real, latest = os.preadv, {}
+
+def hanging(handle, buffers, offset):  # where a worker goes back in a tar: in its next epoch
+    path = os.readlink(f"/proc/self/fd/{handle}")
+    if not path.endswith(".tar") or multiprocessing.parent_process() is None:
+        return real(handle, buffers, offset)
+    if offset < latest.get(path, 0):
+        pathlib.Path(os.environ["HANGS"]).touch()
+        time.sleep(10**6)
+    latest[path] = offset
+    return real(handle, buffers, offset)
+
+if sys.argv[3] not in ("outlive", "interrupt"):
+    os.preadv = hanging
+
+def outlive(loader):
+    received = set()
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, lambda number, _: received.add(number))
+    print(f"ready {os.getpid()}", flush=True)
+    seen = [number for batch in loader for number in batch["input_ids"][:, 0].tolist()]
+    batches = iter(loader)
+    next(batches)
+    while len(received) < 5:
+        time.sleep(0.01)
+    print(json.dumps(seen), flush=True)
+    time.sleep(10**6)
+
+def end(loader, how):
+    batches = iter(loader)
+    next(batches), next(batches)
+    while not os.path.exists(os.environ["HANGS"]):
+        time.sleep(0.01)
+    if how == "close":
+        loader.close()
+    elif how == "raise":
+        raise RuntimeError("of the loop")
+    print("ends", flush=True)
+
+def interrupt(loader_of):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    armed = []
+
+    def press_ctrl_c():  # as a terminal does
+        armed.clear()
+        os.killpg(0, signal.SIGINT)
+        time.sleep(60)
+
+    def collate(samples):  # inside of the loader
+        if armed:
+            press_ctrl_c()
+        return [sample["input_ids"][0] for sample in samples]
+
+    loader, seen = loader_of(collate_fn=collate), []
+    for where in ("loop", "loader", "idle"):
+        try:
+            for number, batch in enumerate(loader):
+                seen += batch
+                if where == "loader" and number == 2:
+                    armed.append(True)
+                if where == "loop" and number == 2:
+                    press_ctrl_c()
+        except KeyboardInterrupt:
+            print("interrupted", where, flush=True)
+        if where == "idle":
+            for worker in multiprocessing.active_children():
+                try:
+                    worker.kill()
+                    worker.join()
+                except RuntimeError:  # of torch's handler, where it hears of the death before join does
+                    worker.join()
+            seen += [number for batch in loader for number in batch]
+        time.sleep(1)  # workers that end of it have ended
+    assert sorted(seen) == sorted([*range(192), *range(192)]), len(seen)
+    print("all came", flush=True)
+
+if __name__ == "__main__":
+    data, method, how = sys.argv[1:]
+    multiprocessing.set_start_method(method)
+    def loader_of(**options):
+        return get_llama3_dataloader(data, 8, data, num_workers=2, shuffle=False, **options)
+    if how == "interrupt":
+        interrupt(loader_of)
+    else:
+        loader = loader_of()
+        outlive(loader) if how == "outlive" else end(loader, how)
+"""
+
+
+@pytest.fixture(scope="module")
+def long_data(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """192 samples of 500 ids, with the tokenizer of ``numbered``."""
+    folder = tmp_path_factory.mktemp("long")
+    for path in numbered.glob("*.json"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    write_numbered_tars(folder, 192, 3, ids_of=lambda number: [number] * 500)
+    return folder
+
+
+@pytest.fixture
+def start(warm: WarmPython, long_data: Path, short_folder: Path, tmp_path: Path) -> Iterator[Any]:
+    """Starts a training process, in a session of its own; what is left of it is killed."""
+    children: list[subprocess.Popen[str]] = []
+    (tmp_path / "train.py").write_text(CHILD)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "HANGS": str(tmp_path / "hangs")}
+
+    def started(*words: str) -> subprocess.Popen[str]:
+        with (tmp_path / "errors").open("w") as errors:
+            child = subprocess.Popen(
+                [warm.python, tmp_path / "train.py", long_data, *words],
+                env={**environ, "TMPDIR": str(short_folder)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        children.append(child)
+        return child
+
+    yield started
+    for child in children:
+        child.kill()
+        child.communicate()
+    print((tmp_path / "errors").read_text())  # shown where a test fails
+
+
+def session(number: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, of_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue  # it ended
+        if int(of_session) == number and state not in "ZX":
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_outlive_every_stop_signal_and_leave_nothing_when_the_main_process_is_killed(
+    start: Any, short_folder: Path, method: str
+) -> None:
+    """From their first moment on, while they import, too."""
+    child = start(method, "outlive")
+    ready, pid = child.stdout.readline().split()
+    assert ready == "ready"
+    leader = int(pid)
+    while not select.select([child.stdout], [], [], 0.01)[0]:
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+            os.killpg(leader, number)
+    assert json.loads(child.stdout.readline() or "null") == list(range(192))
+    processes = session(leader)
+    assert len(processes) > 2, "the workers are kept for the next epoch"
+    maps = "".join(Path(f"/proc/{each}/maps").read_text() for each in processes)
+    shared = set(re.findall(r"/dev/shm/\S+", maps))
+    assert any(name.startswith("/dev/shm/torch_") for name in shared)
+    os.kill(leader, signal.SIGKILL)
+    wait_until(lambda: not session(leader))
+    assert not {name for name in shared if Path(name).exists()}
+    if method == "fork":  # a forkserver's own socket stays, as Python leaves it
+        wait_until(lambda: not list(short_folder.iterdir()))
+
+
+@pytest.mark.parametrize(("method", "how"), [("fork", "close"), ("forkserver", "raise"), ("fork", "end")])
+def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
+    start: Any, tmp_path: Path, short_folder: Path, method: str, how: str
+) -> None:
+    child = start(method, how)
+    out, _ = child.communicate(timeout=HANG_S)
+    assert (tmp_path / "hangs").exists()
+    assert out == ("" if how == "raise" else "ends\n")
+    assert child.returncode == (1 if how == "raise" else 0)
+    wait_until(lambda: not list(short_folder.iterdir()))
+
+
+def test_after_ctrl_c_or_the_death_of_idle_workers_the_loop_goes_on_with_workers_anew(start: Any) -> None:
+    out, _ = start("fork", "interrupt").communicate(timeout=HANG_S)
+    assert out.splitlines() == ["interrupted loop", "interrupted loader", "all came"]
+
+
+# What workers share
+
+FULL = """
+import json, multiprocessing, os, resource, sys
+from loader import ReadWriteError, get_llama3_dataloader
+
+def lower(limit, most, pid=0):
+    resource.prlimit(pid, limit, (most, resource.getrlimit(limit)[1]))
+
+def error_without(what, loader):
+    try:
+        if what == "room":  # of a file in shared memory, as where /dev/shm is full
+            lower(resource.RLIMIT_FSIZE, 16)
+        elif what == "files of the loop":
+            lower(resource.RLIMIT_NOFILE, len(os.listdir("/proc/self/fd")))
+        batches = iter(loader)
+        if what == "files of the worker":
+            next(batches)
+            (worker,) = multiprocessing.active_children()
+            lower(resource.RLIMIT_NOFILE, 4, worker.pid)
+        for _ in range(3):  # there may be chunks that were sent before
+            for batch in batches:
+                pass
+            batches = iter(loader)
+    except ReadWriteError as error:
+        return str(error)
+    finally:
+        for limit, most in limits.items():
+            resource.setrlimit(limit, most)
+
+if __name__ == "__main__":
+    data, tars = sys.argv[1:]
+    limits = {limit: resource.getrlimit(limit) for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}
+    said = {}
+    for what in ("room", "files of the loop", "files of the worker"):
+        with get_llama3_dataloader(tars, 8, data, num_workers=1) as loader:
+            said[what] = error_without(what, loader)
+    print(json.dumps(said))
+"""
+
+
+def test_workers_that_cannot_share_a_batch_end_the_loop_with_what_is_full(
+    warm: WarmPython, numbered: Path, tmp_path: Path
+) -> None:
+    """A child that waits for ever is killed, and fails the test."""
+    # Chunks of 1 MiB: more than are read ahead.
+    write_numbered_tars(tmp_path, 400, 1, ids_of=lambda number: [number % 200] * 2000)
+    (tmp_path / "full.py").write_text(FULL)
+    ended = run_child([warm.python, tmp_path / "full.py", numbered, tmp_path])
+    for what, error in json.loads(ended.stdout).items():
+        assert error is not None, f"no error without {what}"
+        assert "/dev/shm" in error
+        assert "ulimit -n" in error
+
+
+@pytest.mark.parametrize("length", [75, 76])
+def test_a_temporary_folder_too_long_for_a_workers_socket_is_refused_where_torch_would_hang(
+    numbered: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    folder = short_folder / ("x" * (length - 1 - len(str(short_folder))))
+    folder.mkdir()
+    listen = "from multiprocessing.connection import Listener; Listener(family='AF_UNIX')"
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    run_child([sys.executable, "-c", listen], env=environ, code=0 if length == 75 else 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    if length == 75:
+        assert len(numbers(open_loader(numbered, model_id=numbered, num_workers=2))) == 104
+    else:
+        with refuses(UsageError):
+            open_loader(numbered, model_id=numbered, num_workers=2).__iter__()
+        assert len(numbers(open_loader(numbered, model_id=numbered))) == 104
+
+
+# What is imported
+
+IMPORTS = """
+import sys
+from loader import ShardprepError, find_process_rank
+seen = ["torch" in sys.modules]
+from loader import get_llama3_dataloader
+loader = get_llama3_dataloader(sys.argv[1], 2, num_workers=0, rank=0, world_size=1)
+next(iter(loader))
+seen += ["torch" in sys.modules, "transformers" in sys.modules]
+collator = loader.collate_fn
+from transformers import DataCollatorForLanguageModeling as Known
+print(*seen, isinstance(collator, Known), loader.collate_fn is collator)
+"""
+
+
+def test_torch_comes_with_the_first_loader_and_transformers_with_its_collator(sets: DataSets) -> None:
+    done = run_child([sys.executable, "-P", "-c", IMPORTS, sets["documents"]])
+    assert done.stdout.split() == ["False", "True", "False", "True", "True"]
+
+
+HIDE_TORCH = """
+from importlib.machinery import PathFinder
+found = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name.partition(".")[0] == "torch" else found(name, *rest)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["-c", "from loader import get_llama3_dataloader"], 1),
+        (["-m", "loader", "DATA"], 2),
+        (["-m", "loader", "where", "DATA", "--state", "checkpoint.pt"], 2),
+        (["-m", "loader", "stage", "DATA", "--to", "staged"], 0),  # which needs no torch
+    ],
+)
+def test_where_torch_is_not_installed_what_needs_it_names_the_extra_in_its_last_line(
+    sets: DataSets, tmp_path: Path, words: list[str], code: int
+) -> None:
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "sitecustomize.py").write_text(HIDE_TORCH)
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path / 'hidden'}{os.pathsep}{ROOT}"}
+    command = [sys.executable, *(str(sets["documents"]) if word == "DATA" else word for word in words)]
+    done = run_child(command, code=code, env=environ, cwd=tmp_path)
+    if code:
+        assert "pip install 'shardprep[loader]'" in done.stderr.splitlines()[-1]
+        assert done.stderr.count("\n") == 1 or code == 1
+        assert "During handling" not in done.stderr
+    else:
+        assert len(list((tmp_path / "staged").rglob("*.tar"))) == 3
+
+
+UNGUARDED = """
+import multiprocessing, sys
+from loader import get_llama3_dataloader
+multiprocessing.set_start_method("spawn")
+for batch in get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[1], num_workers=2):
+    pass
+"""
+
+
+def test_a_loop_that_each_spawned_worker_would_run_again_is_refused_with_the_guard_to_type(
+    numbered: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_child([sys.executable, str(script), str(numbered)], code=1, env=environ)
+    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+    assert done.stderr.count("Traceback") == 1

@@ -1,0 +1,453 @@
+"""Reading from file systems that fail or lack a file, what is read and held open, and tars behind URLs."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import gc
+import http.server
+import multiprocessing
+import os
+import resource
+import shutil
+import stat
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import webdataset
+
+from loader import BrokenShard, MissingShard, NotFound, ReadWriteError
+from shardprep.errors import CannotWrite, UnknownMember
+from tests.external_tars import write_numbered_tars
+from tests.oracle.forms import SEQ_LEN, DataSets
+from tests.world import World, open_loader, refuses, samples_of
+
+NAMES = ("documents", "documents_npy", "concat", "best_fit", "chat")
+
+
+def epoch(data: Any, batch_size: int = 8, **options: Any) -> list[Any]:
+    with open_loader(data, batch_size, **options) as loader:
+        return [samples_of(batch) for batch in loader]
+
+
+def num_handles() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+# Files that are missing
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shard_without_its_idx_is_missing_and_tars_without_manifests_lose_nothing(
+    sets: DataSets, tmp_path: Path, name: str
+) -> None:
+    folder = Path(shutil.copytree(sets[name], tmp_path / "copy"))
+    (folder / "shard-00000.idx").unlink()
+    with refuses(MissingShard, path=folder / "shard-00000.idx"):
+        epoch(folder)
+    for path in folder.glob("shard-*.[ij]*"):
+        path.unlink()
+    for name_of_set in ("index.json", "plan.json"):
+        (folder / name_of_set).unlink()
+    options = {"boundaries": "segment_ids", "shuffle": False}
+    model = sets[name] / "tokenizer"
+    assert epoch(folder, 1, model_id=model, **options) == epoch(sets[name], 1, **options)
+
+
+# Calls that fail
+
+
+class FailingReads:
+    """``os.preadv`` that fails with these codes (0: reads), for files of one suffix; nobody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, codes: list[int], suffix: str) -> None:
+        self.codes, self.suffix, self.real = codes, suffix, os.preadv
+        self.slept: list[float] = []
+        monkeypatch.setattr(os, "preadv", self)
+        monkeypatch.setattr(time, "sleep", self.slept.append)
+
+    def __call__(self, handle: int, buffers: Any, offset: int) -> int:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if self.codes and path.suffix == self.suffix and (code := self.codes.pop(0)):
+            raise OSError(code, os.strerror(code))
+        return self.real(handle, buffers, offset)
+
+
+def opened_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths of the files that are opened from now on."""
+    paths: list[str] = []
+    real = os.open
+
+    def opening(path: Any, *args: Any, **options: Any) -> int:
+        paths.append(str(path))
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", opening)
+    return paths
+
+
+# Of an idx the header is read first.
+@pytest.mark.parametrize(("suffix", "before"), [(".tar", []), (".idx", [0])])
+def test_a_failed_read_is_tried_again_with_the_file_opened_anew_and_then_named(
+    sets: DataSets,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    suffix: str,
+    before: list[int],
+) -> None:
+    whole = epoch(sets["concat"])
+    handles = num_handles()
+    opened = opened_files(monkeypatch)
+    codes = [*before, errno.EIO, *before, errno.ESTALE, *before, errno.ESHUTDOWN]
+    reads = FailingReads(monkeypatch, codes, suffix)
+    assert epoch(sets["concat"]) == whole
+    assert reads.slept == [0.5, 1, 2]
+    first = next(path for path in opened if path.endswith(suffix))
+    assert opened.count(first) >= 4
+    assert first.removesuffix(suffix) in caplog.text
+    for codes, num_waits in (([*before, errno.EIO] * 100, 6), ([*before, errno.EACCES], 0)):
+        reads.codes[:], reads.slept[:] = codes, []
+        with pytest.raises(ReadWriteError) as raised:
+            epoch(sets["concat"])
+        assert str(sets["concat"] / "shard-0000") in str(raised.value)
+        assert len(reads.slept) == num_waits, "what waiting cannot mend is not waited for"
+    assert num_handles() <= handles
+
+
+def test_opening_is_tried_again_too(sets: DataSets, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = epoch(sets["documents"])
+    real_open, codes = os.open, [errno.EIO, errno.ETIMEDOUT]
+    slept: list[float] = []
+
+    def failing(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith("shard-00002.tar") and codes:
+            raise OSError(codes.pop(0), "gone")
+        return real_open(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    assert epoch(sets["documents"]) == whole
+    assert slept == [0.5, 1]
+
+
+@pytest.mark.processes
+def test_no_file_is_locked_while_shards_are_made_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flock hangs, fails or holds on one node only, as a parallel file system is mounted."""
+
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    def without_locks(fd: int, command: int, *args: Any) -> Any:
+        return refuse() if command in {fcntl.F_SETLK, fcntl.F_SETLKW} else real(fd, command, *args)
+
+    real = fcntl.fcntl
+    monkeypatch.setattr(fcntl, "fcntl", without_locks)
+    for module, name in ((fcntl, "flock"), (fcntl, "lockf"), (os, "lockf")):
+        monkeypatch.setattr(module, name, refuse)
+    world = World(tmp_path).raw({"a.txt": "the kettle\n" * 60}).make()
+    assert len(epoch(world.data_dir, num_workers=2)) == 7
+
+
+# What is read, and held open
+
+
+@pytest.mark.slow
+def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_it(
+    sets: DataSets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    before = num_handles()
+    opened = opened_files(monkeypatch)
+    with open_loader(sets["documents"], 8) as loader:
+        for step in (3, 1, 7, 0):
+            loader.load_state_dict(loader.state_at(step))
+            next(iter(loader))
+        assert len(list(loader)) == len(loader) - 1  # the rest of the epoch
+        tars = Counter(path for path in opened if path.endswith(".tar"))
+        assert set(tars.values()) == {1}
+        assert num_handles() > before
+    assert num_handles() <= before
+    for _ in range(3):
+        next(iter(open_loader(sets["documents"])))  # that nobody closes
+    assert num_handles() <= before
+
+
+def test_few_handles_are_enough_for_many_shards(numbered: Path, tmp_path: Path) -> None:
+    write_numbered_tars(tmp_path, 107, 60)
+    whole = epoch(tmp_path, model_id=numbered)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = num_handles()
+    most = max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        with open_loader(tmp_path, 8, model_id=numbered) as loader:
+            for number, batch in enumerate(loader):
+                assert samples_of(batch) == whole[number]
+                assert num_handles() <= before + most // 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("options", [{}, {"seq_len": SEQ_LEN}])
+def test_the_ranks_begin_with_different_shards(sets: DataSets, options: dict[str, Any]) -> None:
+    orders = []
+    for rank in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            opened = opened_files(patch)
+            with open_loader(sets["documents"], 8, rank=rank, world_size=3, **options) as loader:
+                next(iter(loader))
+        orders.append([int(Path(path).stem[-5:]) for path in opened if path.endswith(".tar")])
+    assert [order[0] for order in orders] == [0, 1, 2]
+    assert all(sorted(set(order)) == [0, 1, 2] for order in orders)
+
+
+@pytest.fixture
+def long_documents(tmp_path: Path) -> Path:
+    """A tar of 64 documents of 32,768 ids."""
+    rng = np.random.default_rng(0)
+    with webdataset.TarWriter(str(tmp_path / "a.tar")) as writer:
+        for number in range(64):
+            writer.write({"__key__": f"d{number}", "token_ids.npy": rng.integers(0, 190, 32768, np.int32)})
+    return tmp_path / "a.tar"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_rank_reads_little_more_than_it_delivers(
+    numbered: Path, long_documents: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """Where each worker takes every n-th batch instead of slots of its own, all read everything."""
+    real, num_bytes = os.preadv, multiprocessing.Value("q", 0)
+
+    def counting(*args: Any) -> int:
+        count = real(*args)
+        with num_bytes.get_lock():
+            num_bytes.value += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    for rank in range(4):
+        options = {"rank": rank, "world_size": 4, "num_workers": workers, "persistent_workers": False}
+        with open_loader(long_documents, 4, model_id=numbered, **options) as loader:
+            num_bytes.value = 0  # the headers were read: this tar has no manifest
+            delivered = sum(4 * batch["input_ids"].numel() for batch in loader)
+        assert delivered == 4 * 64 * 32768 // 4
+        assert delivered <= num_bytes.value <= 1.1 * delivered
+
+
+@pytest.mark.processes
+def test_ten_epochs_open_no_more_files_than_one(sets: DataSets) -> None:
+    with open_loader(sets["documents"], num_workers=2) as loader:
+        list(loader)
+        handles = num_handles()
+        for _ in range(9):
+            next(iter(loader))
+            loader.set_epoch(0)
+            list(loader)
+        assert num_handles() <= handles + 2
+
+
+@pytest.mark.slow
+def test_ten_epochs_keep_no_more_objects_than_two(numbered: Path, long_documents: Path) -> None:
+    """Tensors, and what Python and numpy allocated. benchmarks/loader_footprint.py measures processes."""
+    used = {}
+    tracemalloc.start()
+    try:
+        with open_loader(long_documents, 8, model_id=numbered) as loader:
+            for number in range(1, 11):
+                for batch in loader:
+                    assert sum(tensor.nbytes for tensor in batch.values()) == 6 << 20
+                if number in {2, 10}:
+                    gc.collect()
+                    num_tensors = sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+                    used[number] = (num_tensors, tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert used[10][0] <= used[2][0]
+    assert used[10][1] - used[2][1] < 64 << 10, "less than one document of each epoch"
+
+
+# Tars behind URLs
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def behind_url(sets: DataSets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A folder and its URL: a data set of ours, and its tars alone in ``others``, with names of their own."""
+    root = tmp_path_factory.mktemp("behind")
+    shutil.copytree(sets["documents"], root / "data")
+    (root / "others").mkdir()
+    for number in range(3):
+        shutil.copy(root / "data" / f"shard-{number:05d}.tar", root / "others" / f"part-{number}.tar")
+    handler = functools.partial(Quiet, directory=str(root))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield root, f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def copy_url(sets: DataSets, tmp_path: Path) -> Callable[..., list[Path]]:
+    """Load a URL with a cache; returns the copies in it."""
+
+    def load(url: str, cache: Path = tmp_path / "cache") -> list[Path]:
+        open_loader(url, model_id=sets["documents"] / "tokenizer", cache_dir=cache).close()
+        return sorted(cache.rglob("*.tar"))
+
+    return load
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("tars", ["data/shard-{00000..00002}.tar", "others/part-{0..2}.tar"])
+def test_a_run_goes_on_with_the_same_tars_from_a_url_and_back(
+    behind_url: tuple[Path, str], tmp_path: Path, tars: str
+) -> None:
+    root, url = behind_url
+    options: dict[str, Any] = {"model_id": root / "data" / "tokenizer", "cache_dir": tmp_path / "cache"}
+    here, there = str(root / tars), f"{url}/{tars}"
+    pairs: list[tuple[Any, Any]] = [(here, there), (there, here)]
+    if tars.startswith("data"):  # the tars of a data set by URL are the data set
+        pairs.append((root / "data", there))
+    for first, then in pairs:
+        with open_loader(first, 8, **options) as loader:
+            batches = [samples_of(batch) for batch in loader]
+            state = loader.state_at(5)
+        with open_loader(then, 8, **options) as loader:
+            loader.load_state_dict(state)
+            assert [samples_of(batch) for batch in loader] == batches[5:]
+
+
+@pytest.mark.processes
+def test_what_is_no_local_file_is_copied_by_webdataset_once(
+    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]]
+) -> None:
+    root, _ = behind_url
+    url = f"pipe:cat {root}/others/part-{{0..2}}.tar"
+    copies = copy_url(url)
+    assert sorted(path.name[17:] for path in copies) == [f"part-{number}.tar" for number in range(3)]
+    stamps = [path.stat().st_mtime_ns for path in copies]
+    assert copy_url(url) == copies
+    assert [path.stat().st_mtime_ns for path in copies] == stamps
+
+
+@pytest.mark.processes
+def test_urls_that_cannot_be_read_or_are_no_whole_tar_leave_nothing_behind(
+    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    tar = behind_url[0] / "others" / "part-0.tar"
+    with webdataset.TarWriter(str(tmp_path / "masked")) as writer:
+        writer.write({"__key__": "d", "token_ids.json": [1], "loss_mask.npy": b""})
+    for command, kind in (
+        (f"head -c 5000 {tar}", BrokenShard),
+        (f"cat {tmp_path}/nothing.tar", NotFound),
+        (f"cat {tmp_path}/masked", UnknownMember),
+        (f"cat {tar}; exit 3", NotFound),  # a copy is whole only where its command says so, too
+    ):
+        with refuses(kind):
+            copy_url(f"pipe:{command}")
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("suffix", ["tar", "idx"])
+def test_a_shard_by_url_that_is_not_what_its_manifest_says_is_refused(
+    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]], tmp_path: Path, suffix: str
+) -> None:
+    root, url = behind_url
+    path = Path(shutil.copytree(root / "data", root / f"altered-{suffix}")) / f"shard-00001.{suffix}"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with refuses(BrokenShard, path=f"{url}/altered-{suffix}/shard-00001.{suffix}"):
+        copy_url(f"{url}/altered-{suffix}/shard-00001.tar")
+    assert not [*tmp_path.rglob("*.tar"), *tmp_path.rglob(".*")]
+
+
+@pytest.mark.processes
+def test_no_link_that_others_put_into_the_cache_is_followed(
+    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    """At the names that were guessable: of the temporary file and of the copy."""
+    tar = behind_url[0] / "others" / "part-0.tar"
+    url, victim = f"pipe:cat {tar}", tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (copy,) = copy_url(url)
+    copy.unlink()
+    guessed = copy.with_name(f".{copy.name}.{os.uname().nodename}.{os.getpid()}")
+    guessed.symlink_to(victim)
+    assert copy_url(url) == [copy]
+    assert copy.read_bytes() == tar.read_bytes()
+    copy.unlink()
+    copy.symlink_to(victim)
+    with refuses(BrokenShard, path=copy):
+        copy_url(url)
+    assert victim.read_bytes() == b"precious"
+
+
+@pytest.mark.processes
+def test_in_a_folder_that_others_can_write_to_copies_lie_in_one_of_the_users_own(
+    behind_url: tuple[Path, str], copy_url: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    url, shared = f"pipe:cat {behind_url[0]}/others/part-0.tar", tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    own = shared / f"shardprep-{os.getuid()}"
+    (copy,) = copy_url(url, shared)
+    assert copy.parent == own
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    shutil.rmtree(own)
+    (tmp_path / "elsewhere").mkdir()
+    own.symlink_to(tmp_path / "elsewhere")
+    with refuses(CannotWrite, path=own, found="lrwxrwxrwx"):
+        copy_url(url, shared)
+    own.unlink()
+    own.mkdir()
+    own.chmod(0o777)
+    with refuses(CannotWrite, path=own, found="drwxrwxrwx"):
+        copy_url(url, shared)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("call", ["open", "fsync", "mkdir", "rename", "stat"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EACCES])
+def test_an_error_of_the_cache_is_one_that_names_it_and_leaves_nothing(
+    behind_url: tuple[Path, str],
+    copy_url: Callable[..., list[Path]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+    code: int,
+) -> None:
+    cache, real = tmp_path / "cache", getattr(os, call)
+
+    def failing(path: Any, *args: Any, **named: Any) -> Any:
+        if call == "fsync" or str(cache) in str(path):
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, *args, **named)
+
+    url = f"pipe:cat {behind_url[0]}/others/part-0.tar"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        with pytest.raises(ReadWriteError) as raised:
+            copy_url(url)
+    assert str(cache) in str(raised.value)
+    assert not [path for path in cache.rglob("*") if path.is_file()]

@@ -185,26 +185,16 @@ def status_data(state: DatasetState) -> dict[str, Any]:
 def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
     """Return the last attempt at each failed shard, with the end of its log for the newest few."""
     newest = sorted(failed, key=lambda shard: shard.attempts[-1].ended, reverse=True)[:_MOST_FAILURES]
-    has_tail = {shard.shard_id for shard in newest}
     failures = []
     for shard in failed:
         last, message = shard.attempts[-1], shard.attempts[-1].message(shard.shard_id)
-        lines = [message] if message else []
-        if not message and last.log and shard.shard_id in has_tail:
-            lines = last_lines(log_tail(Path(last.log)))
-        failures.append(
-            {
-                "shard": shard.shard_id,
-                "cause": shard.cause,
-                "num_attempts": sum(attempt.state == "failed" for attempt in shard.attempts),
-                "task": last.task,
-                "node": last.node,
-                "log": last.log,
-                "message": message,
-                "ended": last.ended,
-                "last_lines": lines,
-            }
-        )
+        facts = {name: getattr(last, name) for name in ("task", "node", "log", "ended")}
+        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message}
+        facts["num_attempts"] = sum(attempt.state == "failed" for attempt in shard.attempts)
+        facts["last_lines"] = [message] if message else []
+        if not message and last.log and shard in newest:
+            facts["last_lines"] = last_lines(log_tail(Path(last.log)))
+        failures.append(facts)
     return failures
 
 

@@ -49,8 +49,8 @@ _NUMBERS = {
     "max_window_layers bos_token_id": 1,
     "pad_token_id": 0,
     "eos_token_id": 2,
-    "sliding_window attention_chunk_size window_size": WINDOW,
-    "vocab_size vocab_size_per_layer_input": VOCABULARY,
+    "sliding_window sliding_window_size attention_chunk_size window_size": WINDOW,
+    "vocab_size vocab_size_per_layer_input unpadded_vocab_size": VOCABULARY,
     "use_sliding_window": True,
     "initializer_range": 0.1,
 }
@@ -93,7 +93,8 @@ def small_model(family: str, attention: str) -> Any:
     torch.manual_seed(0)
     config = kind(**sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    assert model.num_parameters() < 3_000_000, family
+    size = model.num_parameters()
+    assert size < 3_000_000, f"{family} has {size:,} parameters: name its sizes in _NUMBERS or _OWN"
     with torch.no_grad():
         for weights in model.parameters():
             if weights.dim() > 1:

@@ -23,15 +23,14 @@ from shardprep.console import Progress, counted, output_is_read, print_lines, qu
 from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import read_beginning
 from shardprep.format.dataset_spec import BLANK, blank_id
-from shardprep.format.document_names import kept_ids
+from shardprep.format.documents import kept_ids
 from shardprep.format.idx import read_idx, samples_holding
 from shardprep.format.input_formats import input_kind, name_of_input, place_text
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import TOKENIZER_DIR, manifest_path, quarantine_path, shard_name
+from shardprep.format.names import TOKENIZER_DIR, TOKENIZER_FILE, manifest_path, quarantine_path, shard_name
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
-from shardprep.format.tokenizer_files import TOKENIZER_FILE
 
 _KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
@@ -76,7 +75,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "where documents begin in packed rows, and the file and place that each came from."
     )
     add = parser.add_argument
-    add("output_dir", type=Path, help="folder of the data set")
+    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = (
         "only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, FILE:BYTE of an input, or id:ID "
         "(default: the first samples)"
@@ -235,12 +234,12 @@ def _place_of_id(folder: Path, plan: Plan, address: str) -> tuple[int, int]:
     if not wanted:
         raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
     shard_ids = _made_shards(folder)
-    with Progress("looking for an id", len(shard_ids), unit="shards") as progress:
-        for shard_id in shard_ids:
-            for input_number, offset, kept in kept_ids(folder, shard_id):
-                if kept == wanted and 0 <= input_number < len(plan.inputs):
-                    return input_number, offset
-            progress.add(1)
+    progress = Progress("looking for an id", len(shard_ids), unit="shards")
+    for shard_id in shard_ids:
+        for input_number, offset, kept in kept_ids(folder, shard_id):
+            if kept == wanted and 0 <= input_number < len(plan.inputs):
+                return input_number, offset
+        progress.add(1)
     raise NotFound(f"no document of a finished shard has the id {wanted}")
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from preprocess.make.engines import NO_LOSS, Ids, TokenBatch
 from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.digests import DIGEST
+from shardprep.format.documents import DIGEST
 from shardprep.format.names import DIGEST_BYTES, PACKED_MEMBER_BYTES
 
 # A document: where it begins, in tokens, the input that it came from, and its digest, zeros without one.

@@ -29,9 +29,9 @@ from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import STALE_AFTER_S, make_folder, publish_bytes, remove_temporaries
-from shardprep.format.document_names import DocumentNames, read_names
+from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
-from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.options import PrepConfig
 from shardprep.format.plan import (
     Plan,
@@ -40,8 +40,8 @@ from shardprep.format.plan import (
     publish_plan,
     read_plan,
     refuse_another_plan,
+    stamp_tokenizer,
 )
-from shardprep.format.tokenizer_files import TOKENIZER_FILE, stamp_tokenizer
 
 Say = Callable[[str], None]
 
@@ -137,8 +137,8 @@ def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say:
         if not input_kind(path.name).format.has_fields:
             expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
-    with Progress("looking at the inputs", len(paths), unit="files") as progress:
-        inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
+    progress = Progress("looking at the inputs", len(paths), unit="files")
+    inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     empty = {item.path for item in inputs if not item.num_bytes}
     hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""

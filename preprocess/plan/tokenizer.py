@@ -48,14 +48,14 @@ from shardprep.files import (
     size_of_file,
 )
 from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
-from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
-from shardprep.format.plan import Plan
-from shardprep.format.tokenizer_files import (
+from shardprep.format.names import (
+    CHAT_TEMPLATES_DIR,
     MAX_TOKENIZER_BYTES,
     TOKENIZER_CONFIG,
+    TOKENIZER_DIR,
     TOKENIZER_FILE,
-    stamp_tokenizer,
 )
+from shardprep.format.plan import Plan, stamp_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 from shardprep.signals import start_child
 

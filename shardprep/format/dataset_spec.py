@@ -86,7 +86,7 @@ class DatasetSpec:
     seq_len: Annotated[int, Meta(ge=0, le=MAX_SEQ_LEN)]  # tokens per packed row; 0 unless packed
     append_eos: bool
     tokenizer: TokenizerSpec
-    validation_fraction: Annotated[float, Meta(ge=0, le=MOST_FRACTION)] = 0.0  # see digests.py
+    validation_fraction: Annotated[float, Meta(ge=0, le=MOST_FRACTION)] = 0.0  # see documents.py
 
     def __post_init__(self) -> None:
         if self.has_rows != (self.seq_len > 0):

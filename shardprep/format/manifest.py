@@ -136,7 +136,7 @@ class Manifest:
     ids: FileStamp | None  # of --id_field
     run: dict[str, Any]  # what may vary between equal shards: RunFacts, engine, versions
     digests: FileStamp | None = None  # of --digests
-    made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see blanked.py
+    made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see documents.py
 
     def to_json(self) -> bytes:
         """Return the bytes on disk. The part before ``run`` is equal for equal shards; each has its hash."""

@@ -348,14 +348,8 @@ def get_llama3_dataloader(
     )
     if who.rank == 0:
         logger.info(loader.describe())
-        ends = [data.spec.append_eos or data.spec.has_rows for data in shards.datasets]
-        if seq_len is not None and tokenizer.ends_with_eos and not all(ends):
-            logger.warning(
-                "the tokenizer ended each document with EOS by itself, and seq_len= puts another one "
-                "behind it; plan into a new folder, which will know"
-            )
-        has_end = seq_len is not None or all(ends) or tokenizer.ends_with_eos
-        if not (has_end or is_validation or tokenizer.eos_token_id is None):
+        has_end = all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets)
+        if not (has_end or seq_len is not None or is_validation or tokenizer.eos_token_id is None):
             logger.warning(
                 "documents end without EOS, so a model fine-tuned on them never learns to stop; "
                 "pass seq_len=, or plan the data with --append_eos"

@@ -30,7 +30,7 @@ from loader.order import Int32s, Int64s
 from loader.reading import SampleBytes, ShardReader
 from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
-from shardprep.format.dataset_spec import BLANK
+from shardprep.format.names import BLANK
 
 Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another of the samples that were read
 

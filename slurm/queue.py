@@ -34,7 +34,7 @@ _WAITING |= {"RESV_DEL_HOLD"}
 _ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"})
 _ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
 _TIME = "%Y-%m-%dT%H:%M:%S"
-SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
+_SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
 TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
 PLAIN = -1  # index N makes shard N
@@ -43,7 +43,7 @@ _DEFAULT_FOLDER = "/data/processed"  # of that script
 _CLOCKS_DIFFER_S = 600
 
 # Slurm's reason -> what it means, and what only a person can do: let it go on (release), send it anew, as it
-# never runs as it is (cancel), or ask an administrator (ask). The first that fits counts.
+# never runs as it is (cancel), resume it, or ask an administrator (ask). The first that fits counts.
 _LESS = "cancel, and ask for less"
 _REASONS = (
     ("Resources", "the next free nodes are for it", ""),
@@ -52,6 +52,7 @@ _REASONS = (
     ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
     ("launch failed requeued held", "held, as its node could not start it (a prolog failed?)", "release"),
     ("JobHeld|job requeued in held|JobHoldMax|ReservationDel", "held until it is released", "release"),
+    ("suspended", "it was stopped for now", "resume"),
     ("BeginTime", "its start time has not come; one that was started again waits a little", ""),
     ("DependencyNever", "the job that it waits for failed: cancel, and submit anew", "cancel"),
     ("Dependency", "it waits for another job", ""),
@@ -101,6 +102,11 @@ class Job:
     @property
     def is_waiting(self) -> bool:
         return self.state in _WAITING
+
+    @property
+    def waits_for(self) -> str:
+        """Return Slurm's reason for which it waits, or "suspended"; "" where it does not."""
+        return self.reason if self.is_waiting else "suspended" if self.state in _SUSPENDED else ""
 
     @property
     def is_live(self) -> bool:

@@ -134,7 +134,8 @@ def _read_manifests(folder: Path, shard_ids: Sequence[int]) -> list[Manifest]:
             return None
 
     found = []
-    with ThreadPoolExecutor(_NUM_THREADS) as pool, Progress("reading manifests", len(shard_ids)) as progress:
+    progress = Progress("reading manifests", len(shard_ids), unit="shards")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for manifest in pool.map(read, shard_ids):
             progress.add(1)
             found += [manifest] if manifest else []

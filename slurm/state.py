@@ -26,7 +26,7 @@ from shardprep.format.attempts import (
     folder_identity,
     read_attempts,
 )
-from shardprep.format.done import MadeShards, find_made_shards, is_verified
+from shardprep.format.manifest import MadeShards, find_made_shards, is_verified
 from shardprep.format.names import ids_of_ranges
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.submissions import JobArray, JobRequest, Submission, read_submissions, user_name
@@ -196,7 +196,7 @@ def find_state(
     def look_at_manifests() -> MadeShards:
         return find_made_shards(folder, plan.spec, known=before.made if before else None)
 
-    records = read_attempts(folder, plan.plan_id)
+    records = read_attempts(folder, plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found, queue = None, Queue()
     asks = bool(sent or open_records)
@@ -214,7 +214,7 @@ def find_state(
             queue = Queue(hidden=hidden, away=str(error))
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
     listed = {each.path for each in records.own}
-    now = read_attempts(folder, plan.plan_id)
+    now = read_attempts(folder, plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]
     _add_ends(records.own, queue)

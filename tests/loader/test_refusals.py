@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,11 @@ def test_what_gives_no_data_is_answered_with_what_makes_it(
 def test_a_field_that_a_batch_has_not_is_answered_with_those_it_has(numbered: Path) -> None:
     with open_loader(numbered, model_id=numbered) as made:
         batch = next(iter(made))
-    for look, kind in ((lambda: batch["inputs"], KeyError), (lambda: batch.inputs, AttributeError)):
+    looks: list[tuple[Callable[[], Any], Any]] = [
+        (lambda: batch["inputs"], KeyError),
+        (lambda: batch.inputs, AttributeError),
+    ]
+    for look, kind in looks:
         with pytest.raises(kind) as raised:
             look()
         assert all(name in str(raised.value) for name in (*batch, "inputs"))

@@ -152,6 +152,7 @@ def test_set_epoch_leaves_an_epoch_and_the_loop_still_counts_its_steps(
         assert loader.state_at(6) == {**loader.state_dict(), "step": 2}
         with refuses(UsageError):
             loader.state_at(3)  # of an epoch that was left
+        wrong: Any
         for wrong in (-1, "1", 1.5, 2**70):
             with refuses(UsageError):
                 loader.set_epoch(wrong)

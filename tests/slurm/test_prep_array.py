@@ -316,12 +316,6 @@ def test_the_step_starts_without_the_users_environment_too(desk: Desk) -> None:
     assert desk.exit_codes(job) == {0: "0:0"}, desk.log(job, 0)
 
 
-def test_the_script_names_no_partition_and_never_requeues() -> None:
-    code = [line for line in SCRIPT.read_text().splitlines() if not re.match(r"#(?!SBATCH)", line)]
-    text = "\n".join(code).replace("before-restart", "")
-    assert not re.search("--partition|#SBATCH.*partition|requeue|scontrol (?!show)", text)
-
-
 def test_both_scripts_are_clean_to_shellcheck() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("NO SHELLCHECK here: the scripts are not linted")

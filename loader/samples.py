@@ -408,6 +408,6 @@ def make_samples(
     if shards.row_tokens:
         return PackedRows(starts=starts, **shared)
     if rules.seq_len is not None:
-        eos = {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
-        return JoinedRows(seq_len=rules.seq_len, starts=starts, **eos, **shared)
+        shared |= {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
+        return JoinedRows(seq_len=rules.seq_len, starts=starts, **shared)
     return Samples(max_length=rules.max_length, **shared)

@@ -113,7 +113,14 @@ class Samples:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _told(self, chunk: Chunk, counts: Int64s, places: Int64s, numbers: Int64s, samples: Int64s) -> Chunk:
+    def _told(
+        self,
+        chunk: Chunk,
+        counts: Int64s,
+        places: npt.NDArray[np.integer[Any]],
+        numbers: Int64s,
+        samples: Int64s,
+    ) -> Chunk:
         """Return a chunk that tells its documents as it was asked to: where they begin, where they are from.
 
         ``counts``: of each sample, tick by tick. Of each document the place in its sample, its number there,

@@ -285,8 +285,8 @@ class Run:
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
-        """Return the ticks of each source in a cycle. Their sums are rounded, so that they make a whole cycle:
-        they depend on the order of the sources."""
+        """Return the ticks of each source in a cycle, which depend on the order of the sources."""
+        # Sums are rounded, so that the shares make a whole cycle.
         sums = [0.0, *accumulate(weights.get(source.name, 0.0) for source in self.sources)]
         return tuple(np.diff(np.rint(np.array(sums) * CYCLE).astype(np.int64)).tolist())
 

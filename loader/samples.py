@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Ragged
+from loader.chunks import Chunk, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
@@ -130,12 +130,10 @@ class Samples:
         if self.starts:
             chunk = replace(chunk, starts=Ragged.of_joined(places.astype(np.int32), by_sample))
         if self.origins:
-            origins = np.zeros((len(samples), len(ORIGIN)), np.int32)  # row and source are put in later
             shard = self.shards.shard_of(samples)
-            of_origin = {"place": places, "shard": shard, "document": numbers}
-            for name, values in {**of_origin, "sample": self.shards.records_of(samples, shard)}.items():
-                origins[:, ORIGIN.index(name)] = values
-            chunk = chunk.with_origins(by_sample, origins)
+            later = np.zeros_like(shard)  # row and source are put in by others
+            columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
+            chunk = chunk.with_origins(by_sample, np.stack(columns, axis=1).astype(np.int32))
         return chunk
 
 

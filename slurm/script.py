@@ -22,9 +22,8 @@ from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
 from shardprep.format.attempts import LOGS_FOLDER, folder_identity
 from shardprep.format.names import id_ranges
-from shardprep.format.plan import Plan, need_plan
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 from shardprep.format.submissions import JOBS_FOLDER, JobRequest
-from shardprep.format.tokenizer_files import check_tokenizer_files
 from shardprep.own_packages import HOME
 from slurm.commands import (
     REQUEST_VARIABLES,

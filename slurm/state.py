@@ -25,7 +25,7 @@ from shardprep.format.attempts import (
     folder_identity,
     read_attempts,
 )
-from shardprep.format.done import MadeShards, find_made_shards, is_verified
+from shardprep.format.manifest import MadeShards, find_made_shards, is_verified
 from shardprep.format.names import ids_of_ranges
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.submissions import JobArray, JobRequest, Submission, read_submissions, user_name

@@ -86,15 +86,15 @@ def wait_for_jobs(folder: Path) -> int:
     def look() -> DatasetState:
         return find_state(folder, plan, before=state)
 
-    with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
-        while True:
-            state = ask_patiently(look)
-            fresh = set(state.ids("done")) - done
-            done |= fresh
-            progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.jobs_to_wait_for() or _waits_for_a_person(state):
-                break
-            time.sleep(POLL_S)
+    progress = Progress(f"{plan.num_shards} shards", sum(sizes))
+    while True:
+        state = ask_patiently(look)
+        fresh = set(state.ids("done")) - done
+        done |= fresh
+        progress.add(sum(sizes[shard_id] for shard_id in fresh))
+        if not state.jobs_to_wait_for() or _waits_for_a_person(state):
+            break
+        time.sleep(POLL_S)
     print_lines(*status_lines(status_data(state)))
     return 0 if state.is_verified else ReadWriteError.exit_code
 

@@ -16,7 +16,12 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "for num_digits in range(1, (width + 1)):",
         "the loop ends at the first length that no id has",
     ),
-    ("shardprep/format/done.py", "_MAX_BYTES = 256 << 20", "_MAX_BYTES = (257) << 20", LIMIT),
+    (
+        "shardprep/format/manifest.py",
+        "_MAX_FINDINGS_BYTES = 256 << 20",
+        "_MAX_FINDINGS_BYTES = (257) << 20",
+        LIMIT,
+    ),
     ("loader/reading.py", "_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
     (
         "preprocess/make/members.py",

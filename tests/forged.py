@@ -40,7 +40,7 @@ def seal(path: Path) -> None:
     path.write_bytes(json.dumps(values, separators=(",", ":")).encode()[:-1] + b"\n" + rows)
 
 
-def rewrite_json(path: Path, **changes: Any) -> None:
+def rewrite_json(path: Path, /, **changes: Any) -> None:
     """Give a file other values, by the dotted names of their places, and the hash that follows."""
     values = json.loads(path.read_bytes())
     for place, value in changes.items():
@@ -68,7 +68,7 @@ def rewrite_plan(path: Path, old: str, new: str) -> None:
         table["offset"] = at = data.index(opening) + len(opening)
         for block in table["blocks"]:
             # Rows have no line ends, and a block ends where the next one or the table does.
-            end = min(place for place in (data.find(b"]\n", at), data.find(b"],\n", at)) if place >= 0) + 1
+            end = min(place for place in (data.find(b"]]\n", at), data.find(b"],\n", at)) if place >= 0) + 1
             block[:] = [end - at, hashlib.sha256(data[at:end]).hexdigest()]
             at = end + len(b",\n")
     head["content_sha256"] = content_sha256(head)

@@ -36,9 +36,8 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.done import check_done, read_findings
 from shardprep.format.json_files import load_json
-from shardprep.format.manifest import Manifest
+from shardprep.format.manifest import Manifest, check_done, read_findings
 from shardprep.format.names import shard_name
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.shards import ShardSamples
@@ -244,7 +243,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "it goes on with the shards that are missing."
     )
     add = parser.add_argument
-    add("data_dir", type=Path, help="folder of the data set, complete")
+    add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
     add("--to", required=True, choices=tuple(LAYOUTS), help="tool whose layout to write")
     add("--output_dir", type=Path, required=True, help="folder of the export")
     text = "one side of a data set that was planned with --validation_fraction (default: all documents)"
@@ -270,19 +269,19 @@ def export(args: argparse.Namespace) -> int:
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
-    with Progress("exporting", len(todo), unit="shards") as progress:
-        for shard_id in todo:
-            with ShardSamples(args.data_dir, plan.spec, shard_id, shards[shard_id][0]) as samples:
-                stored = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
-                documents = stored + (eos is not None)
-                rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
-                try:
-                    layout.write(shard_id, documents, rows, _with_eos(samples.pieces(), stored, eos))
-                except (CannotWrite, ReadWriteError):
-                    # An equal export at the same time, that was faster, has removed this one's temporaries.
-                    if not layout.is_done(shard_id):
-                        raise
-            progress.add(1)
+    progress = Progress("exporting", len(todo), unit="shards")
+    for shard_id in todo:
+        with ShardSamples(args.data_dir, plan.spec, shard_id, shards[shard_id][0]) as samples:
+            stored = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
+            documents = stored + (eos is not None)
+            rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
+            try:
+                layout.write(shard_id, documents, rows, _with_eos(samples.pieces(), stored, eos))
+            except (CannotWrite, ReadWriteError):
+                # An equal export at the same time, that was faster, has removed this one's temporaries.
+                if not layout.is_done(shard_id):
+                    raise
+        progress.add(1)
     opened_by = layout.finish()
     with contextlib.suppress(OSError):  # of attempts that died; whatever a living one would write is there
         for path in [item for item in folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:

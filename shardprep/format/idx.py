@@ -16,11 +16,10 @@ import numpy.typing as npt
 
 from shardprep.errors import BrokenShard, OtherPlan, ReadWriteError, UsageError
 from shardprep.files import NOT_THERE, ReadFile
-from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.json_files import unknown_version
+from shardprep.format.json_files import FORMAT_VERSION, unknown_version
 from shardprep.format.names import (
-    FORMAT_VERSION,
     PACKED_MEMBER_BYTES,
+    DatasetSpec,
     idx_path,
     missing_file,
     remake_command,

@@ -15,9 +15,8 @@ import orjson
 
 from shardprep.errors import BrokenShard
 from shardprep.files import NOT_THERE, ReadFile, errors_named, with_retries
-from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import misplaced_samples, read_idx
-from shardprep.format.names import missing_file, remake_command, tar_path
+from shardprep.format.names import DatasetSpec, missing_file, remake_command, tar_path
 
 READ_BYTES = 4 << 20  # at once, or one sample
 

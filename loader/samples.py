@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Ragged
+from loader.chunks import Chunk, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
@@ -113,7 +113,14 @@ class Samples:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _told(self, chunk: Chunk, counts: Int64s, places: Int64s, numbers: Int64s, samples: Int64s) -> Chunk:
+    def _told(
+        self,
+        chunk: Chunk,
+        counts: Int64s,
+        places: npt.NDArray[np.integer[Any]],
+        numbers: Int64s,
+        samples: Int64s,
+    ) -> Chunk:
         """Return a chunk that tells its documents as it was asked to: where they begin, where they are from.
 
         ``counts``: of each sample, tick by tick. Of each document the place in its sample, its number there,
@@ -123,12 +130,10 @@ class Samples:
         if self.starts:
             chunk = replace(chunk, starts=Ragged.of_joined(places.astype(np.int32), by_sample))
         if self.origins:
-            origins = np.zeros((len(samples), len(ORIGIN)), np.int32)  # row and source are put in later
             shard = self.shards.shard_of(samples)
-            of_origin = {"place": places, "shard": shard, "document": numbers}
-            for name, values in {**of_origin, "sample": self.shards.records_of(samples, shard)}.items():
-                origins[:, ORIGIN.index(name)] = values
-            chunk = chunk.with_origins(by_sample, origins)
+            later = np.zeros_like(shard)  # row and source are put in by others
+            columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
+            chunk = chunk.with_origins(by_sample, np.stack(columns, axis=1).astype(np.int32))
         return chunk
 
 
@@ -408,6 +413,6 @@ def make_samples(
     if shards.row_tokens:
         return PackedRows(starts=starts, **shared)
     if rules.seq_len is not None:
-        eos = {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
-        return JoinedRows(seq_len=rules.seq_len, starts=starts, **eos, **shared)
+        shared |= {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
+        return JoinedRows(seq_len=rules.seq_len, starts=starts, **shared)
     return Samples(max_length=rules.max_length, **shared)

@@ -2,8 +2,7 @@
 
 Manifests say what is done. Of the other shards the attempts' records say who tried and how it ended, and
 Slurm says what waits and runs. Slurm is believed of an end where the record has none, or where Slurm alone
-can know: memory, the time limit, a node, a preemption. It is not asked where no job has anything to do with
-the data set and none of its commands is installed.
+can know: memory, the time limit, a node, a preemption.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class Attempt:
 
     @property
     def node(self) -> str:
-        """Return where it runs or ran."""
         return self.record.node if self.record else self.job.node if self.job else ""
 
     @property
@@ -122,7 +120,6 @@ class DatasetState:
 
     @property
     def summary(self) -> str:
-        """Return how many shards are done, in words."""
         return f"{len(self.made.done)} of {self.plan.num_shards} shards are done"
 
     @cached_property

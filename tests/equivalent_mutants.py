@@ -98,8 +98,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("loader/decode.py", "if stride > 1:", "if (stride >= 1):", "places times one stay as they are"),
     (
         "loader/rounds.py",
-        "if mixed is None or not mixed.first <= at < mixed.end:",
-        "if mixed is None or not (mixed.first < at < mixed.end):",
+        "if laid_out is None or not laid_out.first <= at < laid_out.end:",
+        "if laid_out is None or not (laid_out.first < at < laid_out.end):",
         SPEED,
     ),
     (
@@ -109,10 +109,4 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         SPEED,
     ),
     ("preprocess/make/members.py", "break", "pass", "no id has more digits: what follows looks at none"),
-    (
-        "loader/state.py",
-        "least = max(held.global_batch_size // size, 1) * size",
-        "least = max(held.global_batch_size // size, (2)) * size",
-        MESSAGE,
-    ),
 )

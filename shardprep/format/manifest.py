@@ -160,6 +160,7 @@ class RunFacts:
     num_cpus: Annotated[int, Meta(ge=1, le=2**31)]
     max_rss_bytes: Count
     texts: dict[str, TextCounts] | None = None  # by source
+    transform_cpu_s: Seconds = 0  # of cpu_s, in the function of --transform
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,15 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.done import done_manifest, read_findings, refuse_found, refuse_other_plan
 from shardprep.format.index import read_index
-from shardprep.format.manifest import read_manifest, shard_files
+from shardprep.format.manifest import (
+    done_manifest,
+    read_findings,
+    read_manifest,
+    refuse_found,
+    refuse_other_plan,
+    shard_files,
+)
 from shardprep.format.names import (
     DIGESTS_DIR,
     IDS_DIR,

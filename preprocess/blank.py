@@ -38,8 +38,7 @@ from shardprep.format.documents import (
     read_blanked,
     read_names,
 )
-from shardprep.format.done import check_done, done_manifest, read_findings
-from shardprep.format.manifest import read_manifest, shard_files
+from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
 from shardprep.format.names import (
     EXCLUDED_NAME,
     TOKENIZER_DIR,

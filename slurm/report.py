@@ -214,6 +214,7 @@ def _work(made: Sequence[ShardMaking]) -> dict[str, Any]:
         "ended": max(each.ended for each in made),
         "cpu_s": round(sum(each.cpu_s for each in made), 1),
         "had_cpu_s": round(sum(each.wall_s * each.num_cpus for each in made), 1),
+        "transform_cpu_s": round(sum(each.transform_cpu_s for each in made), 1),
         "nodes": dict(Counter(each.host for each in made).most_common()),
     }
 

@@ -36,12 +36,11 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.done import check_done, read_findings
+from shardprep.format.idx import ShardSamples
 from shardprep.format.json_files import load_json
-from shardprep.format.manifest import Manifest
+from shardprep.format.manifest import Manifest, check_done, read_findings
 from shardprep.format.names import shard_name
 from shardprep.format.plan import Plan, need_plan
-from shardprep.format.shards import ShardSamples
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
 _COPY_BYTES = 4 << 20  # at once

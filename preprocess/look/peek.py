@@ -22,15 +22,21 @@ from preprocess.make.engines import Ids, load_tokenizer
 from shardprep.console import Progress, counted, output_is_read, print_lines, quoted
 from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import read_beginning
-from shardprep.format.dataset_spec import BLANK, blank_id
 from shardprep.format.documents import kept_ids
-from shardprep.format.idx import read_idx, samples_holding
+from shardprep.format.idx import ShardSamples, read_idx, samples_holding
 from shardprep.format.input_formats import input_kind, name_of_input, place_text
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import TOKENIZER_DIR, TOKENIZER_FILE, manifest_path, quarantine_path, shard_name
+from shardprep.format.names import (
+    BLANK,
+    TOKENIZER_DIR,
+    TOKENIZER_FILE,
+    blank_id,
+    manifest_path,
+    quarantine_path,
+    shard_name,
+)
 from shardprep.format.plan import Plan, need_plan
-from shardprep.format.shards import ShardSamples
 
 _KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")

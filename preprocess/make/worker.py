@@ -44,7 +44,6 @@ from shardprep.errors import (
     Refused,
     UsageError,
 )
-from shardprep.format.dataset_spec import BLANK
 from shardprep.format.documents import (
     BlankedDocuments,
     are_for_validation,
@@ -52,10 +51,16 @@ from shardprep.format.documents import (
     read_blanked,
     read_excluded,
 )
-from shardprep.format.done import done_manifest, read_findings
 from shardprep.format.input_formats import input_kind
-from shardprep.format.manifest import Manifest
-from shardprep.format.names import TOKENIZER_DIR, TOKENIZER_FILE, ids_of_ranges, is_chosen, quarantine_path
+from shardprep.format.manifest import Manifest, done_manifest, read_findings
+from shardprep.format.names import (
+    BLANK,
+    TOKENIZER_DIR,
+    TOKENIZER_FILE,
+    ids_of_ranges,
+    is_chosen,
+    quarantine_path,
+)
 from shardprep.format.options import EngineName
 from shardprep.format.plan import Plan, PlannedShard, check_tokenizer_files
 

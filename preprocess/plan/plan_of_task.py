@@ -15,9 +15,8 @@ from preprocess.read.inputs import OpenInput, sample_sha256
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.files import NOT_THERE, read_regular, size_of_file
-from shardprep.format.dataset_spec import fingerprint_of
 from shardprep.format.json_files import load_json
-from shardprep.format.names import MAX_TOKENIZER_BYTES, PLAN_NAME, TOKENIZER_FILE
+from shardprep.format.names import MAX_TOKENIZER_BYTES, PLAN_NAME, TOKENIZER_FILE, fingerprint_of
 from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
 from shardprep.format.plan import InputFile, Plan, is_one_file_a_shard, read_plan
 

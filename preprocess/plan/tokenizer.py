@@ -47,13 +47,14 @@ from shardprep.files import (
     refuse_fifos,
     size_of_file,
 )
-from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
 from shardprep.format.names import (
     CHAT_TEMPLATES_DIR,
     MAX_TOKENIZER_BYTES,
     TOKENIZER_CONFIG,
     TOKENIZER_DIR,
     TOKENIZER_FILE,
+    TokenizerSpec,
+    fingerprint_of,
 )
 from shardprep.format.plan import Plan, stamp_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault

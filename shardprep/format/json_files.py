@@ -22,10 +22,10 @@ from msgspec import Meta
 
 from shardprep.errors import BrokenShard, UnknownVersion
 from shardprep.files import read_regular
-from shardprep.format.names import FORMAT_VERSION
 
 T = TypeVar("T")
 
+FORMAT_VERSION = 3  # of all that this package describes
 CONTENT_HASH = "content_sha256"
 RUN = "run"  # what varies between equal files; outside of the content's hash, with one of its own
 RUN_HASH = "run_sha256"

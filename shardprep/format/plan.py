@@ -46,9 +46,9 @@ from shardprep.files import (
     stamp_file,
     sync_folder,
 )
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
 from shardprep.format.input_formats import known_input_kind
 from shardprep.format.json_files import (
+    FORMAT_VERSION,
     Count,
     Text,
     as_type,
@@ -57,7 +57,7 @@ from shardprep.format.json_files import (
     with_content_hash,
     wrong_value,
 )
-from shardprep.format.names import FORMAT_VERSION, MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR, DatasetSpec, TokenizerSpec
 from shardprep.format.options import PLAN_FIELDS, PlanOptions, option_differences
 
 T = TypeVar("T")

@@ -340,7 +340,11 @@ def test_plan_and_loader_warn_of_documents_that_get_no_eos(
     names = {"eos_token": "</s>", "pad_token": "<pad>"}
     PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(tmp_path / "model")
     world = World(tmp_path, tokenizer=tmp_path / "model").raw({"a.txt": "a\n" * 8})
-    folders = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": tmp_path / "model"}
+    folders: dict[str, Any] = {
+        "input_dir": world.raw_dir,
+        "output_dir": world.data_dir,
+        "model_id": tmp_path / "model",
+    }
     planned = world.main("plan", num_shards=1, append_eos=append_eos or None, **folders)
     assert planned.text.count("--append_eos") == num_warnings
     world.num_shards = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import chain
@@ -153,6 +154,40 @@ def test_a_state_inside_of_a_step_is_refused_before_the_first_step(data: Path, t
     inside.load_state_dict(loader.state_dict())
     with refuses(UsageError):
         trainer_of(inside, tmp_path, max_steps=2, accumulated=2)[0].train()
+
+
+def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(data: Path, tmp_path: Path) -> None:
+    for loader, accumulated in ((load(data, 4), 1), (load(data), 2), ([], 1)):
+        with refuses(UsageError):
+            trainer_of(loader, tmp_path, accumulated=accumulated, max_steps=2)
+
+
+def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(
+    data: Path, tmp_path: Path
+) -> None:
+    train(load(data), tmp_path, max_steps=2, save_steps=2)
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    (own,) = [name for name in state["stateful_callbacks"] if name.startswith("Loader")]
+    del state["stateful_callbacks"][own]
+    path.write_text(json.dumps(state))
+    with refuses(UsageError):
+        train(load(data), tmp_path, resume=True, max_steps=4)
+
+
+def test_an_accumulation_that_the_global_batch_does_not_know_of_is_warned_of(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    try:
+        for global_batch_size, num_warnings in ((32, 0), (8, 1)):
+            loader = load(data, global_batch_size=global_batch_size)
+            caplog.clear()
+            next(iter(loader))
+            assert len(caplog.records) == num_warnings
+    finally:
+        accelerate.state.GradientState._reset_state()
 
 
 def test_epochs_of_the_loader_are_those_of_trainers_strategies(data: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import importlib.metadata
 import io
 import json
 import multiprocessing.util
-import queue
 import random
 import re
 import shutil
@@ -128,17 +127,16 @@ NOT_PLAIN: dict[str, Change] = {
 
 
 @pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning reads a plain tokenizer by itself, and asks transformers in a process of its own for others.
 
-    Here none can be started, and nothing is known from earlier plans.
+    Here none can be started.
     """
 
     def refuse(*_: Any) -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", refuse)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -183,15 +181,6 @@ def test_another_major_version_of_transformers_is_asked_again(
     assert world.try_plan().code == 74
 
 
-@pytest.mark.usefixtures("no_process")
-def test_a_cache_that_cannot_be_written_is_done_without(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" / "cache"))
-    world.plan().run()
-
-
 # What is refused. ---------------------------------------------------------------------------------------
 
 CODE = """
@@ -213,15 +202,10 @@ def with_code(folder: Path) -> Path:
     return marker
 
 
-def with_dropout(*part: Any) -> Change:
-    def change(folder: Path) -> None:
-        data = inner = json.loads((folder / "tokenizer.json").read_bytes())
-        for key in part:
-            inner = inner[key]
-        inner["dropout"] = 0.1
-        (folder / "tokenizer.json").write_text(json.dumps(data))
-
-    return change
+def dropout(folder: Path) -> None:
+    data = json.loads((folder / "tokenizer.json").read_bytes())
+    data["model"]["dropout"] = 0.1
+    (folder / "tokenizer.json").write_text(json.dumps(data))
 
 
 def slow(folder: Path) -> None:
@@ -243,7 +227,7 @@ def boxes(folder: Path) -> None:
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0a" * 32 + "\nsize 12345\n"
 # The exit code of plan, and what it names.
 REFUSED: dict[str, tuple[Change, int, str]] = {
-    "dropout": (with_dropout("model"), 2, "model.dropout"),
+    "dropout": (dropout, 2, "model.dropout"),
     "a pointer": (lambda it: (it / "tokenizer.json").write_text(POINTER), 66, "git lfs pull"),
     "an empty folder": (lambda it: [path.unlink() for path in it.iterdir()], 66, "model"),
     "a slow one": (slow, 2, "ByT5Tokenizer"),
@@ -276,7 +260,7 @@ def test_the_loader_runs_no_code_of_a_tokenizers_folder(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marker = with_code(world.tokenizer)
-    tars = write_numbered_tars(tmp_path / "tars", 1, 9)
+    tars = write_numbered_tars(tmp_path, 9, 1)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
     with pytest.raises(NotFound) as found:
@@ -304,27 +288,17 @@ def splitting(unknown: str, pattern: str) -> Tokenizer:
     return tokenizer
 
 
-class FastClock(queue.SimpleQueue):  # type: ignore[type-arg]
-    """A queue for whose readers time passes ten thousand times as fast."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        return super().get(block, None if timeout is None else timeout / 10_000)
-
-
 FAILING = {
     "it raises for a word": splitting("[UNK]", " "),
     "its pattern gives up on the probe, in a panic of Rust": splitting("<unk>", "(a|aa)+$"),
     "its pattern gives up on a document": splitting("<unk>", "(z|zz)+$"),
-    "its pattern takes exponential time": splitting("<unk>", r"(?:(?:a?a?a?){6})\d"),  # 0.8 s for 300 letters
 }
 
 
 @pytest.mark.parametrize("kind", FAILING)
 def test_a_tokenizer_that_fails_on_a_text_ends_plan_by_an_error_that_names_it(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str
 ) -> None:
-    if "time" in kind:
-        monkeypatch.setattr(queue, "SimpleQueue", FastClock)
     model = save(tmp_path / "model", FAILING[kind], tokenizer_class="PreTrainedTokenizerFast")
     world = World(tmp_path, tokenizer=model).raw({"a.txt": "hello " + "z" * 300 + "!\n"})
     ended = world.try_plan()
@@ -393,8 +367,7 @@ def test_a_data_sets_tokenizer_loads_as_what_made_its_shards(tmp_path: Path, kin
     parts += ["e\u0301", "ＡＢ", "½", "▁", "\u200b", " ", "hello wor", "한", "👩‍👧"]
     lines = sorted({"".join(rng.choices(parts, k=9)).strip() for _ in range(300)})
     world = World(tmp_path, tokenizer=model).raw({"a.txt": "\n".join(lines)})
-    world.plan(num_shards=1)
-    world.run(0)
+    world.make(num_shards=1)
     expected = AutoTokenizer.from_pretrained(str(model))
     ids = expected(lines)["input_ids"]
     assert [(text, made) for _, text, made in world.documents()] == list(zip(lines, ids, strict=True))

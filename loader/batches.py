@@ -17,7 +17,7 @@ from loader.boundaries import HostNumber, boundary_fields
 from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids
 from loader.shards import check_choice
 from shardprep.errors import UsageError
-from shardprep.format.dataset_spec import BLANK
+from shardprep.format.names import BLANK
 
 logger = logging.getLogger(__name__)
 Lengths = npt.NDArray[np.integer[Any]]  # [batch]: tokens of each sample

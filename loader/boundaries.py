@@ -152,8 +152,7 @@ def _mask_function(batch: Mapping[str, Any], window: int | None) -> Callable[...
 def mask_documents(model: Any) -> RemovableHandle:
     """Give a transformers model the masks of packed rows that it does not make by itself.
 
-    Call it once, before training, for the families that docs/training_attention.md lists (gpt_oss, falcon,
-    opt, ..):
+    Call it once, before training, for the families that docs/training_attention.md lists (gpt_oss, opt ...):
 
         mask_documents(model)
         loss = model(**batch).loss  # a batch with boundaries="transformers"

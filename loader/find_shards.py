@@ -31,11 +31,15 @@ from shardprep.files import (
     size_of_file,
     with_retries,
 )
-from shardprep.format.dataset_spec import TokenizerSpec
-from shardprep.format.done import read_findings, refuse_found, refuse_other_plan
 from shardprep.format.index import merge_manifests, read_index
-from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import INDEX_NAME, PLAN_NAME, manifest_path, tar_path
+from shardprep.format.manifest import (
+    manifest_ids,
+    read_findings,
+    read_manifest,
+    refuse_found,
+    refuse_other_plan,
+)
+from shardprep.format.names import INDEX_NAME, PLAN_NAME, TokenizerSpec, manifest_path, tar_path
 
 Named: TypeAlias = "str | bytes | os.PathLike[str]"
 InputShards: TypeAlias = "Named | Iterable[Named]"

@@ -24,7 +24,7 @@ some rounds only.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -124,12 +124,6 @@ class Round(NamedTuple):
 def source_seed(seed: int, number: int) -> int:
     """Return the seed of a source's order, by its number among all sources that the run has had."""
     return hash_ints(seed, _SEED, number)
-
-
-def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return weights as ticks of a cycle. Their sums are rounded, so that they make a whole cycle."""
-    ends = np.rint(np.array([0.0, *accumulate(weights)]) * CYCLE).astype(np.int64)
-    return tuple(np.diff(ends).tolist())
 
 
 @lru_cache(maxsize=16)
@@ -291,8 +285,10 @@ class Run:
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
-        """Return the ticks of each source in a cycle. They are rounded in the order of the sources."""
-        return round_weights([weights.get(source.name, 0.0) for source in self.sources])
+        """Return the ticks of each source in a cycle, which depend on the order of the sources."""
+        # Sums are rounded, so that the shares make a whole cycle.
+        sums = [0.0, *accumulate(weights.get(source.name, 0.0) for source in self.sources)]
+        return tuple(np.diff(np.rint(np.array(sums) * CYCLE).astype(np.int64)).tolist())
 
     @cached_property
     def _mixes(self) -> list[_Mix]:
@@ -374,10 +370,6 @@ class Run:
             elif held[1:] != found[-1][1:]:
                 found.append(held)
         return found
-
-    def last_amendment(self) -> int:
-        """Return the step of the last amendment, 0 if there is none."""
-        return max((stage.step for stage in self.stages if stage.is_amended), default=0)
 
     def amended(self, position: Position, plan: Run) -> tuple[Run, int]:
         """Return this run with what a plan holds from the next border on, and the step of that border.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Ragged
+from loader.chunks import Chunk, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
@@ -30,7 +30,7 @@ from loader.order import Int32s, Int64s
 from loader.reading import SampleBytes, ShardReader
 from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
-from shardprep.format.dataset_spec import BLANK
+from shardprep.format.names import BLANK
 
 Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another of the samples that were read
 
@@ -87,7 +87,8 @@ class Samples:
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(found.ids, lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
-        return chunk.with_origins(np.ones_like(lengths), self._origins(data.sample[by_tick.reshape(-1)]))
+        ones = np.ones(by_tick.size, np.int64)
+        return self._told(chunk, ones, 0 * ones, 0 * ones, data.sample[by_tick.reshape(-1)])
 
     def _decode(
         self, data: SampleBytes, rows: Int64s, max_length: int | None = None, end_ids: Int64s | None = None
@@ -112,12 +113,28 @@ class Samples:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _origins(self, samples: Int64s) -> Int32s:
-        """int32[samples, ORIGIN] of the first document of each, at place 0; row and source come later."""
-        shard = self.shards.shard_of(samples)
-        found = np.zeros((len(samples), len(ORIGIN)), np.int32)
-        found[:, 3], found[:, 4] = shard, self.shards.records_of(samples, shard)
-        return found
+    def _told(
+        self,
+        chunk: Chunk,
+        counts: Int64s,
+        places: npt.NDArray[np.integer[Any]],
+        numbers: Int64s,
+        samples: Int64s,
+    ) -> Chunk:
+        """Return a chunk that tells its documents as it was asked to: where they begin, where they are from.
+
+        ``counts``: of each sample, tick by tick. Of each document the place in its sample, its number there,
+        and the sample that holds it. A document that goes on from another row is at place 0.
+        """
+        by_sample = counts.reshape(chunk.lengths.T.shape).T
+        if self.starts:
+            chunk = replace(chunk, starts=Ragged.of_joined(places.astype(np.int32), by_sample))
+        if self.origins:
+            shard = self.shards.shard_of(samples)
+            later = np.zeros_like(shard)  # row and source are put in by others
+            columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
+            chunk = chunk.with_origins(by_sample, np.stack(columns, axis=1).astype(np.int32))
+        return chunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,22 +164,16 @@ class PackedRows(Samples):
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
         if not (self.starts or self.origins):
             return chunk
-        starts = decode_starts(data, by_tick, self.row_tokens)
-        if self.starts:
-            chunk = replace(chunk, starts=Ragged.of_joined(starts, data.num_starts[rows]))
-        if not self.origins:
-            return chunk
-        # A row whose first document begins behind its first token goes on with one of another row, at 0.
-        num_starts = data.num_starts[by_tick]
+        starts, num_starts = decode_starts(data, by_tick, self.row_tokens), data.num_starts[by_tick]
+        # A row whose first document begins behind its first token goes on with one of another row.
         first_start = np.cumsum(num_starts) - num_starts
         goes_on = np.ones(len(by_tick), np.bool_)
         has_start = num_starts > 0
         goes_on[has_start] = starts[first_start[has_start]] > 0
         counts = num_starts + goes_on
-        origins = np.repeat(self._origins(data.sample[by_tick]), counts, axis=0)
-        origins[:, 1] = np.insert(starts, first_start[goes_on], 0)
-        origins[:, 5] = places_of(np.zeros_like(counts), counts)
-        return chunk.with_origins(counts.reshape(rows.T.shape).T, origins)
+        places = np.insert(starts, first_start[goes_on], 0)
+        numbers = places_of(np.zeros_like(counts), counts)
+        return self._told(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,21 +325,14 @@ class JoinedRows(Samples):
             ids=Ragged.of_rows(ids, at, self.seq_len),
             row_tokens=self.seq_len,
         )
-        by_tick = at.T.reshape(-1)
-        if self.starts:
-            low = np.searchsorted(starts, by_tick)
-            counts = np.searchsorted(starts, by_tick + self.seq_len) - low
-            within = starts[places_of(low, counts)] - np.repeat(by_tick, counts)
-            counts = counts.reshape(at.T.shape).T
-            chunk = replace(chunk, starts=Ragged.of_joined(within.astype(np.int32), counts))
-        if not self.origins:
+        if not (self.starts or self.origins):
             return chunk
+        by_tick = at.T.reshape(-1)
         low = np.searchsorted(starts, by_tick, side="right") - 1
         counts = np.searchsorted(starts, by_tick + chunk.lengths.T.reshape(-1)) - low
         taken = places_of(low, counts)
-        origins = self._origins(documents[taken])
-        origins[:, 1] = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-        return chunk.with_origins(counts.reshape(at.T.shape).T, origins)
+        places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
+        return self._told(chunk, counts, places, np.zeros_like(places), documents[taken])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,11 +408,11 @@ def make_samples(
         "vocab_size": vocab_size,
         "rank": rank,
         "world_size": world_size,
-        "starts": starts,
         "origins": origins,
     }
     if shards.row_tokens:
-        return PackedRows(**shared)
+        return PackedRows(starts=starts, **shared)
     if rules.seq_len is not None:
-        return JoinedRows(seq_len=rules.seq_len, eos_token_id=eos_token_id, keeps_tail=keeps_tail, **shared)
+        shared |= {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
+        return JoinedRows(seq_len=rules.seq_len, starts=starts, **shared)
     return Samples(max_length=rules.max_length, **shared)

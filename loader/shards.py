@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from loader.order import Int64s
 from shardprep.errors import UsageError
-from shardprep.format.dataset_spec import DatasetSpec, blank_id
-from shardprep.format.names import rerun_command, tar_path
+from shardprep.format.names import DatasetSpec, blank_id, rerun_command, tar_path
 
 SplitName = Literal["train", "validation"]
 

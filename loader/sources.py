@@ -47,30 +47,26 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
 
 
 def choose_sizes(
-    global_batch_size: Sizes | None, batch_size: int, world_size: int
+    global_batch_size: Sizes | None, group: int, *, batch_size: int, world_size: int
 ) -> tuple[int, list[tuple[int, int]]]:
     """Return L, which all sizes are multiples of, and the global batch size by step. Raises UsageError."""
     name = "global_batch_size"
     stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
     tick_samples = gcd(*(size for _, size in sizes))
-    check_batch(batch_size, tick_samples, world_size)
+    check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
     return tick_samples, sizes
 
 
-def check_batch(batch_size: int, global_batch_size: int, world_size: int) -> None:
-    """Raise UsageError unless a global batch is equally many batches of each rank."""
+def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
+    """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
     if global_batch_size % (batch_size * world_size):
         raise UsageError(
             found=f"global_batch_size={global_batch_size}",
             expected=f"a multiple of batch_size {batch_size} x {world_size} ranks, {batch_size * world_size}",
         )
-
-
-def check_slots(tick_samples: int, group: int, world_size: int) -> None:
-    """Raise UsageError where the ranks cannot share the slots evenly. Order refuses other groups."""
-    num_slots = tick_samples // group
-    if tick_samples % group == 0 and num_slots % world_size:
+    num_slots, rest = divmod(global_batch_size, group)
+    if not rest and num_slots % world_size:  # Order refuses other groups
         raise UsageError(
             found=f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly",
             expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0],

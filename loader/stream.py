@@ -77,8 +77,8 @@ class BatchStream:
         ticks = self._ticks(tick, first_batch)
         end = run.first_step(epoch + 1)
         for step in range(start.step, end):
-            batches: list[tuple[Any, int]] = []
-            for _ in range(run.ticks_in_step(step) - num_done):
+            batches = next(ticks)
+            for _ in range(1, run.ticks_in_step(step) - num_done):
                 batches += next(ticks)
             num_done = 0
             yield batches
@@ -86,11 +86,12 @@ class BatchStream:
 
     def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, int]]]:
         """Yield the batches of each tick of an epoch, from a batch of one tick on."""
+        order, slots, of_tick = self._chunks.run.order, self._chunks.slots, self._step_batches.of_tick
         while True:
             chunks = self._next_chunks()
             for place in range(chunks[0].num_ticks):
-                fillers = self._chunks.run.order.is_filler(tick, self._chunks.slots)
-                yield list(self._step_batches.of_tick(chunks, place, first_batch, fillers))
+                fillers = order.is_filler(tick, slots) if order.keeps_tail else None
+                yield list(of_tick(chunks, place, first_batch, fillers))
                 tick, first_batch = tick + 1, 0
             del chunks  # they may hold their window; the next one is read now
 

@@ -26,10 +26,15 @@ from shardprep.files import (
     read_regular,
     refuse_fifos,
 )
-from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
 from shardprep.format.index import without_garbage_collection
 from shardprep.format.json_files import is_text
-from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.format.names import (
+    CHAT_TEMPLATES_DIR,
+    TOKENIZER_DIR,
+    TokenizerSpec,
+    fingerprint_of,
+    tokenizer_fingerprint,
+)
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "by the state that a checkpoint of the run holds."
     )
     text = "as the loader was given; of a mixture NAME=PATH, again for each folder of a source"
-    parser.add_argument("input_shards", nargs="+", help=text)
+    parser.add_argument("input_shards", metavar="DATA", nargs="+", help=text)
     text = "a checkpoint of torch.save, or JSON, that holds a state"
     parser.add_argument("--state", type=Path, required=True, help=text)
     parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one of --state)")

@@ -1,9 +1,8 @@
 """What is checked before anything is sent, and the scripts of the jobs.
 
-A script is ``prep_array.sh`` with another head, so that set-up, signals and exit codes are written once. The
-head of an array's script holds the table of the submission, array index -> shards. Slurm keeps a script from
-submission on, so no later file can change what a waiting task will do. Limits of accounts and QOS are not
-read: Slurm refuses what is beyond them, or says why a job waits.
+A script is ``prep_array.sh`` with another head, which holds the table array index -> shards. Slurm keeps a
+script from submission on, so no later file can change what a waiting task will do. Limits of accounts and QOS
+are not read: Slurm refuses what is beyond them, or says why a job waits.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
 from shardprep.format.attempts import LOGS_FOLDER, folder_identity
 from shardprep.format.names import id_ranges
-from shardprep.format.plan import Plan, need_plan
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 from shardprep.format.submissions import JOBS_FOLDER, JobRequest
-from shardprep.format.tokenizer_files import check_tokenizer_files
 from shardprep.own_packages import HOME
 from slurm.commands import (
     REQUEST_VARIABLES,

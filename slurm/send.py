@@ -44,6 +44,7 @@ from slurm.commands import (
     SlurmAway,
     SlurmMissing,
     SlurmRefused,
+    ask_patiently,
     megabytes_of,
     minutes_of,
     slurm_answer,
@@ -71,7 +72,6 @@ Groups = list[tuple[JobRequest, list[int]]]
 # Slurm's words for more jobs than MaxArraySize, a QOS or an account allows, and for a size or time that a QOS
 # forbids: then fewer tasks are refused, too, and its words are shown.
 _TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
-_RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
 _VERIFIED_BYTES_PER_S = 5e6  # of the input, on one slow core
 
 
@@ -81,7 +81,11 @@ def submit(args: argparse.Namespace) -> int:
     given = with_variables(flags)
     request = JobRequest(**given)
     if "cpus_per_task" not in given:
-        request = _fitted_to_nodes(request)
+        with contextlib.suppress(SlurmAway):  # a submission ends with this error later
+            most = find_site(request.partition).max_cpus
+            if most and most < request.cpus_per_task:
+                say(f"cpus_per_task is {most}: no node of the partition has more")
+                request = request.changed(cpus_per_task=most)
     if args.dry_run:
         for name, value in given.items():
             say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")
@@ -122,18 +126,6 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("setup"):
         given["setup"] = os.path.abspath(os.path.expanduser(given["setup"]))  # noqa: PTH100, PTH111 - text
     return given
-
-
-def _fitted_to_nodes(request: JobRequest) -> JobRequest:
-    """Return the request with the default number of CPUs, or those of the largest node if it has fewer."""
-    try:
-        most = find_site(request.partition).max_cpus
-    except SlurmAway:  # a dry run goes on; a submission ends with this error later
-        return request
-    if most is None or most >= (request.num_cpus or 0):
-        return request
-    say(f"cpus_per_task is {most}: no node of the partition has more")
-    return request.changed(cpus_per_task=most)
 
 
 def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[DatasetState, list[int]]:
@@ -390,23 +382,13 @@ def _tell_controller(state: DatasetState, job_id: str) -> None:
 def release(job_ids: Sequence[str]) -> None:
     """Let recorded jobs begin; a slurmctld that gives no answer is asked again."""
     ids = ",".join(job_ids)
-    for delay_s in (*_RELEASE_DELAYS_S, None):
-        try:
-            slurm_output("scontrol", "release", ids)
-        except (SlurmAway, SlurmRefused) as error:
-            if re.search("already finished|Invalid job id", str(error)):
-                raise SlurmRefused(
-                    f"{error}. Somebody cancelled the jobs before they began; look at the status, then "
-                    "submit again"
-                ) from None
-            if delay_s is None or isinstance(error, SlurmRefused):
-                raise type(error)(
-                    f"{error}. The jobs are recorded and wait, held; when the cause is mended: "
-                    f"scontrol release {ids}"
-                ) from None
-            time.sleep(delay_s)
-        else:
-            return
+    try:
+        ask_patiently(lambda: slurm_output("scontrol", "release", ids))
+    except (SlurmAway, SlurmRefused) as error:
+        way_on = f"The jobs are recorded and wait, held; when the cause is mended: scontrol release {ids}"
+        if re.search("already finished|Invalid job id", str(error)):
+            way_on = "Somebody cancelled the jobs before they began; look at the status, then submit again"
+        raise type(error)(f"{error}. {way_on}") from None
 
 
 def submit_script(script: str, *options: str) -> str:

@@ -83,9 +83,14 @@ def _members() -> Iterator[str]:
 def _names() -> Iterator[str]:
     yield "## Other names of the package\n"
     yield "| name | what it is |\n|---|---|"
+    errors = []
     for name in loader.__all__:
-        if name not in ("get_llama3_dataloader", "TokenLoader"):
-            yield f"| `{name}` | {_in_table(_first_paragraph(getattr(loader, name)))} |"
+        item = getattr(loader, name)
+        if inspect.isclass(item) and issubclass(item, loader.ShardprepError):
+            errors.append(f"`{name}`")
+        elif name not in ("get_llama3_dataloader", "TokenLoader"):
+            yield f"| `{name}` | {_in_table(_first_paragraph(item))} |"
+    yield f"\nErrors, with the [exit codes](commands.md#exit-codes) of commands: {', '.join(errors)}."
 
 
 def _first_paragraph(item: Any) -> str:

@@ -52,7 +52,7 @@ TARGETS = (
     "preprocess/make/packing.py",
     "preprocess/make/members.py",
     "preprocess/make/shard_writer.py",
-    "shardprep/format/done.py",
+    "shardprep/format/manifest.py",
     "preprocess/check/verify.py",
 )
 ORACLE = ("tests/oracle",)  # files and folders of tests

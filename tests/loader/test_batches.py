@@ -62,7 +62,7 @@ def test_batches_are_those_of_transformers_own_collator_for_the_same_samples(
 ) -> None:
     options = {"model_id": numbered, "seed": seed, **options}
     made = open_loader(numbered, batch_size, pad_to_multiple_of=multiple, **options)
-    raw = open_loader(numbered, batch_size, collate_fn=list, **options)
+    raw: Any = open_loader(numbered, batch_size, collate_fn=list, **options)
     assert isinstance(made.collate_fn, DataCollatorForLanguageModeling)
     own = DataCollatorForLanguageModeling(made.tokenizer, mlm=False, pad_to_multiple_of=multiple)
     for batch, samples in zip(made, raw, strict=True):
@@ -172,7 +172,8 @@ def test_a_collate_fn_gets_lists_and_labels_where_they_are_others_in_the_trainin
 
     options: dict[str, Any] = {"num_workers": workers}
     with open_loader(sets[name], collate_fn=collate, **options) as loader:
-        assert [type(batch) for batch in loader] == [tuple] * len(expected)
+        tuples: list[Any] = [*loader]
+        assert [type(batch) for batch in tuples] == [tuple] * len(expected)
     assert len(seen) == len(expected)
     for samples, of_batch in zip(seen, expected, strict=True):
         has_labels = name == "chat"
@@ -199,7 +200,7 @@ def test_transformers_own_collator_gets_what_a_tokenized_data_set_gives_it(sets:
 
 
 def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole(numbered: Path) -> None:
-    options = {"model_id": numbered, "seq_len": 16}
+    options: dict[str, Any] = {"model_id": numbered, "seq_len": 16}
     for boundaries in ("transformers", FIELDS):
         with open_loader(numbered, boundaries=boundaries, **options) as loader:
             batch: Any = next(iter(loader))

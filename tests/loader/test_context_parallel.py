@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from loader import UsageError
 from loader.context_parallel import split_for_context_parallel
 from loader.even_work import deal_rows_evenly
 from tests.checkout import ROOT
-from tests.children import run_child
+from tests.children import Command, run_child
 from tests.oracle.forms import DataSets
 from tests.world import World, open_loader, refuses
 
@@ -54,7 +55,7 @@ def pages(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tu
     for batch in cases.values():
         batch.pop("max_seqlen")  # torch.load refuses classes
     torch.save(cases, out / "cases.pt")
-    command = [sys.executable, "-m", "tests.ranks_of_pages", out / "cases.pt", made["concat"], out]
+    command: Command = [sys.executable, "-m", "tests.ranks_of_pages", out / "cases.pt", made["concat"], out]
     done = run_child(command, cwd=out, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert len(cases) == 2
     return done.stdout.splitlines(), out
@@ -222,7 +223,7 @@ def test_rows_are_dealt_by_the_squared_lengths_of_their_documents() -> None:
     segments = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [1, 2, 3, 4, 5, 6, 7, 8], [1] * 8, [0] * 8])
     assert work_of(segments).tolist() == [9 + 4, 8, 64, 0]
     batch = {"input_ids": torch.arange(32).view(4, 8), "segment_ids": segments}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         (dealt,) = deal_rows_evenly([batch])
     finally:

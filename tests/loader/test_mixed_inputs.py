@@ -14,11 +14,11 @@ import lzma
 import os
 import random
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -28,20 +28,15 @@ from pyarrow import ipc
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from loader import get_llama3_dataloader
-
-if TYPE_CHECKING:
-    from tests.conftest import Prep
-
-pytestmark = pytest.mark.processes  # rewrite starts some
+from tests.world import World, call_main, open_loader
 
 NUM_WORDS = 160
-FORMS: dict[str, dict[str, Any]] = {
-    "documents": {},
-    "no text": {"token_format": "npy", "keep_text": False},
-    "concat": {"record": "packed", "seq_len": 32},
-    "best_fit": {"record": "packed", "seq_len": 32, "pack": "best_fit"},
-}
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"token_format": "npy", "keep_text": False},
+    {"record": "packed", "seq_len": 32},
+    {"record": "packed", "seq_len": 32, "pack": "best_fit"},
+]
 SUFFIXES = ("txt", "txt.gz", "txt.xz", "jsonl", "jsonl.gz", "jsonl.bz2", "jsonl.zst", "parquet", "arrow")
 COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
@@ -56,17 +51,13 @@ NUM_CASES = 150 if os.environ.get("MIXED") == "all" else 8
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    words = {word: number for number, word in enumerate([*map(word_of, range(NUM_WORDS)), "<unk>", "</s>"])}
-    tokenizer = Tokenizer(models.WordLevel(words, "<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = [*(f"w{number}." for number in range(NUM_WORDS)), "<unk>", "</s>"]
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(names)}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
+        tokenizer_object=words, unk_token="<unk>", eos_token="</s>", pad_token="</s>"
     ).save_pretrained(folder)
     return folder
-
-
-def word_of(number: int) -> str:
-    return f"w{number}."
 
 
 @dataclass(frozen=True)
@@ -79,14 +70,13 @@ class Written:
 
 
 def write_inputs(raw: Path, chance: random.Random, *, has_labels: bool) -> list[Written]:
-    """Documents in files of random formats, beside lines that hold none."""
+    """Write documents in files of random formats, beside lines that hold none; document n is of word n."""
     found: list[Written] = []
     for number in range(chance.randrange(1, 8)):
         suffix, folder = chance.choice(SUFFIXES), chance.choice(["web", "books"])
-        first = len(found)
+        is_text, first = suffix.startswith("txt"), len(found)
         for word in range(first, min(first + chance.randrange(1, 40), NUM_WORDS)):
-            text = " ".join([word_of(word)] * chance.choice([1, 2, 5, 30, 100]))
-            is_text = suffix.startswith("txt")
+            text = " ".join([f"w{word}."] * chance.choice([1, 2, 5, 30, 100]))
             label = chance.choice(["news", "forum"]) if has_labels and not is_text else folder
             found.append(Written(text, "" if is_text else f"id{word}", label))
         path = raw / folder / f"{number}.{suffix}"
@@ -117,120 +107,72 @@ def write_input(path: Path, documents: list[Written], chance: random.Random) -> 
     path.write_bytes(COMPRESSED[compression]("\n".join(lines).encode()))
 
 
-def words_in(text: str) -> set[int]:
-    return {int(word) for word in re.findall(r"\bw(\d+)\.", text)}
+def loaded(data: Path) -> dict[int, Any]:
+    """Return an origin of each document that a loader gives, by its word."""
+    origins: dict[int, Any] = {}
+    with open_loader(data, 1, origins=True) as loader:
+        for batch in loader:
+            told = batch["origins"].tolist()
+            for number, (row, place, *origin) in enumerate(told):
+                later = told[number + 1] if number + 1 < len(told) else [row + 1]
+                ids = batch["input_ids"][row, place : later[1] if later[0] == row else None]
+                origins |= {word: loader.origin(*origin) for word in {*ids[ids < NUM_WORDS].tolist()}}
+    return origins
 
 
-class Loaded:
-    """All documents of a data set as a loader gives them: word -> steps, and where one of them lies."""
-
-    def __init__(self, data: Path, **options: Any) -> None:
-        self.steps: defaultdict[int, set[int]] = defaultdict(set)
-        self.origins: dict[int, Any] = {}
-        made = {"batch_size": 1, "num_workers": 0, "rank": 0, "world_size": 1, **options}
-        with get_llama3_dataloader(data, origins=True, **made) as loader:
-            for step, batch in enumerate(loader):
-                origins = batch["origins"].tolist()
-                for number, (row, place, *origin) in enumerate(origins):
-                    later = origins[number + 1] if number + 1 < len(origins) else [row + 1]
-                    ids = batch["input_ids"][row, place : later[1] if later[0] == row else None]
-                    for word in {*ids[ids < NUM_WORDS].tolist()}:
-                        self.steps[word].add(step)
-                        self.origins[word] = loader.origin(*origin)
+def printed(data: Path, *words: object) -> set[int]:
+    """Return the documents in what ``peek`` prints."""
+    ended = call_main("peek", data, *words)
+    assert ended.code == 0, (words, ended.text)
+    return {int(word) for word in re.findall(r"\bw(\d+)\.", ended.text)}
 
 
-@dataclass(frozen=True)
-class Mixed:
-    """A data set, and what is known of its documents."""
-
-    prep: Prep
-    data: Path
-    documents: list[Written]
-    loaded: Loaded
-    is_rows: bool
-    is_best_fit: bool
-    chance: random.Random
-
-    def printed(self, *words: object) -> set[int]:
-        """The documents in what ``peek`` prints."""
-        ended = self.prep.command("peek", self.data, *words)
-        assert ended.code == 0, (words, ended.text)
-        return words_in(ended.text)
-
-    def places_of(self, word: int) -> list[str]:
-        """FILE:BYTE of a document, where it is known and looked for."""
-        origin = self.loaded.origins[word]
-        if self.is_rows:
-            return []
-        path, _, unit = origin.place.partition(" ")
-        return [f"{path}:{unit.rpartition(' ')[2]}"]
-
-    def some_words(self) -> list[int]:
-        return self.chance.sample(range(len(self.documents)), min(5, len(self.documents)))
-
-
-@pytest.fixture(scope="module", params=range(NUM_CASES))
-def mixed(
-    prep: Prep, model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Mixed:
-    root, chance = tmp_path_factory.mktemp("mixed"), random.Random(request.param)
-    form, is_labeled = [*FORMS][request.param % len(FORMS)], chance.random() < 0.5
-    documents = write_inputs(root / "raw", chance, has_labels=is_labeled)
-    options: dict[str, Any] = {**FORMS[form], "id_field": "id", "recursive": True, "max_bad_fraction": 1.0}
+@pytest.mark.processes  # blank starts some
+@pytest.mark.parametrize("case", range(NUM_CASES))
+def test_loader_peek_counts_and_blank_name_the_documents_that_were_written(
+    model: Path, tmp_path: Path, case: int
+) -> None:
+    chance, form = random.Random(case), FORMS[case % len(FORMS)]
+    is_labeled = chance.random() < 0.5
+    world = World(tmp_path, tokenizer=model)
+    documents = write_inputs(world.raw_dir, chance, has_labels=is_labeled)
+    options: dict[str, Any] = {"id_field": "id", "recursive": True, "max_bad_fraction": 1.0, **form}
     options |= {"source_field": "label"} if is_labeled else {}
     options |= {"digests": True} if chance.random() < 0.3 else {}
-    num_shards = chance.choice([None, 1, 4])
-    data = root / "data"
-    prep.plan(root / "raw", data, num_shards=num_shards, model_id=str(model), engine="tokenizers", **options)
-    prep.make(data, engine="tokenizers")
-    assert prep.command("verify", data).code == 0
-    is_rows, is_best_fit = "record" in FORMS[form], form == "best_fit"
-    loaded = Loaded(data)
-    assert loaded.steps.keys() == {*range(len(documents))}
-    return Mixed(prep, data, documents, loaded, is_rows, is_best_fit, chance)
+    world.make(num_shards=chance.choice([1, 4]), engine="tokenizers", **options)
+    data, every = world.data_dir, {*range(len(documents))}
+    origins = loaded(data)
+    assert origins.keys() == every
 
+    for word in chance.sample(sorted(every), min(5, len(every))):
+        assert printed(data, origins[word].address) == {word}
+        if "record" not in form:
+            path, _, unit = origins[word].place.partition(" ")
+            assert word in printed(data, f"{path}:{unit.rpartition(' ')[2]}")
+        if documents[word].id and form.get("pack") != "best_fit":
+            assert word in printed(data, f"id:{documents[word].id}")
 
-def test_peek_prints_the_document_at_an_address(mixed: Mixed) -> None:
-    for word in mixed.some_words():
-        assert mixed.printed(mixed.loaded.origins[word].address) == {word}
-        by_id = [f"id:{mixed.documents[word].id}"] * (
-            mixed.documents[word].id != "" and not mixed.is_best_fit
-        )
-        for address in [*mixed.places_of(word), *by_id]:
-            assert word in mixed.printed(address)
-
-
-def test_a_source_has_the_documents_that_were_written_for_it(mixed: Mixed) -> None:
-    counts: defaultdict[str, int] = defaultdict(int)
-    for path in mixed.data.glob("shard-*.json"):
-        for name, of in json.loads(path.read_text())["counts"]["sources"].items():
-            counts[name] += of["num_documents"]
-    for source in {*counts, *(one.source for one in mixed.documents)}:
-        of_source = {word for word, one in enumerate(mixed.documents) if one.source == source}
-        assert counts[source] == len(of_source)
-
-
-def test_a_document_that_was_left_out_is_told(mixed: Mixed) -> None:
-    for path in mixed.data.glob("quarantine/*.jsonl"):
+    counts = Counter[str]()
+    for path in data.glob("shard-*.json"):
+        of_shard = json.loads(path.read_bytes())["counts"]["sources"]
+        counts.update({name: of["num_documents"] for name, of in of_shard.items()})
+    assert +counts == Counter(one.source for one in documents)
+    for path in data.glob("quarantine/*.jsonl"):
         for left_out in map(json.loads, path.read_text().splitlines()):
-            at = f"{left_out['source']}:{left_out['source_offset']}"
-            assert "was left out of shard" in mixed.prep.command("peek", mixed.data, at).text
+            ended = call_main("peek", data, f"{left_out['source']}:{left_out['source_offset']}")
+            assert left_out["reason"] in ended.text
 
-
-@pytest.mark.parametrize("way", ["id", "sha256"])
-def test_what_is_blanked_is_loaded_no_more_and_nothing_else_is(
-    mixed: Mixed, tmp_path: Path, way: str
-) -> None:
-    prep, documents, new = mixed.prep, mixed.documents, tmp_path / "new"
-    asked = {*mixed.chance.sample(range(len(documents)), -(-len(documents) // 3))}
-    if way == "id":
-        asked = {word for word in asked if documents[word].id}
-        names = [documents[word].id for word in asked]
-    else:
-        names = [f"sha256:{hashlib.sha256(documents[word].text.encode()).hexdigest()}" for word in asked]
-    (tmp_path / "names").write_text("\n".join(names))
-    ended = prep.command("blank", mixed.data, "--ids", tmp_path / "names", "--output", new)
-    assert ended.code == (0 if asked else 65), ended.text
-    if asked:
-        assert prep.command("verify", new, "--deep", 99).code == 0
-        assert Loaded(new).steps.keys() == {*range(len(documents))} - asked
+    for way in ("id", "sha256"):
+        asked = {*chance.sample(sorted(every), -(-len(every) // 3))}
+        if way == "id":
+            asked = {word for word in asked if documents[word].id}
+            names = [documents[word].id for word in asked]
+        else:
+            names = [f"sha256:{hashlib.sha256(documents[word].text.encode()).hexdigest()}" for word in asked]
+        (tmp_path / "names").write_text("\n".join(names))
+        new = tmp_path / f"without by {way}"
+        ended = call_main("blank", data, "--ids", tmp_path / "names", "--output", new)
+        assert ended.code == (0 if asked else 65), ended.text
+        if asked:
+            assert call_main("verify", new, "--deep", 99).code == 0
+            assert loaded(new).keys() == every - asked

@@ -237,8 +237,7 @@ def test_processes_killed_or_stopped_at_any_read_end_in_a_copy_of_equal_bytes(
             end_of(process, code=75 if ending == signal.SIGTERM else -signal.SIGKILL)
         with pytest.raises(ShardprepError):
             open_loader(node)
-    for process in [subprocess.Popen(command) for _ in range(2)]:
-        assert process.wait() == 0
+    assert [each.wait() for each in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
     found = {name: data for name, data in contents(node).items() if not name.endswith(".tmp")}
     assert found == contents(source)
 

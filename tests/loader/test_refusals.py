@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,11 @@ def test_what_gives_no_data_is_answered_with_what_makes_it(
 def test_a_field_that_a_batch_has_not_is_answered_with_those_it_has(numbered: Path) -> None:
     with open_loader(numbered, model_id=numbered) as made:
         batch = next(iter(made))
-    for look, kind in ((lambda: batch["inputs"], KeyError), (lambda: batch.inputs, AttributeError)):
+    looks: list[tuple[Callable[[], Any], Any]] = [
+        (lambda: batch["inputs"], KeyError),
+        (lambda: batch.inputs, AttributeError),
+    ]
+    for look, kind in looks:
         with pytest.raises(kind) as raised:
             look()
         assert all(name in str(raised.value) for name in (*batch, "inputs"))
@@ -150,7 +155,7 @@ def test_who_makes_a_loader_of_the_loader_is_told_so(numbered: Path) -> None:
     """As accelerate's prepare, skip_first_batches and Lightning do, and who takes it for a data set."""
     with open_loader(numbered, model_id=numbered) as made:
         itself: Any = made
-        names = ("plan", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
+        names = ("run", "step_batches", "loader_tokenizer", "process_rank", "pin_memory")
         shown = {name: vars(made)[name] for name in names}
         assert len(type(made)(**shown)) == len(made)
         for remake in (
@@ -158,6 +163,7 @@ def test_who_makes_a_loader_of_the_loader_is_told_so(numbered: Path) -> None:
             lambda: DataLoader(itself, batch_size=4, sampler=range(8)),
             lambda: DataLoader(made.dataset, batch_size=made.batch_size, num_workers=1),
             lambda: type(made)(**shown, sampler=None),
+            lambda: itself.dataset[0],
         ):
             with refuses(UsageError):
                 next(iter(remake()))

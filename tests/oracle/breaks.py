@@ -72,7 +72,7 @@ BREAKS = [
     ),
     Break(
         "documents for validation are those with the least hashes",
-        "shardprep/format/digests.py",
+        "shardprep/format/documents.py",
         "np.asarray(firsts < np.uint64(",
         "np.asarray(firsts >= np.uint64(",
         f"{_STREAM}[validation_side-1]",

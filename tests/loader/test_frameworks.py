@@ -11,15 +11,20 @@ import os
 import re
 import sys
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.checkout import ROOT
 from tests.children import run_child
 from tests.documented import examples_of
-from tests.external_tars import write_numbered_data
+from tests.oracle.forms import SEQ_LEN, DataSets
+from tests.world import open_loader
 
 pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.processes, pytest.mark.frameworks]
@@ -37,8 +42,7 @@ NUM_SAMPLES, GLOBAL_BATCH = 107, 8
 STEPS = NUM_SAMPLES // GLOBAL_BATCH  # an epoch
 STOP, END = 7, STEPS + 9  # inside of the first epoch, and of the second
 
-# All is of the wheel. The libraries are imported once, then the ranks of each world are forked with the
-# variables of a launcher.
+# The libraries are imported once, then the ranks of each world are forked with the variables of a launcher.
 SCRIPT = """
 import functools, json, logging, multiprocessing, os, pathlib, sys
 import torch
@@ -52,7 +56,6 @@ from loader.trainer import LoaderMixin
 from shardprep.errors import Refused, UsageError
 
 torch.set_num_threads(1)
-assert loader_package.__file__.startswith(os.environ["PYTHONPATH"]), "of the wheel, not of the checkout"
 DATA, OUT = sys.argv[1:3]
 kept = []
 
@@ -137,26 +140,6 @@ def train_by_hand(run, seen):
                 parameter -= 0.1 * gradient
     keep_weights(run, model)
 
-def evaluate_in_trainer(run, seen):
-    class OwnTrainer(LoaderMixin, Trainer):
-        pass
-
-    train_loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0)
-    eval_loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0, split="validation")
-    arguments = TrainingArguments(
-        output_dir=f"{OUT}/e", use_cpu=True, report_to=[], max_steps=4, disable_tqdm=True,
-        eval_strategy="steps", per_device_train_batch_size=8, eval_steps=2, save_strategy="no",
-    )
-    model = make_model([])
-    model.register_forward_pre_hook(
-        lambda module, args, fields: None if module.training else seen.append(fields["input_ids"].tolist()),
-        with_kwargs=True,
-    )
-    trainer = OwnTrainer(model=model, args=arguments, train_loader=train_loader, eval_loader=eval_loader)
-    trainer.train()
-    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    seen[:] = [list(seen), len(eval_loader), losses]
-
 def evaluate_on_ranks(run, seen):
     class OwnTrainer(LoaderMixin, Trainer):
         pass
@@ -192,54 +175,6 @@ def evaluate_on_ranks(run, seen):
     if dist.is_initialized():
         dist.destroy_process_group()
 
-def refuse_numbers_in_trainer(run, seen):
-    class OwnTrainer(LoaderMixin, Trainer):
-        pass
-
-    loader = get_llama3_dataloader(DATA, 2, DATA, num_workers=0)
-    for batch_size, accumulated, train_loader in ((4, 1, loader), (2, 4, loader), (2, 1, [])):
-        arguments = TrainingArguments(
-            output_dir=f"{OUT}/x", use_cpu=True, report_to=[], max_steps=2, disable_tqdm=True,
-            per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulated,
-        )
-        try:
-            OwnTrainer(model=make_model([]), args=arguments, train_loader=train_loader)
-        except UsageError as error:
-            seen.append(str(error))
-
-def resume_in_trainer_without_a_state(run, seen):
-    class OwnTrainer(LoaderMixin, Trainer):
-        pass
-
-    def trainer(max_steps):
-        loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0)
-        arguments = TrainingArguments(
-            output_dir=f"{OUT}/t", use_cpu=True, report_to=[], max_steps=max_steps, disable_tqdm=True,
-            per_device_train_batch_size=8, save_strategy="steps", save_steps=2,
-        )
-        return OwnTrainer(model=make_model(seen), args=arguments, train_loader=loader)
-
-    trainer(2).train()
-    path = pathlib.Path(f"{OUT}/t/checkpoint-2/trainer_state.json")
-    state = json.loads(path.read_text())
-    del state["stateful_callbacks"]["LoaderStateCallback"]
-    path.write_text(json.dumps(state))
-    try:
-        trainer(4).train(resume_from_checkpoint=True)
-    except UsageError as error:
-        seen[:] = [str(error)]
-
-def refuse_in_trainer(run, seen):
-    loader = get_llama3_dataloader(DATA, 8, DATA, num_workers=0)
-    said = []
-    for data_set in (loader, loader.dataset):
-        arguments = TrainingArguments(output_dir=f"{OUT}/x", use_cpu=True, report_to=[], max_steps=2)
-        try:
-            Trainer(model=make_model([]), args=arguments, train_dataset=data_set).train()
-        except UsageError as error:
-            said.append(str(error))
-    seen.append(said)
-
 def check_boundaries_in_trainer(run, seen):
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -273,8 +208,8 @@ def check_boundaries_in_trainer(run, seen):
         try:
             trainer.train()
         except Refused as error:
-            return [calls, str(error), error.exit_code]
-        return [calls, "", 0]
+            return [calls, error.exit_code]
+        return [calls, 0]
 
     masked = OPTForCausalLM(opt)
     mask_documents(masked)
@@ -318,28 +253,9 @@ def check_boundaries_of_wrapped_models(run, seen):
                     check_boundaries(model, batch)
                     seen.append("safe")
                 except (UsageError, Refused) as error:
-                    seen.append(str(error))
+                    seen.append(type(error).__name__)
             model(**packed).loss.backward()
     kept.append(model)
-    dist.destroy_process_group()
-
-def warn_of_accumulation(run, seen):
-    from accelerate import Accelerator
-
-    logging.basicConfig(filename=f"{OUT}/warnings")
-    Accelerator(cpu=True, gradient_accumulation_steps=4)
-    for global_batch_size in (8, None):
-        loader = get_llama3_dataloader(DATA, 2, DATA, num_workers=0, global_batch_size=global_batch_size)
-        next(iter(loader))
-        with open(f"{OUT}/warnings") as file:
-            seen.append([line for line in file if "accelerate accumulates" in line])
-
-def share_by_mesh(run, seen):
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    who = {"rank": mesh["dp"].get_local_rank(), "world_size": mesh["dp"].size()}
-    with get_llama3_dataloader(DATA, 4, DATA, num_workers=0, seed=5, **who) as loader:
-        seen.append([*who.values(), next(iter(loader))["input_ids"][:, 0].tolist()])
     dist.destroy_process_group()
 
 def rank_of_a_world(run, rank, port):
@@ -380,23 +296,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tars by webdataset, a sample's first id its number, with the tokenizer beside them."""
-    return write_numbered_data(tmp_path_factory.mktemp("data"), NUM_SAMPLES, 3)
-
-
-OTHERS = [
-    "refuse_in_trainer",
-    "evaluate_in_trainer",
-    "refuse_numbers_in_trainer",
-    "resume_in_trainer_without_a_state",
-    "warn_of_accumulation",
-    "share_by_mesh",
-    "check_boundaries_in_trainer",
-    "check_boundaries_of_wrapped_models",
-]
-WORLDS = {"share_by_mesh": 4, "check_boundaries_in_trainer": 2, "check_boundaries_of_wrapped_models": 2}
+OTHERS = ["check_boundaries_in_trainer", "check_boundaries_of_wrapped_models"]
 
 
 def run_of(name: str, how: str, world: int, **more: Any) -> dict[str, Any]:
@@ -423,7 +323,7 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def seen(data: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def seen(numbered: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The runs of all tests, since the libraries take seconds to import."""
     folder = tmp_path_factory.mktemp("runs")
     script = folder / "ranks.py"
@@ -431,12 +331,12 @@ def seen(data: Path, site: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
     launchers = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "ACCELERATE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     environ = {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
-    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(site)}
+    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     pages = [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in page_runs(page)]
     pages += [run for page, (needs, _) in PAGES.items() if find_spec(needs) for run in layout_runs(page)]
     pages.append(run_of("by hand", "train_by_hand", 1, last=LAYOUT_STEPS))
-    runs = [*pages, *evaluations(), *(run_of(how, how, WORLDS.get(how, 1)) for how in OTHERS)]
-    command = [sys.executable, str(script), str(data), str(folder), json.dumps(runs)]
+    runs = [*pages, *evaluations(), *(run_of(how, how, 2) for how in OTHERS)]
+    command = [sys.executable, str(script), str(numbered), str(folder), json.dumps(runs)]
     run_child(command, env=environ, cwd=folder)
     return Runs(folder)
 
@@ -532,31 +432,6 @@ def test_a_frameworks_page_trains_the_same_weights_on_every_layout(seen: Runs, p
             torch.testing.assert_close(torch.tensor(found), weight, msg=run["name"], rtol=1e-4, atol=1e-6)
 
 
-def test_a_trainer_that_is_given_the_loader_for_a_data_set_says_what_to_write(
-    seen: Runs,
-) -> None:
-    ((said,),) = seen["refuse_in_trainer"]
-    assert len(said) == 2
-    assert all("class LlamaTrainer(LoaderMixin, Trainer)" in text for text in said)
-
-
-def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(seen: Runs) -> None:
-    (said,) = seen["refuse_numbers_in_trainer"]
-    assert len(said) == 3
-    assert "makes batches of 4 samples, those of the loader have 2" in said[0]
-    assert "2 samples x 4 accumulated x 1 ranks = 8, the loader's global batch is 2" in said[1]
-    assert "pass global_batch_size=8 to get_llama3_dataloader" in said[1]
-    assert "train_loader is a list" in said[2]
-
-
-def test_a_trainer_evaluates_the_same_validation_batches_each_time(seen: Runs) -> None:
-    ((batches, num_batches, losses),) = seen["evaluate_in_trainer"]
-    assert len(batches) == 2 * num_batches > 2
-    assert batches[:num_batches] == batches[num_batches:]
-    assert len(losses) == 2
-    assert all(0 < loss < 10 for loss in losses)
-
-
 def test_the_loss_of_a_model_is_the_mean_over_all_labels_on_every_number_of_ranks(
     seen: dict[str, list[Any]],
 ) -> None:
@@ -569,59 +444,92 @@ def test_the_loss_of_a_model_is_the_mean_over_all_labels_on_every_number_of_rank
             assert of_rank[0] == pytest.approx([expected] * (3 if run["code"] else 2), rel=1e-6), run["name"]
 
 
-def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(
-    seen: Runs,
-) -> None:
-    ((said,),) = seen["resume_in_trainer_without_a_state"]
-    assert "the checkpoint of step 2 has no state of the loader" in said
-
-
-def test_an_accumulation_that_the_global_batch_does_not_know_of_is_warned_of(
-    seen: Runs,
-) -> None:
-    (lines,) = seen["warn_of_accumulation"]
-    assert [len(each) for each in lines] == [0, 1]
-    assert "accelerate accumulates 4 batches, but a global batch is 1 of each rank" in lines[1][0]
-    assert "accelerator.step = 0" in lines[1][0]
-
-
-def test_tensor_parallel_ranks_of_a_mesh_get_the_batches_of_their_data_parallel_rank(
-    seen: Runs,
-) -> None:
-    found = seen["share_by_mesh"]
-    assert [each[:2] for (each,) in found] == [[0, 2], [0, 2], [1, 2], [1, 2]]
-    assert found[0] == found[1] != found[2] == found[3]
-
-
 def test_a_trainer_checks_the_boundaries_once_by_what_the_model_gets_and_refuses_on_all_ranks(
-    seen: dict[str, list[Any]],
+    seen: Runs,
 ) -> None:
     assert len(seen["check_boundaries_in_trainer"]) == 2
     for (found,) in seen["check_boundaries_in_trainer"]:
         for run in ("llama", "opt, masked", "a mask"):
-            calls, said, exit_code = found[run]
+            calls, refused = found[run]
             # Some passes in evaluation mode, then the two steps.
-            assert (set(calls[:-2]), calls[-2:], said, exit_code) == ({False}, [True, True], "", 0), run
-        assert found["opt, switched off"] == found["no boundaries"] == [[True, True], "", 0]
-        for run, name in (("opt", "OPTForCausalLM"), ("no mask", "LlamaForCausalLM")):
-            calls, said, exit_code = found[run]
-            assert (set(calls), exit_code) == ({False}, 78)
-            assert f"documents of a packed row see each other in {name} (attention sdpa)" in said
+            assert (set(calls[:-2]), calls[-2:], refused) == ({False}, [True, True], 0), run
+        assert found["opt, switched off"] == found["no boundaries"] == [[True, True], 0]
+        for run in ("opt", "no mask"):
+            calls, refused = found[run]
+            assert (set(calls), refused) == ({False}, 78)
 
 
 def test_wrapped_models_are_checked_and_all_ranks_say_the_same_if_one_rank_has_something_to_check(
-    seen: dict[str, list[Any]],
+    seen: Runs,
 ) -> None:
-    first, second = seen["check_boundaries_of_wrapped_models"]
-    assert len(first) == len(second) == 12
-    for number, (said, said_by_other) in enumerate(zip(first, second, strict=True)):
-        is_masked, is_alone = number % 6 >= 3, number % 3 == 2
-        expected = (
-            "no row of the batch has two"
-            if is_alone
-            else "safe"
-            if is_masked
-            else "OPTForCausalLM (attention sdpa)"
-        )
-        assert expected in said
-        assert expected in said_by_other
+    """Of two kinds of wrappers, unmasked and masked: two packed batches, one of two, none."""
+    for found in seen["check_boundaries_of_wrapped_models"]:
+        assert found == 2 * [*["Refused", "Refused", "UsageError"], *["safe", "safe", "UsageError"]]
+
+
+# torchtitan and TRL, in this process
+
+
+def shard_loaders(data: Path, world: int, rows: int) -> list[Any]:
+    """The dataloader of docs/training_others.md for each rank, as torchtitan's trainer builds it."""
+    base = pytest.importorskip("torchtitan.components.dataloader").BaseDataLoader
+    (code,) = (text for text in examples_of("training_others.md") if "BaseDataLoader" in text)
+    names: dict[str, Any] = {"__name__": "training_others"}
+    exec(compile(code, "docs/training_others.md", "exec", dont_inherit=True), names)
+    config: Any = names["ShardLoader"].Config(dataset_path=str(data), global_batch_size=rows, num_workers=0)
+    runtime = {"tokenizer": None, "seq_len": SEQ_LEN - 1, "snapshot_every_n_steps": None}
+    built = [
+        config.build(dp_world_size=world, dp_rank=rank, local_batch_size=rows // world, **runtime)
+        for rank in range(world)
+    ]
+    assert all(isinstance(each, base) for each in built)
+    return built
+
+
+def test_torchtitans_checkpoints_resume_on_another_number_of_ranks(sets: DataSets, tmp_path: Path) -> None:
+    def steps(loaders: list[Any], number: int) -> list[list[Any]]:
+        """The next global batches: input, positions, labels."""
+        iterators, found = [iter(each) for each in loaders], []
+        for _ in range(number):
+            parts = [next(iterator) for iterator in iterators]
+            fields = [(inputs["input"], inputs["positions"], labels) for inputs, labels in parts]
+            found.append([torch.cat(each).tolist() for each in zip(*fields, strict=True)])
+        return found
+
+    options: dict[str, Any] = {"seq_len": SEQ_LEN - 1, "targets": "shifted", "boundaries": "position_ids"}
+    with open_loader(sets["concat"], 4, **options) as plain:
+        names = ("input_ids", "position_ids", "labels")
+        expected = [[batch[name].tolist() for name in names] for batch in islice(plain, 7)]
+    first = shard_loaders(sets["concat"], 2, 4)
+    assert steps(first, 3) == expected[:3]
+    state_dict_saver.save({"dataloader": first[0]}, checkpoint_id=tmp_path / "step", no_dist=True)
+    for world in (1, 2, 4):
+        resumed = shard_loaders(sets["concat"], world, 4)
+        for each in resumed:
+            state_dict_loader.load({"dataloader": each}, checkpoint_id=tmp_path / "step", no_dist=True)
+        assert steps(resumed, 4) == expected[3:]
+
+
+def test_trls_trainer_trains_on_the_loaders_conversations(sets: DataSets, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    (example,) = (code for code in examples_of("training_trainer.md") if "SFTTrainer" in code)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    trained: list[Any] = []
+    llama = LlamaForCausalLM(config)
+
+    def look(_: Any, __: Any, fields: dict[str, Any]) -> None:
+        if fields.get("labels") is not None:
+            trained.append(fields)
+
+    llama.register_forward_pre_hook(look, with_kwargs=True)
+    more = {"use_cpu": True, "report_to": [], "bf16": False, "save_strategy": "no", "disable_tqdm": True}
+    names: dict[str, Any] = {"DATA": str(sets["chat"]), "CHECKPOINT": str(tmp_path / "out"), "num_steps": 2}
+    exec(
+        compile(example, "docs/training_trainer.md", "exec"),
+        {**names, "model": llama, "more_arguments": more},
+    )
+    assert len(trained) == 2
+    assert all((fields["labels"] == -100).any() for fields in trained)
+    assert all(fields["position_ids"].shape == (8, SEQ_LEN) for fields in trained)

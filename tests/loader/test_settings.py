@@ -1,0 +1,457 @@
+"""What a loader finds out by itself and says: its rank, its tokenizer, threads, and a block of settings."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, processors
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from loader import OtherTokenizer, ProcessRank, ReadWriteError, UsageError, find_process_rank, set_up_training
+from loader.__main__ import main as show
+from tests.forged import rewrite_json
+from tests.oracle.forms import SEQ_LEN, DataSets
+from tests.world import EOS, PAD, World, ids_of, open_loader, refuses, tokenizer_dir
+
+# Ranks
+
+SRUN = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "PMIX_RANK": "5"}
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "3"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2"}
+FIRST_OF_ONE = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+# What launchers set, and the rank and world size; None: refused, for want of a rank for sure.
+RANKS: dict[str, tuple[dict[str, str], tuple[int, int] | None]] = {
+    "a task of srun": (SRUN, (3, 4)),
+    "the step's tasks, not the job's": ({**SRUN, "SLURM_NTASKS": "8"}, (3, 4)),
+    "a batch script is alone": (BATCH_SCRIPT, (0, 1)),
+    "salloc's shell is alone": ({"SLURM_JOB_ID": "12", "SLURM_NTASKS": "4"}, (0, 1)),
+    "an interactive step is alone": ({**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}, (0, 1)),
+    "a step of one task is alone": ({**SRUN, **FIRST_OF_ONE}, (0, 1)),
+    "handed into a container without a job id": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, (1, 2)),
+    "torchrun within srun": ({**SRUN, **TORCHRUN}, (1, 2)),
+    "nothing is set": ({}, (0, 1)),
+    "Open MPI": (OPEN_MPI, (5, 8)),
+    "MPICH": (MPICH, (2, 3)),
+    "mpirun starts a task a node, and knows better than Slurm": ({**SRUN, **OPEN_MPI}, (5, 8)),
+    "MPICH in a Slurm job": ({**SRUN, **MPICH}, (2, 3)),
+    "torchrun under mpirun": ({**OPEN_MPI, **TORCHRUN}, (1, 2)),
+    "PMIx by srun": ({**SRUN, "PMIX_RANK": "3"}, (3, 4)),
+    "PMIx by srun, alone": ({**SRUN, **FIRST_OF_ONE, "PMIX_RANK": "0"}, (0, 1)),
+    "task 2 without a step: task 0 would think itself alone": ({**BATCH_SCRIPT, "SLURM_PROCID": "2"}, None),
+    "no procid": ({name: value for name, value in SRUN.items() if name != "SLURM_PROCID"}, None),
+    "no number": ({"RANK": "one", "WORLD_SIZE": "2"}, None),
+    "PMIx alone": ({"PMIX_RANK": "0"}, None),
+    **{f"half: {name}": ({name: "1"}, None) for name in (*TORCHRUN, *MPICH, *list(OPEN_MPI)[:2])},
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_process_knows_its_rank_from_its_launcher_or_refuses(name: str) -> None:
+    environ, expected = RANKS[name]
+    if expected is None:
+        with refuses(UsageError):
+            find_process_rank(environ=environ)
+        return
+    who = find_process_rank(environ=environ)
+    assert (who.rank, who.world_size) == expected
+
+
+def test_arguments_win_over_everything_and_impossible_ones_are_refused() -> None:
+    who = find_process_rank(5, 8, {**SRUN, **TORCHRUN})
+    assert who == ProcessRank(rank=5, world_size=8, source="arguments", is_passed=True)
+    for rank, world_size in ((0, None), (None, 2), (2, 2), (-1, 2), (0, 0)):
+        with refuses(UsageError, found=f"{rank}"):
+            find_process_rank(rank, world_size, {})
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, SRUN, OPEN_MPI, MPICH])
+def test_a_loader_refuses_where_its_process_is_another_rank_by_now(
+    numbered: Path, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]
+) -> None:
+    names = {name for each, _ in RANKS.values() for name in each}
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    monkeypatch.setattr(os, "environ", kept)
+    alone = open_loader(numbered, model_id=numbered)
+    given = open_loader(numbered, model_id=numbered, rank=0, world_size=1)
+    iter(alone)
+    kept |= environ
+    with refuses(UsageError):
+        iter(alone)
+    iter(given)  # who passes a rank knows what it is for
+    late = open_loader(numbered, model_id=numbered)
+    for name in environ:
+        del kept[name]
+    iter(late)  # nothing says otherwise
+
+
+# Tokenizers
+
+
+@pytest.fixture
+def data(sets: DataSets, tmp_path: Path) -> Path:
+    """A copy of documents, to change."""
+    return Path(shutil.copytree(sets["documents"], tmp_path / "data"))
+
+
+def replaced(name: str, old: str, new: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return change
+
+
+def with_two_ids_exchanged(folder: Path) -> None:
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    first, second, *_ = vocab
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokens))
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "another EOS": replaced("tokenizer_config.json", f'"{EOS}"', '"<|begin_of_text|>"'),
+    "a key of another name": replaced("tokenizer_config.json", '"eos_token"', '"eor_token"'),
+    "another piece": with_two_ids_exchanged,
+    "no configuration": lambda folder: (folder / "tokenizer_config.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_data_sets_own_tokenizer_that_is_not_the_manifests_is_refused(data: Path, change: str) -> None:
+    """Where a file is altered, or a look at it fails, transformers takes what it finds without a word."""
+    CHANGES[change](data / "tokenizer")
+    with pytest.raises(OtherTokenizer) as raised:
+        open_loader(data)
+    assert str(data / "tokenizer") in str(raised.value)
+
+
+def test_a_file_of_the_tokenizer_that_cannot_be_opened_is_named(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real_open = data / "tokenizer" / "tokenizer_config.json", os.open
+
+    def failing(name: Any, *args: Any, **options: Any) -> int:
+        if Path(name) == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(name))
+        return real_open(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(ReadWriteError) as raised:
+        open_loader(data)
+    assert str(path) in str(raised.value)
+
+
+def test_the_data_sets_own_tokenizer_wins_and_a_model_must_be_the_same(data: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tokenizer_dir(), tmp_path / "model")
+    for model_id in (None, tokenizer_dir(), str(tokenizer_dir()), model):
+        with open_loader(data, model_id=model_id) as loader:
+            assert Path(loader.tokenizer.name_or_path) == data / "tokenizer"
+            expected = loader.tokenizer.eos_token_id
+    # The name that the data set was made with is never resolved.
+    rewrite_json(data / "index.json", **{"spec.tokenizer.model_id": "meta-llama/not-downloaded"})
+    open_loader(data, model_id="meta-llama/not-downloaded").close()
+    # A model of another EOS pads and ends documents as the manifests say.
+    shutil.rmtree(data / "tokenizer")
+    CHANGES["another EOS"](model)
+    with open_loader(data, model_id=model) as loader:
+        assert loader.tokenizer.eos_token_id == expected
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What transformers is asked to load, by name."""
+    asked: list[str] = []
+    real = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda name, **options: asked.append(name) or real(name, **options)
+    )
+    return asked
+
+
+def test_transformers_loads_a_data_sets_tokenizer_when_it_is_asked_for_and_once(
+    sets: DataSets, loads: list[str]
+) -> None:
+    folder = sets["documents"] / "tokenizer"
+    with open_loader(sets["documents"], 2) as loader:
+        batch = next(iter(loader))
+        again = pickle.loads(pickle.dumps(loader))
+        assert loads == []
+        tokenizer = loader.tokenizer
+        assert loader.tokenizer is tokenizer
+    assert loads == [str(folder)]
+    assert again.tokenizer.pad_token_id == tokenizer.pad_token_id
+    known = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    known.pad_token = tokenizer.pad_token
+    text = f"하늘과 바다 {EOS} of the moon"
+    assert (repr(tokenizer), tokenizer(text)) == (repr(known), known(text))
+    assert tokenizer.special_tokens_map == known.special_tokens_map
+    assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()
+
+
+def as_before_5(folder: Path) -> None:
+    """Transformers 4 wrote the added tokens into the configuration, and a file of the special ones."""
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    config["added_tokens_decoder"] = {str(token.pop("id")): token for token in tokens}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def without_line_ends(folder: Path) -> None:
+    tokens = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokens, separators=(",", ":"), ensure_ascii=False))
+
+
+def with_a_map_of_the_same_names(folder: Path) -> None:
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": EOS}))
+
+
+def with_an_added_token(folder: Path) -> None:
+    (folder / "added_tokens.json").write_text('{"<|new|>": 700}')
+
+
+@pytest.mark.parametrize(
+    ("change", "num_loads"),
+    [(with_a_map_of_the_same_names, 0), (as_before_5, 0), (without_line_ends, 0), (with_an_added_token, 1)],
+)
+def test_where_another_file_may_add_tokens_transformers_is_asked_at_once(
+    data: Path, loads: list[str], change: Callable[[Path], None], num_loads: int
+) -> None:
+    change(data / "tokenizer")
+    try:
+        open_loader(data).close()
+    except OtherTokenizer:
+        assert num_loads == 1
+    assert len(loads) == num_loads
+
+
+def test_a_model_id_with_the_very_files_of_the_data_set_is_not_loaded(
+    data: Path, tmp_path: Path, loads: list[str]
+) -> None:
+    given = Path(shutil.copytree(data / "tokenizer", tmp_path / "given"))
+    open_loader(data, model_id=given).close()
+    assert loads == []
+    (given / "tokenizer.json").write_text((given / "tokenizer.json").read_text() + "\n")
+    open_loader(data, model_id=given).close()
+    assert loads == [str(given)]
+    with_two_ids_exchanged(given)
+    with refuses(OtherTokenizer, path=data, found=str(given)):
+        open_loader(data, model_id=given)
+
+
+# What it says
+
+
+def said(
+    caplog: pytest.LogCaptureFixture, data: Path, level: int = logging.INFO, **options: Any
+) -> list[str]:
+    """The records of this level that making a loader leaves."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "loader"):
+        open_loader(data, **options).close()
+    return [record.getMessage() for record in caplog.records if record.levelno == level]
+
+
+def test_rank_0_tells_settings_and_steps_of_an_epoch_in_one_record(
+    caplog: pytest.LogCaptureFixture, sets: DataSets
+) -> None:
+    options = {"global_batch_size": 16, "world_size": 2, "max_length": 64, "seed": 7}
+    blocks = [text for text in said(caplog, sets["documents"], rank=0, **options) if "\n" in text]
+    with open_loader(sets["documents"], rank=0, **options) as loader:
+        steps, pad = len(loader) // 2, loader.tokenizer.pad_token_id
+    (block,) = blocks
+    lines = dict(line.strip().partition(": ")[::2] for line in block.splitlines()[1:])
+    assert "64 tokens" in lines["sample"]
+    assert "4 per batch x 2 batches per step x 2 ranks" in lines["global batch"]
+    assert f"{PAD} (id {pad})" in lines["global batch"]
+    assert f"{steps:,} steps, {2 * steps:,} batches" in lines["epoch"]
+    assert "seed 7" in lines["order"]
+    assert "16" in lines["from step 0"]
+    assert not [text for text in said(caplog, sets["documents"], rank=1, **options) if "\n" in text]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"seq_len": SEQ_LEN, "boundaries": "transformers"}, f"{SEQ_LEN} tokens; boundaries transformers"),
+        ({"shuffle": False}, "not shuffled"),
+        ({"group_by_length": True}, "groups of 4"),
+        ({"padding": "max_length", "max_length": 32}, "32 tokens"),
+        ({"batch_size": 2, "num_workers": 3}, "2 workers"),
+    ],
+)
+def test_a_block_tells_rows_order_widths_and_workers(
+    caplog: pytest.LogCaptureFixture, sets: DataSets, options: dict[str, Any], words: str
+) -> None:
+    assert any(words in text for text in said(caplog, sets["documents"], **options) if "\n" in text)
+    assert not any(words in text for text in said(caplog, sets["documents"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "num_warnings"),
+    [
+        ({}, 1),
+        ({"max_length": 64}, 1),
+        ({"seq_len": 128}, 0),
+        ({"rank": 1, "world_size": 2}, 0),
+        ({"split": "validation"}, 0),
+    ],
+)
+def test_rank_0_warns_once_of_training_documents_without_eos(
+    caplog: pytest.LogCaptureFixture, sets: DataSets, options: dict[str, Any], num_warnings: int
+) -> None:
+    assert len(said(caplog, sets["documents"], logging.WARNING, **options)) == num_warnings
+
+
+@pytest.mark.parametrize(
+    ("append_eos", "template", "num_warnings"),
+    [(False, None, 1), (False, "$A </s>", 0), (False, "</s> $A", 1), (True, None, 0)],
+)
+def test_plan_and_loader_warn_of_documents_that_get_no_eos(
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    append_eos: bool,
+    template: str | None,
+    num_warnings: int,
+) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "<pad>": 2}, "a"))
+    if template is not None:
+        words.post_processor = processors.TemplateProcessing(template, special_tokens=[("</s>", 1)])
+    names = {"eos_token": "</s>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(tmp_path / "model")
+    world = World(tmp_path, tokenizer=tmp_path / "model").raw({"a.txt": "a\n" * 8})
+    folders: dict[str, Any] = {
+        "input_dir": world.raw_dir,
+        "output_dir": world.data_dir,
+        "model_id": tmp_path / "model",
+    }
+    planned = world.main("plan", num_shards=1, append_eos=append_eos or None, **folders)
+    assert planned.text.count("--append_eos") == num_warnings
+    world.num_shards = 1
+    world.run().verify()
+    assert len(said(caplog, world.data_dir, logging.WARNING)) == num_warnings
+
+
+def test_the_command_prints_a_batch_decoded(sets: DataSets, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show([str(sets["documents"]), "--batch_size", "3"]) == 0
+    out = capsys.readouterr().out
+    with open_loader(sets["documents"], 3) as loader:
+        first = ids_of(next(iter(loader)))[0]
+        assert f"{len(loader):,} batches" in out
+        assert repr(loader.tokenizer.decode(first)) in out
+    assert re.search(r"input_ids: int64\[3, \d+\]", out)
+    assert show([str(sets["documents"] / "nowhere")]) == 66
+    assert "nowhere" in capsys.readouterr().err
+
+
+# set_up_training
+
+VARIABLES = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+    *("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+)
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Iterator[MutableMapping[str, str]]:
+    """The process's own variables, without those that count here; all is as before at the end."""
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in VARIABLES})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    yield os.environ
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.fixture
+def tokenizer(numbered: Path) -> Any:
+    return AutoTokenizer.from_pretrained(numbered)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 12),
+        ({"LOCAL_WORLD_SIZE": "4"}, 3),
+        ({"LOCAL_WORLD_SIZE": "99"}, 1),
+        ({"OMP_NUM_THREADS": "5"}, 5),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}, 6),
+        ({"OMP_NUM_THREADS": "1"}, 1),
+    ],
+)
+def test_threads_are_the_users_or_the_ranks_share_of_the_cpus(
+    tokenizer: Any, environ: MutableMapping[str, str], given: dict[str, str], expected: int
+) -> None:
+    environ.update(given)
+    assert set_up_training(tokenizer).num_threads == expected == torch.get_num_threads()
+    assert {name: environ[name] for name in given} == given, "what a user set stays"
+    assert environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert environ["MKL_NUM_THREADS"] == str(expected)
+    with refuses(UsageError, found="num_threads=0"):
+        set_up_training(tokenizer, num_threads=0)
+
+
+def test_a_loaders_tokenizer_pads_right_with_the_loaders_own_token_and_workers_are_left_cpus(
+    numbered: Path, environ: MutableMapping[str, str]
+) -> None:
+    with open_loader(numbered, model_id=numbered, num_workers=3) as loader:
+        loader.tokenizer.padding_side = "left"
+        setup = set_up_training(loader)
+        assert setup.num_threads == 9
+        assert loader.tokenizer.padding_side == "right"
+        assert loader.tokenizer.pad_token_id == setup.pad.token_id == loader.collate_fn.pad.token_id
+
+
+def test_precision_and_a_pad_token_that_is_eos(
+    tokenizer: Any, environ: MutableMapping[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for tf32, precision in ((True, "high"), (False, "highest")):
+        set_up_training(tokenizer, tf32=tf32, num_threads=1)
+        assert torch.get_float32_matmul_precision() == precision
+    assert not caplog.records
+    tokenizer.pad_token = tokenizer.eos_token
+    set_up_training(tokenizer, num_threads=1)
+    assert [tokenizer.eos_token in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_bf16_computes_in_bfloat16_and_leaves_weights_alone_and_needs_a_gpu_that_has_it(
+    tokenizer: Any, environ: MutableMapping[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = set_up_training(tokenizer, bf16=True, num_threads=1)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        **setup.model_options,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    ids = torch.arange(8)[None]
+    with setup.autocast():
+        assert model(ids).logits.dtype == torch.bfloat16
+    assert model(ids).logits.dtype == torch.float32
+    assert model.config._attn_implementation == "sdpa"
+    with set_up_training(tokenizer, num_threads=1).autocast():
+        assert model(ids).logits.dtype == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "An old GPU")
+    with refuses(UsageError):
+        set_up_training(tokenizer, bf16=True)

@@ -1,0 +1,442 @@
+"""Trainer, Lightning and accelerate on a loader: each step is trained once, whatever happens to a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from loader import TokenLoader, UsageError, evaluation_loss
+from loader.trainer import LoaderMixin
+from tests.external_tars import write_numbered_data
+from tests.small_model import SmallModel
+from tests.world import open_loader, refuses
+
+pytestmark = pytest.mark.slow  # each test trains
+
+PER_EPOCH = 5  # steps of 43 samples in global batches of 8
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_numbered_data(tmp_path_factory.mktemp("data"), 43, 3)
+
+
+class OwnTrainer(LoaderMixin, Trainer):
+    pass
+
+
+def arguments_of(folder: Path, batch_size: int, **how: Any) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=batch_size,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        logging_strategy="no",
+        **how,
+    )
+
+
+def trainer_of(
+    loader: Any, folder: Path, *, accumulated: int = 1, kind: Any = OwnTrainer, **how: Any
+) -> tuple[Any, list[list[int]]]:
+    """A Trainer, and the list that the first ids of each batch that it trains come to."""
+    how = {"save_strategy": "steps", "save_steps": 100, **how}
+    args = arguments_of(folder, 8, gradient_accumulation_steps=accumulated, **how)
+    model, seen = SmallModel(), []
+    model.register_forward_pre_hook(
+        lambda _, __, fields: seen.append(fields["input_ids"][:, 0].tolist()), with_kwargs=True
+    )
+    return kind(model=model, args=args, train_loader=loader), seen
+
+
+def train(loader: Any, folder: Path, *, resume: bool = False, **how: Any) -> tuple[int, list[list[int]]]:
+    """Trainer's steps in the end, and what was trained."""
+    trainer, seen = trainer_of(loader, folder, **how)
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.max_steps == trainer.state.global_step
+    return trainer.state.global_step, seen
+
+
+def load(data: Any, batch_size: int = 8, **options: Any) -> TokenLoader:
+    return open_loader(data, batch_size, **{"model_id": data, **options})
+
+
+def batches_of(data: Path, num: int) -> list[list[int]]:
+    loader = load(data)
+    epochs = chain.from_iterable(loader for _ in range(-(-num // PER_EPOCH)))
+    return [batch["input_ids"][:, 0].tolist() for batch in epochs][:num]
+
+
+@pytest.mark.parametrize("at", [0, 4, 5, 7])
+def test_a_training_that_begins_inside_of_a_run_trains_all_its_steps(
+    data: Path, tmp_path: Path, at: int
+) -> None:
+    loader = load(data)
+    loader.load_state_dict(loader.state_at(at))
+    expected = batches_of(data, at + 12)[at:]
+    assert train(loader, tmp_path, max_steps=12) == (12, expected)
+
+
+def test_a_training_of_epochs_ends_where_the_loader_has_had_them(data: Path, tmp_path: Path) -> None:
+    expected = batches_of(data, 3 * PER_EPOCH)
+    assert train(load(data), tmp_path / "whole", num_train_epochs=3) == (15, expected)
+    assert train(load(data), tmp_path / "part", num_train_epochs=1.3)[0] == 7
+    loader = load(data)
+    loader.load_state_dict(loader.state_at(8))
+    assert train(loader, tmp_path / "rest", num_train_epochs=3) == (7, expected[8:])
+    with refuses(UsageError):
+        trainer_of(loader, tmp_path / "over", num_train_epochs=2)[0].train()
+
+
+@pytest.mark.parametrize(
+    ("stop", "how"),
+    [(3, {"max_steps": 12}), (5, {"num_train_epochs": 2.4}), (8, {"num_train_epochs": 2.4})],
+)
+def test_a_resumed_training_trains_the_rest(
+    data: Path, tmp_path: Path, stop: int, how: dict[str, Any]
+) -> None:
+    expected = batches_of(data, 12)
+    train(load(data), tmp_path, max_steps=stop, save_steps=stop)
+    assert train(load(data), tmp_path, resume=True, save_steps=12, **how) == (12, expected[stop:])
+    assert train(load(data), tmp_path, resume=True, save_steps=12, **how) == (12, []), "it was finished"
+
+
+def test_a_training_to_which_a_source_is_added_trains_all_its_steps(
+    data: Path, numbered: Path, tmp_path: Path
+) -> None:
+    one = {"web": data}
+    both = {"web": data, "books": numbered}
+    train(load(one, model_id=data, weights={"web": 1}), tmp_path, max_steps=3)
+    for how in ({"max_steps": 30}, {"max_steps": 40}):
+        # The run is amended at step 64, and the second training replaces that.
+        loader = load(both, model_id=data, weights={"web": 0.5, "books": 0.5}, amend=True)
+        steps, seen = train(loader, tmp_path, resume=True, **how)
+        assert steps == how["max_steps"]
+        assert len(seen) == how["max_steps"] - (3 if steps == 30 else 30)
+
+
+def test_a_training_whose_batch_size_is_amended_trains_all_its_steps(data: Path, tmp_path: Path) -> None:
+    loader = load(data, global_batch_size=16, amend=True)
+    loader.load_state_dict(load(data).state_at(3))
+    # It takes hold where a round of 64 steps ends; the last step of that epoch has no room for two.
+    loader.load_state_dict(loader.state_at(65))
+    steps, seen = train(loader, tmp_path, max_steps=6, accumulated=2)
+    assert (steps, len(seen)) == (6, 12)
+
+
+def test_a_batch_size_that_changes_inside_of_the_training_is_refused_before_the_first_step(
+    data: Path, tmp_path: Path
+) -> None:
+    def loader() -> Any:
+        return load(data, global_batch_size=[(0, 8), (4, 16)])
+
+    trainer, seen = trainer_of(loader(), tmp_path, max_steps=5)
+    with refuses(UsageError):
+        trainer.train()
+    assert seen == []
+    assert train(loader(), tmp_path, max_steps=4)[0] == 4
+    assert train(loader(), tmp_path, resume=True, max_steps=6, accumulated=2)[0] == 6
+
+
+def test_a_state_inside_of_a_step_is_refused_before_the_first_step(data: Path, tmp_path: Path) -> None:
+    loader = load(data, global_batch_size=16)
+    next(iter(loader))
+    inside = load(data, global_batch_size=16)
+    inside.load_state_dict(loader.state_dict())
+    with refuses(UsageError):
+        trainer_of(inside, tmp_path, max_steps=2, accumulated=2)[0].train()
+
+
+def test_a_trainer_whose_steps_would_be_no_global_batches_is_refused(data: Path, tmp_path: Path) -> None:
+    for loader, accumulated in ((load(data, 4), 1), (load(data), 2), ([], 1)):
+        with refuses(UsageError):
+            trainer_of(loader, tmp_path, accumulated=accumulated, max_steps=2)
+
+
+def test_a_trainer_does_not_resume_from_a_checkpoint_without_the_loaders_state(
+    data: Path, tmp_path: Path
+) -> None:
+    train(load(data), tmp_path, max_steps=2, save_steps=2)
+    path = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    (own,) = [name for name in state["stateful_callbacks"] if name.startswith("Loader")]
+    del state["stateful_callbacks"][own]
+    path.write_text(json.dumps(state))
+    with refuses(UsageError):
+        train(load(data), tmp_path, resume=True, max_steps=4)
+
+
+def test_an_accumulation_that_the_global_batch_does_not_know_of_is_warned_of(
+    data: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=True, gradient_accumulation_steps=4)
+    try:
+        for global_batch_size, num_warnings in ((32, 0), (8, 1)):
+            loader = load(data, global_batch_size=global_batch_size)
+            caplog.clear()
+            next(iter(loader))
+            assert len(caplog.records) == num_warnings
+    finally:
+        accelerate.state.GradientState._reset_state()
+
+
+def test_epochs_of_the_loader_are_those_of_trainers_strategies(data: Path, tmp_path: Path) -> None:
+    loader = load(data)
+    loader.load_state_dict(loader.state_at(3))
+    trainer, _ = trainer_of(loader, tmp_path, max_steps=9, save_strategy="epoch")
+    trainer.train()
+    kept = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+    assert kept == [2, 7, 9]
+
+
+def test_shifted_targets_are_refused_where_trainer_computes_the_loss(data: Path, tmp_path: Path) -> None:
+    shifted, same = (load(data, seq_len=16, targets=targets) for targets in ("shifted", "same"))
+
+    class Overrides(OwnTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    class Computes(OwnTrainer):
+        def compute_loss(self, *args: Any, **_: Any) -> Any:
+            model, inputs = args
+            logits = model(**{**inputs, "labels": inputs["input_ids"]}).logits
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+    with refuses(UsageError):
+        trainer_of(shifted, tmp_path, max_steps=1)
+    with refuses(UsageError):
+        OwnTrainer(model=SmallModel(), train_loader=same, eval_loader=shifted)
+    with refuses(UsageError):
+        trainer_of(shifted, tmp_path, max_steps=1, kind=Overrides)[0].train()
+    trainer_of(shifted, tmp_path, max_steps=1, kind=Computes)[0].train()
+
+
+def test_shifted_targets_are_refused_where_a_model_of_transformers_is_evaluated(data: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=200, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = LlamaForCausalLM(config)
+    shifted = load(data, seq_len=16, targets="shifted")
+    with refuses(UsageError):
+        evaluation_loss(model, shifted)
+    assert evaluation_loss(SmallModel(), shifted) > 0, "a model of one's own may not shift"
+
+
+# Checkpoints that frameworks save inside of a step: the loader's state is of the optimizer's steps done
+
+ACCUMULATED, END = 2, 8
+# point, step, batch of the step: in the first step, inside of an epoch, in its last step and the next first
+KILLS = [
+    ("forward", 0, 0),
+    ("forward", 5, 0),
+    ("backward", 4, 1),
+    ("before the optimizer", 2, 1),
+    ("after the optimizer", 4, 1),
+    ("counted", 2, 1),
+    ("counted", 4, 1),
+]
+
+
+class Killed(Exception):
+    pass
+
+
+class Run:
+    """A training that is watched, and killed at one point of one batch."""
+
+    def __init__(self, data: Path, kill: tuple[str, int, int] | None = None) -> None:
+        self.kill = kill  # point, step, batch of the step
+        self.model = SmallModel()
+        self.loader = load(data, 8 // ACCUMULATED, global_batch_size=8)
+        self.updates: list[list[list[int]]] = []  # the batches of each, by the first ids of their samples
+        self.held: list[list[int]] = []
+        self.save: Callable[[], object] = lambda: None
+
+        def look(_: object, __: object, fields: dict[str, Any]) -> None:
+            self.held.append(fields["input_ids"][:, 0].tolist())
+            self.at("forward")
+
+        self.model.register_forward_pre_hook(look, with_kwargs=True)
+        # the last parameter whose gradient comes
+        self.model.embedding.weight.register_post_accumulate_grad_hook(lambda _: self.at("backward"))
+
+    def watch(self, optimizer: Any) -> None:
+        def stepped(*_: object) -> None:
+            self.updates.append(self.held)
+            self.held = []
+
+        optimizer.register_step_post_hook(stepped)
+
+    def at(self, point: str) -> None:
+        done = len(self.updates) - (point in ("after the optimizer", "counted"))
+        batch = len(self.held) - 1 if point in ("forward", "backward") else ACCUMULATED - 1
+        if (point, done, batch) == self.kill:
+            self.kill = None
+            self.save()
+            raise Killed
+
+
+def with_trainer(run: Run, folder: Path, *, resume: bool) -> None:
+    class Points(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            run.at("before the optimizer")
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            run.at("after the optimizer")
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            run.at("counted")
+
+    args = arguments_of(
+        folder,
+        8 // ACCUMULATED,
+        gradient_accumulation_steps=ACCUMULATED,
+        max_steps=END,
+        optim="sgd",
+        learning_rate=0.5,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=4,  # so that it shows where the checkpoint's learning rate is of another step
+        max_grad_norm=0,
+        save_strategy="no",
+    )
+    trainer: Any = OwnTrainer(model=run.model, args=args, train_loader=run.loader, callbacks=[Points()])
+    # As enable_jit_checkpoint does.
+    run.save = lambda: trainer._save_checkpoint(trainer.model, trial=None)
+    trainer.create_optimizer()
+    run.watch(trainer.optimizer)
+    trainer.train(resume_from_checkpoint=resume)
+    assert trainer.state.global_step == END
+
+
+def with_lightning(run: Run, folder: Path, *, resume: bool) -> None:
+    import lightning
+
+    from loader.lightning import LoaderCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = run.model
+
+        def train_dataloader(self) -> Any:
+            return run.loader
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            num_labels = run.loader.labels_per_rank(self.device)
+            loss = self.model(**batch, num_items_in_batch=num_labels).loss
+            return loss * self.trainer.accumulate_grad_batches
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            run.watch(optimizer)
+            return optimizer
+
+        def on_before_optimizer_step(self, _: Any) -> None:
+            run.at("before the optimizer")
+
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            run.at("after the optimizer")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if not run.held:
+                run.at("counted")
+
+    trainer = lightning.Trainer(
+        max_steps=END,
+        accumulate_grad_batches=ACCUMULATED,
+        use_distributed_sampler=False,
+        callbacks=[LoaderCallback()],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    run.save = lambda: trainer.save_checkpoint(folder / "kept.ckpt")
+    trainer.fit(Module(), ckpt_path=folder / "kept.ckpt" if resume else None)
+    assert trainer.global_step == END
+
+
+def with_accelerate(run: Run, folder: Path, *, resume: bool) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.gradient_accumulation_steps = run.loader.num_accumulated
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=0.5)
+    run.watch(optimizer)
+    model, optimizer, loader = accelerator.prepare(run.model, optimizer, run.loader)
+    loader.follow(optimizer)
+    run.save = lambda: accelerator.save_state(str(folder / "kept"))
+    if resume:
+        accelerator.load_state(str(folder / "kept"))
+        accelerator.step = 0
+    while loader.num_steps_delivered < END:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch, num_items_in_batch=loader.labels_per_rank()).loss
+                accelerator.backward(loss * accelerator.gradient_accumulation_steps)
+                if accelerator.sync_gradients:
+                    run.at("before the optimizer")
+                optimizer.step()
+                if accelerator.sync_gradients:
+                    run.at("after the optimizer")
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                run.at("counted")
+            if loader.num_steps_delivered == END and loader.ends_step:
+                break
+
+
+FRAMEWORKS = {"transformers": with_trainer, "lightning": with_lightning, "accelerate": with_accelerate}
+
+
+def by_hand(data: Path, num_warm_up: int) -> tuple[list[list[list[int]]], list[torch.Tensor]]:
+    """The batches of each update, and the weights of gradient descent on the mean over a step's labels."""
+    model = SmallModel()
+    updates: list[list[list[int]]] = []
+    loader = load(data)
+    while len(updates) < END:
+        for batch in loader:
+            losses = model(**batch, num_items_in_batch=1).loss
+            loss = losses / (batch["labels"][:, 1:] != -100).sum()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                rate = 0.5 * min(len(updates) / num_warm_up, 1) if num_warm_up else 0.5
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.sub_(gradient, alpha=rate)
+            updates.append([part.tolist() for part in batch["input_ids"][:, 0].split(8 // ACCUMULATED)])
+            if len(updates) == END:
+                break
+    return updates, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "framework", ["transformers", "accelerate", pytest.param("lightning", marks=pytest.mark.frameworks)]
+)
+def test_a_run_that_is_saved_and_killed_inside_of_a_step_trains_every_batch_once(
+    data: Path, tmp_path: Path, framework: str
+) -> None:
+    if not find_spec(framework):
+        pytest.skip(f"{framework} is not installed")
+    expected, weights = by_hand(data, 4 if framework == "transformers" else 0)
+    train = FRAMEWORKS[framework]
+    for number, kill in enumerate(KILLS):
+        first, second = Run(data, kill), Run(data)
+        with pytest.raises(Killed):
+            train(first, tmp_path / str(number), resume=False)
+        train(second, tmp_path / str(number), resume=True)
+        assert first.updates + second.updates == expected, kill
+        for parameter, weight in zip(second.model.parameters(), weights, strict=True):
+            torch.testing.assert_close(parameter.detach(), weight, msg=str(kill))

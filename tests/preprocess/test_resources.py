@@ -16,7 +16,6 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import environ_of_children, run_child, shardprep
-from tests.input_writers import bgzip
 from tests.world import Ended, World, call_main
 
 

@@ -14,6 +14,9 @@ from shardprep.errors import UsageError
 from shardprep.format.options import PlanOptions
 
 FieldPath = tuple[str, ...]
+# Lists and objects within each other. Python's own limit is what is left of its stack, another one in each
+# version; orjson's is 1,024.
+MAX_JSON_DEPTH = 512
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 

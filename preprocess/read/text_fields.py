@@ -269,6 +269,6 @@ def text_fields_of(options: PlanOptions) -> TextFields:
     others = {"id_field": options.id_field, "source_field": options.source_field}
     if options.transform_sha256:
         return RecordFields(**others)
-    if options.is_chat:
+    if options.record == "chat":
         return MessageFields(options.text_field, **others)
     return TextFields(options.text_field, options.text_template, **others)

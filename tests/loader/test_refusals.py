@@ -65,9 +65,10 @@ def test_numbers_of_numpy_and_paths_of_bytes_are_taken_like_pythons_own(numbered
 
     five, two, eight = np.int64(5), np.int64(2), np.int64(8)
     tars = [str(numbered / f"shard-0000{number}.tar") for number in range(3)]
+    named = [os.fsencode(tars[0]), Path(tars[1]), tars[2]]
     assert batches(
-        [os.fsencode(tars[0]), Path(tars[1]), tars[2]], two, numbered, seed=five, max_length=two,
-        pad_to_multiple_of=eight, global_batch_size=[(np.int64(0), two), (five, eight)], shuffle=np.bool_(True),
+        named, two, numbered, seed=five, max_length=two, pad_to_multiple_of=eight, shuffle=np.bool_(True),
+        global_batch_size=[(np.int64(0), two), (five, eight)],
     ) == batches(
         tars, 2, numbered, seed=5, max_length=2, pad_to_multiple_of=8, global_batch_size=[(0, 2), (5, 8)]
     )  # fmt: skip

@@ -71,7 +71,6 @@ torture: install ## each fault of disks, files and processes, one by one (2 hour
 	$(BIN)/python -m tests.attention_families
 	$(BIN)/python -m tests.oracle
 	$(BIN)/python -m tests.oracle.breaks
-	$(BIN)/python -m tests.slurm.until_done --num_shards 40
 	LAW=all $(BIN)/python -m pytest -n0 tests/oracle/test_law.py
 	LFS_BREAKS=all LLAMA3_LINES=all ORIGINS=all MIXED=all CHAT_MASKS=all $(BIN)/python -m pytest -n0 tests/lustre/test_lfs_breaks.py tests/preprocess/test_engines.py tests/preprocess/test_chat.py tests/loader/test_origins.py tests/loader/test_mixed_inputs.py
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from loader import TokenLoader, get_llama3_dataloader
 from loader.order import Order, choose_windows
-from loader.run import CYCLE, ROUND, Run, Source, Stage
+from loader.run import CYCLE, ROUND, Position, Run, Source, Stage
 
 NUM_SOURCES, SOURCE_SAMPLES, SAMPLE_BYTES = 20, 25_600, 8192
 
@@ -70,10 +70,10 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
     order = Order(
         num_samples=10**6, tick_samples=global_batch_size, block_samples=10, window_samples=100, seed=1
     )
-    share = round(weight * CYCLE)
+    share = round(weight * CYCLE) / CYCLE
     mixed = Run(
         sources=tuple(Source(name=name, data="", order=order) for name in ("one", "other")),
-        stages=(Stage(step=0, ticks_per_step=1, shares=(share, CYCLE - share)),),
+        stages=(Stage(step=0, ticks_per_step=1, weights={"one": share, "other": 1 - share}),),
         batches_per_tick=1,
         seed=1,
         is_mixture=True,
@@ -99,8 +99,8 @@ def mixed_tokens(folders: Mapping[str, Path], weights: Mapping[str, float], num_
         for _ in steps_of(loader, num_steps):
             pass
         total = loader.metrics.num_tokens
-        run, (source, *_) = loader.run, loader.plan.present
-        taken = run.source_samples(run.position(num_steps))
+        run, (source, *_) = loader.run, loader.run.samples
+        taken = run.source_samples(Position(num_steps))
     first = next(iter(folders))
     order = run.sources[0].order
     reader = source.open()

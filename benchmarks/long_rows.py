@@ -30,7 +30,7 @@ from measured_run import machine_line
 
 from preprocess.make.engines import TokenBatch
 from preprocess.make.packing import START, packer_of
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
+from shardprep.format.names import DatasetSpec, TokenizerSpec
 
 Lengths = npt.NDArray[np.int64]
 

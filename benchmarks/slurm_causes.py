@@ -194,7 +194,8 @@ def disturb(site: Site, data: Path) -> None:
     reasons = {item["shards"]: f"{item['reason']}: {item['means']}" for item in state["waits_for"]}
     found = next((words for ids, words in reasons.items() if "7" in ids), "")
     site.row("`scontrol hold`", f"wait for {found}", "JobHeld" in found)
-    site.row("`scontrol suspend`", f"suspended: {state['suspended']}", state["suspended"] == "8")
+    stopped = [item["shards"] for item in state["waits_for"] if item["reason"] == "suspended"]
+    site.row("`scontrol suspend`", f"suspended: {stopped}", stopped == ["8"])
     wait_until(lambda: 4 in causes(site, data))
     said = causes(site, data)[4]
     site.row("its node killed, its Python left alive", said, said == "NODE_FAIL")

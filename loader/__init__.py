@@ -9,82 +9,61 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from loader.batches import LoaderMetrics
-    from loader.boundaries import check_boundaries, mask_documents
-    from loader.collator import CausalLMCollator
-    from loader.dataloader import get_llama3_dataloader
-    from loader.evaluation import LossMean, evaluation_loss
-    from loader.origins import Origin, SourceLosses, source_ids
-    from loader.prepare import ensure_prepared
-    from loader.ranks import ProcessRank, find_process_rank
-    from loader.run import Position
-    from loader.state import OtherRun
-    from loader.token_loader import TokenLoader
-    from loader.training_setup import set_up_training
-    from shardprep.errors import (
-        BrokenShard,
-        MissingShard,
-        NotFound,
-        OtherTokenizer,
-        ReadWriteError,
-        ShardprepError,
-        UnknownVersion,
-        UsageError,
-    )
+    from loader.batches import LoaderMetrics as LoaderMetrics
+    from loader.boundaries import check_boundaries as check_boundaries
+    from loader.boundaries import mask_documents as mask_documents
+    from loader.collator import CausalLMCollator as CausalLMCollator
+    from loader.dataloader import get_llama3_dataloader as get_llama3_dataloader
+    from loader.evaluation import LossMean as LossMean
+    from loader.evaluation import SourceLosses as SourceLosses
+    from loader.evaluation import evaluation_loss as evaluation_loss
+    from loader.origins import Origin as Origin
+    from loader.origins import source_ids as source_ids
+    from loader.prepare import ensure_prepared as ensure_prepared
+    from loader.ranks import ProcessRank as ProcessRank
+    from loader.ranks import find_process_rank as find_process_rank
+    from loader.run import Position as Position
+    from loader.state import OtherRun as OtherRun
+    from loader.token_loader import TokenLoader as TokenLoader
+    from loader.training_setup import set_up_training as set_up_training
+    from shardprep.errors import BrokenShard as BrokenShard
+    from shardprep.errors import MissingShard as MissingShard
+    from shardprep.errors import NotFound as NotFound
+    from shardprep.errors import OtherTokenizer as OtherTokenizer
+    from shardprep.errors import ReadWriteError as ReadWriteError
+    from shardprep.errors import ShardprepError as ShardprepError
+    from shardprep.errors import UnknownVersion as UnknownVersion
+    from shardprep.errors import UsageError as UsageError
 
-_MODULES = {
-    "loader.batches": ("LoaderMetrics",),
-    "loader.boundaries": ("check_boundaries", "mask_documents"),
-    "loader.collator": ("CausalLMCollator",),
-    "loader.dataloader": ("get_llama3_dataloader",),
-    "loader.evaluation": ("LossMean", "evaluation_loss"),
-    "loader.origins": ("Origin", "SourceLosses", "source_ids"),
-    "loader.prepare": ("ensure_prepared",),
-    "loader.ranks": ("ProcessRank", "find_process_rank"),
-    "loader.run": ("Position",),
-    "loader.state": ("OtherRun",),
-    "loader.token_loader": ("TokenLoader",),
-    "loader.training_setup": ("set_up_training",),
+_NAMES = {
+    "shardprep.errors": "BrokenShard MissingShard NotFound OtherTokenizer ReadWriteError ShardprepError "
+    "UnknownVersion UsageError",
+    "loader.batches": "LoaderMetrics",
+    "loader.boundaries": "check_boundaries mask_documents",
+    "loader.collator": "CausalLMCollator",
+    "loader.dataloader": "get_llama3_dataloader",
+    "loader.evaluation": "LossMean SourceLosses evaluation_loss",
+    "loader.origins": "Origin source_ids",
+    "loader.prepare": "ensure_prepared",
+    "loader.ranks": "ProcessRank find_process_rank",
+    "loader.run": "Position",
+    "loader.state": "OtherRun",
+    "loader.token_loader": "TokenLoader",
+    "loader.training_setup": "set_up_training",
 }
-__all__ = [
-    "BrokenShard",
-    "CausalLMCollator",
-    "LoaderMetrics",
-    "LossMean",
-    "MissingShard",
-    "NotFound",
-    "Origin",
-    "OtherRun",
-    "OtherTokenizer",
-    "Position",
-    "ProcessRank",
-    "ReadWriteError",
-    "ShardprepError",
-    "SourceLosses",
-    "TokenLoader",
-    "UnknownVersion",
-    "UsageError",
-    "check_boundaries",
-    "ensure_prepared",
-    "evaluation_loss",
-    "find_process_rank",
-    "get_llama3_dataloader",
-    "mask_documents",
-    "set_up_training",
-    "source_ids",
-]
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     """Import torch (seconds) when something is first used, and transformers for CausalLMCollator alone."""
-    if name in __all__:
-        module = next((each for each, names in _MODULES.items() if name in names), "shardprep.errors")
-        try:
-            return getattr(import_module(module), name)
-        except ModuleNotFoundError as error:
-            from shardprep.command_line import missing_library
+    if name not in _MODULES:
+        raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")
+    try:
+        return getattr(import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        from shardprep.command_line import missing_library
 
-            if (found := missing_library(error, f"loader.{name}")) is None:
-                raise
-            raise ModuleNotFoundError(found, name=error.name) from None
-    raise AttributeError(f"module 'loader' has no attribute {name!r}; it has {', '.join(__all__)}")
+        if (found := missing_library(error, f"loader.{name}")) is None:
+            raise
+        raise ModuleNotFoundError(found, name=error.name) from None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypedDict
 
 import numpy as np
@@ -17,7 +17,7 @@ from loader.boundaries import HostNumber, boundary_fields
 from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids
 from loader.shards import check_choice
 from shardprep.errors import UsageError
-from shardprep.format.dataset_spec import BLANK
+from shardprep.format.names import BLANK
 
 logger = logging.getLogger(__name__)
 Lengths = npt.NDArray[np.integer[Any]]  # [batch]: tokens of each sample
@@ -236,7 +236,7 @@ class LoaderMetrics:
 Piece = tuple[Chunk, int, int]  # some samples of a chunk's tick: the first one, and behind the last one
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StepBatches:
     """Cuts a rank's part of a global batch into batches and collates them."""
 
@@ -249,6 +249,7 @@ class StepBatches:
     has_blanks: bool = False  # or be BLANK
     shifts_targets: bool = False  # labels stand where the token before them stands
     origins: bool = False  # whether batches say where their documents come from
+    _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.origins and not self.is_own:
@@ -274,11 +275,11 @@ class StepBatches:
         for part in _batch_parts(self.batch_size, num_samples, first_batch):
             pieces = [(chunks[0], part.start, part.stop)] if len(chunks) == 1 else _pieces(chunks, part)
             ids = _concatenated([chunk.ids.of(tick, first, end) for chunk, first, end in pieces])
-            lengths = None
+            lengths: Lengths | None = None
             if not is_full:
                 lengths = _concatenated([chunk.lengths[first:end, tick] for chunk, first, end in pieces])
             batch: Any
-            if self.row_tokens:
+            if self.row_tokens or lengths is None:
                 batch = self._rows(pieces, tick, ids, lengths)
             else:
                 batch = self._documents(ids, lengths)
@@ -356,17 +357,13 @@ class StepBatches:
         if not isinstance(labels, torch.Tensor) or labels.ndim != 2:
             return  # a user's own batch may be anything
         # Nothing stands before the first token of a row, that could predict it.
-        if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all():
-            self._warned_of_no_labels  # noqa: B018
-
-    @cached_property
-    def _warned_of_no_labels(self) -> bool:
-        logger.warning(
-            "a batch has no label left: the assistant wrote none of its tokens, or they are blanked, or "
-            "each document has one token. A loss that is a mean over labels is NaN there; divide the sum of "
-            "the loss by at least 1, or raise batch_size"
-        )
-        return True
+        if (labels if self.shifts_targets else labels[:, 1:]).eq(IGNORED).all() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "a batch has no label left: the assistant wrote none of its tokens, or they are blanked, or "
+                "each document has one token. A loss that is a mean over labels is NaN there; divide the sum "
+                "of the loss by at least 1, or raise batch_size"
+            )
 
 
 def _shift(fields: Batch) -> None:

@@ -115,7 +115,7 @@ def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.T
     ``mask_documents``: they take such a mask as it is, which switches the windows of their layers off. Raises
     UsageError without segment_ids.
     """
-    sees = _mask_function(_segments(batch), window)
+    sees = _mask_function(batch, window)
     rows, seq_len = batch["segment_ids"].shape
     places = torch.arange(seq_len, device=batch["segment_ids"].device)
     row = torch.arange(rows, device=places.device)[:, None, None, None]
@@ -129,13 +129,19 @@ def block_mask(batch: Mapping[str, Any], *, window: int | None = None) -> BlockM
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    segments = _segments(batch)
+    sees, segments = _mask_function(batch, window), batch["segment_ids"]
     num_rows, seq_len = segments.shape
-    sees = _mask_function(segments, window)
     return create_block_mask(sees, num_rows, None, seq_len, seq_len, device=str(segments.device))
 
 
-def _mask_function(segments: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
+def _mask_function(batch: Mapping[str, Any], window: int | None) -> Callable[..., torch.Tensor]:
+    segments = batch.get("segment_ids")
+    if not isinstance(segments, torch.Tensor):
+        raise UsageError(
+            f"the batch has {sorted(batch)}, expected segment_ids; make the loader with "
+            'boundaries="segment_ids"'
+        )
+
     def sees(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         inside = (query >= key) & (segments[row, query] == segments[row, key])
         return inside if window is None else inside & (query - key < window)
@@ -143,21 +149,10 @@ def _mask_function(segments: torch.Tensor, window: int | None) -> Callable[..., 
     return sees
 
 
-def _segments(batch: Mapping[str, Any]) -> torch.Tensor:
-    segments = batch.get("segment_ids")
-    if not isinstance(segments, torch.Tensor):
-        raise UsageError(
-            f"the batch has {sorted(batch)}, expected segment_ids; make the loader with "
-            'boundaries="segment_ids"'
-        )
-    return segments
-
-
 def mask_documents(model: Any) -> RemovableHandle:
     """Give a transformers model the masks of packed rows that it does not make by itself.
 
-    Call it once, before training, for the families that docs/training_attention.md lists (gpt_oss, falcon,
-    opt, ..):
+    Call it once, before training, for the families that docs/training_attention.md lists (gpt_oss, opt ...):
 
         mask_documents(model)
         loss = model(**batch).loss  # a batch with boundaries="transformers"

@@ -26,7 +26,6 @@ from loader.batches import (
     log_pad_token,
 )
 from loader.boundaries import Boundary, boundary_names
-from loader.describe import settings_block
 from loader.find_shards import InputShards, find_sources
 from loader.ranks import find_process_rank
 from loader.samples import SampleRules, make_samples
@@ -36,7 +35,6 @@ from loader.sources import (
     Weights,
     WeightsIn,
     check_mixing,
-    check_slots,
     choose_sizes,
     group_size,
     make_run,
@@ -251,7 +249,9 @@ def get_llama3_dataloader(
         max_length=None if max_length is None else max_length + shifts,
         group=group_size(group_by_length, batch_size),
     )
-    tick_samples, sizes = choose_sizes(global_batch_size, batch_size, who.world_size)
+    tick_samples, sizes = choose_sizes(
+        global_batch_size, rules.group, batch_size=batch_size, world_size=who.world_size
+    )
     if is_validation and len(sizes) > 1:
         raise UsageError(
             'global_batch_size by step is for training; pass one size with split="validation"',
@@ -284,7 +284,6 @@ def get_llama3_dataloader(
         )
         for name, of_source in shards_of.items()
     }
-    check_slots(tick_samples, rules.group, who.world_size)
     of_samples = weights_of_samples(samples, weights, weights_in)
     run = make_run(
         samples,
@@ -348,15 +347,9 @@ def get_llama3_dataloader(
         **workers,
     )
     if who.rank == 0:
-        logger.info(settings_block(loader, shards))
-        ends = [data.spec.append_eos or data.spec.has_rows for data in shards.datasets]
-        if seq_len is not None and tokenizer.ends_with_eos and not all(ends):
-            logger.warning(
-                "the tokenizer ended each document with EOS by itself, and seq_len= puts another one "
-                "behind it; plan into a new folder, which will know"
-            )
-        has_end = seq_len is not None or all(ends) or tokenizer.ends_with_eos
-        if not (has_end or is_validation or tokenizer.eos_token_id is None):
+        logger.info(loader.describe())
+        has_end = all(data.spec.append_eos or data.spec.has_rows for data in shards.datasets)
+        if not (has_end or seq_len is not None or is_validation or tokenizer.eos_token_id is None):
             logger.warning(
                 "documents end without EOS, so a model fine-tuned on them never learns to stop; "
                 "pass seq_len=, or plan the data with --append_eos"

@@ -101,6 +101,9 @@ def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> Ragged:
 
     ``rows``: int64[samples per tick, ticks].
     """
+    is_other = data.dtype != data.dtype[0]
+    if is_other.any():
+        raise data.broken(int(is_other.argmax()), "ids of another width than those of other rows")
     dtype = np.dtype("<i4" if data.dtype[0] == TOKEN_DTYPES.index(np.dtype("<u4")) else "<u2")
     flat = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
     return Ragged.of_rows(flat, data.start[rows] // dtype.itemsize, row_tokens)

@@ -1,4 +1,4 @@
-"""The mean loss of a validation set, counted by labels.
+"""Mean losses, counted by labels: of a validation set, and of each source.
 
 A mean of the losses of batches would depend on how samples are batched.
 """
@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
 from loader.batches import Targets
 from loader.chunks import IGNORED
+from loader.origins import source_ids
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -25,31 +27,84 @@ class LossMean:
 
     def __init__(self, targets: Targets = "same") -> None:
         self._first = int(targets == "same")
-        self._loss_sum, self._num_labels = 0.0, 0
-        self._device = torch.device("cpu")
+        self._sums = torch.zeros(2, 1, dtype=torch.float64)  # of losses, and labels
 
     @staticmethod
     def of_loader(loader: TokenLoader) -> LossMean:
         """Return one for the batches of a loader."""
-        return LossMean("shifted" if loader.step_batches.shifts_targets else "same")
+        return LossMean(_targets_of(loader))
 
     def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
         """Count a batch: ``loss`` is the mean over those of its labels int64[batch, seq] that are not -100. A
         batch without such labels, whose loss is NaN in transformers, counts nothing."""
         num_labels = int((labels[:, self._first :] != IGNORED).sum())
-        self._device = loss.device
         if num_labels:
-            self._loss_sum += float(loss.detach().mean()) * num_labels
-            self._num_labels += num_labels
+            sums = torch.stack(
+                [loss.detach().mean().double() * num_labels, loss.new_tensor(num_labels).double()]
+            )
+            self._sums = self._sums.to(loss.device) + sums[:, None]
 
     def mean(self) -> float:
         """Return the mean over all labels of all ranks, which must all call it; NaN where there are none."""
-        loss_sum, num_labels = self._loss_sum, self._num_labels
-        if dist.is_available() and dist.is_initialized():
-            sums = torch.tensor([loss_sum, num_labels], dtype=torch.float64, device=self._device)
-            dist.all_reduce(sums)
-            loss_sum, num_labels = sums.tolist()
-        return loss_sum / num_labels if num_labels else math.nan
+        return _means(self._sums)[0]
+
+
+class SourceLosses:
+    """Adds up the losses of this rank's batches by source; ``means()`` are those of all ranks.
+
+        losses = SourceLosses.of_loader(loader)
+        losses.add(model(**batch).logits, labels, origins)
+
+    ``targets``: as for the loader. A label counts for the document whose token it is predicted at.
+    """
+
+    def __init__(self, names: tuple[str, ...], targets: Targets = "same") -> None:
+        self.names = names
+        self._first = int(targets == "same")
+        self._sums = torch.zeros(2, len(names), dtype=torch.float64)  # of losses, and labels
+
+    @staticmethod
+    def of_loader(loader: TokenLoader) -> SourceLosses:
+        """Return one for the batches of a loader."""
+        return SourceLosses(loader.source_names, _targets_of(loader))
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor, origins: torch.Tensor) -> None:
+        """Count a batch: logits[batch, seq, vocabulary], int64[batch, seq] and int64[documents, 6]."""
+        logits, labels = logits[:, : logits.shape[1] - self._first], labels[:, self._first :]
+        with torch.no_grad():  # a row at a time: float32 of all logits may not fit beside the step's own
+            losses = torch.stack(
+                [
+                    cross_entropy(of_row.float(), wanted.to(of_row.device), reduction="none")
+                    for of_row, wanted in zip(logits, labels, strict=True)
+                ]
+            )
+        self.add_losses(losses, labels, source_ids(origins, labels.shape))
+
+    def add_losses(self, losses: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor) -> None:
+        """Count losses by labels and ``source_ids``, [batch, seq], at the places where they are predicted."""
+        counts = (labels != IGNORED).to(losses.device)
+        values = torch.stack([losses.detach().double() * counts, counts.double()]).flatten(1)
+        self._sums = self._sums.to(losses.device).index_add(1, sources.to(losses.device).flatten(), values)
+
+    def means(self, *, reset: bool = False) -> dict[str, float]:
+        """Return the mean loss of each source over the labels of all ranks, which must all call it; NaN where
+        there are none. ``reset``: count from 0 again."""
+        means = _means(self._sums)
+        if reset:
+            self._sums.zero_()
+        return dict(zip(self.names, means, strict=True))
+
+
+def _targets_of(loader: TokenLoader) -> Targets:
+    return "shifted" if loader.step_batches.shifts_targets else "same"
+
+
+def _means(sums: torch.Tensor) -> list[float]:
+    """Return mean losses over all ranks, of sums float64[2, n] of losses and labels."""
+    sums = sums.clone()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(sums)
+    return [loss / count if count else math.nan for loss, count in sums.T.tolist()]
 
 
 def evaluation_loss(model: Any, loader: TokenLoader) -> float:
@@ -62,8 +117,8 @@ def evaluation_loss(model: Any, loader: TokenLoader) -> float:
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
     if loader.step_batches.shifts_targets and type(inner).__module__.startswith("transformers."):
         raise UsageError(
-            f'the loader has targets="shifted", and {type(inner).__name__} shifts labels by one place '
-            'itself, so its loss would be of the token after the next one; pass targets="same"'
+            found=f'targets="shifted" of the loader, and {type(inner).__name__}, which shifts labels itself',
+            expected='targets="same"',
         )
     losses = LossMean.of_loader(loader)
     device, was_training = next(model.parameters()).device, model.training

@@ -24,8 +24,14 @@ import numpy.typing as npt
 from loader.shards import DatasetShards
 from shardprep.errors import BrokenShard, UnknownMember
 from shardprep.files import open_regular
-from shardprep.format.dataset_spec import DatasetSpec, TokenizerSpec
-from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
+from shardprep.format.names import (
+    BLOCK_BYTES,
+    DOC_STARTS_FIELD,
+    LOSS_MASK_FIELD,
+    ROW_TOKENS_FIELD,
+    DatasetSpec,
+    TokenizerSpec,
+)
 
 _BUFFER_BYTES = 64 << 10  # read at once: headers of small members lie near each other
 _MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has 4,096 at most

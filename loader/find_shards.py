@@ -31,11 +31,15 @@ from shardprep.files import (
     size_of_file,
     with_retries,
 )
-from shardprep.format.dataset_spec import TokenizerSpec
-from shardprep.format.done import read_findings, refuse_found, refuse_other_plan
 from shardprep.format.index import merge_manifests, read_index
-from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import INDEX_NAME, PLAN_NAME, manifest_path, tar_path
+from shardprep.format.manifest import (
+    manifest_ids,
+    read_findings,
+    read_manifest,
+    refuse_found,
+    refuse_other_plan,
+)
+from shardprep.format.names import INDEX_NAME, PLAN_NAME, TokenizerSpec, manifest_path, tar_path
 
 Named: TypeAlias = "str | bytes | os.PathLike[str]"
 InputShards: TypeAlias = "Named | Iterable[Named]"
@@ -71,7 +75,7 @@ def find_sources(
         shards = found[name] = ShardSet(_shards_of(paths, count_tokens=count_tokens), split)
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
-            raise UsageError(found=f"no sample{side} in {input_shards}", expected="one at least")
+            raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="one at least")
     _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
     return found
 
@@ -166,7 +170,7 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         folder, name = os.path.split(path)
         shard = _SHARD_TAR.fullmatch(name)
         if shard and folder not in is_ours:
-            is_ours[folder] = _has_index_or_plan(Path(folder))
+            is_ours[folder] = _is_dataset(Path(folder))
         if shard and (is_ours[folder] or _has_manifest(Path(folder), int(shard[1]))):
             named.setdefault(folder, []).append(int(shard[1]))
         elif name == INDEX_NAME:
@@ -176,7 +180,7 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         elif not is_folder(Path(path)):
             expected = f"a tar, a folder or an {INDEX_NAME}; decompress .tar.gz files first"
             raise UsageError(path=path, found="none of what can be loaded", expected=expected)
-        elif _has_index_or_plan(Path(path)) or manifest_ids(Path(path)):
+        elif _is_dataset(Path(path)) or manifest_ids(Path(path)):
             found.append(_dataset(Path(path)))
         else:
             return _tars_in(Path(path))
@@ -213,7 +217,7 @@ def _has_index(folder: Path) -> bool:
     return _INDEX_START.match(read_beginning(folder / INDEX_NAME, 200)) is not None
 
 
-def _has_index_or_plan(folder: Path) -> bool:
+def _is_dataset(folder: Path) -> bool:
     return _has_index(folder) or size_of_file(folder / PLAN_NAME) is not None
 
 

@@ -57,7 +57,7 @@ class LoaderCallback(_library.Callback):
             return
         # The next batch is the first of a step, and Lightning tells by its number where the step ends.
         run, within = loader.run, trained.num_micro % loader.run.batches_per_tick
-        difference = run.tick_in_epoch(trained) * run.batches_per_tick + within - current["completed"]
+        difference = run.epoch_and_tick(trained)[1] * run.batches_per_tick + within - current["completed"]
         if difference:
             for counts in (current, total):
                 counts.update(dict.fromkeys(counts, counts["completed"] + difference))

@@ -4,6 +4,11 @@ A source is N samples. A **tick** takes L of them; a training step is one tick, 
 of V = L / g equal parts of an epoch's shuffled sequence: a tick takes the next g samples of each slot, and an
 epoch has R = N // L ticks (g is 1 unless samples are grouped by length). Ranks and workers only share out the
 slots, so tick k is the same ordered set of samples on any number of them. run.py puts sources together.
+
+Say 10 samples, L = 4, g = 1, blocks and windows of 2, seed 0. Epoch 0 is the ticks [3, 6, 1, 0] and
+[4, 5, 2, 9]; it leaves out 7 and 8. Rank 1 of 2 has the slots 2 and 3, so [1, 0] and [2, 9]. Slot 0 walks
+through 3 and 4. Epoch 1 is [9, 6, 5, 3] and [8, 7, 4, 2].
+
 Random numbers come from a hash of our own, because numpy's streams may differ between its versions.
 """
 
@@ -22,85 +27,6 @@ from shardprep.errors import UsageError
 Int64s: TypeAlias = npt.NDArray[np.int64]
 Int32s: TypeAlias = npt.NDArray[np.int32]
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
-FEISTEL_ROUNDS = 6
-_TABLE_SIZE = 4096  # up to which all of a permutation is worked out at once
-
-
-def hash_ints(*values: int) -> int:
-    """Hash a row of integers to 64 bits: splitmix64, chained."""
-    state = 0
-    for value in values:
-        state = _mix((state + _GOLDEN ^ value) & _MASK)
-    return state
-
-
-def _mix(state: int) -> int:
-    state = (state + _GOLDEN) & _MASK
-    state = ((state ^ state >> 30) * _FIRST) & _MASK
-    state = ((state ^ state >> 27) * _SECOND) & _MASK
-    return state ^ state >> 31
-
-
-def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
-    """Hash every value under a key by splitmix64: uint64, in the shape that the two broadcast to."""
-    state = np.asarray(key, np.uint64) ^ values.astype(np.uint64)
-    state = state + np.uint64(_GOLDEN)
-    state = (state ^ state >> np.uint64(30)) * np.uint64(_FIRST)
-    state = (state ^ state >> np.uint64(27)) * np.uint64(_SECOND)
-    return state ^ state >> np.uint64(31)
-
-
-def permute(positions: Int64s, count: int, key: int) -> Int64s:
-    """Send positions through a keyed permutation of ``range(count)``; returns the same shape.
-
-    It is a Feistel network over the next power of four, repeated until it lands below ``count`` (fewer than
-    four times on average), so nothing of size ``count`` is held unless it is small.
-    """
-    if count < 2:
-        return positions.copy()
-    if count <= _TABLE_SIZE:
-        return _permutation(count, key)[positions]
-    return _walk(positions.reshape(-1), count, partial(_feistel, count=count, key=key)).reshape(
-        positions.shape
-    )
-
-
-@lru_cache(maxsize=8)
-def _permutation(count: int, key: int) -> Int64s:
-    """Compute all of a small permutation, int64[count]. Cached: all windows of an epoch use the same."""
-    whole = _feistel(np.arange(1 << 2 * _half_bits(count)), count, key)
-    return _walk(np.arange(count), count, whole.__getitem__)
-
-
-def _walk(positions: Int64s, count: int, sent: Callable[[Int64s], Int64s]) -> Int64s:
-    """Send positions on until each is below ``count``: int64[n] -> int64[n]."""
-    found = sent(positions)
-    walking = np.flatnonzero(found >= count)
-    while walking.size:
-        found[walking] = sent(found[walking])
-        walking = walking[found[walking] >= count]
-    return found
-
-
-def _feistel(values: Int64s, count: int, key: int) -> Int64s:
-    """Apply the network to values below the power of four: int64[n] -> int64[n]."""
-    half = np.int64(_half_bits(count))
-    mask = (np.int64(1) << half) - 1
-    left, right = values >> half, values & mask
-    for round_ in range(FEISTEL_ROUNDS):
-        sent = hash_array(hash_ints(key, round_), right).astype(np.int64) & mask
-        left, right = right, left ^ sent
-    return left << half | right
-
-
-def _half_bits(count: int) -> int:
-    return ((count - 1).bit_length() + 1) // 2
-
-
 ORDER_VERSION = 2
 BLOCK_BYTES = (128 << 10, 512 << 10)  # of a shard, at least and at most: the unit of reading
 WINDOWS_BYTES = 128 << 20  # of all slots together, where blocks of the least size allow it
@@ -110,6 +36,7 @@ BLOCKS_PER_SLOT = 16  # at least, where there are samples enough: with fewer, sl
 GROUPED_SAMPLES = 8192  # of a window that is sorted by length: padding falls with it, memory rises
 GROUPED_BYTES = 64 << 20  # of such a window, at most
 _ROTATE, _BLOCKS, _WINDOWS, _SLICES, _OFFSET = 1, 2, 3, 4, 5  # what a hash is for
+_TABLE_SIZE = 4096  # up to which all of a permutation is worked out at once
 
 NumTokens = Callable[[Int64s], Int64s]
 
@@ -142,17 +69,13 @@ class Order:
     def __post_init__(self) -> None:
         if self.num_samples < self.tick_samples and not self.keeps_tail:
             raise UsageError(
-                f"the data set has {self.num_samples:,} samples, but one batch for every rank takes "
-                f"{self.tick_samples:,}; lower batch_size, use fewer ranks, or add data",
-                found=f"{self.num_samples:,} samples",
-                expected=f"{self.tick_samples:,}",
+                found=f"a data set of {self.num_samples:,} samples",
+                expected=f"{self.tick_samples:,}, one batch for every rank",
             )
         if self.tick_samples % self.group:
             raise UsageError(
-                f"groups of {self.group} samples of like length do not divide the global batch of "
-                f"{self.tick_samples}; pass a group_by_length that divides it",
-                found=f"groups of {self.group}",
-                expected=f"the global batch of {self.tick_samples}",
+                found=f"groups of {self.group} samples of like length",
+                expected=f"a group_by_length that divides the global batch of {self.tick_samples}",
             )
         if self.group > 1 and not self.shuffle:
             raise UsageError("group_by_length reorders samples, shuffle=False forbids it; leave one out")
@@ -273,3 +196,83 @@ def share(slots: range, part: int, num_parts: int) -> range:
     """Return one of ``num_parts`` consecutive parts of some slots; their sizes differ by one at most."""
     first = slots.start + len(slots) * part // num_parts
     return range(first, slots.start + len(slots) * (part + 1) // num_parts)
+
+
+# Random numbers.
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+FEISTEL_ROUNDS = 6
+
+
+def hash_ints(*values: int) -> int:
+    """Hash a row of integers to 64 bits: splitmix64, chained."""
+    state = 0
+    for value in values:
+        state = _mix((state + _GOLDEN ^ value) & _MASK)
+    return state
+
+
+def _mix(state: int) -> int:
+    state = (state + _GOLDEN) & _MASK
+    state = ((state ^ state >> 30) * _FIRST) & _MASK
+    state = ((state ^ state >> 27) * _SECOND) & _MASK
+    return state ^ state >> 31
+
+
+def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
+    """Hash every value under a key by splitmix64: uint64, in the shape that the two broadcast to."""
+    state = np.asarray(key, np.uint64) ^ values.astype(np.uint64)
+    state = state + np.uint64(_GOLDEN)
+    state = (state ^ state >> np.uint64(30)) * np.uint64(_FIRST)
+    state = (state ^ state >> np.uint64(27)) * np.uint64(_SECOND)
+    return state ^ state >> np.uint64(31)
+
+
+def permute(positions: Int64s, count: int, key: int) -> Int64s:
+    """Send positions through a keyed permutation of ``range(count)``; returns the same shape.
+
+    It is a Feistel network over the next power of four, repeated until it lands below ``count`` (fewer than
+    four times on average), so nothing of size ``count`` is held unless it is small.
+    """
+    if count < 2:
+        return positions.copy()
+    if count <= _TABLE_SIZE:
+        return _permutation(count, key)[positions]
+    return _walk(positions.reshape(-1), count, partial(_feistel, count=count, key=key)).reshape(
+        positions.shape
+    )
+
+
+@lru_cache(maxsize=8)
+def _permutation(count: int, key: int) -> Int64s:
+    """Compute all of a small permutation, int64[count]. Cached: all windows of an epoch use the same."""
+    whole = _feistel(np.arange(1 << 2 * _half_bits(count)), count, key)
+    return _walk(np.arange(count), count, whole.__getitem__)
+
+
+def _walk(positions: Int64s, count: int, sent: Callable[[Int64s], Int64s]) -> Int64s:
+    """Send positions on until each is below ``count``: int64[n] -> int64[n]."""
+    found = sent(positions)
+    walking = np.flatnonzero(found >= count)
+    while walking.size:
+        found[walking] = sent(found[walking])
+        walking = walking[found[walking] >= count]
+    return found
+
+
+def _feistel(values: Int64s, count: int, key: int) -> Int64s:
+    """Apply the network to values below the power of four: int64[n] -> int64[n]."""
+    half = np.int64(_half_bits(count))
+    mask = (np.int64(1) << half) - 1
+    left, right = values >> half, values & mask
+    for round_ in range(FEISTEL_ROUNDS):
+        sent = hash_array(hash_ints(key, round_), right).astype(np.int64) & mask
+        left, right = right, left ^ sent
+    return left << half | right
+
+
+def _half_bits(count: int) -> int:
+    return ((count - 1).bit_length() + 1) // 2

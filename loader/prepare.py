@@ -66,14 +66,12 @@ def ensure_prepared(
     end the other ranks when rank 0 is killed, as srun and torchrun do.
 
     ``options``: flags of ``shardprep plan`` by name, such as ``num_shards=64, record="packed"``.
-    ``num_proc``: processes that make shards; default: one per CPU that rank 0 may use.
-    ``limit_s``: how long a rank waits at most, in seconds.
-    ``rank``, ``world_size``: default: of torch.distributed or the launcher, as for the loader.
+    ``num_proc``: processes that make shards; default: one per CPU that rank 0 may use. ``limit_s``: how long
+    a rank waits at most. ``rank``, ``world_size``: as for the loader.
 
-    Raises on every rank what made rank 0 fail: UsageError, BadInput, NotFound, CannotWrite, ReadWriteError,
-    or Refused where ``output_dir`` was planned with other options, or ``input_dir`` no longer holds the
-    planned files: by name, size, and a sample of each file whose mtime differs. Raises ReadWriteError where
-    the limit is over.
+    Raises on every rank what made rank 0 fail, or Refused where ``output_dir`` was planned with other options
+    or ``input_dir`` no longer holds the planned files: by name, size, and a sample of each file whose mtime
+    differs. Raises ReadWriteError where the limit is over.
     """
     if not limit_s > 0:
         raise UsageError.of_value("limit_s", limit_s, "more than 0")
@@ -148,14 +146,6 @@ def _read_failure(note: Path, launch: str) -> tuple[int, str] | None:
         return None  # none is there, or nobody can read it
 
 
-def _flags(given: Mapping[str, Any]) -> list[str]:
-    return [
-        f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
-        for name, value in given.items()
-        if value is not None
-    ]
-
-
 # Ours come before a preprocess.py in the current folder. The process dies with the one that started it.
 _CODE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); "
@@ -166,7 +156,13 @@ _CODE = (
 
 def _run(name: str, given: Mapping[str, Any], *words: str) -> None:
     """Run one command; its lines go to this process's standard error. Raises the error that it ended with."""
-    command = [sys.executable, "-c", _CODE, str(HOME), str(os.getpid()), name, *words, *_flags(given)]
+    flags = []
+    for option, value in given.items():
+        if isinstance(value, bool):
+            flags.append(f"--{'' if value else 'no-'}{option}")
+        elif value is not None:
+            flags.append(f"--{option}={value}")
+    command = [sys.executable, "-c", _CODE, str(HOME), str(os.getpid()), name, *words, *flags]
     last_error = ""
     null, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(

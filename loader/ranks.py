@@ -9,6 +9,13 @@ from dataclasses import dataclass
 
 from shardprep.errors import UsageError
 
+# The rank, the number of ranks, and who sets them. mpirun within a Slurm job starts one srun task a node, so
+# Slurm's variables are looked at behind these.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "torchrun does"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun does"),
+    ("PMI_RANK", "PMI_SIZE", "mpiexec does"),
+)
 # Slurm numbers the steps that are no srun of the user (batch script, interactive shell) from here.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -28,9 +35,7 @@ class ProcessRank:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise UsageError(
-                f"rank {self.rank} of {self.world_size} (from {self.source}) is impossible; "
-                "expected 0 <= rank < world_size",
-                found=f"rank {self.rank} of {self.world_size}",
+                found=f"rank {self.rank} of {self.world_size} (from {self.source})",
                 expected="0 <= rank < world_size",
             )
 
@@ -42,10 +47,9 @@ def find_process_rank(
 ) -> ProcessRank:
     """Return what was passed, else torch.distributed, else what a launcher set, else alone.
 
-    Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step; mpirun
-    within a Slurm job starts one srun task a node, so Slurm's come last. Call it in the process that trains.
-    Raises UsageError where half of a pair is given, a value is no number, or a launcher sets a rank and no
-    size.
+    Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step. Call it
+    in the process that trains. Raises UsageError where half of a pair is given, a value is no number, or a
+    launcher sets a rank and no size.
     """
     if rank is not None or world_size is not None:
         if rank is None or world_size is None:
@@ -64,9 +68,7 @@ def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = Non
 
     A loader that was made before the process group would give all ranks the same batches.
     """
-    if who.is_passed:
-        return
-    now = _found(os.environ if environ is None else environ)
+    now = None if who.is_passed else _found(os.environ if environ is None else environ)
     if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
         raise UsageError(
             f"this loader was made as rank {who.rank} of {who.world_size} (from {who.source}), but this "
@@ -76,13 +78,6 @@ def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = Non
         )
 
 
-_LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "torchrun does"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun does"),
-    ("PMI_RANK", "PMI_SIZE", "mpiexec does"),
-)
-
-
 def _found(environ: Mapping[str, str]) -> ProcessRank | None:
     """Return what torch.distributed or a launcher says; None where neither says anything."""
     dist = sys.modules.get("torch.distributed")  # never imported here: not in use then
@@ -90,59 +85,57 @@ def _found(environ: Mapping[str, str]) -> ProcessRank | None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
     for rank_name, size_name, setter in _LAUNCHERS:
-        rank, world_size = environ.get(rank_name), environ.get(size_name)
-        if rank is not None and world_size is not None:
-            return _of_variables(rank_name, rank, size_name, world_size)
-        if rank is not None or world_size is not None:
+        if rank_name in environ and size_name in environ:
+            return _of_variables(environ, rank_name, size_name)
+        if rank_name in environ or size_name in environ:
+            found = f"{rank_name} is {environ.get(rank_name)!r} and {size_name} is {environ.get(size_name)!r}"
             raise UsageError(
-                f"{rank_name} is {rank!r} and {size_name} is {world_size!r}; set both ({setter}) or neither, "
-                "or pass rank= and world_size="
+                f"{found}; set both ({setter}) or neither, or pass rank= and world_size=", found=found
             )
-    num_tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS"))
-    if num_tasks is None and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    if size_name not in environ and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
         raise UsageError(
             f"PMIX_RANK is {environ['PMIX_RANK']}, and nothing says of how many processes; pass rank= and "
             "world_size=, or set RANK and WORLD_SIZE for each process"
         )
-    if num_tasks is None or _number("SLURM_NTASKS", num_tasks) == 1 or not _in_srun(environ):
+    if size_name not in environ or _number(environ, size_name) == 1 or not _is_task_of_srun(environ):
         return None
     if "SLURM_PROCID" not in environ:
         raise UsageError(
-            f"SLURM_NTASKS is {num_tasks}, but SLURM_PROCID is not set; start the training with srun, "
-            "or pass rank= and world_size="
+            f"{size_name} is {environ[size_name]}, but SLURM_PROCID is not set; start the training with "
+            "srun, or pass rank= and world_size="
         )
-    return _of_variables("SLURM_PROCID", environ["SLURM_PROCID"], "SLURM_NTASKS", num_tasks)
+    return _of_variables(environ, "SLURM_PROCID", size_name)
 
 
-def _of_variables(rank_name: str, rank: str, size_name: str, world_size: str) -> ProcessRank:
+def _of_variables(environ: Mapping[str, str], rank_name: str, size_name: str) -> ProcessRank:
     return ProcessRank(
-        rank=_number(rank_name, rank),
-        world_size=_number(size_name, world_size),
+        rank=_number(environ, rank_name),
+        world_size=_number(environ, size_name),
         source=f"{rank_name}/{size_name}",
     )
 
 
-def _in_srun(environ: Mapping[str, str]) -> bool:
+def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process, one of a task each.
 
     A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there. Without any job id the
     variables were handed into a container, by somebody who means them.
     """
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID"))
-    if step is not None:
-        return _number("SLURM_STEP_ID", step) < _FIRST_SPECIAL_STEP
-    procid = environ.get("SLURM_PROCID", "0")
+    for name in ("SLURM_STEP_ID", "SLURM_STEPID"):
+        if name in environ:
+            return _number(environ, name) < _FIRST_SPECIAL_STEP
     in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
-    if in_job and procid != "0":
+    if in_job and environ.get("SLURM_PROCID", "0") != "0":
         raise UsageError(
-            f"SLURM_PROCID is {procid} but SLURM_STEP_ID is not set, so task 0 would take itself for "
-            "alone; hand SLURM_STEP_ID in, too, or pass rank= and world_size="
+            f"SLURM_PROCID is {environ['SLURM_PROCID']} but SLURM_STEP_ID is not set, so task 0 would take "
+            "itself for alone; hand SLURM_STEP_ID in, too, or pass rank= and world_size="
         )
     return not in_job and "SLURM_PROCID" in environ
 
 
-def _number(name: str, value: str) -> int:
+def _number(environ: Mapping[str, str], name: str) -> int:
     try:
-        return int(value)
+        return int(environ[name])
     except ValueError:
-        raise UsageError(f"{name} is {value!r}, expected a whole number") from None
+        raise UsageError.of_value(name, environ[name], "a whole number") from None

@@ -168,7 +168,6 @@ class SampleBytes(NamedTuple):
     starts_at: Int64s  # byte in the buffer of a packed row's document starts, uint32 each
     num_starts: Int64s  # 0 unless asked for
     mask_at: Int64s  # byte in the buffer of a row's loss mask, a byte per token; -1 without
-    row_tokens: Int64s  # of a packed row, else 0
 
     def broken(self, row: int, found: str) -> BrokenShard:
         """Return the error to raise for a sample whose bytes are no token ids."""
@@ -268,30 +267,26 @@ class ShardReader:
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""
         offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
+        is_held_out = row >= self._shards.first_held_out[shard_of]
         found.mask_at.fill(-1)
         is_cut = shard_of[1:] != shard_of[:-1]
-        is_held_out = np.zeros(len(row), np.bool_)  # their records stand behind the others', in the tar between
         for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
             here, number = slice(*bounds), int(shard_of[bounds[0]])
             rows = row[here]
             records = self._files.records(number, rows)
             shard = self.opened(number)
-            source, at = self._shards.locate(number)
-            if source.num_validation is not None:
-                is_held_out[here] = rows >= source.num_samples[at] - source.num_validation[at]
             limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
             found.num_bytes[here] = records["num_bytes"]
             found.num_tokens[here] = records["num_tokens"]
             found.dtype[here] = records["dtype"] if shard.dtype is None else shard.dtype
-            found.row_tokens[here] = shard.source.row_tokens
             if starts:
                 starts_offset[here] = records["starts_offset"]
                 found.num_starts[here] = records["num_starts"]
             if shard.source.has_mask:
                 mask_offset[here] = records["mask_offset"]
                 found.mask_at[here] = 0
-        is_cut |= is_held_out[1:] != is_held_out[:-1]
+        is_cut |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar
         is_behind = np.zeros(len(row), np.bool_)
         is_behind[1:] = ~is_cut & (row[1:] > row[:-1])  # a source may deliver one several times
         places = _Places(shard_of, is_behind, limit)
@@ -305,7 +300,7 @@ class ShardReader:
             found.starts_at[:] = self._read_spans(places, "starts", starts_offset, sizes, is_cut_here)
         has_mask = found.mask_at == 0
         if has_mask.any():
-            sizes = np.where(has_mask, found.row_tokens, 0)
+            sizes = np.where(has_mask, self._shards.row_tokens, 0)
             is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])
             at = self._read_spans(places, "mask", mask_offset, sizes, is_cut_here)
             found.mask_at[has_mask] = at[has_mask]
@@ -354,12 +349,11 @@ class ShardReader:
         Rows are taken where they lie, so they and their starts must stand at whole numbers of the buffer.
         Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
         """
-        ids = np.where(found.row_tokens > 0, found.row_tokens, found.num_tokens)
-        token_bytes = _TOKEN_BYTES[found.dtype]
-        wrong = (token_bytes > 0) & (found.num_bytes != ids * token_bytes)
-        is_long = np.maximum(found.num_tokens, found.num_starts) > found.row_tokens
-        is_beside = (found.start % np.maximum(token_bytes, 1) > 0) | (found.starts_at % 4 > 0)
-        wrong |= (found.row_tokens > 0) & (is_long | is_beside)
+        row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[found.dtype]
+        wrong = (token_bytes > 0) & (found.num_bytes != (row_tokens or found.num_tokens) * token_bytes)
+        if row_tokens:
+            wrong |= np.maximum(found.num_tokens, found.num_starts) > row_tokens
+            wrong |= (found.start % token_bytes > 0) | (found.starts_at % 4 > 0)
         if wrong.any():
             sample = found.sample[wrong.argmax()]
             number = int(self._shards.shard_of(sample))

@@ -14,6 +14,9 @@ sources have which weights, and how many ticks a step has. Everything else follo
   shares is laid out to end where it ends. At the end of a round all slots stand at the same place in each
   source, which is why an amendment begins there: nothing is repeated, nothing is lost.
 
+Say L is 12, and the only source has 700 samples: R is 58. With steps of 5 ticks an epoch is 11 steps, and its
+last 3 ticks are not used: step 11 is the first one of epoch 1, which begins at tick 58.
+
 The price: each source keeps windows of its own in memory, and one that has less than 1/64 of the ticks is in
 some rounds only.
 """
@@ -21,7 +24,7 @@ some rounds only.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -42,20 +45,17 @@ _NEVER = 1 << 62  # the step at which the last stage ends
 
 
 class Position(NamedTuple):
-    """Where a run stands: whole steps of an epoch, and batches of a rank in the step after them."""
+    """Where a run stands: whole steps through all epochs, and batches of a rank in the step after them."""
 
     # No frozen dataclass: a new position for every batch takes 0.4 us, there 1.2.
-    epoch: int = 0
     step: int = 0
     num_micro: int = 0
 
-    def after(self, num_batches: int, steps_per_epoch: int) -> Position:
+    def after(self, num_batches: int) -> Position:
         """Return the position one batch later, in a step of ``num_batches``."""
         if self.num_micro + 1 < num_batches:
-            return Position(self.epoch, self.step, self.num_micro + 1)
-        if self.step + 1 < steps_per_epoch:
-            return Position(self.epoch, self.step + 1)
-        return Position(self.epoch + 1)
+            return Position(self.step, self.num_micro + 1)
+        return Position(self.step + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +124,6 @@ class Round(NamedTuple):
 def source_seed(seed: int, number: int) -> int:
     """Return the seed of a source's order, by its number among all sources that the run has had."""
     return hash_ints(seed, _SEED, number)
-
-
-def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return weights as ticks of a cycle. Their sums are rounded, so that they make a whole cycle."""
-    ends = np.rint(np.array([0.0, *accumulate(weights)]) * CYCLE).astype(np.int64)
-    return tuple(np.diff(ends).tolist())
 
 
 @lru_cache(maxsize=16)
@@ -237,13 +231,19 @@ class Run:
         return found
 
     def _stretch(self, step: int) -> _Stretch:
+        last = self._stretches[-1]  # asked for each step of training
+        if step >= last.step:
+            return last
         return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
 
-    def _begin(self, step: int) -> tuple[int, int]:
+    def begin(self, step: int) -> tuple[int, int]:
         """Return the epoch in which a step begins, and the tick of that epoch."""
         stretch = self._stretch(step)
         num_epochs, within = divmod(step - stretch.step, stretch.num_steps)
         return stretch.epoch + num_epochs, stretch.tick + within * stretch.size
+
+    def epoch_of(self, step: int) -> int:
+        return self.begin(step)[0]
 
     def ticks_in_step(self, step: int) -> int:
         return self._stretch(step).size
@@ -263,27 +263,20 @@ class Run:
     def ticks_in(self, epoch: int) -> int:
         """Count the ticks that an epoch uses: all of them unless the steps do not fit."""
         last = self.first_step(epoch + 1) - 1
-        return self._begin(last)[1] + self.ticks_in_step(last)
+        return self.begin(last)[1] + self.ticks_in_step(last)
 
-    def step_of(self, position: Position) -> int:
-        """Count the whole steps before a position, through all epochs."""
-        return self.first_step(position.epoch) + position.step
-
-    def position(self, step: int) -> Position:
-        """Return where a step begins."""
-        epoch, _ = self._begin(step)
-        return Position(epoch=epoch, step=step - self.first_step(epoch))
-
-    def tick_in_epoch(self, position: Position) -> int:
-        return self._begin(self.step_of(position))[1] + position.num_micro // self.batches_per_tick
+    def epoch_and_tick(self, position: Position) -> tuple[int, int]:
+        """Return the epoch of a position, and the ticks of that epoch before it."""
+        epoch, tick = self.begin(position.step)
+        return epoch, tick + position.num_micro // self.batches_per_tick
 
     def tick_of(self, position: Position) -> int:
         """Count the ticks before a position through all epochs, unused ones included."""
-        return position.epoch * self.ticks_per_epoch + self.tick_in_epoch(position)
+        epoch, tick = self.epoch_and_tick(position)
+        return epoch * self.ticks_per_epoch + tick
 
     def tick_of_step(self, step: int) -> int:
-        epoch, tick = self._begin(step)
-        return epoch * self.ticks_per_epoch + tick
+        return self.tick_of(Position(step))
 
     def step_from(self, tick: int) -> int:
         """Return the first step that begins at a tick or behind it."""
@@ -292,8 +285,10 @@ class Run:
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
-        """Return the ticks of each source in a cycle. They are rounded in the order of the sources."""
-        return round_weights([weights.get(source.name, 0.0) for source in self.sources])
+        """Return the ticks of each source in a cycle, which depend on the order of the sources."""
+        # Sums are rounded, so that the shares make a whole cycle.
+        sums = [0.0, *accumulate(weights.get(source.name, 0.0) for source in self.sources)]
+        return tuple(np.diff(np.rint(np.array(sums) * CYCLE).astype(np.int64)).tolist())
 
     @cached_property
     def _mixes(self) -> list[_Mix]:
@@ -345,7 +340,7 @@ class Run:
     def source_samples(self, position: Position) -> dict[str, int]:
         """Count the samples of each source that were delivered before a position, all ranks together."""
         counts = self._samples_before(self.tick_of(position))
-        for epoch in range(position.epoch):
+        for epoch in range(self.epoch_of(position.step)):
             end = (epoch + 1) * self.ticks_per_epoch
             if num_unused := self.ticks_per_epoch - self.ticks_in(epoch):
                 counts = counts - self._samples_before(end) + self._samples_before(end - num_unused)
@@ -376,10 +371,6 @@ class Run:
                 found.append(held)
         return found
 
-    def last_amendment(self) -> int:
-        """Return the step of the last amendment, 0 if there is none."""
-        return max((stage.step for stage in self.stages if stage.is_amended), default=0)
-
     def amended(self, position: Position, plan: Run) -> tuple[Run, int]:
         """Return this run with what a plan holds from the next border on, and the step of that border.
 
@@ -387,7 +378,7 @@ class Run:
         amendment that has not begun is replaced, and its sources are gone. The plan has this run's L, and its
         sources in the order of this run's. The position is behind the first step.
         """
-        tick, step = self.tick_of(position), self.step_of(position)
+        tick, step = self.tick_of(position), position.step
         begun = self.round_at(tick)
         is_begun = begun.first < tick
         free_tick = begun.end if is_begun else tick  # from which on no round has begun
@@ -397,7 +388,7 @@ class Run:
             # With other sizes a step may begin elsewhere: smaller ones may fit into the end of an epoch. What
             # is over stays so, and a round that has begun ends where it was to end.
             stays = not is_begun or run.round_at(tick)[:2] == begun[:2]
-            if run.position(step) == position and run.tick_of_step(border) >= free_tick and stays:
+            if run.begin(step) == self.begin(step) and run.tick_of_step(border) >= free_tick and stays:
                 return run, border
             border += 1
 

@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from loader.order import Int64s
 from shardprep.errors import UsageError
-from shardprep.format.dataset_spec import DatasetSpec, blank_id
-from shardprep.format.names import rerun_command, tar_path
+from shardprep.format.names import DatasetSpec, blank_id, rerun_command, tar_path
 
 SplitName = Literal["train", "validation"]
 
@@ -86,17 +85,17 @@ class ShardSet:
         if split == "train":
             self._check_all_planned()
         self.split = split if self.has_planned else None  # None: the samples of both sides
+        held_out = [
+            source.num_samples if source.num_validation is None else source.num_validation
+            for source in self.sources
+        ]
+        # Where samples for validation begin in each shard.
+        self.first_held_out = self.num_records - np.concatenate([none, *held_out])
         counts, self._first_of_side = self.num_records, np.zeros(len(self.num_records), np.int64)
-        if self.split is not None:
-            held_out = [
-                source.num_samples if source.num_validation is None else source.num_validation
-                for source in self.sources
-            ]
-            counts = np.concatenate(held_out)
-            if split == "validation":
-                self._first_of_side = self.num_records - counts
-            else:
-                counts = self.num_records - counts
+        if self.split == "train":
+            counts = self.first_held_out
+        elif self.split == "validation":
+            counts, self._first_of_side = self.num_records - self.first_held_out, self.first_held_out
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])

@@ -21,7 +21,6 @@ Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, flo
 Sizes: TypeAlias = "int | Sequence[tuple[int, int]]"
 WeightsIn = Literal["tokens", "samples"]
 _MOST_COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
-_MOST_SUGGESTED = 1 << 14  # sizes that an error tries, to name those that fit
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:
@@ -43,54 +42,34 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
         raise UsageError.of_value(name, value, "pairs of a step and what holds from it on") from None
     are_steps = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
     if not are_steps or steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
-        raise UsageError(
-            f"{name} has stages from the steps {steps}, expected whole numbers that ascend from 0",
-            found=f"{name} {steps}",
-            expected="whole numbers that ascend from 0",
-        )
+        raise UsageError(found=f"{name} {steps}", expected="whole numbers that ascend from 0")
     return value
 
 
 def choose_sizes(
-    global_batch_size: Sizes | None, batch_size: int, world_size: int
+    global_batch_size: Sizes | None, group: int, *, batch_size: int, world_size: int
 ) -> tuple[int, list[tuple[int, int]]]:
     """Return L, which all sizes are multiples of, and the global batch size by step. Raises UsageError."""
     name = "global_batch_size"
     stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
     tick_samples = gcd(*(size for _, size in sizes))
-    check_batch(batch_size, tick_samples, world_size)
+    check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
     return tick_samples, sizes
 
 
-def check_batch(batch_size: int, global_batch_size: int, world_size: int) -> None:
-    """Raise UsageError unless a global batch is equally many batches of each rank."""
-    step = batch_size * world_size
-    if global_batch_size % step:
-        # The size may come out of a damaged state: a list of all its divisors could take for ever.
-        candidates = range(1, min(global_batch_size, _MOST_SUGGESTED) + 1)
-        fitting = [n for n in candidates if global_batch_size % (n * world_size) == 0]
-        worlds = [n for n in candidates if global_batch_size % (n * batch_size) == 0]
-        sizes = f"batch_size can be {fitting}" if fitting else "no batch_size fits"
-        ranks = f"the number of ranks can be {worlds}" if worlds else "no number of ranks fits"
+def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
+    """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
+    if global_batch_size % (batch_size * world_size):
         raise UsageError(
-            f"global_batch_size {global_batch_size} is no multiple of batch_size {batch_size} x "
-            f"{world_size} ranks; with these ranks {sizes}, with this batch_size {ranks}",
             found=f"global_batch_size={global_batch_size}",
-            expected=f"multiple of batch_size {batch_size} x {world_size} ranks",
+            expected=f"a multiple of batch_size {batch_size} x {world_size} ranks, {batch_size * world_size}",
         )
-
-
-def check_slots(tick_samples: int, group: int, world_size: int) -> None:
-    """Raise UsageError where the ranks cannot share the slots evenly. Order refuses other groups."""
-    num_slots = tick_samples // group
-    if tick_samples % group == 0 and num_slots % world_size:
-        fitting = [n for n in range(1, num_slots + 1) if num_slots % n == 0]
+    num_slots, rest = divmod(global_batch_size, group)
+    if not rest and num_slots % world_size:  # Order refuses other groups
         raise UsageError(
-            f"a global batch of {tick_samples} in groups of {group} makes {num_slots} slots, which "
-            f"{world_size} ranks cannot share; the ranks can be {fitting}, or group_by_length less",
-            found=f"{world_size} ranks",
-            expected=fitting,
+            found=f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly",
+            expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0],
         )
 
 
@@ -167,25 +146,14 @@ def check_mixing(
     """Return whether sources are mixed. Raises UsageError where the arguments do not fit each other."""
     if not isinstance(input_shards, Mapping):
         if weights is not None:
-            raise UsageError(
-                'weights are for named sources; pass input_shards={"web": ..., "code": ...}',
-                found="weights",
-                remedy='input_shards={"web": ..., "code": ...}',
-            )
+            remedy = 'input_shards={"web": ..., "code": ...}'
+            raise UsageError(found="weights of no named sources", expected=remedy, remedy=remedy)
         return False
     check_choice("weights_in", weights_in, WeightsIn)
     if is_validation:
-        raise UsageError(
-            'split="validation" reads one set in a fixed order; make one loader for each source',
-            found='split="validation"',
-            expected="one loader for each source",
-        )
+        raise UsageError(found='split="validation" of several sources', expected="one loader for each source")
     if weights is None:
-        raise UsageError(
-            "input_shards names sources; pass weights=, for each a weight",
-            found="input_shards",
-            expected="weights=",
-        )
+        raise UsageError(found="input_shards that names sources", expected="weights=, for each a weight")
     return True
 
 
@@ -198,11 +166,7 @@ def weights_of_samples(
     lengths = {name: of_source.row_tokens for name, of_source in samples.items()}
     if len(set(lengths.values())) > 1:
         found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise UsageError(
-            f"sources have rows of different lengths ({found}; 0: documents), expected one length",
-            found=found,
-            expected="one length",
-        )
+        raise UsageError(found=f"rows of {found} tokens (0: documents)", expected="one length")
     means = dict.fromkeys(samples, 1.0)
     if weights_in == "tokens":
         means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
@@ -217,9 +181,7 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
         names = ", ".join(means)
         raise UsageError(
-            f"weights must be a dict of non-negative numbers for {names}, not all zero (got {weights!r})",
-            found=f"weights={weights!r}",
-            expected=f"a dict of non-negative numbers for {names}, not all zero",
+            found=f"weights={weights!r}", expected=f"a dict of non-negative numbers for {names}, not all zero"
         )
     # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
     exact = [Fraction(str(value)) if isinstance(value, float) else Fraction(value) for value in values]
@@ -227,11 +189,7 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
     shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE:
-            raise UsageError(
-                f"{name} would be less than one of {CYCLE} samples; give it more, or 0",
-                found=name,
-                expected=f"one of {CYCLE} samples",
-            )
+            raise UsageError(found=f"so small a weight of {name}", expected=f"one of {CYCLE} samples, or 0")
     return shares
 
 

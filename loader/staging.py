@@ -28,9 +28,15 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.done import done_manifest, read_findings, refuse_found, refuse_other_plan
 from shardprep.format.index import read_index
-from shardprep.format.manifest import read_manifest, shard_files
+from shardprep.format.manifest import (
+    done_manifest,
+    read_findings,
+    read_manifest,
+    refuse_found,
+    refuse_other_plan,
+    shard_files,
+)
 from shardprep.format.names import (
     DIGESTS_DIR,
     IDS_DIR,
@@ -52,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "a data set: give the loader its path. Any number of processes may stage at once; what is there is "
         "kept."
     )
-    parser.add_argument("input_shards", type=Path, help="the folder of a data set")
+    parser.add_argument("input_shards", metavar="DATA", type=Path, help="the folder of a data set")
     parser.add_argument("--to", required=True, metavar="DIR", type=Path, help="folder; made if it is missing")
 
 
@@ -89,17 +95,17 @@ def stage(args: argparse.Namespace) -> int:
     # Processes begin with different shards, so that nodes do not read one storage target all at once.
     first = zlib.crc32(f"{socket.gethostname()}:{os.getpid()}".encode()) % max(1, len(missing))
     failures: list[ShardprepError] = []
-    with Progress("staging", num_bytes) as progress:
-        for path in _other_files(folder):
-            _copy_file(path, target / path.relative_to(folder))
-        for shard_id in [*missing[first:], *missing[:first]]:
-            try:
-                _copy_shard(folder, shard_id, target, progress)
-            except (BrokenShard, MissingShard) as error:  # of DATA; the other shards may be whole
-                failures.append(error)
-                say(f"error: {error}")
-        if not failures and size_of_file(folder / INDEX_NAME) is not None:
-            _copy_file(folder / INDEX_NAME, target / INDEX_NAME)
+    progress = Progress("staging", num_bytes)
+    for path in _other_files(folder):
+        _copy_file(path, target / path.relative_to(folder))
+    for shard_id in [*missing[first:], *missing[:first]]:
+        try:
+            _copy_shard(folder, shard_id, target, progress)
+        except (BrokenShard, MissingShard) as error:  # of DATA; the other shards may be whole
+            failures.append(error)
+            say(f"error: {error}")
+    if not failures and size_of_file(folder / INDEX_NAME) is not None:
+        _copy_file(folder / INDEX_NAME, target / INDEX_NAME)
     num_copied, num_kept = len(missing) - len(failures), num_shards - len(missing)
     failed = f", {len(failures)} failed" if failures else f"; load {quoted(target)}"
     print_lines(

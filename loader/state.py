@@ -9,7 +9,7 @@ goes on by the plan from the next border on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +17,8 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from loader.order import Order
-from loader.run import CYCLE, Held, Position, Run, Source, Stage, source_seed
-from loader.sources import check_batch, check_slots, make_order
+from loader.run import CYCLE, Position, Run, Source, Stage, source_seed
+from loader.sources import check_batch, make_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 from shardprep.format.json_files import as_type
 
@@ -59,7 +58,7 @@ class _State:
     step: _Count
     num_micro: _Count
     num_left: int
-    layout: dict[str, int]
+    layout: dict[str, _Number]
     tick_samples: _Number
     sources: Annotated[list[_SourceRow], Meta(min_length=1)]
     stages: Annotated[list[_StageRow], Meta(min_length=1)]
@@ -71,6 +70,7 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     All states have the same keys, and lists without dicts in them: torch.distributed.checkpoint reads only
     the keys that a fresh loader's state has.
     """
+    epoch = run.epoch_of(position.step)
     sources, stages = [], []
     for source in run.sources:
         order = source.order
@@ -83,7 +83,9 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     return {
         "format": STATE_FORMAT,
         "version": STATE_VERSION,
-        **position._asdict(),
+        "epoch": epoch,
+        "step": position.step - run.first_step(epoch),
+        "num_micro": position.num_micro,
         "num_left": num_left,
         "layout": dict(layout),
         "tick_samples": run.tick_samples,
@@ -93,44 +95,46 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     }
 
 
-class GoesOn(NamedTuple):
-    """How a loader goes on behind a state."""
-
-    run: Run
-    position: Position
-    num_left: int
-    amended_at: int | None  # the step from which on the loader's own plan holds, if it does not already
-
-
-def go_on(plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool) -> GoesOn:
-    """Return what a loader of a plan delivers behind a state, and from where on.
+def go_on(
+    plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
+) -> tuple[Run, Position, int, int | None]:
+    """Return what a loader of a plan delivers behind a state, from where on, how many steps were left, and
+    the step from which on the plan holds, if it does not already.
 
     Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
     """
     saved = _read(state, plan)
     _check_fingerprint(saved, state["fingerprint"], plan)
-    position = Position(saved.epoch, saved.step, saved.num_micro)
-    if amend and position == Position():
-        return GoesOn(plan, position, saved.num_left, 0)  # no sample was delivered: the plan begins
+    if amend and not (saved.epoch or saved.step or saved.num_micro):
+        return plan, Position(), saved.num_left, 0  # no sample was delivered: the plan begins
     run = _run_of(saved, plan, layout)
     _check_data(run, plan)
-    _check_position(position, saved, run, layout)
+    position = _position_of(saved, run, layout)
     own, plan = plan, _in_terms_of(run, plan)
-    step = run.step_of(position)
+    step = position.step
     # What was amended later is compared from there on: a step before it is gone on from as it was.
-    since = max(step, run.last_amendment())
+    since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
     found, wanted = run.held_from(since), plan.held_from(since)
     border = None
     if found != wanted:
         if not amend or run.is_validation:
-            raise _other_run(step, found, wanted, can_amend=not run.is_validation)
+            in_state, here = ("; ".join(map(str, held)) for held in (found, wanted))
+            remedy = None if run.is_validation else "amend=True"
+            advice = f"{remedy}, to change the run from the next border on, or " if remedy else ""
+            raise OtherRun(
+                f"the state, of step {step}, is of another run: {in_state} in the state, {here} here; pass "
+                f"{advice}the arguments of the run",
+                found=in_state,
+                expected=here,
+                remedy=remedy,
+            )
         if position.num_micro:
             raise UsageError(
                 f"the state was saved inside of a step, after {position.num_micro} batches, and a run is "
                 "amended between two steps; take a state of after the optimizer's step"
             )
         run, border = run.amended(position, plan)
-    return GoesOn(_with_samples(run, own, step), position, saved.num_left, border)
+    return _with_samples(run, own, step), position, saved.num_left, border
 
 
 def _is_equal(saved: Any, here: Any) -> bool:
@@ -149,10 +153,8 @@ def _read(state: Mapping[str, Any], plan: Run) -> _State:
         )
     if not _is_equal(state.get("format"), STATE_FORMAT):
         raise BrokenShard(
-            f"this is no state of a loader: its format is {state.get('format')!r:.80}, expected "
-            f"{STATE_FORMAT!r}; pass what state_dict() returned",
-            found=f"{state.get('format')!r:.80}",
-            expected=STATE_FORMAT,
+            found=f"the state's format is {state.get('format')!r:.80}",
+            expected=f"{STATE_FORMAT}, as state_dict() returns it",
             remedy="state_dict()",
         )
     version, expected = state.get("version"), STATE_VERSION
@@ -189,11 +191,7 @@ def _read(state: Mapping[str, Any], plan: Run) -> _State:
 
 
 def _damaged(found: object, expected: object) -> BrokenShard:
-    return BrokenShard(
-        f"the state is damaged: its {found}, expected {expected}; take another one",
-        found=found,
-        expected=expected,
-    )
+    return BrokenShard(found=f"the state is damaged: its {found}", expected=f"{expected}; take another one")
 
 
 def _check_fingerprint(saved: _State, fingerprint: Mapping[str, Any], plan: Run) -> None:
@@ -218,41 +216,28 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
     """Return the run of a state, in equal batches of this loader. Raises BrokenShard or OtherRun."""
     size, like = saved.tick_samples, plan.order
     try:
-        check_batch(layout["batch_size"], size, layout["world_size"])
-        check_slots(size, like.group, layout["world_size"])
+        check_batch(size, like.group, **layout)
     except UsageError as error:
-        raise OtherRun(
-            f"global_batch_size {size} in the state, {plan.tick_samples} here; the order of the state takes "
-            f"{size} samples at once, of which any later size is a multiple, in equal batches: {error}",
-            found=error.found,
-            expected=error.expected,
-        ) from None
+        found = f"{error.found} in the state, whose order takes {size} samples at once"
+        raise OtherRun(found=found, expected=error.expected) from None
     sources, stages = [], []
     try:
         for number, row in enumerate(saved.sources):
-            order = Order(
+            order = replace(
+                like,
                 num_samples=row.num_samples,
                 tick_samples=size,
                 block_samples=row.block_samples,
                 window_samples=row.window_samples,
                 seed=source_seed(plan.seed, number) if plan.is_mixture else plan.seed,
-                shuffle=like.shuffle,
-                group=like.group,
-                keeps_tail=like.keeps_tail,
             )
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
         for step, global_batch_size, shares, is_amended in saved.stages:
             weights = None
             if shares is not None:
                 weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
-            stages.append(
-                Stage(
-                    step=step,
-                    ticks_per_step=global_batch_size // size,
-                    weights=weights,
-                    is_amended=is_amended,
-                )
-            )
+            ticks = global_batch_size // size
+            stages.append(Stage(step=step, ticks_per_step=ticks, weights=weights, is_amended=is_amended))
         return replace(
             plan,
             sources=tuple(sources),
@@ -274,29 +259,31 @@ def _check_data(run: Run, plan: Run) -> None:
             remedy = f'{{"{then.name}": ..., "{then.name}_2": NEW}}'
             raise OtherRun(
                 f"the source {then.name} is other data: {found} in the state, {expected} here. A source "
-                "keeps its folders, in their order, through a run: give it those, and add others as a source "
-                f"of their own, {remedy}, with weights for both and amend=True",
+                "keeps its folders, in their order, through a run; add others as a source of their own, "
+                f"{remedy}, with weights for both and amend=True",
                 found=found,
                 expected=expected,
                 remedy=remedy,
             )
 
 
-def _check_position(position: Position, saved: _State, run: Run, layout: Mapping[str, int]) -> None:
-    """Raise BrokenShard for a position that the run does not have, UsageError for one inside of a step of
-    another layout."""
-    if position.num_micro and saved.layout != layout:
+def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position:
+    """Return where a state stands. Raises BrokenShard for a position that the run does not have, UsageError
+    for one inside of a step of another layout."""
+    if saved.num_micro and saved.layout != layout:
         raise UsageError(
-            f"the state was saved inside of a step, after {position.num_micro} batches of {saved.layout}, "
-            f"this loader has {dict(layout)}; save it after the optimizer's step to change them, or resume "
-            "with the same"
+            f"the state was saved inside of a step, after {saved.num_micro} batches of {saved.layout}, this "
+            f"loader has {dict(layout)}; save it after the optimizer's step to change them, or resume with "
+            "the same"
         )
-    steps_per_epoch = run.steps_in(position.epoch)
-    if position.step >= steps_per_epoch:
-        raise _damaged(position, f"a step below {steps_per_epoch}")
-    num_batches = run.batches_in_step(run.step_of(position))
+    steps_per_epoch = run.steps_in(saved.epoch)
+    if saved.step >= steps_per_epoch:
+        raise _damaged(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {steps_per_epoch}")
+    position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
+    num_batches = run.batches_in_step(position.step)
     if position.num_micro >= num_batches:
         raise UsageError(f"the state has {position.num_micro} batches of a step of {num_batches}")
+    return position
 
 
 def _in_terms_of(run: Run, plan: Run) -> Run:
@@ -309,13 +296,9 @@ def _in_terms_of(run: Run, plan: Run) -> Run:
         return replace(plan, sources=tuple(sources))
     for held in plan.held_from(0):
         if held.global_batch_size % size:
-            least = max(held.global_batch_size // size, 1) * size
             raise OtherRun(
-                f"the global batch is {held.global_batch_size} here from step {held.step} on, and the order "
-                f"of the state takes {size} samples at once: expected a multiple of {size}, such as {least} "
-                f"or {least + size}; pass one of these, or start without the state",
-                found=held.global_batch_size,
-                expected=f"a multiple of {size}",
+                found=f"global_batch_size={held.global_batch_size} from step {held.step} on",
+                expected=f"a multiple of {size}, which the order of the state takes at once",
             )
     in_ticks = []
     for source in sources:
@@ -332,18 +315,6 @@ def _in_terms_of(run: Run, plan: Run) -> Run:
     return replace(plan, sources=tuple(in_ticks), stages=tuple(stages))
 
 
-def _other_run(step: int, found: Sequence[Held], wanted: Sequence[Held], *, can_amend: bool) -> OtherRun:
-    in_state, here = ("; ".join(map(str, held)) for held in (found, wanted))
-    advice = "pass amend=True to change the run from the next border on, or " if can_amend else ""
-    return OtherRun(
-        f"the state, of step {step}, is of another run: {in_state} in the state, {here} here; {advice}make "
-        "the loader as it was when the state was saved",
-        found=in_state,
-        expected=here,
-        remedy="amend=True" if can_amend else None,
-    )
-
-
 def _with_samples(run: Run, plan: Run, step: int) -> Run:
     """Return a run with the samples of a plan. Raises OtherRun where it lacks some that are needed from a
     step on."""
@@ -351,8 +322,8 @@ def _with_samples(run: Run, plan: Run, step: int) -> Run:
     for held in run.held_from(step):
         for name in held.shares.keys() - known.keys():
             raise OtherRun(
-                f"the run has samples of {name} from step {held.step} on, and this loader lacks them; keep "
-                "it in input_shards, without a weight if it is to be dropped",
+                f"the run has samples of {name} from step {held.step} on; keep it in input_shards, without a "
+                "weight if it is to be dropped",
                 found=list(known),
                 expected=name,
             )
@@ -392,8 +363,8 @@ class Progress:
         if self.is_loaded:
             raise UsageError(
                 f"set_epoch({epoch}) would throw away the state that was loaded, which goes on in epoch "
-                f"{self.delivered.epoch} after {self.delivered.step} steps; let the loop begin there, as "
-                f'range(loader.state_dict()["epoch"], num_epochs) does, or make a loader without the state'
+                f"{run.epoch_of(self.delivered.step)}; let the loop begin there, as "
+                'range(loader.state_dict()["epoch"], num_epochs) does, or make a loader without the state'
             )
         if self.delivered == Position():
             logger.warning(
@@ -403,10 +374,10 @@ class Progress:
                 epoch,
                 epoch,
             )
-        before = run.step_of(self.delivered)
+        before = self.delivered.step
         self.left_at = before - self.num_left
-        self._jump(Position(epoch=epoch))
-        self.num_left += run.step_of(self.delivered) - before
+        self._jump(Position(run.first_step(epoch)))
+        self.num_left += self.delivered.step - before
 
     def _jump(self, position: Position) -> None:
         """Stand at a position that the loop did not come to by batches."""

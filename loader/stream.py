@@ -73,22 +73,25 @@ class BatchStream:
         run = self._chunks.run
         self._send_workers_to(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
-        ticks = self._ticks(run.tick_in_epoch(start), first_batch)
-        for step in range(run.step_of(start), run.first_step(start.epoch + 1)):
-            batches: list[tuple[Any, int]] = []
-            for _ in range(run.ticks_in_step(step) - num_done):
+        epoch, tick = run.epoch_and_tick(start)
+        ticks = self._ticks(tick, first_batch)
+        end = run.first_step(epoch + 1)
+        for step in range(start.step, end):
+            batches = next(ticks)
+            for _ in range(1, run.ticks_in_step(step) - num_done):
                 batches += next(ticks)
             num_done = 0
             yield batches
-        self._stands_at = Position(epoch=start.epoch + 1)
+        self._stands_at = Position(end)
 
     def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, int]]]:
         """Yield the batches of each tick of an epoch, from a batch of one tick on."""
+        order, slots, of_tick = self._chunks.run.order, self._chunks.slots, self._step_batches.of_tick
         while True:
             chunks = self._next_chunks()
             for place in range(chunks[0].num_ticks):
-                fillers = self._chunks.run.order.is_filler(tick, self._chunks.slots)
-                yield list(self._step_batches.of_tick(chunks, place, first_batch, fillers))
+                fillers = order.is_filler(tick, slots) if order.keeps_tail else None
+                yield list(of_tick(chunks, place, first_batch, fillers))
                 tick, first_batch = tick + 1, 0
             del chunks  # they may hold their window; the next one is read now
 
@@ -105,8 +108,7 @@ class BatchStream:
         if any(not worker.is_alive() for worker in self._workers()):  # as by Ctrl-C
             self.end()
         if self._stands_at != start:
-            position = self._chunks.position
-            position[0], position[1] = start.epoch, self._chunks.run.tick_in_epoch(start)
+            self._chunks.position[:] = torch.tensor(self._chunks.run.epoch_and_tick(start))
             context = self._loader.multiprocessing_context or multiprocessing.get_context()
             waits: Any = contextlib.nullcontext()
             if self._num_workers and self._loader._iterator is None:  # noqa: SLF001  they are started now

@@ -26,10 +26,15 @@ from shardprep.files import (
     read_regular,
     refuse_fifos,
 )
-from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of, tokenizer_fingerprint
 from shardprep.format.index import without_garbage_collection
 from shardprep.format.json_files import is_text
-from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
+from shardprep.format.names import (
+    CHAT_TEMPLATES_DIR,
+    TOKENIZER_DIR,
+    TokenizerSpec,
+    fingerprint_of,
+    tokenizer_fingerprint,
+)
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -48,7 +53,6 @@ class LoaderTokenizer:
     added_vocab: Mapping[str, int]
     fingerprint: str  # of what made the ids
     vocab_size: int  # added tokens included
-    ends_with_eos: bool = False  # by itself, what it makes of a text
     folder: Path | None = None  # of a data set, whose files were compared
     spec: TokenizerSpec | None = None  # of that data set
     _loaded: Any = None
@@ -65,7 +69,6 @@ class LoaderTokenizer:
             added_vocab=tokenizer.get_added_vocab(),
             fingerprint=fingerprint or _fingerprint(tokenizer),
             vocab_size=max(tokenizer.get_vocab().values()) + 1,
-            ends_with_eos=tokenizer.eos_token_id in tokenizer("a")["input_ids"][-1:],
             _loaded=tokenizer,
         )
 
@@ -158,7 +161,6 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
                     return None
             if fingerprint_of(data) != spec.fingerprint:
                 return None
-            last_id = _last_id(data)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
     return LoaderTokenizer(
@@ -169,23 +171,9 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
         added_vocab=added,
         fingerprint=spec.fingerprint,
         vocab_size=spec.vocab_size,
-        ends_with_eos=spec.eos_token_id is not None and last_id == spec.eos_token_id,
         folder=folder,
         spec=spec,
     )
-
-
-def _last_id(data: Mapping[str, Any]) -> int | None:
-    """Return the special token that a tokenizer.json puts behind each text."""
-    step = data["post_processor"] or {}
-    last = None
-    for part in step.get("processors", [step]):
-        if part.get("type") == "TemplateProcessing":
-            name = part["single"][-1].get("SpecialToken", {}).get("id")
-            last = part["special_tokens"][name]["ids"][-1] if name else last
-        elif part.get("type") in ("BertProcessing", "RobertaProcessing"):
-            last = part["sep"][1]
-    return last
 
 
 def _content(path: Path) -> bytes | None:
@@ -209,14 +197,9 @@ def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
     transformers says nothing of damaged files. Raises OtherTokenizer, ReadWriteError, or NotFound.
     """
     tokenizer = _load(str(folder))
-    expected = {name: getattr(spec, name) for name in (*_SPECIAL_IDS, "fingerprint")}
-    found = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
-    found["fingerprint"] = _fingerprint(tokenizer)
-    wrong = [
-        f"{name} {str(found[name])[:12]}, expected {str(value)[:12]}"
-        for name, value in expected.items()
-        if found[name] != value
-    ]
+    pairs = [(name, getattr(tokenizer, name), getattr(spec, name)) for name in _SPECIAL_IDS]
+    pairs.append(("fingerprint", _fingerprint(tokenizer)[:12], spec.fingerprint[:12]))
+    wrong = [f"{name} {found}, expected {expected}" for name, found, expected in pairs if found != expected]
     if wrong:
         raise OtherTokenizer(
             f"the files in {folder} are not the tokenizer that made the shards ({spec.model_id!r}): "

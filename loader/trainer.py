@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
@@ -21,8 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from loader.batches import Batch
 from loader.boundaries import why_unchecked
-from loader.evaluation import LossMean
-from loader.origins import SourceLosses
+from loader.evaluation import LossMean, SourceLosses
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -45,10 +44,6 @@ class LoaderMixin(_Trainer):
     first step runs ``loader.check_boundaries`` on what the model gets, unless ``check_boundaries=False``.
     """
 
-    _evaluated: TokenLoader | None = None  # the loader whose losses are counted now
-    _eval_losses: LossMean | None = None  # of that
-    _source_losses: SourceLosses | None = None  # of what is trained or evaluated now, with origins
-
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(LoaderMixin)]
@@ -67,32 +62,32 @@ class LoaderMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         self.train_loader, self.eval_loader = train_loader, eval_loader
-        eval_loaders = [*eval_loader.values()] if isinstance(eval_loader, Mapping) else [eval_loader]
-        for name, loader in [
-            ("train_loader", train_loader),
-            *(("eval_loader", each) for each in eval_loaders),
-        ]:
-            if not isinstance(loader, TokenLoader) and (loader is not None or name == "train_loader"):
+        loaders: list[Any] = [train_loader]
+        if isinstance(eval_loader, Mapping):
+            loaders += eval_loader.values()
+        elif eval_loader is not None:
+            loaders.append(eval_loader)
+        for loader in loaders:
+            if not isinstance(loader, TokenLoader):
                 raise UsageError(
-                    found=f"{name} is a {type(loader).__name__}",
+                    found=f"train_loader or eval_loader is a {type(loader).__name__}",
                     expected="a TokenLoader, as get_llama3_dataloader makes it",
                 )
-        placeholder: Any = train_loader.dataset  # Trainer asks for data sets, and these are never iterated
+        # Trainer asks for data sets, which are never iterated.
+        self._placeholder: Any = train_loader.dataset
         if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
-            placeholder = _trl_data_set(kwargs.get("args"))
-            kwargs["train_dataset"] = placeholder
+            self._placeholder = kwargs["train_dataset"] = _trl_data_set(kwargs.get("args"))
         if isinstance(eval_loader, Mapping):
-            kwargs["eval_dataset"] = dict.fromkeys(eval_loader, placeholder)
+            kwargs["eval_dataset"] = dict.fromkeys(eval_loader, self._placeholder)
         elif eval_loader is not None:
-            kwargs["eval_dataset"] = placeholder
+            kwargs["eval_dataset"] = self._placeholder
         super().__init__(*args, **kwargs)
-        self._placeholder = placeholder
-        for loader in (train_loader, *eval_loaders):
-            if type(self).compute_loss is LoaderMixin.compute_loss:
+        if type(self).compute_loss is LoaderMixin.compute_loss:
+            for loader in loaders:
                 self._refuse_shifted(loader)
         step_batches = train_loader.step_batches
         self._steps = EpochsOfLoader(train_loader)
-        self._source_losses = _losses_of(train_loader)
+        self._losses = _Losses(train_loader, None, _source_losses(train_loader))
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
         # Else a state may stand in another stage.
         if len(train_loader.run.stages) == 1 and not train_loader.can_amend:
@@ -108,29 +103,24 @@ class LoaderMixin(_Trainer):
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
         # Trainer itself says so where there is no checkpoint.
-        self._steps.global_step = load_checkpoint(self.train_loader, Path(folder)) if folder else 0
-        return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def set_initial_training_values(self, args: Any, *more: Any) -> Any:
-        """Count as Trainer does, with the steps that epochs of the loader have in place of its own."""
-        given = args.max_steps
-        args.max_steps = self._steps.count(args)
+        global_step = load_checkpoint(self.train_loader, Path(folder)) if folder else 0
+        given = self.args.max_steps
+        # With the steps that epochs of the loader have, where num_train_epochs says how many.
+        self.args.max_steps = self._steps.begin(self.args, global_step)
         try:
-            return super().set_initial_training_values(args, *more)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            args.max_steps = given
+            self.args.max_steps = given
 
     def get_train_dataloader(self) -> Any:
         """Return what Trainer iterates, instead of a ``train_dataset``."""
         return self._steps
 
-    def _refuse_shifted(self, loader: TokenLoader | None) -> None:
-        is_shifted = loader is not None and loader.step_batches.shifts_targets
-        if is_shifted and self.compute_loss_func is None:
+    def _refuse_shifted(self, loader: TokenLoader) -> None:
+        if loader.step_batches.shifts_targets and self.compute_loss_func is None:
             raise UsageError(
-                'the loader has targets="shifted", and Trainer\'s loss shifts labels by one place itself, so '
-                'the model would learn the token after the next one; make the loader with targets="same", or '
-                "pass a compute_loss_func that does not shift"
+                found='a loader with targets="shifted", and Trainer\'s loss, which shifts labels itself',
+                expected='targets="same", or a compute_loss_func that does not shift',
             )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
@@ -159,16 +149,13 @@ class LoaderMixin(_Trainer):
         """Evaluate, with the mean over all labels in place of Trainer's mean over batches."""
         if not isinstance(dataloader, TokenLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        training, of_sources, losses = (
-            self._source_losses,
-            _losses_of(dataloader),
-            LossMean.of_loader(dataloader),
-        )
-        self._evaluated, self._eval_losses, self._source_losses = dataloader, losses, of_sources
+        training, losses = self._losses, LossMean.of_loader(dataloader)
+        self._losses = _Losses(dataloader, losses, _source_losses(dataloader))
         try:
             output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
+            of_sources = self._losses.of_sources
         finally:
-            self._evaluated, self._eval_losses, self._source_losses = None, None, training
+            self._losses = training
         prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
         if not math.isnan(mean := losses.mean()):  # NaN where a compute_loss of the user's counts no labels
             output.metrics[prefix] = mean
@@ -178,30 +165,40 @@ class LoaderMixin(_Trainer):
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log, with the mean of each source since the last time beside ``loss``."""
         if "loss" in logs:
-            logs |= _named_means("loss", self._source_losses)
+            logs |= _named_means("loss", self._losses.of_sources)
         super().log(logs, *args, **kwargs)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss; while ``eval_loader`` is evaluated, a mean over labels, which is counted."""
-        losses, origins, labels = self._eval_losses, inputs.pop("origins", None), inputs.get("labels")
-        self._refuse_shifted(self.train_loader if self._evaluated is None else self._evaluated)
-        if losses is not None:
-            num_items_in_batch = None
+        loader, mean, of_sources = self._losses
+        self._refuse_shifted(loader)
+        origins, labels = inputs.pop("origins", None), inputs.get("labels")
         with_outputs = return_outputs or origins is not None
         found: Any = super().compute_loss(
-            model, inputs, return_outputs=with_outputs, num_items_in_batch=num_items_in_batch
+            model,
+            inputs,
+            return_outputs=with_outputs,
+            num_items_in_batch=num_items_in_batch if mean is None else None,
         )
         loss, outputs = found if with_outputs else (found, {})
-        if losses is not None:
-            losses.add(loss, labels)
-        if origins is not None and self._source_losses is not None:
-            self._source_losses.add(outputs["logits"], labels, origins)
+        if mean is not None:
+            mean.add(loss, labels)
+        if origins is not None and of_sources is not None:
+            of_sources.add(outputs["logits"], labels, origins)
         return (loss, outputs) if return_outputs else loss
 
 
-def _losses_of(loader: TokenLoader) -> SourceLosses | None:
+class _Losses(NamedTuple):
+    """What is trained or evaluated now, and what counts its losses."""
+
+    loader: TokenLoader
+    mean: LossMean | None  # over all labels, where it is evaluated
+    of_sources: SourceLosses | None  # where batches tell them
+
+
+def _source_losses(loader: TokenLoader) -> SourceLosses | None:
     """Return what counts the losses of a loader's sources; None where its batches do not tell them."""
     return SourceLosses.of_loader(loader) if loader.step_batches.origins else None
 
@@ -234,62 +231,57 @@ class EpochsOfLoader:
         self.loader = loader
         self.dataset = loader.dataset
         self.global_step = 0  # Trainer's, where it begins
-        self._num_left: int | None = None
+        self._is_finished = False
 
-    def count(self, args: Any) -> int:
+    def begin(self, args: Any, global_step: int) -> int:
         """Return ``max_steps`` of a training that begins now. Raises UsageError where there is no step left,
         or one would be no global batch."""
-        run, start = self.loader.run, self.loader.progress.delivered
-        first = run.step_of(start)
+        run, first = self.loader.run, self.loader.progress.delivered.step
         max_steps: int = args.max_steps
         if max_steps <= 0:
             part, num_epochs = math.modf(args.num_train_epochs)
-            end = run.first_step(int(num_epochs))
-            if part:
-                end += math.ceil(part * run.steps_in(int(num_epochs)))
-            if end <= first and not self.global_step:
+            end = run.first_step(int(num_epochs)) + math.ceil(part * run.steps_in(int(num_epochs)))
+            if end <= first and not global_step:
                 raise UsageError(
-                    f"num_train_epochs is {args.num_train_epochs:g}, and the loader has trained "
-                    f"{self.loader.epoch:g} epochs; pass more, or max_steps"
+                    found=f"num_train_epochs={args.num_train_epochs:g}, and a loader that has trained "
+                    f"{self.loader.epoch:g} epochs",
+                    expected="more epochs, or max_steps",
                 )
-            max_steps = self.global_step + max(end - first, 0)
-        self._num_left = max(max_steps - self.global_step, 0)
-        check_trainer_arguments(args, self.loader, self._num_left)
+            max_steps = global_step + max(end - first, 0)
+        self.global_step, self._is_finished = global_step, max_steps <= global_step
+        check_trainer_arguments(args, self.loader, max_steps - global_step)
         return max_steps
 
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.loader)
-        while self._num_left != 0 and (batch := next(batches, None)) is not None:
-            if self.loader.ends_step:
-                self._num_left = None if self._num_left is None else self._num_left - 1
-                if self.ends_epoch:
-                    next(batches, None)  # Trainer leaves the epoch here, and the loader should know its end
+        while not self._is_finished and (batch := next(batches, None)) is not None:
+            if self.ends_epoch:
+                next(batches, None)  # Trainer leaves the epoch here, and the loader should know its end
             yield batch
 
     @property
     def ends_epoch(self) -> bool:
         """Whether the newest batch was the last of its epoch."""
-        return self.loader.epoch.is_integer()
+        return self.loader.ends_step and self.loader.epoch.is_integer()
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
     """Raise UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
     next steps."""
-    run, start = loader.run, loader.progress.delivered
-    step = run.step_of(start)
-    if start.num_micro:
+    run, (step, num_micro) = loader.run, loader.progress.delivered
+    if num_micro:
         raise UsageError(
-            f"the loader stands inside of a step, behind {start.num_micro} of its batches, and Trainer "
-            "begins with a whole one; load a state that was saved after the optimizer's step, or "
-            f"train_loader.state_at({step})"
+            found=f"a loader inside of a step, behind {num_micro} of its batches",
+            expected="a state that was saved after the optimizer's step, or "
+            f"train_loader.load_state_dict(train_loader.state_at({step}))",
         )
     global_batch_size = run.held_from(step)[0].global_batch_size
     for held in run.held_from(step):
         if held.step < step + num_steps and held.global_batch_size != global_batch_size:
             raise UsageError(
-                f"the global batch changes at step {held.step}, by its schedule or an amendment, and Trainer "
-                "accumulates equally many batches through a run; train to that step by max_steps, write the "
-                "loop yourself, see docs/training_own_loop.md, or leave the schedule out"
+                found=f"a global batch that changes at step {held.step}",
+                expected="equally many batches in each step of Trainer; train to that step by max_steps, or "
+                "write the loop yourself, see docs/training_own_loop.md",
             )
     batch_size, accumulated = args.train_batch_size, args.gradient_accumulation_steps
     world_size = loader.process_rank.world_size
@@ -298,13 +290,12 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
             found=f"per_device_train_batch_size={batch_size} in TrainingArguments",
             expected=f"batch_size of the loader, {loader.step_batches.batch_size}: pass the same to both",
         )
-    found = batch_size * accumulated * world_size
-    if found != global_batch_size:
+    step_samples = batch_size * accumulated * world_size
+    if step_samples != global_batch_size:
         raise UsageError(
-            f"an optimizer's step of Trainer is {batch_size} samples x {accumulated} accumulated x "
-            f"{world_size} ranks = {found}, the loader's global batch is {global_batch_size}; pass "
-            f"global_batch_size={found} to get_llama3_dataloader, or, to keep the global batch, other "
-            "numbers to TrainingArguments"
+            found=f"steps of {batch_size} samples x {accumulated} accumulated x {world_size} ranks = "
+            f"{step_samples} by TrainingArguments",
+            expected=f"the loader's global_batch_size, {global_batch_size}: change one of them",
         )
 
 
@@ -320,10 +311,9 @@ def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
         loader.load_state_dict(saved["saved"])
     elif state.global_step and not loader.has_loaded_state:
         raise UsageError(
-            f"the checkpoint of step {state.global_step} has no state of the loader, so the run would "
-            "see its first samples again; call train_loader.load_state_dict(...) before train(), with "
-            f"the state that was saved, or train_loader.state_at({state.global_step}) where every "
-            "step of it was a global batch of this loader"
+            f"the checkpoint of step {state.global_step} has no state of the loader: the run would see its "
+            "first samples again; call train_loader.load_state_dict before train(), with the state that was "
+            f"saved, or with train_loader.state_at({state.global_step}) if its steps were global batches"
         )
     return int(saved.get("num_trained") or state.global_step)
 

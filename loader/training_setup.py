@@ -28,7 +28,7 @@ class TrainingSetup:
     model_options: Mapping[str, Any]  # for from_pretrained, or a model's configuration
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """For the forward pass: bfloat16 where it was asked for."""
+        """Return the context of the forward pass: bfloat16 where it was asked for."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         return torch.autocast(device, torch.bfloat16, enabled=self.bf16)
 
@@ -38,16 +38,12 @@ def set_up_training(
 ) -> TrainingSetup:
     """Set what follows, for this process and those it starts, and say it once, at INFO on rank 0.
 
-    Args:
-        loader: a TokenLoader, or a tokenizer of transformers. It pads to the right with a token of its own,
-            the same as the loader's batches; where only EOS is left for it, that is a warning.
-        bf16: ``autocast`` computes in bfloat16; refused on a GPU that has none. Weights stay float32.
-        tf32: float32 matrix products in TF32 where there is CUDA: "high" in torch's words.
-        num_threads: of torch in this process. Default: OMP_NUM_THREADS, unless that is torchrun's guess;
-            else the CPUs of this process, shared among torchrun's ranks on this node, less one a worker.
-
-    ``model_options`` has ``attn_implementation="sdpa"``. OMP_NUM_THREADS, MKL_NUM_THREADS and
-    TOKENIZERS_PARALLELISM are set where the user has not. Raises UsageError.
+    ``loader``: a TokenLoader, or a tokenizer of transformers, which then pads to the right with a token of
+    its own. ``bf16``: ``autocast`` computes in bfloat16; weights stay float32. ``tf32``: float32 matrix
+    products in TF32 where there is CUDA. ``num_threads``: of torch in this process; default: OMP_NUM_THREADS,
+    unless that is torchrun's guess, else the CPUs of this process, shared among torchrun's ranks on this
+    node, less one a worker. OMP_NUM_THREADS, MKL_NUM_THREADS and TOKENIZERS_PARALLELISM are set where the
+    user has not. Raises UsageError.
     """
     if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave bf16 out, tf32 stays")

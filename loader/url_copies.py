@@ -146,7 +146,12 @@ def _fetch(url: str, target: Path, stamp: FileStamp | None = None) -> None:
                 copy.write(block)
             found = copy.sync()
             if stamp is None and target.suffix == ".tar":
-                _check_tar(url, copy.temporary)
+                try:
+                    scan_tar(copy.temporary)
+                except BrokenShard as error:
+                    what = "cannot be loaded" if isinstance(error, UnknownMember) else "is no whole tar"
+                    message = f"what webdataset read from {shown_url(url)} {what}: {error}"
+                    raise type(error)(message) from None
             elif stamp not in (None, found):
                 raise BrokenShard(
                     path=shown_url(url),
@@ -174,11 +179,3 @@ def _blocks(url: str) -> Iterator[bytes]:
         status = _EXIT_STATUS.search(str(error))  # the rest repeats the URL
         reason = f"{type(error).__name__}{status[0] if status else ''}"
         raise NotFound(f"{shown} cannot be read by webdataset ({reason})") from None
-
-
-def _check_tar(url: str, path: Path) -> None:
-    try:
-        scan_tar(path)
-    except BrokenShard as error:
-        what = "cannot be loaded" if isinstance(error, UnknownMember) else "is no whole tar"
-        raise type(error)(f"what webdataset read from {shown_url(url)} {what}: {error}") from None

@@ -28,24 +28,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "by the state that a checkpoint of the run holds."
     )
     text = "as the loader was given; of a mixture NAME=PATH, again for each folder of a source"
-    parser.add_argument("input_shards", nargs="+", help=text)
-    parser.add_argument(
-        "--state", type=Path, required=True, help="a checkpoint of torch.save, or JSON, that holds a state"
-    )
+    parser.add_argument("input_shards", metavar="DATA", nargs="+", help=text)
+    text = "a checkpoint of torch.save, or JSON, that holds a state"
+    parser.add_argument("--state", type=Path, required=True, help=text)
     parser.add_argument("--step", type=int, help="training step, from 0 (default: the last one of --state)")
-    parser.add_argument(
-        "--model_id", help="whose tokenizer made tars of other tools (default: the data set's own)"
-    )
+    text = "whose tokenizer made tars of other tools (default: the data set's own)"
+    parser.add_argument("--model_id", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
 
 def where(args: argparse.Namespace) -> int:
     """Print which documents a step saw; returns the exit code."""
     state = find_state(args.state)
-    options = {**_named_sources(args.input_shards), **loader_options(state), "model_id": args.model_id}
+    options = {**_named_sources(args.input_shards), **_loader_options(state), "model_id": args.model_id}
     with get_llama3_dataloader(**options) as loader:
         loader.load_state_dict({**state, "num_micro": 0})
-        end = loader.run.step_of(loader.progress.delivered)
+        end = loader.progress.delivered.step
         step = max(end - 1, 0) if args.step is None else args.step
         if step < 0:
             raise UsageError.of_value("--step", step, "a step from 0")
@@ -54,14 +52,14 @@ def where(args: argparse.Namespace) -> int:
                 f"step {step} is behind the state, which is of step {end}, and what comes then is up to the "
                 "run's weights and sizes; take a later checkpoint"
             )
-        loader.load_state_dict(loader.state_at(step))
-        at = loader.progress.delivered
+        at = loader.state_at(step)
+        loader.load_state_dict(at)
         documents = list(_documents(loader, state["layout"]["world_size"]))
     if args.json:
-        answer = {"step": step, "epoch": at.epoch, "step_of_epoch": at.step, "documents": documents}
+        answer = {"step": step, "epoch": at["epoch"], "step_of_epoch": at["step"], "documents": documents}
         print_lines(json.dumps(answer, default=str))
         return 0
-    print_lines(f"step {step}: step {at.step} of epoch {at.epoch}, {len(documents)} documents")
+    print_lines(f"step {step}: step {at['step']} of epoch {at['epoch']}, {len(documents)} documents")
     for each in documents:
         source = "" if each["source"] == "all" else f"{each['source']} "
         address = each["address"] or f"{each['tar']} sample {each['sample']}"
@@ -103,9 +101,7 @@ def _named_sources(input_shards: list[str]) -> dict[str, Any]:
     if not named:
         return {"input_shards": input_shards}
     if unnamed:
-        raise UsageError(
-            f"{unnamed[0]} names no source, as {next(iter(named))}=PATH does: expected NAME=PATH"
-        )
+        raise UsageError(found=f"{unnamed[0]} beside sources that are named", expected="NAME=PATH")
     return {"input_shards": named, "weights": dict.fromkeys(named, 1), "weights_in": "samples"}
 
 
@@ -119,7 +115,7 @@ def find_state(path: Path) -> dict[str, Any]:
         else:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch and pickle raise anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise BrokenShard(
             f"--state {path} cannot be read: {reason}; expected torch.save's, or .json", path=path
         ) from None
@@ -138,24 +134,21 @@ def _states_in(content: Any) -> Iterator[Mapping[str, Any]]:
         yield from _states_in(part)
 
 
-def loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
+def _loader_options(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of a loader that reads whole global batches of a state's run. Raises BrokenShard."""
-    of_run, layout = state.get("fingerprint"), state.get("layout")
-    size = state.get("tick_samples")
-    ranks = [layout.get("world_size"), layout.get("batch_size")] if isinstance(layout, Mapping) else []
-    is_whole = ranks and all(type(number) is int and number > 0 for number in ranks)
-    if not isinstance(of_run, Mapping) or not isinstance(size, int) or not is_whole:
-        raise BrokenShard("the state is damaged: it has no fingerprint or no layout; take another checkpoint")
-    names = ("seed", "shuffle", "group_by_length")
-    return {
-        **{name: of_run[name] for name in names if name in of_run},
-        **{name: of_run.get(name) or None for name in ("seq_len", "max_length", "split")},
-        "batch_size": ranks[1],
-        "global_batch_size": size,
-        "amend": len(state.get("stages", ())) > 1 or of_run.get("is_mixture") is True,
-        "origins": True,
-        "rank": 0,
-        "world_size": 1,
-        "num_workers": 0,
-        "pin_memory": False,
-    }
+    try:
+        of_run = state["fingerprint"]
+        return {
+            **{name: of_run[name] for name in ("seed", "shuffle", "group_by_length")},
+            **{name: of_run[name] or None for name in ("seq_len", "max_length", "split")},
+            "batch_size": state["layout"]["batch_size"],
+            "global_batch_size": state["tick_samples"],
+            "amend": len(state["stages"]) > 1 or of_run["is_mixture"],
+            "origins": True,
+            "rank": 0,
+            "world_size": 1,
+            "num_workers": 0,
+            "pin_memory": False,
+        }
+    except (LookupError, TypeError):
+        raise BrokenShard("the state is damaged: it lacks values; take another checkpoint") from None

@@ -205,10 +205,8 @@ def run(args: argparse.Namespace) -> int:
         say(f"note: {note}")
     cpus_of = [cpus[number::num_proc] or cpus for number in range(num_proc)]
     sizes = plan.shard_bytes()
-    with (
-        RunRecord(folder, plan.plan_id, todo, num_cpus=len(cpus)) as record,
-        Progress(counted(len(todo), "shard"), sum(sizes[shard_id] for shard_id in todo)) as progress,
-    ):
+    progress = Progress(counted(len(todo), "shard"), sum(sizes[shard_id] for shard_id in todo))
+    with RunRecord(folder, plan.plan_id, todo, num_cpus=len(cpus)) as record:
         made, failures = run_shards(folder, settings, todo, cpus_of, progress, is_verbose=args.verbose)
         record.exit_code = failures[0].exit_code if failures else 0
     counts = [manifest.counts for manifest in made]

@@ -27,20 +27,27 @@ from shardprep.files import (
     read_regular,
     sync_folder,
 )
-from shardprep.format.blanked import BlankedDocuments, blanked_shards, publish_blanked, read_blanked
-from shardprep.format.digests import DIGEST
-from shardprep.format.document_names import DocumentNames, kept_ids, keys_of_ids, lines_of, read_names
-from shardprep.format.done import check_done, done_manifest, read_findings
-from shardprep.format.manifest import read_manifest, shard_files
+from shardprep.format.documents import (
+    DIGEST,
+    BlankedDocuments,
+    DocumentNames,
+    kept_ids,
+    keys_of_ids,
+    lines_of,
+    publish_blanked,
+    read_blanked,
+    read_names,
+)
+from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
 from shardprep.format.names import (
     EXCLUDED_NAME,
     TOKENIZER_DIR,
     digests_path,
     id_ranges,
+    ids_of_ranges,
     manifest_path,
 )
-from shardprep.format.plan import Plan, need_plan, publish_plan, read_plan
-from shardprep.format.tokenizer_files import check_tokenizer_files
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, publish_plan, read_plan
 
 Places = npt.NDArray[np.int64]  # int64[documents, 2]: number of the input, and where in it a document begins
 _MOST_TOLD = 20
@@ -64,12 +71,12 @@ def take_over(
     found = np.zeros(len(names.keys), np.bool_)
     transform = transform_of(plan.options, transform_file)
     named: dict[int, Places] = {}
-    with Progress("looking for documents", plan.num_shards, unit="shards") as progress:
-        for number in range(plan.num_shards):
-            places = _named_places(folder, plan.at(input_dir), number, names, found, transform)
-            if len(places):
-                named[number] = places
-            progress.add(1)
+    progress = Progress("looking for documents", plan.num_shards, unit="shards")
+    for number in range(plan.num_shards):
+        places = _named_places(folder, plan.at(input_dir), number, names, found, transform)
+        if len(places):
+            named[number] = places
+        progress.add(1)
     missing = len(found) - int(found.sum())
     if missing:
         lines = lines_of(ids_file, names, ~found, id_field=plan.options.id_field)
@@ -78,17 +85,17 @@ def take_over(
     if not named:
         raise NotFound(f"{folder} has no document that {ids_file} names; nothing was made", path=ids_file)
     documents = {number: _blanked(folder, plan, number, places) for number, places in named.items()}
-    for number in blanked_shards(plan.options.blanked):
+    for number in ids_of_ranges(plan.options.blanked) if plan.options.blanked else ():
         documents.setdefault(number, read_blanked(folder, plan.plan_id, number))
     blanked = id_ranges(documents)
     planned = dataclasses.replace(plan, options=dataclasses.replace(plan.options, blanked=blanked))
     _begin(folder, new, planned, documents)
     untouched = [number for number in range(plan.num_shards) if number not in named]
-    with Progress("taking over", len(untouched), unit="shards") as progress:
-        for number in untouched:
-            if done_manifest(new, number, plan.plan_id) is None:
-                _take_over_shard(folder, new, number)
-            progress.add(1)
+    progress = Progress("taking over", len(untouched), unit="shards")
+    for number in untouched:
+        if done_manifest(new, number, plan.plan_id) is None:
+            _take_over_shard(folder, new, number)
+        progress.add(1)
     return planned, sorted(named), not missing
 
 

@@ -42,12 +42,6 @@ class Progress:
         self._began = self._spoke = time.monotonic()
         self._every_s = _TERMINAL_EVERY_S if sys.stderr.isatty() else LOG_EVERY_S
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
         """Count more as done; less than none where something must be done again.
 

@@ -21,7 +21,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
     def real_path(text: str) -> Path:
         return Path(os.path.realpath(text))  # Path.resolve raises where links go round
 
-    parser.add_argument("output_dir", type=real_path, help="folder of the data set")
+    parser.add_argument("output_dir", metavar="DATA", type=real_path, help="folder of the data set")
 
 
 def _add_cancel(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         "What a data set holds, how it was made and how to make it again: a page for a browser, without "
         "scripts or network. Reads every manifest, and no shard."
     )
-    parser.add_argument("output_dir", type=Path, help="folder of the data set")
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = "write this file (default: report.html in the current folder; with --json: print)"
     parser.add_argument("--output", type=Path, help=text)
     parser.add_argument("--json", action="store_true", help="JSON for programs, see docs/report_json.md")

@@ -21,6 +21,7 @@ TIMEOUT = "TIMEOUT"
 NODE_FAIL = "NODE_FAIL"
 PREEMPTED = "PREEMPTED"
 CANCELLED = "CANCELLED"
+REQUEUED = "requeued (scontrol requeue)"
 BAD_INPUT = "bad input (65)"
 SETUP = "set-up or usage (2)"
 SETUP_ENDED = "the set-up file ended the task"
@@ -50,13 +51,16 @@ _OF_LOG = (
     ("DUE TO TIME LIMIT", TIMEOUT),
     ("DUE TO NODE FAILURE|srun: error: Node failure", NODE_FAIL),
     ("DUE TO PREEMPTION", PREEMPTED),
+    ("DUE TO JOB REQUEUE", REQUEUED),
     (r"\*\*\* JOB .* CANCELLED AT", CANCELLED),
     (r"\*\*\* STEP .* CANCELLED AT", STEP_STOPPED),
 )
 _AGAIN = "retry sends it again"
 # Cause -> what to do. Only people can help where retry alone would fail the same way.
 _REMEDIES = {
-    **dict.fromkeys((CANCELLED, PREEMPTED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _AGAIN),
+    **dict.fromkeys(
+        (CANCELLED, PREEMPTED, REQUEUED, "DEADLINE", STOPPED, STEP_STOPPED, VANISHED, NO_MANIFEST), _AGAIN
+    ),
     OUT_OF_MEMORY: "retry asks for twice the memory",
     TIMEOUT: "retry asks for twice the time",
     NODE_FAIL: f"{_AGAIN}; to leave out a node: export SBATCH_EXCLUDE=NODE",

@@ -59,8 +59,8 @@ class SlurmMissing(SlurmAway):
 def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
     """Return what ``parse`` makes of the output of a command that only asks.
 
-    Raises what ``slurm_output`` raises, and SlurmAway where the output is cut short or unknown to ``parse``,
-    or where a server gave no answer and the command printed what others said.
+    Raises what ``slurm_output`` raises, and SlurmAway where the output is cut short or one of several servers
+    gave no answer.
     """
     done = _run(command, None)
     if _AWAY.search(done.stderr):
@@ -77,8 +77,8 @@ def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
 def slurm_output(*command: str, text: str | None = None) -> str:
     """Return standard output of a Slurm command; ``text`` is its input.
 
-    Raises SlurmRefused with Slurm's words where it ends with an error, SlurmMissing where it is not
-    installed, SlurmAway where the controller cannot be reached or does not answer within two minutes.
+    Raises SlurmRefused with Slurm's words, SlurmMissing where it is not installed, SlurmAway where the
+    controller does not answer.
     """
     return _run(command, text).stdout
 
@@ -124,9 +124,8 @@ def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProc
 def _environ(command: str) -> dict[str, str]:
     """Return what Slurm's commands, and by sbatch the jobs, get of this process's variables.
 
-    Left out are those that would change what is asked for or how it is printed, and those of the allocation
-    that this process may run in. Lists of indices come whole, and times in UTC, as two who look at a data set
-    may be in two time zones; jobs keep the zone of who submits.
+    Without those that would change what is asked for or how it is printed, and those of an allocation. Times
+    come in UTC, as two who look may be in two time zones; jobs keep the zone of who submits.
     """
     dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
     kept = (name for name in os.environ if name in _KEPT or not name.startswith(dropped))

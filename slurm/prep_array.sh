@@ -141,17 +141,17 @@ sys.path[:] = [place for place in sys.path if place]
 if not find_spec("preprocess"):
     sys.path.append("")
 found = find_spec("preprocess")
-missing = [name for name in ("numpy", "orjson", "tokenizers") if not find_spec(name)]
+missing = [name for name in ("numpy", "orjson", "tokenizers", "tqdm") if not find_spec(name)]
 # To look for preprocess.plan runs preprocess: not if that is a script.
 if not (found and found.submodule_search_locations and find_spec("preprocess.plan")):
     missing.insert(0, "preprocess.plan")
 if missing or sys.version_info < (3, 10):
     import os, platform
-    facts = (os.environ.get("SLURMD_NODENAME") or platform.node(), sys.executable, platform.python_version(),
-        ", ".join(missing) or "-", found.origin or list(found.submodule_search_locations)[0] if found else "nowhere")
+    where = found.origin or list(found.submodule_search_locations)[0] if found else "nowhere"
     sys.stderr.write("shardprep: node %s: python %s (%s) is no Python 3.10 with shardprep: not found: %s; preprocess is "
-        "found at: %s; install shardprep for this python (pip install), or set SHARDPREP_PYTHON, or SHARDPREP_SETUP to "
-        "a file that activates its environment\n" % facts)
+        "found at: %s; install shardprep for this python, or set SHARDPREP_PYTHON, or SHARDPREP_SETUP to a file that "
+        "activates its environment\n" % (os.environ.get("SLURMD_NODENAME") or platform.node(), sys.executable,
+        platform.python_version(), ", ".join(missing) or "-", where))
     sys.exit(2)
 import runpy
 runpy.run_module("preprocess", run_name="__main__", alter_sys=True)'

@@ -1,14 +1,12 @@
-"""What Slurm shows of the jobs that make a data set: its submissions', those of attempts, and plain sbatch's.
+"""What Slurm shows of the jobs that make a data set.
 
 squeue says what waits and runs, and for some minutes (MinJobAge) how a job ended. It is asked for the jobs of
-a user, as slurmctld then sends no others: asked for ids, it sends all that it has. Times are in UTC.
+a user: asked for ids, slurmctld sends all that it has. Times are in UTC.
 
-A job is a submission's if its id, user and time of submission are those of the record in DATA/jobs: a
-controller that lost its state gives old ids to other jobs. A job that Slurm started again has a later time,
-and then the name decides; else a person may have changed the name. ``sbatch slurm/prep_array.sh DATA`` is
-known by what was typed, and, once it runs, by its attempt's record. Nothing may be concluded from the absence
-of jobs that cannot be seen: of another cluster, of another user where the site keeps jobs private, and of all
-while Slurm gives no answer.
+A job is a submission's if id, user and time of submission are those of the record: a controller that lost its
+state gives old ids to other jobs. A job that Slurm started again has a later time, and then the name decides;
+else a person may have renamed it. ``sbatch slurm/prep_array.sh DATA`` is known by what was typed, and, once
+it runs, by its record. Nothing may be concluded from the absence of jobs that cannot be seen.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _WAITING |= {"RESV_DEL_HOLD"}
 _ENDED = frozenset({"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"})
 _ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
 _TIME = "%Y-%m-%dT%H:%M:%S"
-SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
+_SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
 TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
 PLAIN = -1  # index N makes shard N
@@ -43,7 +41,7 @@ _DEFAULT_FOLDER = "/data/processed"  # of that script
 _CLOCKS_DIFFER_S = 600
 
 # Slurm's reason -> what it means, and what only a person can do: let it go on (release), send it anew, as it
-# never runs as it is (cancel), or ask an administrator (ask). The first that fits counts.
+# never runs as it is (cancel), resume it, or ask an administrator (ask). The first that fits counts.
 _LESS = "cancel, and ask for less"
 _REASONS = (
     ("Resources", "the next free nodes are for it", ""),
@@ -52,6 +50,7 @@ _REASONS = (
     ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
     ("launch failed requeued held", "held, as its node could not start it (a prolog failed?)", "release"),
     ("JobHeld|job requeued in held|JobHoldMax|ReservationDel", "held until it is released", "release"),
+    ("suspended", "it was stopped for now", "resume"),
     ("BeginTime", "its start time has not come; one that was started again waits a little", ""),
     ("DependencyNever", "the job that it waits for failed: cancel, and submit anew", "cancel"),
     ("Dependency", "it waits for another job", ""),
@@ -64,7 +63,7 @@ _REASONS = (
     ("Invalid(Account|QOS)|(Account|QOS)NotAllowed", "change --account or SBATCH_QOS", "cancel"),
     (r"(Assoc|QOS)\w*(PerJob|MaxWall)", f"the account or QOS allows no job so large: {_LESS}", "cancel"),
     (r"(Assoc|QOS)Grp\w*RunMin", "the account or QOS has as much running as it allows", ""),
-    (r"(Assoc|QOS)Grp\w*Minutes", "the hours of the account or QOS are used up: change them", "cancel"),
+    (r"(Assoc|QOS)Grp\w*Minutes", "no hours are left: cancel, and change --account or SBATCH_QOS", "cancel"),
     ("Assoc|QOS|MaxMem", "a limit of the account, the QOS or of memory is reached", ""),
 )
 
@@ -101,6 +100,11 @@ class Job:
     @property
     def is_waiting(self) -> bool:
         return self.state in _WAITING
+
+    @property
+    def waits_for(self) -> str:
+        """Return Slurm's reason for which it waits, or "suspended"; "" where it does not."""
+        return self.reason if self.is_waiting else "suspended" if self.state in _SUSPENDED else ""
 
     @property
     def is_live(self) -> bool:
@@ -171,10 +175,7 @@ def _indices(text: str) -> list[int]:
 
 
 def jobs_of_user(user: str) -> list[Job]:
-    """Return what squeue shows of a user's jobs: what waits and runs, and what ended some minutes ago.
-
-    Raises SlurmAway, also for what is refused: a question has no wrong form, so it may be answered later.
-    """
+    """Return what squeue shows of a user's jobs. Raises SlurmAway, also where it refuses to answer."""
     layout = ",".join(f"{name}:|" for name in _FIELDS)
     command = ("squeue", "--noheader", f"--user={user}", "--states=all", "--Format", layout)
     try:
@@ -271,16 +272,13 @@ def find_queue(
 
 
 def _is_same_array(task: Job, began: dict[tuple[str, str], float]) -> bool:
-    """Return whether tasks of its array have begun for this data set, after it was submitted.
-
-    A later submission of the same id is of a controller that lost its state. Clocks may differ by minutes.
-    """
+    """Return whether tasks of its array have begun for this data set, after it was submitted."""
     moment = began.get((task.job_id, task.user), 0) + _CLOCKS_DIFFER_S
     return task.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
 
 
 def _makes_shard_of(task: Job, folder: Path) -> bool:
-    """Return whether it is a task of ``sbatch slurm/prep_array.sh FOLDER``; squeue joins words by blanks."""
+    """Return whether it is of ``sbatch slurm/prep_array.sh FOLDER``; squeue joins words by blanks."""
     script, _, words = task.command.partition(" ")
     if not script or (Path(script).name != _SCRIPT and task.name != JOB_NAME):
         return False
@@ -298,7 +296,7 @@ def _makes_shard_of(task: Job, folder: Path) -> bool:
 
 
 def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:
-    """Return the jobs that are of a submission. One that was started again has a later time."""
+    """Return the jobs that are of a submission."""
     own = {job.job_id: job for job in submission.jobs}
     found = []
     for job in jobs:

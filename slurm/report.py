@@ -134,7 +134,8 @@ def _read_manifests(folder: Path, shard_ids: Sequence[int]) -> list[Manifest]:
             return None
 
     found = []
-    with ThreadPoolExecutor(_NUM_THREADS) as pool, Progress("reading manifests", len(shard_ids)) as progress:
+    progress = Progress("reading manifests", len(shard_ids), unit="shards")
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for manifest in pool.map(read, shard_ids):
             progress.add(1)
             found += [manifest] if manifest else []
@@ -213,6 +214,7 @@ def _work(made: Sequence[ShardMaking]) -> dict[str, Any]:
         "ended": max(each.ended for each in made),
         "cpu_s": round(sum(each.cpu_s for each in made), 1),
         "had_cpu_s": round(sum(each.wall_s * each.num_cpus for each in made), 1),
+        "transform_cpu_s": round(sum(each.transform_cpu_s for each in made), 1),
         "nodes": dict(Counter(each.host for each in made).most_common()),
     }
 

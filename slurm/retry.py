@@ -23,8 +23,8 @@ from shardprep.format.submissions import COMMANDS, JOBS_FOLDER, JobRequest, appe
 from shardprep.own_packages import HOME
 from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.commands import ask_patiently, minutes_of
+from slurm.script import check_folder, find_site
 from slurm.send import Groups, check_recorded, leave_controller, send_groups, with_variables
-from slurm.site import check_folder, find_site
 from slurm.state import DatasetState, Shard, chosen_shards, find_state, reason_to_leave
 from slurm.status import wait_for_jobs
 

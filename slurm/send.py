@@ -27,7 +27,7 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import make_subfolder, publish_bytes
 from shardprep.format.attempts import LOGS_FOLDER, folder_identity
-from shardprep.format.names import MAX_SHARDS, id_ranges
+from shardprep.format.names import id_ranges
 from shardprep.format.submissions import (
     JOBS_FOLDER,
     MEMORY_FIELDS,
@@ -44,20 +44,24 @@ from slurm.commands import (
     SlurmAway,
     SlurmMissing,
     SlurmRefused,
+    ask_patiently,
     megabytes_of,
     minutes_of,
     slurm_answer,
     slurm_output,
 )
-from slurm.script import CONTROL, VERIFY, array_script, controller_script, names_begin, verify_script
-from slurm.site import (
+from slurm.script import (
+    CONTROL,
+    VERIFY,
     Site,
-    TooManyTasks,
+    array_script,
     check_folder,
     check_script,
+    controller_script,
     find_site,
-    refusal,
+    names_begin,
     tasks_of_shards,
+    verify_script,
 )
 from slurm.state import DatasetState, chosen_shards, find_state
 from slurm.status import wait_for_jobs
@@ -65,7 +69,9 @@ from slurm.status import wait_for_jobs
 Groups = list[tuple[JobRequest, list[int]]]
 """Shards that are to be sent, by what their tasks ask for."""
 
-_RELEASE_DELAYS_S = (2, 5, 15)  # a controller that restarts is back in seconds
+# Slurm's words for more jobs than MaxArraySize, a QOS or an account allows, and for a size or time that a QOS
+# forbids: then fewer tasks are refused, too, and its words are shown.
+_TOO_MANY = re.compile(r"accounting/QOS policy|array specification|submit limit|SubmitJob", re.IGNORECASE)
 _VERIFIED_BYTES_PER_S = 5e6  # of the input, on one slow core
 
 
@@ -75,7 +81,11 @@ def submit(args: argparse.Namespace) -> int:
     given = with_variables(flags)
     request = JobRequest(**given)
     if "cpus_per_task" not in given:
-        request = _fitted_to_nodes(request)
+        with contextlib.suppress(SlurmAway):  # a submission ends with this error later
+            most = find_site(request.partition).max_cpus
+            if most and most < (request.num_cpus or 0):
+                say(f"cpus_per_task is {most}: no node of the partition has more")
+                request = request.changed(cpus_per_task=most)
     if args.dry_run:
         for name, value in given.items():
             say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")
@@ -116,18 +126,6 @@ def with_variables(flags: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("setup"):
         given["setup"] = os.path.abspath(os.path.expanduser(given["setup"]))  # noqa: PTH100, PTH111 - text
     return given
-
-
-def _fitted_to_nodes(request: JobRequest) -> JobRequest:
-    """Return the request with the default number of CPUs, or those of the largest node if it has fewer."""
-    try:
-        most = find_site(request.partition).max_cpus
-    except SlurmAway:  # a dry run goes on; a submission ends with this error later
-        return request
-    if most is None or most >= (request.num_cpus or 0):
-        return request
-    say(f"cpus_per_task is {most}: no node of the partition has more")
-    return request.changed(cpus_per_task=most)
 
 
 def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[DatasetState, list[int]]:
@@ -200,10 +198,9 @@ class Sending:
         return [*(script for _, _, script in self.arrays), self.verify, *filter(None, [self.controller])]
 
     def send(self) -> tuple[Submission, str]:
-        """Submit all, held, write the record, and release it; returns the record and the controller's id.
+        """Submit all, held, and write the record; returns it and the controller's id.
 
-        If a step before the record fails, what was submitted is cancelled again. Raises SubmittedMeanwhile,
-        TooManyTasks.
+        If a step before the record fails, what was submitted is cancelled again. Raises SubmittedMeanwhile.
         """
         state, job_ids = self.state, list[str]()
         make_subfolder(state.folder, LOGS_FOLDER)
@@ -237,19 +234,16 @@ class Sending:
                 controller = submit_script(self.controller, f"--dependency=afterany:{':'.join(job_ids)}")
                 job_ids.append(controller)
             publish_submission(state.folder, submission)
-        except BaseException as error:
+        except BaseException:
             if job_ids:
                 with contextlib.suppress(ShardprepError):
                     slurm_output("scancel", *job_ids)
-            if isinstance(error, SlurmRefused):
-                raise refusal(error, max(len(tasks) for _, tasks, _ in self.arrays)) from None
             raise
         # For people: Slurm has copies of its own, and forgets them.
         for job_id, script in zip(job_ids, self.scripts, strict=True):
             path = state.folder / JOBS_FOLDER / f"{submission.number:04d}-{job_id}.sh"
             with contextlib.suppress(ShardprepError):
                 publish_bytes(path, script.encode("utf-8"))
-        release([job.job_id for job in submission.jobs])
         return submission, controller
 
 
@@ -271,7 +265,7 @@ def prepare(args: argparse.Namespace, state: DatasetState, groups: Groups, most_
         tasks = tasks_of_shards(shard_ids, most, per_task)
         script = array_script(folder, name, tasks, asked)
         if site:
-            check_script(asked, script, len(tasks), site)
+            check_script(asked, script, site)
         arrays.append((asked, tasks, script))
     # The controller notifies, when all is over.
     quiet = request.changed(notify=None) if args.until_done else request
@@ -296,8 +290,8 @@ def _verify_min(state: DatasetState, request: JobRequest, site: Site | None) -> 
 
 
 def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
-    """Send shards, in tasks that Slurm takes. Raises SubmittedMeanwhile, SlurmRefused, SlurmAway."""
-    most_tasks = MAX_SHARDS
+    """Send shards, in as many tasks as Slurm takes. Raises SubmittedMeanwhile, SlurmRefused, SlurmAway."""
+    most_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:
             sending = prepare(args, state, groups, most_tasks)
@@ -306,8 +300,11 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
                 return 0
             submission, controller = sending.send()
             break
-        except TooManyTasks as error:
-            most_tasks = error.num_tasks // 2
+        except SlurmRefused as error:
+            if most_tasks == 1 or not _TOO_MANY.search(str(error)):
+                raise
+            most_tasks //= 2
+    release([job.job_id for job in submission.jobs])
     _tell(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
 
@@ -385,23 +382,13 @@ def _tell_controller(state: DatasetState, job_id: str) -> None:
 def release(job_ids: Sequence[str]) -> None:
     """Let recorded jobs begin; a slurmctld that gives no answer is asked again."""
     ids = ",".join(job_ids)
-    for delay_s in (*_RELEASE_DELAYS_S, None):
-        try:
-            slurm_output("scontrol", "release", ids)
-        except (SlurmAway, SlurmRefused) as error:
-            if re.search("already finished|Invalid job id", str(error)):
-                raise SlurmRefused(
-                    f"{error}. Somebody cancelled the jobs before they began; look at the status, then "
-                    "submit again"
-                ) from None
-            if delay_s is None or isinstance(error, SlurmRefused):
-                raise type(error)(
-                    f"{error}. The jobs are recorded and wait, held; when the cause is mended: "
-                    f"scontrol release {ids}"
-                ) from None
-            time.sleep(delay_s)
-        else:
-            return
+    try:
+        ask_patiently(lambda: slurm_output("scontrol", "release", ids))
+    except (SlurmAway, SlurmRefused) as error:
+        way_on = f"The jobs are recorded and wait, held; when the cause is mended: scontrol release {ids}"
+        if re.search("already finished|Invalid job id", str(error)):
+            way_on = "Somebody cancelled the jobs before they began; look at the status, then submit again"
+        raise type(error)(f"{error}. {way_on}") from None
 
 
 def submit_script(script: str, *options: str) -> str:

@@ -2,8 +2,7 @@
 
 Manifests say what is done. Of the other shards the attempts' records say who tried and how it ended, and
 Slurm says what waits and runs. Slurm is believed of an end where the record has none, or where Slurm alone
-can know: memory, the time limit, a node, a preemption. It is not asked where no job has anything to do with
-the data set and none of its commands is installed.
+can know: memory, the time limit, a node, a preemption.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardprep.format.attempts import (
     folder_identity,
     read_attempts,
 )
-from shardprep.format.done import MadeShards, find_made_shards, is_verified
+from shardprep.format.manifest import MadeShards, find_made_shards, is_verified
 from shardprep.format.names import ids_of_ranges
 from shardprep.format.plan import Plan, need_plan
 from shardprep.format.submissions import JobArray, JobRequest, Submission, read_submissions, user_name
@@ -75,7 +74,6 @@ class Attempt:
 
     @property
     def node(self) -> str:
-        """Return where it runs or ran."""
         return self.record.node if self.record else self.job.node if self.job else ""
 
     @property
@@ -122,7 +120,6 @@ class DatasetState:
 
     @property
     def summary(self) -> str:
-        """Return how many shards are done, in words."""
         return f"{len(self.made.done)} of {self.plan.num_shards} shards are done"
 
     @cached_property
@@ -196,7 +193,7 @@ def find_state(
     def look_at_manifests() -> MadeShards:
         return find_made_shards(folder, plan.spec, known=before.made if before else None)
 
-    records = read_attempts(folder, plan.plan_id)
+    records = read_attempts(folder, plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found, queue = None, Queue()
     asks = bool(sent or open_records)
@@ -214,7 +211,7 @@ def find_state(
             queue = Queue(hidden=hidden, away=str(error))
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
     listed = {each.path for each in records.own}
-    now = read_attempts(folder, plan.plan_id)
+    now = read_attempts(folder, plan.plan_id, identity)
     records.own = [each for each in now.own if each.path in listed]
     records.unreadable = [*unreadable, *now.unreadable]
     _add_ends(records.own, queue)

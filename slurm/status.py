@@ -44,7 +44,7 @@ from slurm.causes import (
     remedy_of,
 )
 from slurm.commands import ask_patiently
-from slurm.queue import SUSPENDED, meaning_of
+from slurm.queue import meaning_of
 from slurm.state import DatasetState, Shard, StateName, find_state, reason_to_leave
 
 STATUS_VERSION = 4  # of --json: it grows where a field goes or changes its meaning
@@ -86,15 +86,15 @@ def wait_for_jobs(folder: Path) -> int:
     def look() -> DatasetState:
         return find_state(folder, plan, before=state)
 
-    with Progress(f"{plan.num_shards} shards", sum(sizes)) as progress:
-        while True:
-            state = ask_patiently(look)
-            fresh = set(state.ids("done")) - done
-            done |= fresh
-            progress.add(sum(sizes[shard_id] for shard_id in fresh))
-            if not state.jobs_to_wait_for() or _waits_for_a_person(state):
-                break
-            time.sleep(POLL_S)
+    progress = Progress(f"{plan.num_shards} shards", sum(sizes))
+    while True:
+        state = ask_patiently(look)
+        fresh = set(state.ids("done")) - done
+        done |= fresh
+        progress.add(sum(sizes[shard_id] for shard_id in fresh))
+        if not state.jobs_to_wait_for() or _waits_for_a_person(state):
+            break
+        time.sleep(POLL_S)
     print_lines(*status_lines(status_data(state)))
     return 0 if state.is_verified else ReadWriteError.exit_code
 
@@ -144,11 +144,6 @@ def status_data(state: DatasetState) -> dict[str, Any]:
     by_cause = state.failed_by_cause()
     queue = state.queue
     waits = _waits_for(state)
-    suspended = [
-        shard.shard_id
-        for shard in state.shards
-        if any(each.job and each.job.state in SUSPENDED for each in shard.attempts)
-    ]
     return {
         "format": "shardprep-status",
         "version": STATUS_VERSION,
@@ -175,7 +170,6 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "has_slurm": shutil.which("sbatch") is not None,
         "has_jobs": bool(state.submissions or any(each.job_id for each in state.records.own)),
         "waits_for": waits,
-        "suspended": id_ranges(suspended),
         "unrecorded_jobs": queue.unrecorded,
         "foreign_jobs": queue.foreign,
         "controller_jobs": queue.controllers,
@@ -191,26 +185,16 @@ def status_data(state: DatasetState) -> dict[str, Any]:
 def _failures(failed: Sequence[Shard]) -> list[dict[str, Any]]:
     """Return the last attempt at each failed shard, with the end of its log for the newest few."""
     newest = sorted(failed, key=lambda shard: shard.attempts[-1].ended, reverse=True)[:_MOST_FAILURES]
-    has_tail = {shard.shard_id for shard in newest}
     failures = []
     for shard in failed:
         last, message = shard.attempts[-1], shard.attempts[-1].message(shard.shard_id)
-        lines = [message] if message else []
-        if not message and last.log and shard.shard_id in has_tail:
-            lines = last_lines(log_tail(Path(last.log)))
-        failures.append(
-            {
-                "shard": shard.shard_id,
-                "cause": shard.cause,
-                "num_attempts": sum(attempt.state == "failed" for attempt in shard.attempts),
-                "task": last.task,
-                "node": last.node,
-                "log": last.log,
-                "message": message,
-                "ended": last.ended,
-                "last_lines": lines,
-            }
-        )
+        facts = {name: getattr(last, name) for name in ("task", "node", "log", "ended")}
+        facts |= {"shard": shard.shard_id, "cause": shard.cause, "message": message}
+        facts["num_attempts"] = sum(attempt.state == "failed" for attempt in shard.attempts)
+        facts["last_lines"] = [message] if message else []
+        if not message and last.log and shard in newest:
+            facts["last_lines"] = last_lines(log_tail(Path(last.log)))
+        failures.append(facts)
     return failures
 
 
@@ -267,28 +251,27 @@ def _accepting_args(state: DatasetState) -> str:
 
 
 def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
-    """Return why shards are pending, in Slurm's word and in ours, and what a person must type, if so."""
+    """Return what shards wait for, in Slurm's word and in ours, and what a person must type, if so."""
     shards_of: dict[str, list[int]] = {}
     for shard in state.shards:
-        if shard.state == "pending":
-            job = next(each.job for each in shard.attempts if each.state == "pending" and each.job)
-            shards_of.setdefault(job.reason, []).append(shard.shard_id)
+        if shard.state in ("pending", "running"):
+            job = next((each.job for each in shard.attempts if each.state == shard.state and each.job), None)
+            if job and job.waits_for:
+                shards_of.setdefault(job.waits_for, []).append(shard.shard_id)
     waits = []
     for reason, shard_ids in shards_of.items():
         means, who = meaning_of(reason)
-        jobs = [each for each in state.queue.jobs.values() if each.is_waiting and each.reason == reason]
-        ids = sorted({job.job_id for job in jobs}, key=int)
-        to_type = {
-            "release": f"scontrol release {','.join(ids)}",
-            "cancel": f"shardprep cancel {quoted(state.folder)}",
-        }
-        wait = {
-            "reason": reason,
-            "means": means,
-            "to_type": to_type.get(who, ""),
-            "shards": id_ranges(shard_ids),
-        }
-        waits.append({**wait, "starts": min((job.start_time for job in jobs if job.start_time), default="")})
+        jobs = [job for job in state.queue.jobs.values() if job.waits_for == reason]
+        ids = ",".join(sorted({job.job_id for job in jobs}, key=int))
+        to_type, starts = "", min((job.start_time for job in jobs if job.start_time), default="")
+        if who:
+            starts = ""  # whatever Slurm expects: first a person must do something
+        if who in ("release", "resume"):
+            to_type = f"scontrol {who} {ids}"
+        elif who == "cancel":
+            to_type = f"shardprep cancel {quoted(state.folder)}"
+        facts = {"reason": reason, "means": means, "to_type": to_type, "starts": starts}
+        waits.append({**facts, "shards": id_ranges(shard_ids)})
     return waits
 
 
@@ -395,27 +378,26 @@ def status_lines(data: dict[str, Any]) -> list[str]:
 _NOTES = {  # field -> what it says to people, most pressing first
     "unrecorded_jobs": "jobs that no record names: {}: a submission goes on, or was cut short, or the jobs "
     "folder was emptied",
-    "suspended": "suspended: {}; to go on: scontrol resume JOB",
     "wrong": "found wrong by verify: {}; not done, to be made anew",
     "verify_trouble": "the verify job {}",
     "not_begun": "ended before they began: {} (cancelled, or Slurm could not start them)",
     "foreign_jobs": "jobs of the folder that this one was copied from are left alone: {0} "
     "(to end them: scancel {0})",
     "controller_lost": "job {0} of --until_done is gone and did not say why (killed, its time limit, or the "
-    "folder was moved); its log: jobs/logs/control-{0}.log; to go on: shardprep retry --until_done",
+    "folder was moved); its log: {1}/jobs/logs/control-{0}.log; to go on: shardprep retry {1} --until_done",
     "unexplained": "no record says how these ended; Slurm's accounts may, where there are any: {}",
 }
 
 
 def notes(data: dict[str, Any]) -> list[str]:
     """Return what somebody should look at, a text each."""
-    found = []
+    found, folder = [], shlex.quote(data["folder"])
     for name, text in _NOTES.items():
         if value := data[name]:
             words = value if isinstance(value, str) else " ".join(value)
-            of_shards = name in ("suspended", "wrong", "not_begun")
-            found.append(text.format(shards_text(words) if of_shards else words))
-    mend = f"its owner can type: chmod -R a+rX {shlex.quote(data['folder'])}"
+            of_shards = name in ("wrong", "not_begun")
+            found.append(text.format(shards_text(words) if of_shards else words, folder))
+    mend = f"its owner can type: chmod -R a+rX {folder}"
     hidden = [why.partition("; its owner can type:")[0] for why in data["unreadable"]]
     return [*found, *(f"not known: {why}; {mend}" for why in hidden[:2])]
 

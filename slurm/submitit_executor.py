@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import ReadWriteError, UsageError
-from shardprep.format.done import find_made_shards
-from shardprep.format.manifest import Manifest, read_manifest
+from shardprep.format.manifest import Manifest, find_made_shards, read_manifest
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
 from shardprep.format.plan import need_plan
 from slurm.commands import SlurmAway, read_config
-from slurm.site import tasks_of_shards
+from slurm.script import tasks_of_shards
 
 _STOP_S = 60.0  # for a worker to remove what it has not finished; submitit kills 90 s after its signal
 # ``python -m preprocess``, but with the current folder behind installed packages: it may have a preprocess.py

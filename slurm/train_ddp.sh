@@ -4,10 +4,9 @@
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --time=12:00:00 \
 #       slurm/train_ddp.sh examples/train_llama.py DATA CHECKPOINTS [its flags]
 #
-# The program puts whole checkpoints into CHECKPOINTS, by rename. It is asked to stop by the file
-# SHARDPREP_STOP_FILE: two minutes before the time limit, on `scancel --batch --signal=USR1 JOB`, and on the TERM
-# of a preemption with GraceTime, which its ranks get, too. It saves and exits 75, and the job is requeued, at most
-# SHARDPREP_MAX_REQUEUES (20) times, never without a newer checkpoint, and never after `scancel`.
+# The program puts whole checkpoints into CHECKPOINTS, by rename. It is asked to stop by the file SHARDPREP_STOP_FILE.
+# It saves and exits 75, and the job is requeued, at most SHARDPREP_MAX_REQUEUES (20) times, never without a newer
+# checkpoint, and never after `scancel`.
 #
 #   SHARDPREP_LAUNCHER      srun (default): one task a process, from --ntasks-per-node.
 #                           torchrun: one task a node, SHARDPREP_PROCS processes in it (default: its GPUs, or 1)

@@ -49,8 +49,8 @@ _NUMBERS = {
     "max_window_layers bos_token_id": 1,
     "pad_token_id": 0,
     "eos_token_id": 2,
-    "sliding_window attention_chunk_size window_size": WINDOW,
-    "vocab_size vocab_size_per_layer_input": VOCABULARY,
+    "sliding_window sliding_window_size attention_chunk_size window_size": WINDOW,
+    "vocab_size vocab_size_per_layer_input unpadded_vocab_size": VOCABULARY,
     "use_sliding_window": True,
     "initializer_range": 0.1,
 }
@@ -61,9 +61,13 @@ _OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "zaya": {"num_experts_per_tok": 1},
 }
 # Attention whose heads of keys are as many as those of queries.
-_LATENT = "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa minicpm3 youtu"
+_LATENT = (
+    "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots3_note_text glm4_moe_lite glm_moe_dsa minicpm3 "
+    "sarvam_mla youtu"
+)
 _FIRST_LAYER = {  # before one of full_attention, where the defaults for two layers have no such pair
     "afmoe cohere2 cohere2_moe exaone4 gemma3_text ministral olmo3": "sliding_attention",
     "granitemoehybrid qwen3_next qwen3_5_text qwen3_5_moe_text": "linear_attention",
@@ -93,7 +97,8 @@ def small_model(family: str, attention: str) -> Any:
     torch.manual_seed(0)
     config = kind(**sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    assert model.num_parameters() < 3_000_000, family
+    size = model.num_parameters()
+    assert size < 4_000_000, f"{family} has {size:,} parameters: name its sizes in _NUMBERS or _OWN"
     with torch.no_grad():
         for weights in model.parameters():
             if weights.dim() > 1:

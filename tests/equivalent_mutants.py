@@ -16,7 +16,12 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "for num_digits in range(1, (width + 1)):",
         "the loop ends at the first length that no id has",
     ),
-    ("shardprep/format/done.py", "_MAX_BYTES = 256 << 20", "_MAX_BYTES = (257) << 20", LIMIT),
+    (
+        "shardprep/format/manifest.py",
+        "_MAX_FINDINGS_BYTES = 256 << 20",
+        "_MAX_FINDINGS_BYTES = (257) << 20",
+        LIMIT,
+    ),
     ("loader/reading.py", "_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
     (
         "preprocess/make/members.py",
@@ -85,16 +90,16 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "any number below 0 stands before the first begin, which is 0",
     ),
     (
+        "loader/rounds.py",
+        "if laid_out is None or not laid_out.first <= at < laid_out.end:",
+        "if laid_out is None or not (laid_out.first < at < laid_out.end):",
+        SPEED,
+    ),
+    (
         "loader/decode.py",
         "if num_spaces not in (0, num_commas):",
         "if num_spaces not in ((1), num_commas):",
         SPEED,
     ),
     ("preprocess/make/members.py", "break", "pass", "no id has more digits: what follows looks at none"),
-    (
-        "loader/state.py",
-        "least = max(held.global_batch_size // size, 1) * size",
-        "least = max(held.global_batch_size // size, (2)) * size",
-        MESSAGE,
-    ),
 )

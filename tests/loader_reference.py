@@ -5,6 +5,7 @@ The signature and docstring of ``get_llama3_dataloader`` are the declaration; of
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -66,7 +67,8 @@ def _members() -> Iterator[str]:
     yield "## The loader\n"
     yield "| member | what it is |\n|---|---|"
     for name, member in sorted(vars(loader.TokenLoader).items()):
-        if name.startswith("_") or not (isinstance(member, property) or inspect.isfunction(member)):
+        is_property = isinstance(member, (property, functools.cached_property))
+        if name.startswith("_") or not (is_property or inspect.isfunction(member)):
             continue
         called = ""
         if inspect.isfunction(member):
@@ -81,9 +83,14 @@ def _members() -> Iterator[str]:
 def _names() -> Iterator[str]:
     yield "## Other names of the package\n"
     yield "| name | what it is |\n|---|---|"
+    errors = []
     for name in loader.__all__:
-        if name not in ("get_llama3_dataloader", "TokenLoader"):
-            yield f"| `{name}` | {_in_table(_first_paragraph(getattr(loader, name)))} |"
+        item = getattr(loader, name)
+        if inspect.isclass(item) and issubclass(item, loader.ShardprepError):
+            errors.append(f"`{name}`")
+        elif name not in ("get_llama3_dataloader", "TokenLoader"):
+            yield f"| `{name}` | {_in_table(_first_paragraph(item))} |"
+    yield f"\nErrors, with the [exit codes](commands.md#exit-codes) of commands: {', '.join(errors)}."
 
 
 def _first_paragraph(item: Any) -> str:

@@ -105,7 +105,6 @@ TRUE_REASONS: dict[str, Callable[[Path], bool]] = {
     "note of Iceberg": lambda path: path.is_file() and path.name in _ICEBERG,
     # These three are met in no random folder: see tests/preprocess/test_input_folders.py.
     "compressed form of a file that is taken": lambda _: False,
-    "old version in a Delta table": lambda _: False,
     "other split": lambda _: False,
     "hidden": lambda path: path.name[0] == ".",
     "begins with _": lambda path: _is_underscored(path.name),

@@ -265,7 +265,7 @@ class World:
             path.write_bytes(content)
         return self
 
-    def main(self, *words: object, environ: Mapping[str, str] | None = None, **options: Any) -> Ended:
+    def main(self, *words: object, environ: Any = None, **options: Any) -> Ended:
         """Run ``shardprep WORDS --OPTIONS`` in this process; any exit code is fine."""
         return call_main(*words, *flags_of(options), environ=environ)
 

@@ -27,7 +27,7 @@ from shardprep.files import (
     size_of_file,
 )
 from shardprep.format.attempts import LOGS_FOLDER
-from shardprep.format.done import check_done, read_findings
+from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, PLAN_NAME, QUARANTINE_DIR
 from shardprep.format.plan import Plan, read_plan
 

@@ -41,16 +41,16 @@ def verify_deep(
     settings = replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
     worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: list[tuple[int, ShardprepError]] = []
-    with Progress("making shards again", len(chosen), unit="shards") as progress:
-        for shard_id in chosen:
-            try:
-                # Of no shard's name: whoever finishes a shard removes the temporaries of its name.
-                with PublishedFolder(folder / "verify") as scratch:
-                    made = worker.make_into(scratch.temporary, worker.plan.shard(shard_id))
-                _compare(folder, read_manifest(folder, shard_id), made)
-            except ShardprepError as error:
-                problems.append((shard_id, error))
-            progress.add(1)
+    progress = Progress("making shards again", len(chosen), unit="shards")
+    for shard_id in chosen:
+        try:
+            # Of no shard's name: whoever finishes a shard removes the temporaries of its name.
+            with PublishedFolder(folder / "verify") as scratch:
+                made = worker.make_into(scratch.temporary, worker.plan.shard(shard_id))
+            _compare(folder, read_manifest(folder, shard_id), made)
+        except ShardprepError as error:
+            problems.append((shard_id, error))
+        progress.add(1)
     if not problems:
         print_lines(
             f"the reference engine makes the same of the input of {counted(len(chosen), 'shard')} "

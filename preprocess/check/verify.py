@@ -30,31 +30,34 @@ from shardprep.files import (
     with_retries,
 )
 from shardprep.format.attempts import read_attempts, remove_finished
-from shardprep.format.dataset_spec import BLANK, blank_id
-from shardprep.format.done import (
+from shardprep.format.idx import ids_of, misplaced_samples, read_idx
+from shardprep.format.index import merge_manifests
+from shardprep.format.input_formats import input_kind
+from shardprep.format.manifest import (
     Check,
     Finding,
+    Manifest,
+    ValidationCounts,
+    check_hashes,
+    check_shard,
+    check_sizes,
     is_of_shard,
     publish_findings,
     refuse_found,
     remove_findings,
     standing_findings,
 )
-from shardprep.format.idx import misplaced_samples, read_idx
-from shardprep.format.index import merge_manifests
-from shardprep.format.input_formats import input_kind
-from shardprep.format.manifest import Manifest, ValidationCounts, check_hashes, check_shard, check_sizes
 from shardprep.format.names import (
+    BLANK,
     DIGEST_BYTES,
     INDEX_NAME,
     TAR_END,
+    blank_id,
     id_ranges,
     remake_command,
     tar_path,
 )
-from shardprep.format.plan import Plan, need_plan
-from shardprep.format.shards import ids_of
-from shardprep.format.tokenizer_files import check_tokenizer_files
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 
 Records = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
@@ -82,14 +85,14 @@ def verify(args: argparse.Namespace) -> int:
     standing = standing_findings(folder, plan.plan_id, check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
-    with Progress("verifying", plan.num_shards, unit="shards") as progress:
-        manifests, problems = _check_shards(
-            folder,
-            plan,
-            is_fast=args.fast,
-            standing={} if args.deep is not None else standing,
-            progress=lambda: progress.add(1),
-        )
+    progress = Progress("verifying", plan.num_shards, unit="shards")
+    manifests, problems = _check_shards(
+        folder,
+        plan,
+        is_fast=args.fast,
+        standing={} if args.deep is not None else standing,
+        progress=lambda: progress.add(1),
+    )
     if problems:
         return _tell_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)

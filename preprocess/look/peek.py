@@ -19,24 +19,29 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.make.engines import Ids, load_tokenizer
-from shardprep.console import Progress, counted, output_is_read, print_lines, printable, quoted
+from shardprep.console import Progress, counted, output_is_read, print_lines, quoted
 from shardprep.errors import NotFound, ShardprepError, UsageError
-from shardprep.files import ReadFile, read_beginning
-from shardprep.format.dataset_spec import BLANK, blank_id
-from shardprep.format.document_names import kept_ids
-from shardprep.format.idx import read_idx, samples_holding
+from shardprep.files import read_beginning
+from shardprep.format.documents import kept_ids
+from shardprep.format.idx import ShardSamples, read_idx, samples_holding
 from shardprep.format.input_formats import input_kind, name_of_input, place_text
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import manifest_ids, read_manifest
-from shardprep.format.names import TOKENIZER_DIR, manifest_path, quarantine_path, shard_name
+from shardprep.format.names import (
+    BLANK,
+    TOKENIZER_DIR,
+    TOKENIZER_FILE,
+    blank_id,
+    manifest_path,
+    quarantine_path,
+    shard_name,
+)
 from shardprep.format.plan import Plan, need_plan
-from shardprep.format.shards import ShardSamples
-from shardprep.format.tokenizer_files import TOKENIZER_FILE
 
 _KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")
 _MAX_QUARANTINE_BYTES = 4 << 20  # of one file: some 20,000 documents
-_EXCERPT_BYTES, _EXCERPT_CHARS, _DETAIL_CHARS = 480, 160, 300
+_DETAIL_CHARS = 300
 Sample = tuple[int, int]  # shard, number in it
 
 
@@ -49,13 +54,9 @@ class Decoder:
         self._names = {number: token.content for number, token in added.items() if token.special}
         self._vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def are_blank(self, ids: Ids) -> npt.NDArray[np.bool_]:
-        """Tell which ids are of a blanked document: bool[ids]."""
-        return (ids == BLANK) | (ids == blank_id(self._vocab_size))
-
     def text(self, ids: Ids, mask: npt.NDArray[np.bool_]) -> str:
         """Return the text of some ids, of which ``mask`` have labels."""
-        if len(ids) and self.are_blank(ids).all():
+        if len(ids) and np.isin(ids, [BLANK, blank_id(self._vocab_size)]).all():
             return f"⟦{counted(len(ids), 'blanked token')}⟧"
         cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
         parts = [
@@ -65,13 +66,13 @@ class Decoder:
         return "".join(f"⟪{text}⟫" if has_labels and len(parts) > 1 else text for text, has_labels in parts)
 
     def _text(self, ids: Ids) -> str:
-        groups = itertools.groupby(ids.tolist(), self._names.get)
-        return "".join(
-            self._tokenizer.decode(list(some), skip_special_tokens=False)
-            if name is None
-            else "".join(f"⟦{name}⟧" for _ in some)
-            for name, some in groups
-        )
+        parts = []
+        for name, some in itertools.groupby(ids.tolist(), self._names.get):
+            if name is None:
+                parts.append(self._tokenizer.decode(list(some), skip_special_tokens=False))
+            else:
+                parts += [f"⟦{name}⟧" for _ in some]
+        return "".join(parts)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +81,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "where documents begin in packed rows, and the file and place that each came from."
     )
     add = parser.add_argument
-    add("output_dir", type=Path, help="folder of the data set")
+    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     text = (
         "only these: SHARD:SAMPLE, such as 3:17, SHARD:ROW:DOCUMENT, FILE:BYTE of an input, or id:ID "
         "(default: the first samples)"
@@ -103,11 +104,8 @@ def peek(args: argparse.Namespace) -> int:
     try:
         pattern = re.compile(args.grep or "")
     except re.error as error:
-        raise UsageError(
-            f"--grep {args.grep!r} is no regular expression: {error}",
-            found=f"--grep {args.grep!r}",
-            expected="regular expression",
-        ) from None
+        found = f"--grep {args.grep!r} ({error})"
+        raise UsageError(found=found, expected="a regular expression") from None
     asked: dict[Sample, set[int]] = {}  # of each sample the documents that are asked for; none: all
     for address in args.addresses:
         if args.grep or args.random:
@@ -168,25 +166,21 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     if found := _IN_SHARD.fullmatch(address):
         shard_id, number = int(found[1]), int(found[2])
         if shard_id >= plan.num_shards:
-            raise UsageError.of_value(
-                f"the shard of {address}", shard_id, f"ids of 0 to {plan.num_shards - 1}"
-            )
+            expected = f"ids of 0 to {plan.num_shards - 1}"
+            raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
         if shard_id not in manifest_ids(folder):
             path, again = manifest_path(folder, shard_id), f"shardprep run {quoted(folder)}"
             raise NotFound(f"shard {shard_id:05d} is not made: {path} is missing", path=path, remedy=again)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
-            expected = f"samples 0 to {num_samples - 1}"
-            raise NotFound(
-                f"{address}: {shard_name(shard_id)} has {expected}", found=address, expected=expected
-            )
+            raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
         yield (shard_id, number), int(found[3]) if found[3] else None
         return
     is_id = address.startswith("id:")
     place = _place_of_id(folder, plan, address) if is_id else _place_in_input(plan, address)
     name = plan.inputs[place[0]].path
     shards = [number for number in _made_shards(folder) if place[0] in plan.shard(number).input_numbers]
-    if lines := _left_out_at(folder, plan, shards, name, place[1]):
-        print_lines(*lines)
+    if line := _left_out_line(folder, shards, name, place[1]):
+        print_lines(line)
         return
     samples: list[Sample] = []
     for shard_id in shards:
@@ -199,8 +193,8 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     yield from ((sample, None) for sample in samples)
 
 
-def _left_out_at(folder: Path, plan: Plan, shard_ids: Sequence[int], path: str, offset: int) -> list[str]:
-    """Return what is known of a document that was left out; nothing where none begins there."""
+def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: int) -> str:
+    """Say what is known of a document that was left out; nothing where none begins there."""
     for shard_id in shard_ids:
         with contextlib.suppress(ShardprepError):  # of a file that cannot be read nothing is known
             raw = read_beginning(quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES)
@@ -216,65 +210,42 @@ def _left_out_at(folder: Path, plan: Plan, shard_ids: Sequence[int], path: str, 
                         "reason": str(reason),
                         "detail": str(detail),
                     } if (source, begin) == (path, offset) and 0 <= num_bytes < 2**63:
-                        kind = input_kind(path)
-                        size = "" if kind.unit == "row" else f", {num_bytes} bytes"  # a row's is not known
+                        size = "" if input_kind(path).unit == "row" else f", {num_bytes} bytes"
                         why = f"left out of shard {shard_id:05d} as {reason}{size}: {detail[:_DETAIL_CHARS]}"
-                        text = _excerpt(plan, path, offset, num_bytes) if kind.is_in_bytes else ""
-                        return [f"{path}:{offset} was {why}", *([f"  {text}"] if text else []), ""]
-    return []
-
-
-def _excerpt(plan: Plan, path: str, offset: int, num_bytes: int) -> str:
-    """Return the beginning of a document's text, if its input is there."""
-    try:
-        with ReadFile(plan.input_dir / path) as file:
-            raw = file.read_beginning(offset, min(num_bytes, _EXCERPT_BYTES))
-    except (ShardprepError, OSError):
-        return ""
-    text = printable(raw.decode(plan.options.encoding, "replace").strip())
-    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]}..."
+                        return f"{path}:{offset} was {why}"
+    return ""
 
 
 def _place_in_input(plan: Plan, address: str) -> tuple[int, int]:
     """Return the number of the input, and the place in it, of FILE:BYTE. Raises NotFound, UsageError."""
     name, _, offset = address.rpartition(":")
     if not (name and offset.isdecimal() and len(offset) < 19):
-        raise UsageError(
-            f"{address} is no address, expected {_KINDS}, such as 3:17", found=address, expected=_KINDS
-        )
+        raise UsageError(found=f"{address}, which is no address", expected=f"{_KINDS}, such as 3:17")
     paths = [item.path for item in plan.inputs]
     if name not in paths:
-        raise NotFound(
-            f"{address}: {name} is no input of the plan; the inputs are named as {paths[0]}",
-            found=name,
-            expected=paths[0],
-        )
+        raise NotFound(found=f"{name}, which is no input of the plan", expected=f"a name such as {paths[0]}")
     number, place = paths.index(name), int(offset)
     # Of other inputs a place counts decompressed bytes, or rows, and nobody has counted these.
     if input_kind(name).is_in_bytes and place >= plan.inputs[number].num_bytes:
         expected = f"bytes 0 to {plan.inputs[number].num_bytes - 1}"
-        raise NotFound(f"{address}: {name} has {expected}", path=name, found=place, expected=expected)
+        raise NotFound(path=name, found=place, expected=expected)
     return number, place
 
 
 def _place_of_id(folder: Path, plan: Plan, address: str) -> tuple[int, int]:
     wanted = address.removeprefix("id:")
     if not plan.options.id_field:
-        raise UsageError(
-            f"{folder} keeps no ids of its documents: its plan has no --id_field; name the document by "
-            "SHARD:SAMPLE or FILE:BYTE",
-            path=folder,
-            expected="SHARD:SAMPLE or FILE:BYTE",
-        )
+        found = "no ids of its documents, as its plan has no --id_field"
+        raise UsageError(path=folder, found=found, expected="SHARD:SAMPLE or FILE:BYTE")
     if not wanted:
         raise UsageError("id: names no id, expected one of --id_field, such as id:web/17")
     shard_ids = _made_shards(folder)
-    with Progress("looking for an id", len(shard_ids), unit="shards") as progress:
-        for shard_id in shard_ids:
-            for input_number, offset, kept in kept_ids(folder, shard_id):
-                if kept == wanted and 0 <= input_number < len(plan.inputs):
-                    return input_number, offset
-            progress.add(1)
+    progress = Progress("looking for an id", len(shard_ids), unit="shards")
+    for shard_id in shard_ids:
+        for input_number, offset, kept in kept_ids(folder, shard_id):
+            if kept == wanted and 0 <= input_number < len(plan.inputs):
+                return input_number, offset
+        progress.add(1)
     raise NotFound(f"no document of a finished shard has the id {wanted}")
 
 

@@ -191,14 +191,13 @@ def _trained(text: TrainingText, vocab_size: int) -> Tokenizer:
         except BaseException as error:  # raised again by the caller
             ended.set_exception(error)
 
-    with text.progress:
-        # In a thread: tokenizers answers Ctrl-C only after its last merge.
-        threading.Thread(target=train, daemon=True).start()
-        while not ended.done():
-            with contextlib.suppress(TimeoutError):
-                ended.exception(LOG_EVERY_S)
-            if text.is_read and not ended.done():
-                say("all text is read, its pairs are merged")
+    # In a thread: tokenizers answers Ctrl-C only after its last merge.
+    threading.Thread(target=train, daemon=True).start()
+    while not ended.done():
+        with contextlib.suppress(TimeoutError):
+            ended.exception(LOG_EVERY_S)
+        if text.is_read and not ended.done():
+            say("all text is read, its pairs are merged")
     ended.result()
     if not text.num_texts:
         raise BadInput(

@@ -32,8 +32,8 @@ import orjson
 from preprocess.read.documents import Documents
 from shardprep.errors import BadInput, ReadWriteError, ShardprepError
 from shardprep.files import read_regular
+from shardprep.format.names import MAX_TOKENIZER_BYTES
 from shardprep.format.options import MaskRule
-from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES
 from shardprep.hub import is_library_fault, words_of_fault
 
 Ids = npt.NDArray[np.uint32]

@@ -20,16 +20,17 @@ from preprocess.make.engines import NO_LOSS, Ids, Numbers, TokenBatch
 from preprocess.make.packing import START, RowGroup, Starts, packer_of, rows_per_member
 from preprocess.read.documents import Documents
 from shardprep.errors import BadInput
-from shardprep.format.dataset_spec import BLANK, DatasetSpec
-from shardprep.format.digests import DIGEST, are_for_validation
+from shardprep.format.documents import DIGEST, are_for_validation
 from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
 from shardprep.format.names import (
+    BLANK,
     BLOCK_BYTES,
     DOC_STARTS_FIELD,
     LOSS_MASK_FIELD,
     MAX_MEMBER_BYTES,
     ROW_TOKENS_FIELD,
     TEXT_FIELD,
+    DatasetSpec,
     document_key,
     npy_header,
     rows_key,

@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.make.engines import NO_LOSS, Ids, TokenBatch
-from shardprep.format.dataset_spec import DatasetSpec
-from shardprep.format.digests import DIGEST
-from shardprep.format.names import DIGEST_BYTES, PACKED_MEMBER_BYTES
+from shardprep.format.documents import DIGEST
+from shardprep.format.names import DIGEST_BYTES, PACKED_MEMBER_BYTES, DatasetSpec
 
 # A document: where it begins, in tokens, the input that it came from, and its digest, zeros without one.
 START = np.dtype([("position", "<i8"), ("source", "<u4"), ("source_offset", "<u8"), ("digest", DIGEST)])

@@ -13,7 +13,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import orjson
 from preprocess.make.engines import Numbers
 from preprocess.make.members import Batch, Members, Piece
 from preprocess.read.documents import BadDocument, Documents
-from shardprep.errors import BadInput, CannotWrite
+from shardprep.errors import BadInput
 from shardprep.files import (
     STALE_AFTER_S,
     PublishedFile,
@@ -32,7 +31,6 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import (
     LENGTH_BITS,
@@ -48,6 +46,7 @@ from shardprep.format.names import (
     QUARANTINE_DIR,
     TAR_END,
     VOUCHED_PATHS,
+    DatasetSpec,
     idx_path,
     is_chosen,
     manifest_path,
@@ -240,41 +239,41 @@ class ShardWriter:
         self._shard_id = shard_id
         self._members = members
         self._input_paths = input_paths  # by their position in the plan, for the quarantine file
+        self._side_files = side_files
         self.counting = Counting(shard_id, input_paths)
         self._num_samples = 0
-        begun, self._again = _marks(folder, shard_id)
-        ours = [begun]  # held before it is made: a signal may come in between
-        self._end = weakref.finalize(self, _unlink, ours, os.getpid())
-        self._is_alone = _is_new(begun)
-        if not self._is_alone:
-            ours.clear()
-            _is_new(self._again)
-            remove_temporaries_of([shard_id], folder, older_than_s=STALE_AFTER_S)
-        self._tar = PublishedFile(tar_path(folder, shard_id))
-        self._files = [self._tar]
-        try:
-            self._idx = PublishedFile(idx_path(folder, shard_id))
-            self._files.append(self._idx)
-            self._ids, self._digests = (
-                self._subfolder_file(VOUCHED_PATHS[name](folder, shard_id)) if name in side_files else None
-                for name in ("ids", "digests")
-            )
-        except CannotWrite:
-            self.__exit__(None, None, None)
-            raise
-        self._idx.write(idx_header(spec, shard_id))
         self._crcs = ChunkCrcs(idx_dtype(spec.kind))
         self._validation: list[Piece] = []  # whose records and digests come behind all others
+        self._files = contextlib.ExitStack()
 
     def __enter__(self) -> ShardWriter:
+        folder, shard_id = self._folder, self._shard_id
+        begun, self._again = _marks(folder, shard_id)
+        ours = [begun]  # held before it is made: a signal may come in between
+        with self._files as files:
+            files.callback(weakref.finalize(self, _unlink, ours, os.getpid()))
+            self._is_alone = _is_new(begun)
+            if not self._is_alone:
+                ours.clear()
+                _is_new(self._again)
+                remove_temporaries_of([shard_id], folder, older_than_s=STALE_AFTER_S)
+            self._tar = self._file(tar_path(folder, shard_id))
+            self._idx = self._file(idx_path(folder, shard_id))
+            self._ids, self._digests = (
+                self._file(VOUCHED_PATHS[name](folder, shard_id)) if name in self._side_files else None
+                for name in ("ids", "digests")
+            )
+            self._idx.write(idx_header(self._spec, shard_id))
+            self._files = files.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._files:
-            file.discard()
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def _file(self, path: Path) -> PublishedFile:
+        if path.parent != self._folder:
+            make_subfolder(self._folder, path.parent.name)
+        return self._files.enter_context(PublishedFile(path))
 
     def append(self, batch: Batch) -> None:
         """Add documents, in the order of the input."""
@@ -339,17 +338,11 @@ class ShardWriter:
         """Return the unpublished quarantine file, where documents were left out."""
         if not self.counting.bad:
             return None
-        file = self._subfolder_file(quarantine_path(self._folder, self._shard_id))
+        file = self._file(quarantine_path(self._folder, self._shard_id))
         for bad in self.counting.bad:
             entry = {**dataclasses.asdict(bad), "source": self._input_paths[bad.source]}
             del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
-        return file
-
-    def _subfolder_file(self, path: Path) -> PublishedFile:
-        make_subfolder(self._folder, path.parent.name)
-        file = PublishedFile(path)
-        self._files.append(file)
         return file
 
     def _validation_counts(self) -> ValidationCounts | None:

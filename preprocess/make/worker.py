@@ -44,17 +44,25 @@ from shardprep.errors import (
     Refused,
     UsageError,
 )
-from shardprep.format.blanked import BlankedDocuments, blank_digests, blanked_shards, read_blanked
-from shardprep.format.dataset_spec import BLANK
-from shardprep.format.digests import are_for_validation
-from shardprep.format.document_names import read_excluded
-from shardprep.format.done import done_manifest, read_findings
+from shardprep.format.documents import (
+    BlankedDocuments,
+    are_for_validation,
+    blank_digests,
+    read_blanked,
+    read_excluded,
+)
 from shardprep.format.input_formats import input_kind
-from shardprep.format.manifest import Manifest
-from shardprep.format.names import TOKENIZER_DIR, is_chosen, quarantine_path
+from shardprep.format.manifest import Manifest, done_manifest, read_findings
+from shardprep.format.names import (
+    BLANK,
+    TOKENIZER_DIR,
+    TOKENIZER_FILE,
+    ids_of_ranges,
+    is_chosen,
+    quarantine_path,
+)
 from shardprep.format.options import EngineName
-from shardprep.format.plan import Plan, PlannedShard
-from shardprep.format.tokenizer_files import TOKENIZER_FILE, check_tokenizer_files
+from shardprep.format.plan import Plan, PlannedShard, check_tokenizer_files
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
@@ -100,8 +108,8 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
     worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
     say(worker.means_line())
     # Make.
-    with Progress(f"shard {shard_id:05d}", shard.num_bytes) as progress:
-        manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
+    progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
+    manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
     # Tell: all that was made is in the manifest.
     say(done_line(manifest, folder))
     return 0
@@ -204,7 +212,7 @@ class Worker:
             documents = (part for batch in documents for part in batch.parts(most))
         members = members_of(plan.spec, shard.shard_id, options)
         blanked: BlankedDocuments | None = None
-        if shard.shard_id in blanked_shards(options.blanked):
+        if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)

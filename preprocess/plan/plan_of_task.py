@@ -15,12 +15,10 @@ from preprocess.read.inputs import OpenInput, sample_sha256
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.files import NOT_THERE, read_regular, size_of_file
-from shardprep.format.dataset_spec import fingerprint_of
 from shardprep.format.json_files import load_json
-from shardprep.format.names import PLAN_NAME
+from shardprep.format.names import MAX_TOKENIZER_BYTES, PLAN_NAME, TOKENIZER_FILE, fingerprint_of
 from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
 from shardprep.format.plan import InputFile, Plan, is_one_file_a_shard, read_plan
-from shardprep.format.tokenizer_files import MAX_TOKENIZER_BYTES, TOKENIZER_FILE
 
 # A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
 _LEAST_WAIT_S = 3.0

@@ -27,22 +27,21 @@ from preprocess.read.chat import chat_template_of, chat_versions
 from preprocess.read.inputs import RangeReader
 from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted
-from shardprep.errors import CannotWrite, Refused, UsageError
+from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import STALE_AFTER_S, make_folder, publish_bytes, remove_temporaries
-from shardprep.format.document_names import DocumentNames, read_names
+from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
-from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR
+from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.options import PrepConfig
 from shardprep.format.plan import (
-    InputFile,
     Plan,
     file_cuts,
-    plan_differences,
     plan_id,
     publish_plan,
     read_plan,
+    refuse_another_plan,
+    stamp_tokenizer,
 )
-from shardprep.format.tokenizer_files import TOKENIZER_FILE, stamp_tokenizer
 
 Say = Callable[[str], None]
 
@@ -64,7 +63,11 @@ def make_plan(
     """
     if stripe not in {"auto", "none"}:
         lustre.parse_stripe(stripe)  # an impossible one is told first
-    _refuse_folder_among_inputs(config)
+    made, raw = config.output_dir.resolve(), config.input_dir.resolve()
+    if made == raw or (config.recursive and made.is_relative_to(raw)):
+        found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
+        expected = "a folder outside of the raw text, as plan.json would be an input"
+        raise UsageError(path=config.output_dir, found=found, expected=expected)
     transform = None
     if config.transform is not None:
         transform = Transform(config.transform, config.transform_files)
@@ -86,7 +89,13 @@ def make_plan(
         if transform is not None:
             check_transform(plan, transform, say)
         plan, engine = _with_engine(plan, config, resolved, transform, say)
-        _say_of_tokenizer(plan, resolved, say)
+        if line := document_ends_line(plan, resolved.reference, files):
+            say(line)
+        if not (plan.options.has_rows or plan.options.append_eos):
+            todo = "add --append_eos, or train with seq_len=, which puts EOS behind each document"
+            if resolved.spec.eos_token_id is None:
+                todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
+            say(f"note: documents end without EOS, so a fine-tuned model never learns to stop; {todo}")
         estimate = measure(plan, engine, transform)
         if not dry_run:
             try:
@@ -97,9 +106,8 @@ def make_plan(
             stems = (PLAN_NAME, INDEX_NAME, TOKENIZER_DIR)  # of what dead attempts left
             remove_temporaries(config.output_dir, *stems, older_than_s=STALE_AFTER_S)
         frozen = read_plan(config.output_dir)
-        if dry_run and frozen is not None and frozen.plan_id != plan.plan_id:
-            differences = "; ".join(plan_differences(frozen, plan))
-            raise Refused(f"{config.output_dir} has another plan: {differences}", path=config.output_dir)
+        if frozen is not None:
+            refuse_another_plan(frozen, plan, config.output_dir)
         try:
             # Where nothing was asked, nothing is said off Lustre and of a planned folder.
             is_quiet = stripe == "auto" and (frozen or lustre.why_not_usable(config.output_dir))
@@ -122,15 +130,6 @@ def make_plan(
         return frozen, estimate
 
 
-def _refuse_folder_among_inputs(config: PrepConfig) -> None:
-    """Raise UsageError where the files of the data set would be among its inputs."""
-    made, raw = config.output_dir.resolve(), config.input_dir.resolve()
-    if made == raw or (config.recursive and made.is_relative_to(raw)):
-        found = "--input_dir" if made == raw else f"it lies in --input_dir {raw}, where --recursive looks"
-        expected = "a folder outside of the raw text, as plan.json would be an input"
-        raise UsageError(path=config.output_dir, found=found, expected=expected)
-
-
 def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say: Say) -> Division:
     """Stamp the inputs, and divide them into shards: even ones, or one per file."""
     paths = listing.paths
@@ -138,34 +137,27 @@ def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say:
         if not input_kind(path.name).format.has_fields:
             expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
-    with Progress("looking at the inputs", len(paths), unit="files") as progress:
-        inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
+    progress = Progress("looking at the inputs", len(paths), unit="files")
+    inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
     links = f", {listing.num_links} of them links" if listing.num_links else ""
-    empty = [item.path for item in inputs if not item.num_bytes]
-    hold_nothing = f"; {len(empty)} of them hold nothing, such as {empty[0]}" if empty else ""
+    empty = {item.path for item in inputs if not item.num_bytes}
+    hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
     say(f"{counted(len(paths), 'input file')} in {config.input_dir}{links}{hold_nothing}")
     for line in left_out_lines(listing.left_out):
         say(line)
     if line := split_line([(item.path, item.num_bytes) for item in inputs], config.split):
         say(line)
-    _warn_of_equal_files(inputs, say)
-    num_shards = sharding.count(inputs, inspected)
-    if sharding == Sharding():
-        return Division(inputs=inputs, cuts=file_cuts(inputs))
-    return divide(config.input_dir, inputs, inspected, num_shards, config)
-
-
-def _warn_of_equal_files(inputs: list[InputFile], say: Say) -> None:
     first_paths: dict[tuple[int, str], str] = {}
-    equal: list[tuple[str, str]] = []
-    for item in inputs:
-        first = first_paths.setdefault((item.num_bytes, item.sha256), item.path)
-        if item.num_bytes and first != item.path:
-            equal.append((item.path, first))
+    pairs = [(item.path, first_paths.setdefault((item.num_bytes, item.sha256), item.path)) for item in inputs]
+    equal = [(path, first) for path, first in pairs if path != first and path not in empty]
     if equal:
         found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
         which = f"such as {equal[0][0]} and {equal[0][1]}"
         say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
+    num_shards = sharding.count(inputs, inspected)
+    if sharding == Sharding():
+        return Division(inputs=inputs, cuts=file_cuts(inputs))
+    return divide(config.input_dir, inputs, inspected, num_shards, config)
 
 
 def _plan_of(
@@ -255,15 +247,3 @@ def _with_engine(
                 f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"
             )
     return plan, engine if plan.options.add_special_tokens else engine.bare()
-
-
-def _say_of_tokenizer(plan: Plan, resolved: ResolvedTokenizer, say: Say) -> None:
-    """Say what documents begin and end with, and where no EOS ends them."""
-    spec, options = plan.tokenizer, plan.options
-    if line := document_ends_line(plan, resolved.reference, resolved.folder):
-        say(line)
-    if not (options.has_rows or options.append_eos):
-        todo = "add --append_eos, or train with seq_len=, which puts EOS behind each document"
-        if spec.eos_token_id is None:
-            todo = "name the eos_token in the tokenizer_config.json of a copy of the model's folder"
-        say(f"note: documents end without EOS, so a model fine-tuned on them never learns to stop; {todo}")

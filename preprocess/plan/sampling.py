@@ -42,6 +42,8 @@ def sample_documents(
     allowed = taken = 0
     for place, following in itertools.pairwise([*places, (len(inputs), Start(0))]):
         allowed += each
+        if taken >= allowed:
+            continue
         found = read_documents(
             list(itertools.islice(_ranges(input_dir, inputs, place, following), files_each)),
             options,
@@ -50,10 +52,10 @@ def sample_documents(
         )
         with contextlib.closing(found):
             for documents in found:
-                if taken >= allowed:
-                    break
                 yield documents
                 taken += sum(map(len, documents.texts)) + len(documents.bad) * SHORT_LINE_BYTES
+                if taken >= allowed:
+                    break
 
 
 def _places(

@@ -47,15 +47,16 @@ from shardprep.files import (
     refuse_fifos,
     size_of_file,
 )
-from shardprep.format.dataset_spec import TokenizerSpec, fingerprint_of
-from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR
-from shardprep.format.plan import Plan
-from shardprep.format.tokenizer_files import (
+from shardprep.format.names import (
+    CHAT_TEMPLATES_DIR,
     MAX_TOKENIZER_BYTES,
     TOKENIZER_CONFIG,
+    TOKENIZER_DIR,
     TOKENIZER_FILE,
-    stamp_tokenizer,
+    TokenizerSpec,
+    fingerprint_of,
 )
+from shardprep.format.plan import Plan, stamp_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 from shardprep.signals import start_child
 
@@ -87,7 +88,9 @@ class ResolvedTokenizer:
         raw = _read(self.folder / TOKENIZER_FILE)
         versions = [shardprep.__version__, fast.version, self.reference.version]
         key = hashlib.sha256(f"{versions} {self.allow_special_tokens} ".encode() + raw).hexdigest()
-        place = _cache_folder() / f"{key}.{fast.name}"
+        given = os.environ.get("XDG_CACHE_HOME", "")
+        cache = given if given.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
+        place = Path(cache, "shardprep", "tokenizers", f"{key}.{fast.name}")
         with contextlib.suppress(ShardprepError):
             if size_of_file(place) is not None:
                 return True
@@ -99,12 +102,6 @@ class ResolvedTokenizer:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.touch()
         return True
-
-
-def _cache_folder() -> Path:
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(given) if given.startswith("/") else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
-    return cache / "shardprep" / "tokenizers"
 
 
 def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool) -> ResolvedTokenizer:
@@ -133,9 +130,16 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     else:
         _save_in_own_process(name, folder)
         saved = {each_name: _read(folder / each_name) for each_name in names_in(folder)}
-        if files is not None:
-            _check_special_tokens(files, saved, str(source))
         tokenizer = _loaded(saved, folder)
+        # What transformers cannot read of a configuration, it goes without, unsaid.
+        wanted, kept = (
+            special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (files or saved, saved)
+        )
+        if lost := [role for role in wanted if wanted[role] and not kept[role]]:
+            raise ReadWriteError(
+                f"transformers found no {', '.join(lost)} of {source}/{TOKENIZER_CONFIG}, which names it; a "
+                "read may have failed: run this again"
+            )
     given = files or saved
     if dropout := (_json_object(given, TOKENIZER_FILE).get("model") or {}).get("dropout"):
         raise UsageError(
@@ -237,50 +241,32 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
 
 
 def _is_plain(files: Files, data: dict[str, Any]) -> bool:
-    config, model = _json_object(files, TOKENIZER_CONFIG), _json_object(files, MODEL_CONFIG)
-    named = _json_object(files, SPECIAL_TOKENS_MAP)
-    added = data.get("added_tokens") or []
-    if config.get("tokenizer_class") not in _PLAIN_CLASSES or config.keys() - _PLAIN_KEYS:
-        return False
-    if model.get("model_type") not in _PLAIN_MODELS or model.keys() & {"tokenizer_class", "auto_map"}:
-        return False
-    if ADDED_TOKENS in files or data.get("truncation") or data.get("padding"):
-        return False
-    if named.keys() - {*_NAMED, *_LISTED}:
-        return False
-    if special_tokens_of({**config, **named}) != special_tokens_of(config):
-        return False
-    return _names_nothing_new(config, added) and _names_nothing_new(named, added)
-
-
-def _names_nothing_new(config: dict[str, Any], added: list[dict[str, Any]]) -> bool:
-    """Whether every token of a configuration is an added token of tokenizer.json already."""
-    known = {token["content"] for token in added}
-    tokens = [config[name] for name in _NAMED if config.get(name) is not None]
-    for name in _LISTED:
-        listed = config.get(name) or []
-        if not isinstance(listed, list):
-            return False
-        tokens += listed
-    if not all((token["content"] if isinstance(token, dict) else token) in known for token in tokens):
-        return False
-    flags = {token["id"]: [token.get(flag) for flag in _TOKEN_FLAGS] for token in added}
-    decoder: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
-    return all(
-        flags.get(int(number)) == [token.get(flag) for flag in _TOKEN_FLAGS]
-        for number, token in decoder.items()
+    """Whether no file names a class, a key, a model or a token that may change what tokenizer.json does."""
+    config, model, named = (
+        _json_object(files, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
     )
-
-
-def _check_special_tokens(files: Files, saved: Files, where: str) -> None:
-    """Check that no token of the configuration got lost: what transformers cannot read, it goes without."""
-    named = special_tokens_of(_json_object(files, TOKENIZER_CONFIG))
-    found = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
-    if lost := [name for name in named if named[name] and not found[name]]:
-        raise ReadWriteError(
-            f"transformers found no {', '.join(lost)} of {where}/{TOKENIZER_CONFIG}, which names it; a read "
-            "may have failed: run this again"
+    added = {str(token["id"]): token for token in data.get("added_tokens") or []}
+    known = {token["content"] for token in added.values()}
+    tokens: list[Any] = [each.get(role) for each in (config, named) for role in _NAMED]
+    for each in (config, named):
+        for role in _LISTED:
+            tokens += each.get(role) or []
+    contents = {token["content"] if isinstance(token, dict) else token for token in tokens}
+    decoder: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
+    return (
+        config.get("tokenizer_class") in _PLAIN_CLASSES
+        and config.keys() <= _PLAIN_KEYS
+        and model.get("model_type") in _PLAIN_MODELS
+        and not model.keys() & {"tokenizer_class", "auto_map"}
+        and not (ADDED_TOKENS in files or data.get("truncation") or data.get("padding"))
+        and named.keys() <= {*_NAMED, *_LISTED}
+        and special_tokens_of({**config, **named}) == special_tokens_of(config)
+        and contents <= {*known, None}
+        and all(
+            number in added and all(token.get(flag) == added[number].get(flag) for flag in _TOKEN_FLAGS)
+            for number, token in decoder.items()
         )
+    )
 
 
 def _json_object(files: Files, name: str) -> dict[str, Any]:

@@ -35,10 +35,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from preprocess.read.json_lines import MAX_JSON_DEPTH
 from preprocess.read.text_fields import UnusableText
 from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
-from shardprep.format.json_files import MAX_JSON_DEPTH
 from shardprep.format.options import MaskRule
 from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait

@@ -25,8 +25,7 @@ from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
-from shardprep.format.digests import canonical_conversation, digests_of
-from shardprep.format.document_names import DocumentNames, keys_of_ids
+from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, keys_of_ids
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
@@ -106,7 +105,7 @@ class Documents:
         return before, rest
 
     def digests(self) -> npt.NDArray[np.void]:
-        """DIGEST[n]: what each document is known by, see shardprep/format/digests.py."""
+        """DIGEST[n]: what each document is known by, see shardprep/format/documents.py."""
         if "messages" in self.columns:
             return digests_of(canonical_conversation(each).encode() for each in self.columns["messages"])
         return digests_of(self.texts)

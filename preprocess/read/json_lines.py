@@ -31,8 +31,12 @@ from preprocess.read.text_fields import (
 )
 from shardprep.console import quoted
 from shardprep.errors import BadInput
-from shardprep.format.json_files import MAX_JSON_DEPTH, is_too_deep
 from shardprep.format.options import PlanOptions
+
+# Python's own limit is what is left of its stack, another one in each version; orjson's is 1,024.
+MAX_JSON_DEPTH = 512
+# A string that does not end goes up to the end: from each of its quotes another one would begin else.
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 _HEAD_BYTES = 4 << 10
 _MARK = b"\xef\xbb\xbf"
@@ -249,3 +253,22 @@ def why_not_json(line: bytes) -> UnusableText:
 _TOO_DEEP = UnusableText(
     "bad_json", f"it is nested too deep, more than {MAX_JSON_DEPTH} levels, or has too long a number"
 )
+
+
+def is_too_deep(raw: bytes | bytearray) -> bool:
+    """Return whether JSON has objects and lists within each other more than MAX_JSON_DEPTH deep.
+
+    Costs 0.2 us for a line that has no more brackets than that, else 0.2 us for each bracket and string.
+    """
+    if len(raw) <= 2 * MAX_JSON_DEPTH or raw.count(b"[") + raw.count(b"{") <= MAX_JSON_DEPTH:
+        return False
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(raw):
+        first = raw[found.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                return True
+        elif first in b"]}":
+            depth -= 1
+    return False

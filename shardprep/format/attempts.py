@@ -141,9 +141,9 @@ def folder_identity(folder: Path) -> str:
         raise ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
 
 
-def read_attempts(folder: Path, plan_id: str) -> AttemptRecords:
+def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptRecords:
     """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
-    identity = folder_identity(folder)
+    identity = identity or folder_identity(folder)
     records = AttemptRecords(own=[], unreadable=[])
     try:
         names = names_in(folder / ATTEMPTS_FOLDER)

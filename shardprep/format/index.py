@@ -17,7 +17,6 @@ from msgspec import Meta
 
 from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, quoted
 from shardprep.files import NOT_THERE, size_of_file
-from shardprep.format.dataset_spec import DatasetSpec
 from shardprep.format.idx import idx_num_bytes
 from shardprep.format.json_files import Count, Text, read_file, with_content_hash, wrong_value
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
@@ -26,6 +25,7 @@ from shardprep.format.names import (
     INDEX_NAME,
     MAX_SAMPLES,
     PLAN_NAME,
+    DatasetSpec,
     id_ranges,
     manifest_path,
     remake_command,

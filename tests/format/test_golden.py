@@ -56,6 +56,8 @@ def plan_facts(folder: Path) -> dict[str, Any]:
     facts = json.loads((folder / "plan.json").read_bytes())
     facts["tokenizer"].pop("model_id")
     facts["inputs"] = [[path, size, digest] for path, size, _, digest in facts["inputs"]]
+    # An option of before may stand there still, with the value of who does not use it.
+    facts["options"] = {name: value for name, value in facts["options"].items() if value}
     others = ("input_dir", "tokenizer_files", "fast_engine_is_equal", "tables", "content_sha256")
     return {name: value for name, value in facts.items() if name not in others}
 

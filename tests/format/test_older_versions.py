@@ -22,10 +22,8 @@ def test_every_command_and_the_loader_refuse_a_data_set_of_version_1_with_what_t
     old = Path(shutil.copytree(DATA / "version_1" / "documents_json", world.data_dir))
     shutil.copytree(DATA / "golden" / "tokenizer", old / "tokenizer")
     before = world.contents()
-    endings = [world.try_plan(), world.try_shard(0)]
-    endings += [
-        world.main(name, old) for name in ("verify", "run", "peek", "clean", "status", "submit", "report")
-    ]
+    commands = ("verify", "run", "peek", "clean", "status", "submit", "report")
+    endings = [world.try_plan(), world.try_shard(0), *(world.main(name, old) for name in commands)]
     endings.append(world.main("export", old, to="hf", output_dir=tmp_path / "exported"))
     endings.append(world.main("stage", old, to=tmp_path / "staged"))
     for ended in endings:

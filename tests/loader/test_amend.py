@@ -268,14 +268,11 @@ def test_origins_and_counts_are_those_of_what_an_amended_run_delivered(data: dic
 def test_a_loader_describes_its_sources_and_what_holds(data: dict[str, Path]) -> None:
     with load(data, "web code books", amend=True, weights={"web": 3, "books": 1}) as loader:
         loader.load_state_dict(state_at(data, 70, **MIXED))
-        lines = loader.describe(until_step=170).splitlines()
-        assert [line.split()[0] for line in lines[1:4]] == ["web", "code", "books"]
-        assert f"{loader.source_epochs['web']:.2f} epochs" in lines[1]
-        assert loader.state_dict()["sources"][0][1] in lines[1]
-        assert [line.split()[:3] for line in lines[5:]] == [["from", "step", "0:"], ["from", "step", "128:"]]
-        steps(loader, 100)
-        later = [f"{epochs:.2f} at step 170" for epochs in loader.source_epochs.values()]
-        assert all(text in line for text, line in zip(later, lines[1:4], strict=True))
+        lines = loader.describe().splitlines()
+        assert [line.split()[:2] for line in lines[4:7]] == [["source", f"{name}:"] for name in data]
+        assert f"{loader.source_epochs['web']:.2f} epochs" in lines[4]
+        assert loader.state_dict()["sources"][0][1] in lines[4]
+        assert [line.split()[:3] for line in lines[7:]] == [["from", "step", "0:"], ["from", "step", "128:"]]
 
 
 @pytest.mark.processes

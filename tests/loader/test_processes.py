@@ -591,3 +591,23 @@ def test_where_torch_is_not_installed_what_needs_it_names_the_extra_in_its_last_
         assert "During handling" not in done.stderr
     else:
         assert len(list((tmp_path / "staged").rglob("*.tar"))) == 3
+
+
+UNGUARDED = """
+import multiprocessing, sys
+from loader import get_llama3_dataloader
+multiprocessing.set_start_method("spawn")
+for batch in get_llama3_dataloader(sys.argv[1], 8, model_id=sys.argv[1], num_workers=2):
+    pass
+"""
+
+
+def test_a_loop_that_each_spawned_worker_would_run_again_is_refused_with_the_guard_to_type(
+    numbered: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = run_child([sys.executable, str(script), str(numbered)], code=1, env=environ)
+    assert 'if __name__ == "__main__":' in done.stderr.splitlines()[-1]
+    assert done.stderr.count("Traceback") == 1

@@ -164,6 +164,23 @@ def test_set_epoch_leaves_an_epoch_and_the_loop_still_counts_its_steps(
         assert loader.num_steps_delivered == 6
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("options", WORKERS)
+def test_a_loop_whose_epoch_was_left_is_refused_its_next_batch_and_the_count_stays_right(
+    numbered: Path, whole: list[list[int]], options: dict[str, Any]
+) -> None:
+    with load(numbered, **options) as loader:
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        loader.set_epoch(2)
+        with pytest.raises(UsageError):
+            next(batches)
+        assert loader.num_steps_delivered == 3
+        assert numbers(next(iter(loader))) == whole[2 * STEPS]
+        assert loader.num_steps_delivered == 4
+
+
 def test_a_run_begun_in_a_later_epoch_without_a_state_is_warned_of(
     numbered: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -72,7 +72,7 @@ BREAKS = [
     ),
     Break(
         "documents for validation are those with the least hashes",
-        "shardprep/format/digests.py",
+        "shardprep/format/documents.py",
         "np.asarray(firsts < np.uint64(",
         "np.asarray(firsts >= np.uint64(",
         f"{_STREAM}[validation_side-1]",
@@ -101,8 +101,8 @@ BREAKS = [
     Break(
         "a state counts the step that the loop holds",
         "loader/state.py",
-        "**position._asdict(),",
-        "**position._replace(step=max(position.step - 1, 0))._asdict(),",
+        '"step": position.step - run.first_step(epoch),',
+        '"step": max(position.step - 1 - run.first_step(epoch), 0),',
         f"{_STREAM}[documents-1]",
         "form documents, world size 2, 2 workers, resumed at 23 from world size 1: global batch 23",
     ),

@@ -52,7 +52,7 @@ def check_with_plain_reader(world: World, num_shards: int, **options: Any) -> in
     assert world.texts() == texts
     found = [(each["source"], each["source_offset"], each["reason"]) for each in told]
     if options.get("text_template"):  # of a field that stands twice and one that is missing, either is told
-        found, bad = ([place for *place, _ in each] for each in (found, bad))
+        found, bad = ([(name, place, "") for name, place, _ in each] for each in (found, bad))
     assert found == bad
     for each in told:
         named = re.search(r"\bbyte (\d+) is not", each["detail"])

@@ -60,8 +60,9 @@ def check_random_folder(world: World, seed: int) -> tuple[int, int]:
     options: dict[str, Any] = {"recursive": rng.random() < 0.8, "also": rng.choice(PATTERNS)}
     options["follow_links"] = options["recursive"] and rng.random() < 0.5
     ended = world.try_plan(**{name: value or None for name, value in options.items()})
-    if ended.code == 66:
-        of_none = wrong_of(world.raw_dir, [], {}, **options)
+    if ended.code == 66:  # it took nothing, or by --also a link that leads nowhere
+        links = [path for path in world.raw_dir.rglob("*") if path.is_symlink() and not path.exists()]
+        of_none = "" if links else wrong_of(world.raw_dir, [], {}, **options)
         assert "taken twice, or wrongly" not in (of_none or ""), f"seed {seed}, {options}: {of_none}"
         return 0, 0
     assert ended.code == 0, ended.text
@@ -75,8 +76,8 @@ def check_random_folder(world: World, seed: int) -> tuple[int, int]:
 @pytest.mark.slow
 def test_taken_and_left_out_are_all_names_and_each_reason_is_true(tmp_path: Path) -> None:
     counts = [check_random_folder(World(tmp_path / str(seed)), seed) for seed in range(120)]
-    assert sum(num_taken for num_taken, _ in counts) > 320
-    assert sum(num_left_out for _, num_left_out in counts) > 320
+    assert sum(num_taken for num_taken, _ in counts) > 200
+    assert sum(num_left_out for _, num_left_out in counts) > 200
 
 
 @pytest.fixture
@@ -110,9 +111,8 @@ def test_plan_names_and_counts_what_it_leaves_out_and_plan_json_has_all_of_it(wo
     assert left_out(world) == LEFT_OUT
     assert world.inputs() == ["a.txt"]
     for reason, names in LEFT_OUT.items():
-        (line,) = (line for line in told if reason in line)
-        assert f" {len(names)}," in line
-        assert all(name in line for name in names)
+        shown = (reason, f" {len(names)},", *names)
+        assert any(all(each in line for each in shown) for line in told), reason
     for flag in ("--recursive", "--follow_links", "--also '*.md'", "--also 'README.txt'"):
         assert any(flag in line for line in told), "what takes them"
 
@@ -316,60 +316,11 @@ def test_splits_are_told_with_what_was_taken_and_a_flag_chooses(tmp_path: Path, 
     assert world.try_plan(split="trian", recursive=True).code == 2
 
 
-def delta_table(world: World, folder: str) -> Callable[..., None]:
-    """A Delta table by its log alone; gives what commits: paths to add and to remove."""
-    log = world.raw_dir / folder / "_delta_log"
-
-    def commit(*, add: list[str] | None = None, remove: list[str] | None = None, **facts: Any) -> None:
-        actions = [{"add": {"path": path, **facts}} for path in add or []]
-        actions += [{"remove": {"path": path}} for path in remove or []]
-        number = len(list(log.glob("*.json")))
-        world.raw({f"{folder}/_delta_log/{number:020d}.json": [{"commitInfo": {}}, *actions]})
-        world.raw({f"{folder}/{path.replace('%20', ' ')}": parquet([path]) for path in add or []})
-
-    return commit
-
-
-def test_old_versions_of_a_delta_table_are_left_out_by_name(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"b.jsonl": lines(DOCS)})
-    commit = delta_table(world, "table")
-    commit(add=["part-0.parquet", "day=a%20b/part-1.parquet"])
-    commit(add=["part-2.parquet"], remove=["part-0.parquet"])
-    assert "table/part-0.parquet" in planned(world)
-    assert world.inputs() == ["b.jsonl", "table/day=a b/part-1.parquet", "table/part-2.parquet"]
-    assert left_out(world)["old version in a Delta table"] == ["table/part-0.parquet"]
-
-
-def test_a_delta_table_with_a_checkpoint_is_read_from_it_on(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    commit = delta_table(world, ".")
-    commit(add=["part-0.parquet"])
-    commit(add=["part-1.parquet"], remove=["part-0.parquet"])
-    commit(add=["part-2.parquet"])
-    log = world.raw_dir / "_delta_log"
-    table = pyarrow.table({"add": [{"path": "part-1.parquet", "size": 1}, None], "metaData": [None, "x"]})
-    pyarrow.parquet.write_table(table, log / f"{1:020d}.checkpoint.parquet")
-    for number in (0, 1):
-        (log / f"{number:020d}.json").unlink()
-    planned(world)
-    assert world.inputs() == ["part-1.parquet", "part-2.parquet"]
-
-
-@pytest.mark.parametrize("damage", ["a gap", "no JSON", "a deletion vector", "no log"])
-def test_a_delta_table_that_its_files_do_not_tell_is_refused(tmp_path: Path, damage: str) -> None:
-    world = World(tmp_path)
-    commit = delta_table(world, ".")
-    commit(add=["part-0.parquet"], **({"deletionVector": {"storageType": "u"}} if "vector" in damage else {}))
-    commit(add=["part-1.parquet"])
-    first, second = (world.raw_dir / "_delta_log" / f"{number:020d}.json" for number in (0, 1))
-    if damage in ("a gap", "no log"):
-        first.unlink()
-    if damage == "no log":
-        second.unlink()
-    if damage == "no JSON":
-        first.write_text("{")
+def test_a_delta_table_is_refused_by_name(tmp_path: Path) -> None:
+    """Files of its old versions lie among the current ones."""
+    world = World(tmp_path).raw({"table/part-0.parquet": parquet(DOCS), "table/_delta_log/0.json": "{}"})
     ended = world.try_plan(recursive=True)
-    assert (ended.code, str(world.raw_dir) in ended.err) == (65, True)
+    assert (ended.code, str(world.raw_dir / "table") in ended.err) == (65, True)
 
 
 def test_what_iceberg_keeps_beside_its_data_is_left_out(tmp_path: Path) -> None:
@@ -431,15 +382,8 @@ def by_duckdb(raw: Path) -> None:
     )
 
 
-def by_deltalake(raw: Path) -> None:
-    deltalake = pytest.importorskip("deltalake", reason="deltalake is not installed")
-    deltalake.write_deltalake(str(raw), pyarrow.table({"text": ["old"] * 3}))
-    deltalake.write_deltalake(str(raw), pyarrow.table({"text": DOCS}), mode="overwrite")
-    deltalake.DeltaTable(str(raw)).create_checkpoint()
-
-
 OTHER_WRITERS = [
-    by_datasets, by_datasets_to_parquet, by_the_cache_of_datasets, by_polars, by_duckdb, by_deltalake,
+    by_datasets, by_datasets_to_parquet, by_the_cache_of_datasets, by_polars, by_duckdb,
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,19 @@ def test_each_document_is_what_the_function_returns_of_its_record(tmp_path: Path
     assert (world.data_dir / "transform" / "clean.py").read_text() == FUNCTION
     world.verify(deep=2, transform=tmp_path / "clean.py")
     assert world.manifests()[0]["run"]["transform_cpu_s"] >= 0
+
+
+def test_its_cost_is_told_in_log_manifest_and_report(tmp_path: Path) -> None:
+    slow = "def transform(record):\n    sum(range(30_000))\n    return record['text']\n"
+    world = planned(tmp_path, slow, {"a.txt": "line\n" * 300}, num_shards=1)
+    ended = world.try_shard(0, transform=tmp_path / "clean.py")
+    run = world.manifests()[0]["run"]
+    assert 0.05 < run["transform_cpu_s"] <= run["cpu_s"] + 0.01
+    assert f"{run['transform_cpu_s']:.1f} of them in --transform" in ended.err
+    told = json.loads(world.main("report", world.data_dir, "--json").out)["work"]
+    assert told["transform_cpu_s"] == round(run["transform_cpu_s"], 1)
+    assert world.main("report", world.data_dir, output=tmp_path / "page.html").code == 0
+    assert "of it in --transform" in (tmp_path / "page.html").read_text()
 
 
 def test_rows_of_tables_come_with_all_their_columns(tmp_path: Path) -> None:
@@ -171,7 +185,10 @@ WRONG: dict[str, tuple[str, int]] = {
     "takes two": ("def transform(record, other): return ''", 65),
     "raises StopIteration": ("def transform(record): raise StopIteration", 65),
     "returns a tuple": ("def transform(record): return ('a',)", 65),
-    "returns more than a document may have": ("def transform(record): return 'x' * (65 << 20)", 65),
+    "returns more than a document may have": (
+        "def transform(record): return 'x' * (65 << 20 if '7' in record['text'] else 1)",
+        65,
+    ),
     "leaves out by something that is no text": (
         "from shardprep import LeaveOut\ndef transform(record): raise LeaveOut(3, 4)",
         0,

@@ -164,23 +164,6 @@ def test_the_environment_gives_the_number_of_processes(
     assert main(["run", str(world.data_dir), "--shards", "0"]) == code
 
 
-@pytest.mark.parametrize(
-    ("tasks", "left"),
-    [("0-9:1", "10-11"), ("2-11:1", "0-1"), ("0-11:5", "1-4,6-9,11"), ("0-11:1", ""), ("0-99:1", "")],
-)
-def test_a_task_of_an_array_smaller_than_the_plan_says_what_the_array_leaves_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tasks: str, left: str
-) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line\n" * 90}).plan(num_shards=12)
-    first, last, step = map(int, re.findall(r"\d+", tasks))
-    numbers = {"MIN": first, "MAX": last, "STEP": step, "COUNT": len(range(first, last + 1, step))}
-    for name, number in numbers.items():
-        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", str(number))
-    assert main(["shard", "--shard_id", "0", "--output_dir", str(world.data_dir)]) == 0
-    said = capsys.readouterr().err
-    assert (f" {left};" in said) == bool(left), said
-
-
 LIST_LOADED = f"""
 import sys
 from shardprep.__main__ import main

@@ -14,6 +14,8 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from typing import Any
 import pytest
 
 from shardprep.__main__ import main
+from tests.checkout import ROOT
+from tests.children import run_child
 from tests.conftest import seal
 from tests.forged import content_sha256
 from tests.world import Ended
@@ -118,6 +122,30 @@ def install_fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeS
     for name in [each for each in os.environ if each.startswith(("SLURM", "SBATCH", "SHARDPREP"))]:
         monkeypatch.delenv(name)
     return FakeSlurm(place=place)
+
+
+SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
+
+
+def run_task(
+    fake: FakeSlurm,
+    *args: object,
+    index: int = 0,
+    code: int = 0,
+    srun: str = SRUN,
+    cwd: Path = ROOT,
+    stdout: Any = subprocess.PIPE,
+    environ: Mapping[str, str] = {},
+) -> str:
+    """What task ``index`` of ``sbatch slurm/prep_array.sh ARGS`` says, started by hand with another srun."""
+    (fake.place / "bin" / "srun").write_text(srun)
+    (fake.place / "bin" / "srun").chmod(0o755)
+    own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
+    own |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
+    settings = {**os.environ, **own, "SHARDPREP_PYTHON": sys.executable, **environ}
+    words = [str(each) for each in (ROOT / "slurm" / "prep_array.sh", *args)]
+    done = run_child(words, cwd=cwd, env=settings, code=code, stdout=stdout)
+    return (done.stdout or "") + done.stderr
 
 
 def command(*words: object, code: int = 0, environ: Mapping[str, str] = {}) -> Ended:

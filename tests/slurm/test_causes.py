@@ -93,6 +93,7 @@ ROWS = [
     Row("NODE_FAIL", [ended(1)], queue=("NODE_FAIL", 0, 0)),
     Row("CANCELLED", [], queue=("CANCELLED", 0, 0)),
     Row("CANCELLED", [], f"{CANCELLED_AT} ***"),
+    Row("requeued (scontrol requeue)", [ended(75, signal="TERM")], f"{CANCELLED_AT} DUE TO JOB REQUEUE ***"),
     # a shard that failed of its own, whatever became of the others of its task
     Row("bad input (65)", [BAD, ended(75)], f"{CANCELLED_AT} DUE TO TIME LIMIT ***", ("TIMEOUT", 0, 0)),
     Row("killed by signal 9", [KILLED, ended(74)]),

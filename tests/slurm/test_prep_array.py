@@ -1,6 +1,6 @@
-"""slurm/prep_array.sh on a real Slurm cluster of three nodes, started by tests/slurm_cluster.sh.
+"""slurm/prep_array.sh on a real cluster of three nodes: what reaches a stand-in for the worker.
 
-A stand-in for the package ``preprocess`` shows what reaches the worker; the last test runs the real one.
+test_prep_array_alone.py runs it without Slurm.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkout import ROOT, SLURM_STARTER
+from tests.checkout import ROOT
 from tests.children import run_child
 from tests.slurm.started_cluster import ENDED, started_cluster
 from tests.waiting import wait_until
@@ -44,8 +43,6 @@ print("the worker speaks", flush=True)
 doing = os.environ.get("STAND_IN_DOES", "")
 if doing == "exit with its index":
     sys.exit(index)
-if doing == "die":
-    os.kill(os.getpid(), signal.SIGKILL)
 if doing == "wait":
     temporary.touch()
     deadline = time.monotonic() + 600
@@ -146,19 +143,6 @@ def test_folder_and_flags_reach_the_worker_as_they_were_typed(desk: Desk) -> Non
     assert [path.name for path in desk.folder.iterdir()] == ["logs"]
 
 
-def test_the_workers_exit_codes_reach_slurm_unchanged(desk: Desk) -> None:
-    desk.environ["STAND_IN_DOES"] = "exit with its index"
-    job = desk.sbatch("--array=0,2,65,66,73,74,75,78", "-c1")
-    assert desk.exit_codes(job) == {code: f"{code}:0" for code in (0, 2, 65, 66, 73, 74, 75, 78)}
-
-
-def test_a_worker_that_was_killed_ends_with_75_and_says_so(desk: Desk) -> None:
-    desk.environ["STAND_IN_DOES"] = "die"
-    job = desk.sbatch("--array=4", "-c1")
-    assert desk.exit_codes(job) == {4: "75:0"}
-    assert "shard 4 was killed by signal 9" in desk.log(job, 4)
-
-
 @pytest.mark.parametrize(
     ("options", "stop", "heard"),
     [
@@ -206,105 +190,6 @@ def test_a_task_started_again_by_slurm_keeps_the_log_of_its_first_run(desk: Desk
     assert ["the worker speaks" in path.read_text() for path in logs] == [True, True]
 
 
-@pytest.mark.parametrize("options", [("--ntasks=2",), ("--nodes=2", "--ntasks=2")])
-def test_more_than_one_task_is_refused(desk: Desk, options: tuple[str, ...]) -> None:
-    job = desk.sbatch("--array=0", "-c1", *options)
-    assert desk.exit_codes(job) == {0: "2:0"}
-    assert not (desk.reports / "0.json").exists()
-    message = desk.log(job, 0)
-    assert "each would make the same shard 0" in message
-
-
-@pytest.mark.parametrize("way", ["bash", "sbatch --array=none"])
-def test_outside_a_job_array_it_tells_what_to_type(desk: Desk, way: str) -> None:
-    script = SCRIPT.resolve()
-    if way == "bash":
-        message = run_child([SCRIPT], cwd=desk.folder, env=desk.environ, code=2).stderr
-    else:
-        script = desk.folder / "no_array.sh"
-        script.write_text(SCRIPT.read_text().replace("#SBATCH --array=0-9\n", ""))
-        job = desk.sbatch("-c1", "--output=out", script=script)
-        assert desk.exit_codes(job) == {0: "2:0"}
-        message = (desk.folder / "out").read_text()
-    assert re.search(rf"type: sbatch --array=0-9 {script}( DATA)?$", message, re.MULTILINE)
-
-
-@pytest.mark.parametrize("what", ["nothing", "an old preprocess.py", "the package alone"])
-def test_a_python_without_the_package_or_its_dependencies_is_named_with_what_it_lacks(
-    desk: Desk, what: str
-) -> None:
-    venv = desk.reports / "bare"
-    run_child([sys.executable, "-m", "venv", "--without-pip", venv])
-    desk.environ["SHARDPREP_PYTHON"] = str(venv / "bin" / "python")
-    if what != "the package alone":
-        del desk.environ["PYTHONPATH"]
-    if what == "an old preprocess.py":
-        (desk.folder / "preprocess.py").write_text("print('the old script')")
-    job = desk.sbatch("--array=0", "-c1")
-    assert desk.exit_codes(job) == {0: "2:0"}
-    log = desk.log(job, 0)
-    assert re.search(rf"node \S+: python {venv}/bin/python \(3\.\d+\.\d+\).*SHARDPREP_SETUP", log)
-    assert ("preprocess.plan, numpy" in log) == (what != "the package alone")
-    assert "numpy, orjson, tokenizers" in log
-    assert (f"{desk.folder}/preprocess.py" in log) == (what == "an old preprocess.py")
-    assert "the old script" not in log
-
-
-def test_an_old_preprocess_py_in_the_folder_of_submission_is_left_alone(desk: Desk) -> None:
-    for name in ("preprocess", "loader", "platform", "json"):
-        (desk.folder / f"{name}.py").write_text("print('the old script')")
-    job = desk.sbatch("--array=0", "-c1")
-    assert desk.exit_codes(job) == {0: "0:0"}
-    assert desk.log(job, 0) == "the worker speaks\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("SHARDPREP_PYTHON", "/no/such/python", "no /no/such/python here.*SHARDPREP_PYTHON"),
-        ("SHARDPREP_SETUP", "/no/such/setup", "SHARDPREP_SETUP=/no/such/setup"),
-    ],
-)
-def test_a_wrong_setting_is_named(desk: Desk, name: str, value: str, words: str) -> None:
-    desk.environ[name] = value
-    job = desk.sbatch("--array=0", "-c1")
-    assert desk.exit_codes(job) == {0: "2:0"}
-    assert re.search(rf"shardprep: node \S+: {words}", desk.log(job, 0))
-
-
-def test_setup_srun_arguments_and_container_are_used(desk: Desk) -> None:
-    # a setup file as they are: unset variables, a failing line, its own look at the arguments
-    setup = (
-        f'echo "$# arguments $NOT_SET"\nfalse\nexport PATH="{Path(sys.executable).parent}:$PATH" MARK=setup\n'
-    )
-    (desk.folder / "setup.sh").write_text(setup)
-    del desk.environ["SHARDPREP_PYTHON"]
-    desk.environ.update(
-        SHARDPREP_SETUP="setup.sh",
-        SHARDPREP_SRUN_ARGS="--label --job-name=other",
-        SHARDPREP_EXEC="env MARK=container",
-    )
-    job = desk.sbatch("--array=0", "-c1", args=("O",))
-    assert desk.exit_codes(job) == {0: "0:0"}
-    assert desk.log(job, 0) == "0 arguments \n0: the worker speaks\n"
-    assert desk.report(0)["env"]["MARK"] == "container"
-
-
-def test_an_output_that_the_user_chose_stays_there(desk: Desk) -> None:
-    job = desk.sbatch("--array=0", "-c1", "--output=mine-%a.txt")
-    assert desk.exit_codes(job) == {0: "0:0"}
-    assert [path.name for path in desk.folder.iterdir()] == ["mine-0.txt"]
-
-
-def test_where_logs_cannot_be_made_the_log_stays_and_the_work_is_done(desk: Desk) -> None:
-    (desk.folder / "logs").write_text("a file in the way")
-    job = desk.sbatch("--array=0", "-c1")
-    assert desk.exit_codes(job) == {0: "0:0"}
-    log = (desk.folder / f"shardprep-{job}_0.log").read_text()
-    assert "the log stays in" in log
-    assert "the worker speaks" in log
-
-
 def test_the_step_starts_without_the_users_environment_too(desk: Desk) -> None:
     settings = f"SHARDPREP_PYTHON={sys.executable} STAND_IN_DIR={desk.reports}"
     (desk.folder / "setup.sh").write_text(f"export {settings} PYTHONPATH={desk.reports.parent / 'site'}\n")
@@ -314,15 +199,3 @@ def test_the_step_starts_without_the_users_environment_too(desk: Desk) -> None:
     (desk.folder / "job.sh").write_text(text)
     job = desk.sbatch("--array=0", "-c1", "--export=NONE", script=desk.folder / "job.sh")
     assert desk.exit_codes(job) == {0: "0:0"}, desk.log(job, 0)
-
-
-def test_the_script_names_no_partition_and_never_requeues() -> None:
-    code = [line for line in SCRIPT.read_text().splitlines() if not re.match(r"#(?!SBATCH)", line)]
-    text = "\n".join(code).replace("before-restart", "")
-    assert not re.search("--partition|#SBATCH.*partition|requeue|scontrol (?!show)", text)
-
-
-def test_both_scripts_are_clean_to_shellcheck() -> None:
-    if shutil.which("shellcheck") is None:
-        pytest.skip("NO SHELLCHECK here: the scripts are not linted")
-    run_child(["shellcheck", SCRIPT, SLURM_STARTER])

@@ -11,7 +11,6 @@ import os
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.checkout import ROOT
 from tests.children import run_child
 from tests.forged import content_sha256
 from tests.slurm.fake_slurm import (
@@ -29,6 +27,7 @@ from tests.slurm.fake_slurm import (
     command,
     ended,
     process_began,
+    run_task,
     slurm,
     squeue_line,
     status,
@@ -43,28 +42,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.processes
 
-SRUN = '#!/bin/bash\nwhile [[ $1 = --* ]]; do shift; done\nexec "$@"\n'
-
-
-def task(
-    fake: FakeSlurm,
-    data: Path,
-    index: int,
-    *args: str,
-    code: int = 0,
-    srun: str = SRUN,
-    stdout: Any = subprocess.PIPE,
-    **environ: str,
-) -> None:
-    """Task ``index`` of ``sbatch --array slurm/prep_array.sh DATA``, started by hand."""
-    (fake.place / "bin" / "srun").write_text(srun)
-    (fake.place / "bin" / "srun").chmod(0o755)
-    own = {"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": str(index)}
-    own |= {"SLURMD_NODENAME": "n1", "SLURM_JOB_USER": "root", "SLURM_CPUS_PER_TASK": "1"}
-    settings = {**os.environ, **own, "SHARDPREP_PYTHON": sys.executable, **environ}
-    words = [str(ROOT / "slurm" / "prep_array.sh"), str(data), *args]
-    run_child(words, cwd=ROOT, env=settings, code=code, stdout=stdout)
-
 
 def records(data: Path) -> list[str]:
     folder = data / "jobs" / "attempts"
@@ -75,7 +52,7 @@ def records(data: Path) -> list[str]:
 
 
 def test_an_attempt_that_makes_its_shard_leaves_no_record(fake: FakeSlurm, data_dir: Path) -> None:
-    task(fake, data_dir, 2)
+    run_task(fake, data_dir, index=2)
     assert status(data_dir)["done"] == "2"
     assert records(data_dir) == []
 
@@ -83,7 +60,7 @@ def test_an_attempt_that_makes_its_shard_leaves_no_record(fake: FakeSlurm, data_
 def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
-    task(fake, data_dir, 0, srun="#!/bin/sh\necho 'srun: error: Node failure on n1' >&2\n")
+    run_task(fake, data_dir, index=0, srun="#!/bin/sh\necho 'srun: error: Node failure on n1' >&2\n")
     assert records(data_dir) == ["7_0.r0"]
     assert status(data_dir)["causes"] == {"finished without a manifest": "0"}
 
@@ -94,7 +71,7 @@ def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
     setup, log = tmp_path / "setup.sh", tmp_path / "a log.txt"
     setup.write_text("exit 3\n")
     with log.open("wb") as file:
-        task(fake, data_dir, 2, code=3, SHARDPREP_SETUP=str(setup), stdout=file)
+        run_task(fake, data_dir, index=2, code=3, environ={"SHARDPREP_SETUP": str(setup)}, stdout=file)
     (failure,) = status(data_dir)["failures"]
     assert (failure["shard"], failure["node"], failure["log"]) == (2, "n1", str(log))
     assert failure["cause"] == "the set-up file ended the task"
@@ -109,7 +86,7 @@ def test_retry_asks_for_what_a_plain_task_had_and_says_the_workers_words(
     if is_told:
         environ["SLURM_JOB_END_TIME"] = str(round(time.time()) + 45 * 60)
     fake.answers_by("squeue", '[[ "$*" != *%l* ]] || echo 45:00')
-    task(fake, data_dir, 1, "--input_dir", "/no/such/folder", code=66, **environ)
+    run_task(fake, data_dir, "--input_dir", "/no/such/folder", index=1, code=66, environ=environ)
     (failure,) = status(data_dir)["failures"]
     assert (failure["shard"], failure["cause"]) == (1, "no such input or shard (66)")
     assert "/no/such/folder" in failure["message"]
@@ -124,7 +101,7 @@ def test_a_record_can_be_read_whatever_the_folder_is_called(
     fake: FakeSlurm, data_dir: Path, tmp_path: Path, name: str
 ) -> None:
     folder = data_dir.rename(tmp_path / name)
-    task(fake, folder, 1, "--input_dir", "/no/such/folder", code=66)
+    run_task(fake, folder, "--input_dir", "/no/such/folder", index=1, code=66)
     assert status(folder)["causes"] == {"no such input or shard (66)": "1"}
 
 
@@ -138,7 +115,7 @@ def test_a_task_keeps_no_record_through_a_link(
     (other / "file").touch()
     (data_dir / link).parent.mkdir(parents=True, exist_ok=True)
     (data_dir / link).symlink_to(other / "file" if link.endswith("r0") else other)
-    task(fake, data_dir, 2, "--max_bad_fraction", "-1", code=2)
+    run_task(fake, data_dir, "--max_bad_fraction", "-1", index=2, code=2)
     assert sorted(path.name for path in other.rglob("*")) == ["attempts", "file"]
     assert not (other / "file").read_bytes()
 
@@ -147,7 +124,7 @@ def test_where_no_record_can_be_written_the_shard_is_made_all_the_same(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     (data_dir / "jobs").write_text("a file in the way")
-    task(fake, data_dir, 0)
+    run_task(fake, data_dir, index=0)
     assert (data_dir / "shard-00000.tar").exists()
 
 

@@ -165,62 +165,36 @@ def test_every_field_of_json_is_documented_and_every_documented_field_is_there(w
 
 
 TEMPLATE = "{% for m in messages %}<|start_header_id|>{{ m.role }}: {{ m.content }}<|eot_id|>{% endfor %}"
-CHOICES: dict[str, list[Any]] = {  # of documents; None leaves a flag out
-    "num_shards": [None, 1, 3],
-    "shard_bytes": [None, "4k"],
-    "keep_text": [None, False],
-    "append_eos": [None, True],
-    "token_format": [None, "npy"],
-    "digests": [None, True],
-    "limit": [None, 20],
-    "hash_inputs": [None, True],
-    "also": [None, "*.md"],
-    "allow_special_tokens": [None, True],
-    "max_bad_fraction": [None, 0.5],
-    "validation_fraction": [None, 0.1],
-}
-
-
-def random_options(number: int) -> dict[str, Any]:
-    """Options of the plan of this number, as they are given to ``plan``."""
-    chooser = random.Random(number)
-    given = {name: chooser.choice(values) for name, values in CHOICES.items()}
-    record = ("documents", "packed", "chat")[number % 3]
-    if record != "documents":
-        given |= {"record": record, "seq_len": 64, "token_format": None}
-        given["pack"] = chooser.choice([None, "best_fit"])
-    if record == "chat":
-        given |= {"append_eos": None, "keep_text": None}
-    if given["num_shards"]:
-        given["shard_bytes"] = None
-    if given["limit"]:
-        given["hash_inputs"] = None
-    return given
+CHAT = {"record": "chat", "seq_len": 64}
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"num_shards": 3, "keep_text": False, "append_eos": True, "token_format": "npy", "hash_inputs": True},
+    {"shard_bytes": "4k", "also": "*.md", "allow_special_tokens": True, "max_bad_fraction": 0.5},
+    {"limit": 20, "digests": True, "validation_fraction": 0.1},
+    {"record": "packed", "seq_len": 64, "pack": "best_fit", "num_shards": 1},
+    {**CHAT, "validation_fraction": 0.1},  # with the tokenizer's template
+    {**CHAT, "chat_template_file": "own.jinja", "num_shards": 3},
+]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", range(9))
+@pytest.mark.parametrize("options", OPTIONS)
 def test_the_commands_that_are_told_make_the_same_plan_again_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Paths were given relative to another folder; a chat's template is the tokenizer's or of a file."""
-    options = random_options(number)
     turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
-    is_chat = options.get("record") == "chat"
-    place = tmp_path / "my work"
+    is_chat, has_own = options.get("record") == "chat", "chat_template_file" in options
+    place, elsewhere = tmp_path / "my work", tmp_path / "elsewhere"
     text: Any = [{"messages": turns}] * 40 if is_chat else hostile_text(60)
-    tokenizer = save_tokenizer(place / "tokenizer", TEMPLATE if number % 2 else None)
-    world = World(place, tokenizer=tokenizer)
+    world = World(place, tokenizer=save_tokenizer(place / "tokenizer", None if has_own else TEMPLATE))
     world.raw({f"{name}.{'jsonl' if is_chat else 'txt'}": text for name in ("a", "b")})
     world.raw({"more.md": "" if is_chat else "a line\n"})
-    if is_chat and not number % 2:
-        (place / "own.jinja").write_text(TEMPLATE)
-        options["chat_template_file"] = "own.jinja"
+    (place / "own.jinja").write_text(TEMPLATE)
     monkeypatch.chdir(place)
-    folders = {"input_dir": "raw", "output_dir": "data", "model_id": "tokenizer"}
-    planned = world.main("plan", **folders, **{name: it for name, it in options.items() if it is not None})
+    folders: dict[str, Any] = {"input_dir": "raw", "output_dir": "data", "model_id": "tokenizer"}
+    planned = world.main("plan", **folders, **options)
     assert planned.code == 0, planned.text
-    elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     commands = report(world.data_dir)["again"]["commands"]
     monkeypatch.chdir(elsewhere)

@@ -70,7 +70,7 @@ SHOWN: dict[str, tuple[str, dict[str, str]]] = {
         + squeue_line("2", "PENDING", "BeginTime", submit=LATER, restarts="1")
         + squeue_line("3", "REQUEUE_HOLD", "job requeued in held state", submit=LATER, restarts="1")
         + squeue_line("4", "RUNNING"),
-        {"running": "0,4", "pending": "1-3", "suspended": "0"},
+        {"running": "0,4", "pending": "1-3"},
     ),
 }
 
@@ -361,6 +361,15 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(
 
 class ItWaitsError(BaseException):
     """Raised in the place of a sleep."""
+
+
+def test_shards_of_suspended_jobs_are_told_with_the_line_that_resumes_them(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir)
+    fake.answers("squeue", squeue_line("0-2", "SUSPENDED") + squeue_line("3-4", "RUNNING"))
+    (waits,) = status(data_dir)["waits_for"]
+    assert (waits["shards"], waits["to_type"]) == ("0-2", "scontrol resume 1")
 
 
 def fail_at_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:

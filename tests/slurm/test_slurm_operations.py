@@ -42,16 +42,13 @@ class Site:
     environ: dict[str, str]
     folder: Path  # the cluster's own
 
-    def slurm(self, *args: object, code: int = 0, path_first: Path | None = None) -> str:
+    def slurm(self, *args: object, code: int = 0) -> str:
         """``python -m slurm``; returns what it said on both streams."""
-        environ = dict(self.environ)
-        if path_first:
-            environ["PATH"] = f"{path_first}:{environ['PATH']}"
         command = [sys.executable, "-m", "slurm", *map(str, args)]
-        return run_child(command, env=environ, stderr=subprocess.STDOUT, code=code).stdout
+        return run_child(command, env=self.environ, stderr=subprocess.STDOUT, code=code).stdout
 
-    def status(self, data: Path, **settings: Any) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.slurm("status", data, "--json", **settings).splitlines()[-1])
+    def status(self, data: Path) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.slurm("status", data, "--json").splitlines()[-1])
         return status
 
     def run(self, *command: str) -> str:
@@ -113,14 +110,6 @@ def seven(prep: Prep, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return Faults(data=data, place=place)
 
 
-def _forgetful(folder: Path) -> Path:
-    """A folder for PATH in which squeue knows no job any more."""
-    folder.mkdir()
-    (folder / "squeue").write_text("#!/bin/sh\n")
-    (folder / "squeue").chmod(0o755)
-    return folder
-
-
 def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
 ) -> None:
@@ -144,62 +133,66 @@ def test_forty_shards_fit_seven_array_tasks_and_end_verified(
     assert "rror" not in said, "a reader that goes is none"
 
 
-def test_every_failure_is_named_and_one_retry_mends_all_but_the_bad_input(
+def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anything(
     prep: Prep, site: Site, seven: Faults, tmp_path: Path
 ) -> None:
-    """OOM, time limit, scancel, a node killed under a Python that lives on, bad input, kill -9."""
-    data = seven.data
-    for fault, shard_id in {"memory": 0, "first": 0, "sleep": 1, "survive": 3, "kill": 5}.items():
+    """OOM, time limit, scancel, a node killed under a Python that lives on, kill -9, a set-up that exits."""
+    data, place = seven.data, seven.place
+    faults = (
+        ("memory", 0),
+        ("first", 0),
+        ("sleep", 1),
+        ("sleep", 2),
+        ("survive", 3),
+        ("kill", 5),
+        ("setup", 6),
+    )
+    for fault, shard_id in faults:
         seven.arm(fault, shard_id)
-    seven.arm("sleep", 2)
+    setup = tmp_path / "set up.sh"
+    setup.write_text(f"[[ -z ${{shards:-}} ]] || ! rm '{place}'/setup-$shards 2>/dev/null || exit 3\n")
     request = ("--cpus_per_task", 4, "--mem_gb", 0.2, "--time_min", 1, "--sbatch_args", "--no-requeue")
-    site.slurm("submit", data, *request)
+    accepting = ("--worker_args", "--max_bad_fraction 0.6", "--setup", setup)
+    site.slurm("submit", data, *request, *accepting, "--until_done")
     job = site.submission(data, 0)["arrays"][0]["job_id"]
-    wait_until(lambda: not (seven.place / "sleep-2").exists())
+    wait_until(lambda: not (place / "sleep-2").exists())
     site.run("scancel", f"{job}_2")
-    wait_until((seven.place / "surviving").exists)
+    wait_until((place / "surviving").exists)
     (node,) = site.run("squeue", "-h", f"--jobs={job}_3", "--format=%N").split()
     kill_node(site.environ, node)
-    wait_until(lambda: not site.run("squeue", "-h"))
+    wait_until((data / "jobs" / "0001.json").exists)
+    (place / "release").touch()  # two writers of shard 3
+    wait_until(lambda: site.status(data)["history"][-1]["event"] in ("finished", "stopped"))
 
+    state = site.status(data)
+    assert state["verified"], site.slurm("status", data)
+    causes = state["history"][1]["causes"]
     expected = {
         "OUT_OF_MEMORY": "0",
         "TIMEOUT": "1",
         "CANCELLED": "2",
         "NODE_FAIL": "3",
-        "bad input (65)": "4",
         "killed by signal 9": "5",
+        "the set-up file ended the task": "6",
     }
     if not HAS_CGROUPS:
         expected["killed by signal 9"] = "0,5"
         del expected["OUT_OF_MEMORY"]
-    state = site.status(data)
-    assert state["causes"] == expected, site.slurm("status", data) + site.run("sacct", "-D", f"--jobs={job}")
-    assert state["done"] == "6"
-    failures = {each["shard"]: each for each in state["failures"]}
-    assert failures[4]["message"]
-    assert (failures[3]["task"], failures[3]["node"]) == (f"{job}_3", node)
-    forgotten = site.status(data, path_first=_forgetful(tmp_path / "forgetful"))
-    assert forgotten["causes"] == expected, "records have it all, once Slurm has forgotten the jobs"
-
-    (seven.place / "release").touch()  # two writers of shard 3
-    site.slurm("retry", data, "--wait", code=74)
+    # of scancel the worker's own end may be seen first
+    assert {
+        cause.replace("stopped by a signal (75)", "CANCELLED"): ids for cause, ids in causes.items()
+    } == expected
     arrays = site.submission(data, 1)["arrays"]
     asked = {array["tasks"][0]: (array["mem_mb"], array["time_min"]) for array in arrays}
-    assert "4" not in asked, "the same input fails in the same way"
     assert asked["1"] == (205, 2), "twice the time"
     if HAS_CGROUPS:
         assert asked["0"] == (410, 1), "twice the memory"
-    assert site.status(data)["done"] == "0-3,5-6"
+    assert list((data / "jobs" / "attempts").iterdir()) == [], "no record of what is done"
+    assert (data / "report.html").exists()
     undisturbed = tmp_path / "undisturbed"
-    prep.plan(data.parent / "raw", undisturbed)
-    prep.make(undisturbed, 0, 1, 2, 3, 5, 6)
-    theirs = {name: value for name, value in prep.contents(data).items() if "00004" not in name}
-    assert theirs == prep.contents(undisturbed)
-
-    set_right(site.environ)
-    site.slurm("retry", data, "--worker_args", "--max_bad_fraction 0.6", "--wait")
-    assert site.status(data)["verified"]
+    prep.plan(data.parent / "raw", undisturbed, max_bad_fraction=0.6)
+    prep.make(undisturbed)
+    assert prep.contents(data) == prep.contents(undisturbed)
 
 
 def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(

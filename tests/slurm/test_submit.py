@@ -58,6 +58,7 @@ def options(script: str) -> dict[str, str]:
         ({"SBATCH_MEM_PER_NODE": "2G"}, "--mem_per_cpu_gb 2", {"mem-per-cpu": "2048M", "mem": None}),
         ({"SBATCH_ACCOUNT": "a", "SBATCH_QOS": "q"}, "--account mine", {"account": "mine", "qos": "q"}),
         ({"SBATCH_PARTITION": "p"}, "--mem_gb 1.5", {"partition": "p", "mem": "1536M"}),
+        ({"SBATCH_EXCLUDE": "n[1-2]"}, "", {"exclude": "n[1-2]"}),
         ({}, "--cpus_per_task 9", {"cpus-per-task": "9"}),
         ({}, "", {"cpus-per-task": "4"}),  # of 8, as no node has more
     ],

@@ -191,35 +191,8 @@ def test_where_a_node_was_lost_the_run_before_is_asked_to_stop(tmp_path: Path) -
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1.pt"], log
 
 
-# A Python that starts two ranks twice, in the place of torchrun, whose own code is always 1.
-RESTARTING = """#!/bin/bash
-[[ $* = *torch.distributed.run* ]] || exec {python} "$@"
-until [[ $1 = --no_python ]]; do shift; done
-shift
-export TORCHELASTIC_RUN_ID=x
-for start in 0 1; do
-  for rank in 0 1; do
-    RANK=$rank TORCHELASTIC_RESTART_COUNT=$start setsid "$@" & pids[rank]=$!
-  done
-  wait "${{pids[1]}}"
-  until [[ -e {place}/began-0-$start ]]; do sleep 0.05; done
-  kill -TERM -- -"${{pids[0]}}"
-  wait "${{pids[0]}}"
-done
-exit 1
-"""
 TORCHRUN = {"SHARDPREP_LAUNCHER": "torchrun", "SHARDPREP_PROCS": "2", "SLURM_JOB_NUM_NODES": "1"}
 TORCHRUN |= {"PET_MAX_RESTARTS": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
-def test_the_jobs_code_is_that_of_the_rank_that_failed_first_in_torchruns_last_start(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text(RESTARTING.format(python=sys.executable, place=tmp_path))
-    python.chmod(0o755)
-    process = start(tmp_path, "twice", **TORCHRUN, SHARDPREP_PYTHON=str(python))
-    assert "the first to fail was rank 1" in end_of(process, code=7)
-    assert len(list(tmp_path.glob("began-*"))) == 4, "two ranks, started twice"
-    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_ranks_that_stop_when_asked_are_no_failure_that_torchrun_starts_again(tmp_path: Path) -> None:

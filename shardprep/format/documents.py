@@ -1,27 +1,69 @@
-"""Documents that a user names in a file, for ``plan --exclude`` and ``blank --ids``.
+"""Documents, one by one: their digests, names that a user gives for some, and which of them are blanked.
 
-A line is an id of ``--id_field``, or ``sha256:`` and the sha256 of a text, as digests/ has it. Kept of a line
-are 16 bytes, so a list of a million names takes 16 MB in each process that looks for them.
+A digest depends on no shard, record form or tokenizer: it is a hash of the text as it is encoded, or of a
+conversation's messages. Equal documents have equal digests, and so are on one side of a validation split.
+DATA/digests has them.
+
+A user names documents in a file, for ``plan --exclude`` and ``blank --ids``: a line is an id of --id_field,
+or ``sha256:`` and the sha256 of a text. Kept of a line are 16 bytes, so a list of a million names takes 16 MB
+in each process that looks for them.
+
+A blanked document keeps its place: where its ids stood stand as many BLANKs, and its text, its id and its
+digest are gone. So whoever makes the shard again makes the same one. The plan's option ``blanked`` names the
+shards that have a file DATA/blanked/shard-N.json.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from shardprep.errors import BadInput, BrokenShard, NotFound, UsageError
-from shardprep.files import NOT_THERE, read_lines, read_regular
-from shardprep.format.digests import DIGEST
-from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, ids_path, remake_command
+from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
+from shardprep.files import NOT_THERE, Digest, make_subfolder, publish_bytes, read_lines, read_regular
+from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
+from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, blanked_path, ids_path, remake_command
 
+DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 _TEXT = "sha256:"
 _MOST_NAMES = 10_000_000
+_FORMAT = "shardprep-blanked"
+_MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
+# The digest of a blanked document; a document stays on its side of a split.
+_BLANK_DIGESTS = np.frombuffer(b"\xff" * DIGEST_BYTES + bytes(DIGEST_BYTES), DIGEST)
+
+
+def digests_of(texts: Iterable[bytes]) -> npt.NDArray[np.void]:
+    """The first 16 bytes of the sha256 of each text of UTF-8: DIGEST[texts]. 1 us and 1 ns per byte each."""
+    found = [hashlib.sha256(text).digest()[:DIGEST_BYTES] for text in texts]
+    return np.frombuffer(b"".join(found), DIGEST)
+
+
+def canonical_conversation(messages: str) -> str:
+    """What the digest of a conversation is of: its messages in JSON, keys sorted, without their nulls.
+
+    Tables have a null for each key that another message has.
+    """
+    found = [
+        {key: value for key, value in message.items() if value is not None}
+        if isinstance(message, dict)
+        else message
+        for message in json.loads(messages)
+    ]
+    return json.dumps(found, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+def are_for_validation(digests: npt.NDArray[np.void], fraction: float) -> npt.NDArray[np.bool_]:
+    """Which documents a fraction chooses, bool[n]: the first 8 bytes are below ``fraction`` * 2**64."""
+    firsts = np.ascontiguousarray(digests).view(">u8")[::2]
+    return np.asarray(firsts < np.uint64(math.ceil(fraction * 2**64)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +192,58 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
                 f"{path} has the line {line[:60]!r}; run: {remedy}", path=path, found=line[:60], remedy=remedy
             )
         yield input_number, offset, kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlankedDocuments:
+    """The blanked documents of one shard: document i begins at ``offsets[i]`` of input ``inputs[i]``."""
+
+    plan_id: Digest
+    shard_id: int
+    made_from: Digest  # sha256 of the shard's tar with these documents in it
+    inputs: list[Count]  # numbers of input files in the plan
+    offsets: list[Count]  # see docs/format.md, "Places"
+
+    def are_at(self, input_number: int, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Tell which documents of an input, by where they begin, are blanked: bool[n]."""
+        ours = np.array(self.offsets, np.int64)[np.array(self.inputs, np.int64) == input_number]
+        return np.isin(offsets, ours)
+
+
+def blank_digests(is_for_validation: npt.NDArray[np.bool_]) -> npt.NDArray[np.void]:
+    """Return what stands for the digests of blanked documents: DIGEST[n]."""
+    return _BLANK_DIGESTS[is_for_validation.astype(np.intp)]
+
+
+def publish_blanked(folder: Path, documents: BlankedDocuments) -> None:
+    """Write the file of a shard. Raises CannotWrite, ReadWriteError."""
+    path = blanked_path(folder, documents.shard_id)
+    make_subfolder(folder, path.parent.name)
+    publish_bytes(path, json.dumps(with_content_hash(_FORMAT, asdict(documents))).encode() + b"\n")
+
+
+def read_blanked(folder: Path, plan_id: str, shard_id: int) -> BlankedDocuments:
+    """Read the file of a shard that the plan's option names.
+
+    Raises BrokenShard where it is missing or damaged, OtherPlan, UnknownVersion, ReadWriteError.
+    """
+    path = blanked_path(folder, shard_id)
+    advice = "bring the file back as it was: without it the shard would hold what was blanked"
+    try:
+        found = read_file(path, _FORMAT, BlankedDocuments, max_bytes=_MAX_BLANKED_BYTES)
+    except NOT_THERE:
+        raise BrokenShard(f"{path} is missing; {advice}", path=path, found="missing") from None
+    except BrokenShard as error:
+        error.advise(advice)
+        raise
+    if (found.plan_id, found.shard_id) != (plan_id, shard_id):
+        raise OtherPlan(
+            f"{path} is of shard {found.shard_id} of plan {found.plan_id[:12]}, expected shard {shard_id} of "
+            f"{plan_id[:12]}; {advice}",
+            path=path,
+            found=found.plan_id[:12],
+            expected=plan_id[:12],
+        )
+    if len(found.inputs) != len(found.offsets):
+        raise wrong_value(path, "offsets", found.offsets, f"{len(found.inputs)}, as there are inputs")
+    return found

@@ -264,14 +264,15 @@ class JoinedRows(Samples):
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = (offset + rows * self.seq_len) % self.offsets
-        for number in reader.opening_order(np.unique(self._shard_at(begins))).tolist():
-            self._ends(reader, number)
+        opening = reader.opening_order(np.unique(self._shard_at(begins))).tolist()
+        place = {number: place for place, number in enumerate(opening)}
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
         end_ids: list[Int64s] = []
         num_decoded = 0
         # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
-        for first, end in pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]):
+        stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
+        for first, end in sorted(stretches, key=lambda part: place[int(self._shard_at(begins[part[0]]))]):
             token, num_left = int(begins[first]), (end - first) * self.seq_len
             at[first:end] = num_decoded + np.arange(end - first) * self.seq_len
             is_first = True

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -17,7 +20,7 @@ from loader import NotFound, UsageError, get_llama3_dataloader
 from shardprep.removed import ARGUMENTS
 from tests import loader_reference
 from tests.oracle.forms import SEQ_LEN, DataSets
-from tests.world import open_loader, refuses
+from tests.world import ids_of, open_loader, refuses
 
 
 def rows_of(values: dict[str, tuple[Any, ...]], expected: str) -> list[tuple[dict[str, Any], str, str]]:
@@ -36,7 +39,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     *rows_of({"pad_to_multiple_of": (True,), "num_workers": (True, "2", -1), "rank": (1.0,)}, "at least 0"),
     *rows_of({"group_by_length": (-4, 2.5)}, "at least 0"),
     *rows_of({"seed": ("a", 1.0)}, "a whole number"),
-    *rows_of({"model_id": (4,), "collate_fn": (5,)}, "a "),
+    *rows_of({"model_id": (4, b"x"), "collate_fn": (5,), "cache_dir": (b"x",)}, "a "),
     ({"input_shards": [3]}, "input_shards=3", "the path of a folder"),
     ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor=0", "at least 1"),
     ({"seq_len": 0, "targets": "shifted"}, "seq_len=0", "at least 1"),
@@ -53,6 +56,26 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"split": "test"}, "split='test'", "'train' or 'validation'"),
     ({"targets": "next"}, "targets='next'", "'same' or 'shifted'"),
 ]
+
+
+def test_numbers_of_numpy_and_paths_of_bytes_are_taken_like_pythons_own(numbered: Path) -> None:
+    def batches(*args: Any, **options: Any) -> tuple[list[Any], str]:
+        with get_llama3_dataloader(*args, num_workers=0, **options) as made:
+            return [ids_of(batch) for batch in made], json.dumps(made.state_dict())
+
+    five, two, eight = np.int64(5), np.int64(2), np.int64(8)
+    tars = [str(numbered / f"shard-0000{number}.tar") for number in range(3)]
+    named = [os.fsencode(tars[0]), Path(tars[1]), tars[2]]
+    assert batches(
+        named, two, numbered, seed=five, max_length=two, pad_to_multiple_of=eight, shuffle=np.bool_(True),
+        global_batch_size=[(np.int64(0), two), (five, eight)],
+    ) == batches(
+        tars, 2, numbered, seed=5, max_length=2, pad_to_multiple_of=8, global_batch_size=[(0, 2), (5, 8)]
+    )  # fmt: skip
+    sources = {"a": tars[0], "b": tars[1:]}
+    assert batches(
+        sources, two, numbered, seq_len=eight, weights={"a": two, "b": np.float32(0.5)}
+    ) == batches(sources, 2, numbered, seq_len=8, weights={"a": 2, "b": 0.5})  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "found", "expected"), WRONG, ids=[str(options) for options, *_ in WRONG])

@@ -87,6 +87,7 @@ class Program:
             args = self.parse(words, name=name)
             code = _function(self.commands[args.command].run)(args)
             sys.stdout.flush()
+            return int(code)  # a signal may come here, too
         except (ShardprepError, Stopped) as error:
             if str(error):
                 say(f"error: {error}")
@@ -100,7 +101,6 @@ class Program:
             what = f"out of memory ({error or 'no more is given'}); nothing that is done was lost"
             say(f"error: {_unforeseen(error) if isinstance(error, OSError) else what}")
             return ReadWriteError.exit_code
-        return int(code)
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
         """Parse the words; ``command`` is a key of ``commands``.

@@ -196,3 +196,17 @@ def test_a_missing_library_is_answered_with_the_extra_that_brings_it(tmp_path: P
     extra = re.search(r"pip install 'shardprep\[(\w+)\]'", ended.err)
     assert extra, ended.err
     assert re.search(rf"^{extra[1]} = .*pyarrow", extras, re.MULTILINE)
+
+
+@pytest.mark.processes
+def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text(World(tmp_path).main("completion", "bash").out)
+    for words, expected in {
+        "shardprep pe": "peek",
+        "shardprep run --sh": "--shards",
+        "shardprep lustre s": "show",
+        "shardprep plan --record pa": "packed",
+    }.items():
+        ask = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={words.count(' ')}; _shtab_shardprep"
+        assert run_child(["bash", "-c", f"{ask}; echo ${{COMPREPLY[@]}}"]).stdout.split() == [expected]

@@ -561,14 +561,15 @@ def check_tokenizer_files(output_dir: Path, planned: dict[str, FileStamp]) -> No
     folder = output_dir / TOKENIZER_DIR
     stamps = stamp_tokenizer(folder)
     for name in sorted(planned.keys() | stamps.keys()):
+        if stamps.get(name) == planned.get(name):
+            continue
         found, expected = (
             "no such file" if stamp is None else f"{stamp.num_bytes} bytes of sha256 {stamp.sha256[:12]}"
             for stamp in (stamps.get(name), planned.get(name))
         )
-        if stamps.get(name) != planned.get(name):
-            raise (OtherTokenizer if name in stamps else NotFound)(
-                path=folder / name,
-                found=found,
-                expected=f"{expected}, as planned; bring it back as it was, or run the plan command again with "
-                "the same --model_id, inputs and options, and the versions of its libraries that planned",
-            )
+        again = (
+            "bring it back as it was, or run the plan command again with the same --model_id, inputs and "
+            "options, and the versions of its libraries that planned"
+        )
+        kind = OtherTokenizer if name in stamps else NotFound
+        raise kind(path=folder / name, found=found, expected=f"{expected}, as planned; {again}")

@@ -154,7 +154,7 @@ def cannot_share(error: BaseException) -> ReadWriteError:
     )
     return ReadWriteError(
         f"workers and the training process cannot share batches: {reason}. /dev/shm has {free / 1e6:,.1f} of "
-        f"{total / 1e6:,.1f} MB free; process {os.getpid()} has {num_files} of {most_files} files open (ulimit -n)"
-        f"{size}. Raise what is full (--shm-size of a container, ulimit), pass a smaller num_workers or "
-        "prefetch_factor, or num_workers=0, which needs none of these"
+        f"{total / 1e6:,.1f} MB free; process {os.getpid()} has {num_files} of {most_files} files open "
+        f"(ulimit -n){size}. Raise what is full (--shm-size of a container, ulimit), pass a smaller "
+        "num_workers or prefetch_factor, or num_workers=0, which needs none of these"
     )

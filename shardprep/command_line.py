@@ -137,7 +137,11 @@ class Program:
 
     def help_of(self, word: str, *, name: str) -> str:
         """Return the help of one command, as ``name WORD --help`` prints it."""
-        return self._parser([word], name)[1][word].format_help()
+        return self.parser_of(word, name=name).format_help()
+
+    def parser_of(self, word: str, *, name: str) -> argparse.ArgumentParser:
+        """Return the parser of one command, with all its flags."""
+        return self._parser([word], name)[1][word]
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
         """Return the words with underscores in names of flags, and dashed values joined to their flags."""

@@ -341,3 +341,12 @@ def test_run_says_for_each_shard_its_speed_where_it_is_asked(tmp_path: Path) -> 
     made_lines = [line for line in lines if re.match(r"shard \d{5}", line) and "tokens/s" in line]
     assert sorted(line[6:11] for line in made_lines) == [f"{number:05d}" for number in range(5)]
     assert all(unit in lines[-1] for unit in ("documents", "tokens in", "tokens/s"))
+
+
+@pytest.mark.processes
+def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(tmp_path: Path) -> None:
+    ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"})
+    assert ended.code == 0
+    assert all(line.startswith("export ") for line in ended.out.splitlines())
+    shown = run_child(["sh", "-c", f"{ended.out}env"]).stdout.splitlines()
+    assert {"TOKENIZERS_PARALLELISM=false", f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}"} <= set(shown)

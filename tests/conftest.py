@@ -195,15 +195,6 @@ def prep(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Prep:
 
 
 @pytest.fixture(scope="session")
-def made_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample text as documents in 3 shards, all made. Never written to."""
-    return (
-        prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), {"documents": {}}, num_shards=3)
-        / "documents"
-    )
-
-
-@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built and installed beside the libraries of this environment, without a network."""
     folder = tmp_path_factory.mktemp("wheel")

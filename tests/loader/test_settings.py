@@ -292,18 +292,22 @@ def test_rank_0_tells_settings_and_steps_of_an_epoch_in_one_record(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"seq_len": SEQ_LEN, "boundaries": "transformers"}, f"{SEQ_LEN} tokens; boundaries transformers"),
-        ({"shuffle": False}, "not shuffled"),
-        ({"group_by_length": True}, "groups of 4"),
-        ({"padding": "max_length", "max_length": 32}, "32 tokens"),
-        ({"batch_size": 2, "num_workers": 3}, "2 workers"),
+        ({"global_batch_size": 16, "world_size": 2, "rank": 0, "seed": 7}, ["seed 7", " 24 steps", " 16"]),
+        ({"seq_len": SEQ_LEN, "boundaries": "transformers"}, [f" {SEQ_LEN} tokens", "transformers"]),
+        ({"max_length": 32}, [" 32 tokens"]),
+        ({"batch_size": 2, "num_workers": 3}, ["2 workers"]),
     ],
 )
-def test_a_block_tells_rows_order_widths_and_workers(
-    caplog: pytest.LogCaptureFixture, sets: DataSets, options: dict[str, Any], words: str
+def test_rank_0_describes_the_loader_in_one_record(
+    caplog: pytest.LogCaptureFixture, sets: DataSets, options: dict[str, Any], words: list[str]
 ) -> None:
-    assert any(words in text for text in said(caplog, sets["documents"], **options) if "\n" in text)
-    assert not any(words in text for text in said(caplog, sets["documents"]))
+    (block,) = [text for text in said(caplog, sets["documents"], **options) if "\n" in text]
+    with open_loader(sets["documents"], **options) as loader, open_loader(sets["documents"]) as plain:
+        assert block == loader.describe()
+        assert repr(loader) in block
+        assert [word for word in words if word not in block or word in plain.describe()] == []
+    other_rank = {**options, "world_size": 2, "rank": 1}
+    assert not [text for text in said(caplog, sets["documents"], **other_rank) if "\n" in text]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd
+from numbers import Integral, Real
 from operator import index
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
@@ -40,10 +41,10 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
         steps = [step for step, _ in value]
     except (TypeError, ValueError):
         raise UsageError.of_value(name, value, "pairs of a step and what holds from it on") from None
-    are_steps = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    are_steps = all(isinstance(step, Integral) and not isinstance(step, bool) for step in steps)
     if not are_steps or steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
         raise UsageError(found=f"{name} {steps}", expected="whole numbers that ascend from 0")
-    return value
+    return [(int(step), held) for step, held in value]
 
 
 def choose_sizes(
@@ -177,14 +178,14 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
     """Return the share of samples of each source, whose weight counts in the ``means`` of its samples."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
-    are_numbers = all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
+    are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
         names = ", ".join(means)
         raise UsageError(
             found=f"weights={weights!r}", expected=f"a dict of non-negative numbers for {names}, not all zero"
         )
     # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
-    exact = [Fraction(str(value)) if isinstance(value, float) else Fraction(value) for value in values]
+    exact = [Fraction(int(each) if isinstance(each, Integral) else str(float(each))) for each in values]
     of_samples = [value / Fraction(mean) for value, mean in zip(exact, means.values(), strict=True)]
     shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
     for name, share in shares.items():
@@ -194,7 +195,7 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
 
 
 def _mean_tokens(samples: Samples) -> float:
-    """Return the tokens of a sample, by the manifests; else of at most a million samples, evenly chosen."""
+    """Return the tokens of a sample, by the manifests or by a million samples, evenly chosen."""
     shards = samples.shards
     if samples.row_tokens:
         return float(samples.row_tokens)

@@ -67,7 +67,7 @@ def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = Non
     now = None if who.is_passed else _found(os.environ if environ is None else environ)
     if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
         raise UsageError(
-            found=f"a loader made as rank {who.rank} of {who.world_size} (from {who.source}), in the process of "
+            found=f"a loader of rank {who.rank} of {who.world_size} (from {who.source}), in the process of "
             f"rank {now.rank} of {now.world_size} (from {now.source})",
             expected="a loader that each rank makes, after init_process_group, or rank= and world_size=",
         )

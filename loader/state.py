@@ -105,8 +105,10 @@ def go_on(
     """
     saved = _read(state, plan)
     _check_fingerprint(saved, state["fingerprint"], plan)
-    if amend and not (saved.epoch or saved.step or saved.num_micro):
-        return plan, Position(), saved.num_left, 0  # no sample was delivered: the plan begins
+    # Where no sample was delivered, another plan begins, also in ticks of another size.
+    is_new = not (saved.epoch or saved.step or saved.num_micro)
+    if amend and is_new and saved.tick_samples != plan.tick_samples:
+        return plan, Position(), saved.num_left, 0
     run = _run_of(saved, plan, layout)
     _check_data(run, plan)
     position = _position_of(saved, run, layout)
@@ -133,6 +135,8 @@ def go_on(
                 found=f"amend=True for a state inside of a step, after {position.num_micro} batches",
                 expected="a state that was saved after the optimizer's step",
             )
+        if is_new:
+            return own, position, saved.num_left, 0
         run, border = run.amended(position, plan)
     return _with_samples(run, own, step), position, saved.num_left, border
 

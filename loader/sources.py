@@ -178,7 +178,7 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
     """Return the share of samples of each source, whose weight counts in the ``means`` of its samples."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
-    are_numbers = all(isinstance(value, Real) and 0 <= value < float("inf") for value in values)
+    are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
         names = ", ".join(means)
         raise UsageError(
@@ -195,7 +195,7 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
 
 
 def _mean_tokens(samples: Samples) -> float:
-    """Return the tokens of a sample, by the manifests; else of at most a million samples, evenly chosen."""
+    """Return the tokens of a sample, by the manifests or by a million samples, evenly chosen."""
     shards = samples.shards
     if samples.row_tokens:
         return float(samples.row_tokens)

@@ -530,7 +530,7 @@ class Campaign:
                 child.end_group()
 
     def _started(self, number: int, mutant: Mutant) -> Child:
-        """Start the tests that run the changed lines: first what caught its neighbours, then the quick ones."""
+        """Start the tests that run the changed lines, those first that caught its neighbours or are quick."""
         tests, caught = self._seen.tests_of(mutant, last_line(mutant)), self._kills[mutant.path]
         tests.sort(key=lambda test: (-caught[test], self._seen.seconds[test]))
 

@@ -52,9 +52,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"group_by_length": 50}, "50", "2"),
     ({"seq_len": 8, "group_by_length": True}, "seq_len=8", ""),
     ({"split": "validation", "global_batch_size": [(0, 4), (3, 8)]}, "global_batch_size=[", "one size"),
-    ({"split": "train"}, 'split="train"', "--validation_fraction"),
-    ({"split": "test"}, "split='test'", "'train' or 'validation'"),
-    ({"targets": "next"}, "targets='next'", "'same' or 'shifted'"),
 ]
 
 
@@ -108,11 +105,7 @@ def test_arguments_that_do_not_go_together_are_refused_and_go_alone(
     open_loader(numbered, 2, model_id=numbered, **options).close()
 
 
-@pytest.mark.parametrize("options", [{"seq_len": SEQ_LEN + 1}, {"max_length": 8}, {"group_by_length": True}])
-def test_packed_rows_are_of_their_own_length_alone(sets: DataSets, options: dict[str, Any]) -> None:
-    (name,) = options
-    with refuses(UsageError, found=name, expected=f"packed rows of {SEQ_LEN} tokens", remedy="--seq_len"):
-        open_loader(sets["concat"], **options)
+def test_packed_rows_take_their_own_seq_len(sets: DataSets) -> None:
     with open_loader(sets["concat"], seq_len=SEQ_LEN) as one, open_loader(sets["concat"]) as other:
         assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True))
 

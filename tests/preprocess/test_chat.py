@@ -421,15 +421,13 @@ def quick_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_template_or_a_conversation_that_takes_too_much_is_an_error_that_names_it(tmp_path: Path) -> None:
     for name, template in COSTLY.items():
         ended = world_of(tmp_path / name, template, CHATS).try_plan(record="chat")
-        assert (ended.code in (2, 65), "--chat_template_file" in ended.err) == (True, True), (
-            name,
-            ended.text,
-        )
+        assert ended.code in (2, 65), name
+        assert "--chat_template_file" in ended.err, name
     template = TAGGED + "{% if 'for ever' in messages[0]['content'] %}" + ENDLESS + "{% endif %}"
     costly = [{"role": "user", "content": "for ever"}, {"role": "assistant", "content": "no"}]
-    world = planned(world_of(tmp_path, template, [CHATS[0], costly, CHATS[1]]))
+    world = world_of(tmp_path, template, [CHATS[0], costly, CHATS[1]])
     offset = len((world.raw_dir / "chats.jsonl").read_bytes().splitlines(keepends=True)[0])
-    ended = world.try_shard(0)
+    ended = world.try_plan(record="chat")
     assert ended.code == 65, "it is not left out: how much time it takes depends on the node"
     assert re.search(rf"chats\.jsonl byte {offset}\b", ended.err)
 

@@ -322,11 +322,11 @@ def test_a_task_names_its_part_of_the_input_its_engine_and_its_means_before_it_w
     world = World(tmp_path).raw({f"{number}.txt": "a line of text\n" * 50 for number in range(4)})
     world.plan(num_shards=3)
     (first, start, *_), (last, end, *_) = world.plan_json()["cuts"][1:3]
-    ended = world.try_shard(1, memory_gb=2, environ={"DATASET_BATCH_SIZE": "50"})
+    ended = world.try_shard(1, memory_gb=2)
     part, means, *_ = ended.err.splitlines()
     for facts in (str(world.raw_dir), f"{first}.txt bytes {start} to 750", f"{last}.txt bytes 0 to {end}"):
         assert facts in part
-    for facts in ("tokenizers", " 50 documents", "2.00 GiB"):
+    for facts in ("tokenizers", "2.00 GiB"):
         assert facts in means
     assert all(unit in ended.err for unit in ("B/s", "tokens/s", " s of CPU", "00001"))
     low = world.try_shard(0, memory_gb=0.2)
@@ -341,3 +341,12 @@ def test_run_says_for_each_shard_its_speed_where_it_is_asked(tmp_path: Path) -> 
     made_lines = [line for line in lines if re.match(r"shard \d{5}", line) and "tokens/s" in line]
     assert sorted(line[6:11] for line in made_lines) == [f"{number:05d}" for number in range(5)]
     assert all(unit in lines[-1] for unit in ("documents", "tokens in", "tokens/s"))
+
+
+@pytest.mark.processes
+def test_exported_lines_can_be_sourced_and_are_all_that_is_printed(tmp_path: Path) -> None:
+    ended = World(tmp_path).main("doctor", "--export", environ={"SLURM_NTASKS_PER_NODE": "1"})
+    assert ended.code == 0
+    assert all(line.startswith("export ") for line in ended.out.splitlines())
+    shown = run_child(["sh", "-c", f"{ended.out}env"]).stdout.splitlines()
+    assert {"TOKENIZERS_PARALLELISM=false", f"OMP_NUM_THREADS={len(os.sched_getaffinity(0))}"} <= set(shown)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import tarfile
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,36 +68,6 @@ class Batch(NamedTuple):
     piece: Piece | None = None
 
 
-class Members(Protocol):
-    """Lays out the members of a shard's tar."""
-
-    num_padding: int  # tokens of padding so far
-
-    @property
-    def num_split(self) -> int:
-        """Documents so far that do not lie whole in one row."""
-
-    def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
-        """Lay out a batch; without ``digests`` they are those of the documents, where they are kept.
-
-        Runs in a thread: depends on no other batch. Raises BadInput for a member larger than the idx can say.
-        """
-
-    def pieces(self, batch: Batch) -> Iterator[Piece]:
-        """Yield pieces of the tar, with the idx records of the samples that they complete, often none.
-
-        Called in the order of the input.
-        """
-
-    def rest(self) -> Iterator[Piece]:
-        """Yield what is held, at the end of the shard."""
-
-
-def members_of(spec: DatasetSpec, shard_id: int, options: PlanOptions) -> Members:
-    """Return the layout that the options ask for: a sample per document, or packed rows."""
-    return RowMembers(spec, shard_id, options) if spec.has_rows else DocumentMembers(spec, shard_id, options)
-
-
 def _digests(documents: Documents, options: PlanOptions) -> Digests:
     return documents.digests() if options.digests else _NO_DIGESTS
 
@@ -105,7 +75,7 @@ def _digests(documents: Documents, options: PlanOptions) -> Digests:
 class DocumentMembers:
     """A sample per document: its ``text.txt``, if that is kept, and its ``token_ids``."""
 
-    num_padding = num_split = 0
+    num_padding = num_split = 0  # tokens, and documents that lie in several rows
 
     def __init__(self, spec: DatasetSpec, shard_id: int, options: PlanOptions) -> None:
         self._spec = spec
@@ -118,6 +88,10 @@ class DocumentMembers:
         self._npy_header_bytes = 0 if self._json else len(npy_header(spec.dtype, (1,)))
 
     def lay_out(self, documents: Documents, tokens: TokenBatch, digests: Digests | None = None) -> Batch:
+        """Lay out a batch; without ``digests`` they are those of the documents, where they are kept.
+
+        Runs in a thread: depends on no other batch. Raises BadInput for a member larger than the idx can say.
+        """
         if digests is None:
             digests = _digests(documents, self._options)
         lengths = np.diff(tokens.offsets)
@@ -170,6 +144,7 @@ class DocumentMembers:
         return Batch(documents, tokens, digests, Piece(buffer.data, records, digests))
 
     def pieces(self, batch: Batch) -> Iterator[Piece]:
+        """Yield pieces of the tar, with the idx records of the samples that they complete, in turn."""
         piece = batch.piece
         assert piece is not None
         piece.records["offset"] += self._tar_bytes
@@ -185,6 +160,7 @@ class DocumentMembers:
                 yield Piece(data, piece.records[here], piece.digests[here], side)
 
     def rest(self) -> Iterator[Piece]:
+        """Yield what is held, at the end of the shard."""
         return iter(())
 
 
@@ -395,3 +371,11 @@ class RowMembers:
         if LOSS_MASK_FIELD in payloads:
             records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * self._spec.seq_len
         return records
+
+
+Members = DocumentMembers | RowMembers
+
+
+def members_of(spec: DatasetSpec, shard_id: int, options: PlanOptions) -> Members:
+    """Return the layout that the options ask for: a sample per document, or packed rows."""
+    return RowMembers(spec, shard_id, options) if spec.has_rows else DocumentMembers(spec, shard_id, options)

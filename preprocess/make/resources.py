@@ -99,11 +99,6 @@ def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
     )
 
 
-def memory_limit_gb(environ: Mapping[str, str], root: Path = Path("/")) -> float:
-    """The memory that this job may use: the least of Slurm's, the cgroups' and the machine's, in GiB."""
-    return min(memory_limits(environ, root).values()) / 2**30
-
-
 def memory_limits(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
     """Return the bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
     limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
@@ -204,5 +199,6 @@ def worker_settings(args: argparse.Namespace) -> WorkerSettings:
     """Return the worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
     names = ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE")
     numbers = [number for name in names if (number := environment_number(os.environ, name)) is not None]
-    settings: dict[str, Any] = {"memory_gb": memory_limit_gb(os.environ)} | given_of(args, WorkerSettings)
+    settings: dict[str, Any] = {"memory_gb": min(memory_limits(os.environ).values()) / 2**30}
+    settings |= given_of(args, WorkerSettings)
     return WorkerSettings(most_documents=min(numbers, default=None), **settings)

@@ -35,8 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preprocess.read.json_lines import MAX_JSON_DEPTH
-from preprocess.read.text_fields import UnusableText
+from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
 from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.options import MaskRule

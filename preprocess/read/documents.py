@@ -160,7 +160,7 @@ def read_documents(
     written to while it was read and nobody hashes it.
     """
     template = None
-    if options.is_chat:
+    if options.record == "chat":
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
     names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()  # of LeaveOut so far
@@ -169,7 +169,7 @@ def read_documents(
     for documents in read_records(ranges, options, fields, batch_bytes=batch_bytes, digest=digest):
         name = names[documents.input_number]
         if transform is not None:
-            documents = _transformed(documents, transform, name, reasons, is_chat=options.is_chat)
+            documents = _transformed(documents, transform, name, reasons, is_chat=template is not None)
         if template is not None:
             documents = _rendered(documents, template, name)
         if excluded is not None and (is_named := find_names(documents, excluded) >= 0).any():

@@ -22,6 +22,7 @@ from preprocess.read.format import Inspected, Records, texts_of
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.lines import LineEnds, LineFormat, Numbers, Texts
 from preprocess.read.text_fields import (
+    MAX_JSON_DEPTH,
     FieldPath,
     MessageFields,
     RecordFields,
@@ -33,8 +34,6 @@ from shardprep.console import quoted
 from shardprep.errors import BadInput
 from shardprep.format.options import PlanOptions
 
-# Python's own limit is what is left of its stack, another one in each version; orjson's is 1,024.
-MAX_JSON_DEPTH = 512
 # A string that does not end goes up to the end: from each of its quotes another one would begin else.
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 

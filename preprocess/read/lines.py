@@ -224,8 +224,11 @@ class LineFormat:
             for number in range(begin, end, most):
                 bounds_here = bounds[number : min(number + most, end) + 1]
                 at, sizes = int(bounds_here[0]), np.diff(bounds_here)
-                texts, columns = Texts([too_long("the line")]), dict[str, list[Any]]()
-                if data is not None:
+                texts: Texts
+                columns: dict[str, list[Any]] = {}
+                if data is None:
+                    texts = [too_long("the line")]
+                else:
                     lines = data[at : bounds_here[-1]]
                     texts, columns = read_lines(lines, bounds_here[:-1] - at, block.start + at)
                 yield Records(

@@ -14,6 +14,9 @@ from shardprep.errors import UsageError
 from shardprep.format.options import PlanOptions
 
 FieldPath = tuple[str, ...]
+# Lists and objects within each other. Python's own limit is what is left of its stack, another one in each
+# version; orjson's is 1,024.
+MAX_JSON_DEPTH = 512
 _ESCAPES = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
 
 
@@ -266,6 +269,6 @@ def text_fields_of(options: PlanOptions) -> TextFields:
     others = {"id_field": options.id_field, "source_field": options.source_field}
     if options.transform_sha256:
         return RecordFields(**others)
-    if options.is_chat:
+    if options.record == "chat":
         return MessageFields(options.text_field, **others)
     return TextFields(options.text_field, options.text_template, **others)

@@ -25,11 +25,6 @@ Lengths = npt.NDArray[np.integer[Any]]  # [batch]: tokens of each sample
 PAD_TOKEN = "<|finetune_right_pad_id|>"  # Llama 3.1 and later keep it for this
 _RESERVED = re.compile(r"<\|reserved_special_token_\d+\|>")
 
-_PAD_IS_EOS = (
-    ". It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves padding out "
-    "by its id would never teach the model to end; give the tokenizer a pad token of its own"
-)
-
 
 class BatchFields(TypedDict, total=False):
     """The fields of a batch, by name. Which ones there are follows from the loader's arguments."""
@@ -84,33 +79,30 @@ def choose_pad_token(tokenizer: Any) -> PadToken:
 
     ``tokenizer``: of transformers, or a LoaderTokenizer. Raises UsageError where there is none.
     """
-    added = {number: token for token, number in tokenizer.get_added_vocab().items()}
-    reserved = sorted(number for number, token in added.items() if _RESERVED.fullmatch(token))
-    llamas = [number for number, token in added.items() if token == PAD_TOKEN]
-    if tokenizer.pad_token_id is not None:
-        found = tokenizer.pad_token_id, tokenizer.pad_token, "the tokenizer's own pad token"
-    elif llamas:
-        found = llamas[0], PAD_TOKEN, "the tokenizer names none, and has this one"
-    elif reserved:
-        found = reserved[0], added[reserved[0]], "the first reserved token; no text has it"
-    elif tokenizer.eos_token_id is not None:
-        why = "EOS, for want of another; the attention mask tells it from a real one"
-        found = tokenizer.eos_token_id, tokenizer.eos_token, why
-    else:
-        raise UsageError("the tokenizer has neither a pad nor an EOS token; set tokenizer.pad_token")
-    return PadToken(token_id=found[0], token=found[1], reason=found[2])
+    added = tokenizer.get_added_vocab()
+    reserved = min((token for token in added if _RESERVED.fullmatch(token)), key=added.get, default="")
+    why_eos = "EOS, for want of another; the attention mask tells it from a real one"
+    for token, token_id, reason in (
+        (tokenizer.pad_token, tokenizer.pad_token_id, "the tokenizer's own pad token"),
+        (PAD_TOKEN, added.get(PAD_TOKEN), "the tokenizer names none, and has this one"),
+        (reserved, added.get(reserved), "the first reserved token; no text has it"),
+        (tokenizer.eos_token, tokenizer.eos_token_id, why_eos),
+    ):
+        if token_id is not None:
+            return PadToken(token=token, token_id=token_id, reason=reason)
+    raise UsageError("the tokenizer has neither a pad nor an EOS token; set tokenizer.pad_token")
 
 
 def log_pad_token(pad: PadToken, eos_token_id: int | None) -> None:
     """Say which token pads: a warning where it is EOS."""
-    is_eos = pad.token_id == eos_token_id
-    logger.log(
-        logging.WARNING if is_eos else logging.INFO,
-        "padding with %s (id %d): %s%s",
-        pad.token,
-        pad.token_id,
-        pad.reason,
-        _PAD_IS_EOS if is_eos else "",
+    said = f"padding with {pad.token} (id {pad.token_id}): {pad.reason}"
+    if pad.token_id != eos_token_id:
+        logger.info(said)
+        return
+    logger.warning(
+        "%s. It is EOS: labels of a real EOS are kept here, but a loss or another collator that leaves "
+        "padding out by its id would never teach the model to end; give the tokenizer a pad token of its own",
+        said,
     )
 
 
@@ -181,9 +173,7 @@ def check_padding(padding: str, max_length: int | None) -> None:
     """Raise UsageError where a width is needed and not given."""
     check_choice("padding", padding, Literal["longest", "max_length"])
     if max_length is None and padding == "max_length":
-        raise UsageError(
-            f"padding={padding!r} needs max_length", found=f"padding={padding!r}", expected="max_length"
-        )
+        raise UsageError(found=f"padding={padding!r}", expected="max_length beside it")
 
 
 Collate = Callable[[list[Any]], Any]
@@ -195,10 +185,8 @@ def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: 
     check_choice("targets", targets, Targets)
     if targets == "shifted" and "transformers" in boundaries:
         raise UsageError(
-            "transformers' models shift labels themselves, so targets='shifted' would shift them twice; "
-            "leave it out, or take other boundaries than 'transformers'",
-            found="targets='shifted'",
-            expected="other boundaries than 'transformers'",
+            found="targets='shifted', for a model that shifts labels itself",
+            expected="other boundaries than 'transformers', or targets='same'",
         )
     if targets == "shifted" and has_collate_fn:
         raise UsageError("targets='shifted' is for the loader's own batches; leave out collate_fn or it")
@@ -252,10 +240,9 @@ class StepBatches:
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        if self.origins and not self.is_own:
-            raise UsageError("origins are told of the loader's own batches; leave out collate_fn or them")
-        if self.boundaries and not self.is_own:
-            raise UsageError("boundaries are made for the loader's own batches; leave out collate_fn or them")
+        for name in ("origins", "boundaries"):
+            if getattr(self, name) and not self.is_own:
+                raise UsageError(f"{name} are for the loader's own batches; leave out collate_fn or {name}")
 
     @property
     def is_own(self) -> bool:

@@ -35,7 +35,6 @@ from loader.sources import (
     Weights,
     WeightsIn,
     check_mixing,
-    check_slots,
     choose_sizes,
     group_size,
     make_run,
@@ -250,7 +249,9 @@ def get_llama3_dataloader(
         max_length=None if max_length is None else max_length + shifts,
         group=group_size(group_by_length, batch_size),
     )
-    tick_samples, sizes = choose_sizes(global_batch_size, batch_size, who.world_size)
+    tick_samples, sizes = choose_sizes(
+        global_batch_size, rules.group, batch_size=batch_size, world_size=who.world_size
+    )
     if is_validation and len(sizes) > 1:
         raise UsageError(
             'global_batch_size by step is for training; pass one size with split="validation"',
@@ -283,7 +284,6 @@ def get_llama3_dataloader(
         )
         for name, of_source in shards_of.items()
     }
-    check_slots(tick_samples, rules.group, who.world_size)
     of_samples = weights_of_samples(samples, weights, weights_in)
     run = make_run(
         samples,

@@ -23,9 +23,11 @@ def describe(loader: TokenLoader) -> str:
     sample = f"a document, of at most {run.settings['max_length'] or 'any number of'} tokens"
     if run.row_tokens:
         fields = ", ".join(loader.step_batches.boundaries)
-        apart = f"boundaries: {fields}" if fields else "attention crosses documents (no boundaries)"
+        apart = f"boundaries {fields}" if fields else "attention crosses documents (no boundaries)"
         sample = f"a row of {run.row_tokens} tokens; {apart}"
     order = f"shuffled with seed {run.seed}" if run.order.shuffle else "as the shards stand, not shuffled"
+    if run.order.group > 1:
+        order += f", samples of similar length in groups of {run.order.group}"
     num_left_out = sum(source.order.num_left_out for source in run.sources)
     lines = [
         f"{loader!r}, at step {step}",

@@ -24,7 +24,7 @@ some rounds only.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -126,12 +126,6 @@ def source_seed(seed: int, number: int) -> int:
     return hash_ints(seed, _SEED, number)
 
 
-def round_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return weights as ticks of a cycle. Their sums are rounded, so that they make a whole cycle."""
-    ends = np.rint(np.array([0.0, *accumulate(weights)]) * CYCLE).astype(np.int64)
-    return tuple(np.diff(ends).tolist())
-
-
 @lru_cache(maxsize=16)
 def spread(shares: tuple[int, ...]) -> Int64s:
     """Return the source of each tick of a cycle, evenly spread: int64[CYCLE].
@@ -171,12 +165,12 @@ class Run:
 
     @property
     def order(self) -> Order:
-        """The order of the first source: all have its L, group, shuffle and tail."""
+        """Return the order of the first source: all have its L, group, shuffle and tail."""
         return self.sources[0].order
 
     @property
     def tick_samples(self) -> int:
-        """L."""
+        """Return L."""
         return self.order.tick_samples
 
     @property
@@ -185,22 +179,22 @@ class Run:
 
     @cached_property
     def ticks_per_epoch(self) -> int:
-        """R."""
+        """Return R."""
         return sum(source.order.ticks_per_epoch for source in self.sources if not source.added_at)
 
     @property
     def samples(self) -> list[Samples]:
-        """What this loader reads of the sources."""
+        """Return what this loader reads of the sources."""
         return [source.samples for source in self.sources if source.samples is not None]
 
     @cached_property
     def row_tokens(self) -> int:
-        """Tokens of every sample where all are rows of one length, else 0."""
+        """Return the tokens of every sample where all are rows of one length, else 0."""
         return self.samples[0].row_tokens
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What fixes which sample is where, beside sources and stages."""
+        """Return what fixes which sample is where, beside sources and stages."""
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -291,8 +285,10 @@ class Run:
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
-        """Return the ticks of each source in a cycle. They are rounded in the order of the sources."""
-        return round_weights([weights.get(source.name, 0.0) for source in self.sources])
+        """Return the ticks of each source in a cycle, which depend on the order of the sources."""
+        # Sums are rounded, so that the shares make a whole cycle.
+        sums = [0.0, *accumulate(weights.get(source.name, 0.0) for source in self.sources)]
+        return tuple(np.diff(np.rint(np.array(sums) * CYCLE).astype(np.int64)).tolist())
 
     @cached_property
     def _mixes(self) -> list[_Mix]:
@@ -361,7 +357,7 @@ class Run:
     # Amendments.
 
     def held_from(self, step: int) -> list[Held]:
-        """Return what holds in the steps from one on; equal neighbours are one."""
+        """Return what holds in the steps from one on. Equal neighbours are one."""
         found: list[Held] = []
         shares: dict[str, int] = {}
         for stage in self.stages:
@@ -374,10 +370,6 @@ class Run:
             elif held[1:] != found[-1][1:]:
                 found.append(held)
         return found
-
-    def last_amendment(self) -> int:
-        """Return the step of the last amendment, 0 if there is none."""
-        return max((stage.step for stage in self.stages if stage.is_amended), default=0)
 
     def amended(self, position: Position, plan: Run) -> tuple[Run, int]:
         """Return this run with what a plan holds from the next border on, and the step of that border.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Ragged
+from loader.chunks import Chunk, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
@@ -49,12 +49,12 @@ class Samples:
 
     @property
     def row_tokens(self) -> int:
-        """Of every sample where all are rows, else 0."""
+        """Return the tokens of every sample where all are rows, else 0."""
         return 0
 
     @property
     def offsets(self) -> int:
-        """An epoch draws a number below this, and gives it to ``read``."""
+        """Return the number below which an epoch draws the one that it gives to ``read``."""
         return 1
 
     @property
@@ -63,7 +63,7 @@ class Samples:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sample, roughly."""
+        """Return the tokens of a sample, roughly."""
         mean = self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
@@ -71,12 +71,12 @@ class Samples:
         return ShardReader(self.shards, self.rank, self.world_size)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        """Lengths by the idx alone, int64[n]; of the samples int64[n]."""
+        """Return the tokens of samples, int64[n], by the idx alone: int64[n]."""
         lengths = reader.num_tokens(samples)
         return lengths if self.max_length is None else lengths.clip(max=self.max_length)
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
-        """Read samples, int64[samples per tick, ticks]; the window ends with the reader's next ``read``."""
+        """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
         rows = np.arange(samples.size).reshape(samples.shape)
         return partial(self._chunk_of, reader.read(samples.reshape(-1)), rows)
 
@@ -93,8 +93,8 @@ class Samples:
     def _decode(
         self, data: SampleBytes, rows: Int64s, max_length: int | None = None, end_ids: Int64s | None = None
     ) -> Decoded:
-        """Decode samples, with ids that others made checked; those of blanked documents are BLANK, and so
-        is an EOS that is put behind one. Raises BrokenShard."""
+        """Decode samples, and check ids that others made. Those of blanked documents are BLANK, and so is
+        an EOS that is put behind one. Raises BrokenShard."""
         found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
         if (blank := self.shards.blank_id) is not None:
             found.ids[found.ids == blank] = BLANK
@@ -113,7 +113,14 @@ class Samples:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _told(self, chunk: Chunk, counts: Int64s, places: Int64s, numbers: Int64s, samples: Int64s) -> Chunk:
+    def _told(
+        self,
+        chunk: Chunk,
+        counts: Int64s,
+        places: npt.NDArray[np.integer[Any]],
+        numbers: Int64s,
+        samples: Int64s,
+    ) -> Chunk:
         """Return a chunk that tells its documents as it was asked to: where they begin, where they are from.
 
         ``counts``: of each sample, tick by tick. Of each document the place in its sample, its number there,
@@ -123,12 +130,10 @@ class Samples:
         if self.starts:
             chunk = replace(chunk, starts=Ragged.of_joined(places.astype(np.int32), by_sample))
         if self.origins:
-            origins = np.zeros((len(samples), len(ORIGIN)), np.int32)  # row and source are put in later
             shard = self.shards.shard_of(samples)
-            of_origin = {"place": places, "shard": shard, "document": numbers}
-            for name, values in {**of_origin, "sample": self.shards.records_of(samples, shard)}.items():
-                origins[:, ORIGIN.index(name)] = values
-            chunk = chunk.with_origins(by_sample, origins)
+            later = np.zeros_like(shard)  # row and source are put in by others
+            columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
+            chunk = chunk.with_origins(by_sample, np.stack(columns, axis=1).astype(np.int32))
         return chunk
 
 
@@ -200,7 +205,7 @@ class JoinedRows(Samples):
 
     @property
     def offsets(self) -> int:
-        """T: tokens of the stream; an epoch's rows begin at any of them."""
+        """Return T, the tokens of the stream. An epoch's rows begin at any of them."""
         return int(self.first_token[-1])
 
     @property
@@ -216,7 +221,7 @@ class JoinedRows(Samples):
 
     @cached_property
     def first_token(self) -> Int64s:
-        """int64[shards + 1]: where each shard begins in the stream."""
+        """Return where each shard begins in the stream: int64[shards + 1]."""
         sizes = np.zeros(self.shards.num_shards, np.int64)
         reader = self.open()
         for source, first in zip(self.shards.sources, self.shards.source_first, strict=False):
@@ -230,7 +235,7 @@ class JoinedRows(Samples):
         return np.concatenate([[0], np.cumsum(sizes)])
 
     def _puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
-        """Whether an EOS is put behind each document of a shard: bool[documents]."""
+        """Return whether an EOS is put behind each document of a shard: bool[documents]."""
         first, end = self.shards.first_sample[number : number + 2].tolist()
         source, _ = self.shards.locate(number)
         if source.records is None:
@@ -239,7 +244,7 @@ class JoinedRows(Samples):
         return np.full(len(last_id), True) if self.eos_token_id is None else last_id != self.eos_token_id
 
     def _ends(self, reader: ShardReader, number: int) -> Int64s:
-        """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]. Raises BrokenShard."""
+        """Return the sums of a shard's tokens, EOS included: int64[documents + 1]. Raises BrokenShard."""
         shard = reader.opened(number)
         if "stream" not in shard.sums:
             puts = self._puts_eos(number)
@@ -259,14 +264,15 @@ class JoinedRows(Samples):
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = (offset + rows * self.seq_len) % self.offsets
-        for number in reader.opening_order(np.unique(self._shard_at(begins))).tolist():
-            self._ends(reader, number)
+        opening = reader.opening_order(np.unique(self._shard_at(begins))).tolist()
+        place = {number: place for place, number in enumerate(opening)}
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
         end_ids: list[Int64s] = []
         num_decoded = 0
         # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
-        for first, end in pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]):
+        stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
+        for first, end in sorted(stretches, key=lambda part: place[int(self._shard_at(begins[part[0]]))]):
             token, num_left = int(begins[first]), (end - first) * self.seq_len
             at[first:end] = num_decoded + np.arange(end - first) * self.seq_len
             is_first = True
@@ -313,7 +319,10 @@ class JoinedRows(Samples):
         first: int,
         end: int,
     ) -> Chunk:
-        """Rows begin at ``places`` of the ids, int64[samples per tick, ticks], documents at ``starts``."""
+        """Return some ticks of rows that begin at ``places`` of the ids, int64[samples per tick, ticks].
+
+        ``documents`` begin at ``starts`` of the ids.
+        """
         at = places[:, first:end]
         chunk = Chunk(
             lengths=lengths[:, first:end],
@@ -347,14 +356,14 @@ class SampleRules:
 
     @property
     def _of_documents(self) -> str:
-        """The argument that is for padded documents alone, if one was given."""
+        """Return the argument that is for padded documents alone, if one was given."""
         if self.max_length is not None:
             return f"max_length={self.max_length}"
         return "group_by_length" if self.group > 1 else ""
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether the lengths of all documents must be known before the first batch."""
+        """Return whether the lengths of all documents must be known before the first batch."""
         return self.seq_len is not None or self.group > 1
 
     def check_rows(self, shards: ShardSet) -> None:
@@ -408,6 +417,6 @@ def make_samples(
     if shards.row_tokens:
         return PackedRows(starts=starts, **shared)
     if rules.seq_len is not None:
-        eos = {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
-        return JoinedRows(seq_len=rules.seq_len, starts=starts, **eos, **shared)
+        shared |= {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
+        return JoinedRows(seq_len=rules.seq_len, starts=starts, **shared)
     return Samples(max_length=rules.max_length, **shared)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd
+from numbers import Integral, Real
 from operator import index
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
@@ -40,37 +41,33 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
         steps = [step for step, _ in value]
     except (TypeError, ValueError):
         raise UsageError.of_value(name, value, "pairs of a step and what holds from it on") from None
-    are_steps = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    are_steps = all(isinstance(step, Integral) and not isinstance(step, bool) for step in steps)
     if not are_steps or steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
         raise UsageError(found=f"{name} {steps}", expected="whole numbers that ascend from 0")
-    return value
+    return [(int(step), held) for step, held in value]
 
 
 def choose_sizes(
-    global_batch_size: Sizes | None, batch_size: int, world_size: int
+    global_batch_size: Sizes | None, group: int, *, batch_size: int, world_size: int
 ) -> tuple[int, list[tuple[int, int]]]:
     """Return L, which all sizes are multiples of, and the global batch size by step. Raises UsageError."""
     name = "global_batch_size"
     stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
     tick_samples = gcd(*(size for _, size in sizes))
-    check_batch(batch_size, tick_samples, world_size)
+    check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
     return tick_samples, sizes
 
 
-def check_batch(batch_size: int, global_batch_size: int, world_size: int) -> None:
-    """Raise UsageError unless a global batch is equally many batches of each rank."""
+def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
+    """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
     if global_batch_size % (batch_size * world_size):
         raise UsageError(
             found=f"global_batch_size={global_batch_size}",
             expected=f"a multiple of batch_size {batch_size} x {world_size} ranks, {batch_size * world_size}",
         )
-
-
-def check_slots(tick_samples: int, group: int, world_size: int) -> None:
-    """Raise UsageError where the ranks cannot share the slots evenly. Order refuses other groups."""
-    num_slots = tick_samples // group
-    if tick_samples % group == 0 and num_slots % world_size:
+    num_slots, rest = divmod(global_batch_size, group)
+    if not rest and num_slots % world_size:  # Order refuses other groups
         raise UsageError(
             found=f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly",
             expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0],
@@ -181,14 +178,14 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
     """Return the share of samples of each source, whose weight counts in the ``means`` of its samples."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
-    are_numbers = all(isinstance(value, (int, float)) and 0 <= value < float("inf") for value in values)
+    are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
         names = ", ".join(means)
         raise UsageError(
             found=f"weights={weights!r}", expected=f"a dict of non-negative numbers for {names}, not all zero"
         )
     # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
-    exact = [Fraction(str(value)) if isinstance(value, float) else Fraction(value) for value in values]
+    exact = [Fraction(int(each) if isinstance(each, Integral) else str(float(each))) for each in values]
     of_samples = [value / Fraction(mean) for value, mean in zip(exact, means.values(), strict=True)]
     shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
     for name, share in shares.items():
@@ -198,7 +195,7 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
 
 
 def _mean_tokens(samples: Samples) -> float:
-    """Return the tokens of a sample, by the manifests; else of at most a million samples, evenly chosen."""
+    """Return the tokens of a sample, by the manifests or by a million samples, evenly chosen."""
     shards = samples.shards
     if samples.row_tokens:
         return float(samples.row_tokens)

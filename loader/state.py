@@ -9,7 +9,7 @@ goes on by the plan from the next border on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
-from loader.run import CYCLE, Held, Position, Run, Source, Stage, source_seed
-from loader.sources import check_batch, check_slots, make_order
+from loader.run import CYCLE, Position, Run, Source, Stage, source_seed
+from loader.sources import check_batch, make_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 from shardprep.format.json_files import as_type
 
@@ -95,43 +95,46 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     }
 
 
-class GoesOn(NamedTuple):
-    """How a loader goes on behind a state."""
-
-    run: Run
-    position: Position
-    num_left: int
-    amended_at: int | None  # the step from which on the loader's own plan holds, if it does not already
-
-
-def go_on(plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool) -> GoesOn:
-    """Return what a loader of a plan delivers behind a state, and from where on.
+def go_on(
+    plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
+) -> tuple[Run, Position, int, int | None]:
+    """Return what a loader of a plan delivers behind a state, from where on, how many steps were left, and
+    the step from which on the plan holds, if it does not already.
 
     Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
     """
     saved = _read(state, plan)
     _check_fingerprint(saved, state["fingerprint"], plan)
     if amend and not (saved.epoch or saved.step or saved.num_micro):
-        return GoesOn(plan, Position(), saved.num_left, 0)  # no sample was delivered: the plan begins
+        return plan, Position(), saved.num_left, 0  # no sample was delivered: the plan begins
     run = _run_of(saved, plan, layout)
     _check_data(run, plan)
     position = _position_of(saved, run, layout)
     own, plan = plan, _in_terms_of(run, plan)
     step = position.step
     # What was amended later is compared from there on: a step before it is gone on from as it was.
-    since = max(step, run.last_amendment())
+    since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
     found, wanted = run.held_from(since), plan.held_from(since)
     border = None
     if found != wanted:
         if not amend or run.is_validation:
-            raise _other_run(step, found, wanted, can_amend=not run.is_validation)
+            in_state, here = ("; ".join(map(str, held)) for held in (found, wanted))
+            remedy = None if run.is_validation else "amend=True"
+            advice = f"{remedy}, to change the run from the next border on, or " if remedy else ""
+            raise OtherRun(
+                f"the state, of step {step}, is of another run: {in_state} in the state, {here} here; pass "
+                f"{advice}the arguments of the run",
+                found=in_state,
+                expected=here,
+                remedy=remedy,
+            )
         if position.num_micro:
             raise UsageError(
                 f"the state was saved inside of a step, after {position.num_micro} batches, and a run is "
                 "amended between two steps; take a state of after the optimizer's step"
             )
         run, border = run.amended(position, plan)
-    return GoesOn(_with_samples(run, own, step), position, saved.num_left, border)
+    return _with_samples(run, own, step), position, saved.num_left, border
 
 
 def _is_equal(saved: Any, here: Any) -> bool:
@@ -213,8 +216,7 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
     """Return the run of a state, in equal batches of this loader. Raises BrokenShard or OtherRun."""
     size, like = saved.tick_samples, plan.order
     try:
-        check_batch(layout["batch_size"], size, layout["world_size"])
-        check_slots(size, like.group, layout["world_size"])
+        check_batch(size, like.group, **layout)
     except UsageError as error:
         found = f"{error.found} in the state, whose order takes {size} samples at once"
         raise OtherRun(found=found, expected=error.expected) from None
@@ -311,18 +313,6 @@ def _in_terms_of(run: Run, plan: Run) -> Run:
         for stage in plan.stages
     ]
     return replace(plan, sources=tuple(in_ticks), stages=tuple(stages))
-
-
-def _other_run(step: int, found: Sequence[Held], wanted: Sequence[Held], *, can_amend: bool) -> OtherRun:
-    in_state, here = ("; ".join(map(str, held)) for held in (found, wanted))
-    advice = "pass amend=True to change the run from the next border on, or " if can_amend else ""
-    return OtherRun(
-        f"the state, of step {step}, is of another run: {in_state} in the state, {here} here; {advice}make "
-        "the loader as it was when the state was saved",
-        found=in_state,
-        expected=here,
-        remedy="amend=True" if can_amend else None,
-    )
 
 
 def _with_samples(run: Run, plan: Run, step: int) -> Run:

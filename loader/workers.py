@@ -8,9 +8,11 @@ would read everything n times.
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import pickle
 import resource
+import shutil
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -120,7 +122,7 @@ def check_main_guard() -> None:
         frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"
     ):
         frame = frame.f_back
-    path = "" if frame is None else frame.f_globals.get("__file__", "")
+    path = "" if frame is None else frame.f_globals.get("__file__") or ""
     if not os.path.isfile(path):  # noqa: PTH113  typed in, or of a thread: it is imported by nobody
         return
     for statement in ast.parse(Path(path).read_bytes()).body:
@@ -138,22 +140,21 @@ def check_main_guard() -> None:
 
 def cannot_share(error: BaseException) -> ReadWriteError:
     """Return the error to raise, which says how much there is of what this takes."""
-    shared = os.statvfs("/dev/shm")  # noqa: S108  where torch shares memory
-    free, total = (blocks * shared.f_frsize / 1e6 for blocks in (shared.f_bavail, shared.f_blocks))
     most_files, most_bytes = (
         resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
     )
-    try:
+    free = total = 0
+    num_files = most_files  # to look takes a file, too
+    with contextlib.suppress(OSError):
+        total, _, free = shutil.disk_usage("/dev/shm")  # noqa: S108  where torch shares memory
         num_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-    except OSError:  # looking takes a file, too
-        num_files = most_files
     reason = str(error) or "a worker ended before it had sent one (its last line says why)"
     size = (
         "" if most_bytes == resource.RLIM_INFINITY else f"; a file can have {most_bytes:,} bytes (ulimit -f)"
     )
     return ReadWriteError(
-        f"workers and the training process cannot share batches: {reason}. /dev/shm has {free:,.1f} of "
-        f"{total:,.1f} MB free; process {os.getpid()} has {num_files} of {most_files} files open (ulimit -n)"
-        f"{size}. Raise what is full (--shm-size of a container, ulimit), pass a smaller num_workers or "
-        "prefetch_factor, or num_workers=0, which needs none of these"
+        f"workers and the training process cannot share batches: {reason}. /dev/shm has {free / 1e6:,.1f} of "
+        f"{total / 1e6:,.1f} MB free; process {os.getpid()} has {num_files} of {most_files} files open "
+        f"(ulimit -n){size}. Raise what is full (--shm-size of a container, ulimit), pass a smaller "
+        "num_workers or prefetch_factor, or num_workers=0, which needs none of these"
     )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from shardprep import __version__
-from shardprep.command_line import Program, given_words, unknown_command
+from shardprep.command_line import Command, Program, given_words, unknown_command
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
 from shardprep.own_packages import check_not_hidden
@@ -37,7 +37,19 @@ COMMANDS = {
     "stage": "loader",
     "where": "loader",
     "lustre": "lustre",  # with commands of its own: show, apply
+    "completion": "shardprep",
 }
+PROGRAM = Program(
+    name="shardprep",
+    description="Completion of commands and flags.",
+    commands={
+        "completion": Command(
+            "print a script with which a shell completes commands and flags; needs shtab",
+            "shardprep.completion:add_flags",
+            "shardprep.completion:completion",
+        )
+    },
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

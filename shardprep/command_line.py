@@ -87,6 +87,7 @@ class Program:
             args = self.parse(words, name=name)
             code = _function(self.commands[args.command].run)(args)
             sys.stdout.flush()
+            return int(code)  # a signal may come here, too
         except (ShardprepError, Stopped) as error:
             if str(error):
                 say(f"error: {error}")
@@ -100,7 +101,6 @@ class Program:
             what = f"out of memory ({error or 'no more is given'}); nothing that is done was lost"
             say(f"error: {_unforeseen(error) if isinstance(error, OSError) else what}")
             return ReadWriteError.exit_code
-        return int(code)
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
         """Parse the words; ``command`` is a key of ``commands``.
@@ -137,7 +137,11 @@ class Program:
 
     def help_of(self, word: str, *, name: str) -> str:
         """Return the help of one command, as ``name WORD --help`` prints it."""
-        return self._parser([word], name)[1][word].format_help()
+        return self.parser_of(word, name=name).format_help()
+
+    def parser_of(self, word: str, *, name: str) -> argparse.ArgumentParser:
+        """Return the parser of one command, with all its flags."""
+        return self._parser([word], name)[1][word]
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
         """Return the words with underscores in names of flags, and dashed values joined to their flags."""

@@ -21,7 +21,6 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "--dom": _STRIPE,
     "--no-torch": "doctor asks torch where there is a GPU",
     "doctor --torch": "doctor asks torch where there is a GPU",
-    "doctor --export": "for training: export OMP_NUM_THREADS=CPUS_PER_PROCESS TOKENIZERS_PARALLELISM=false",
     "doctor --input_dir": "shardprep plan --dry_run looks at the input and tells the cost",
     "doctor --num_shards": "shardprep plan --dry_run looks at the input and tells the cost",
     "--existing_files_keep_theirs": "new files alone: lfs setstripe ... DATA, see docs/lustre.md",

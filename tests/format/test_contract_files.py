@@ -318,11 +318,11 @@ def test_damage_of_rows_is_refused_by_who_reads_them_and_no_other(large: World, 
 
 # What stands in the head, and what takes its place: as a script that edits plans and their hash might do.
 EDITS: dict[str, tuple[str, str, int]] = {
-    "an option": ('"encoding":"utf-8"', '"encoding":"cp949"', 65),
+    "an option": ('"encoding":"utf-8"', '"encoding":"cp949"', 78),
     "an option that is no choice": ('"doc":"line"', '"doc":"page"', 65),
     "an option of another type": ('"recursive":false', '"recursive":[]', 65),
     "options that do not go together": ('"seq_len":0', '"seq_len":7', 65),
-    "the tokenizer": ('"vocab_size":', '"vocab_size":1', 65),
+    "the tokenizer": ('"vocab_size":', '"vocab_size":1', 78),
     "a tokenizer's file outside": ('"tokenizer_files":{"', '"tokenizer_files":{"../', 65),
     "more rows than blocks": ('"num_rows":2', '"num_rows":2000', 65),
     "an unknown option that is used": ('"options":{', '"options":{"lowercase":true,', 78),
@@ -339,7 +339,8 @@ def test_a_plan_that_does_not_agree_with_itself_is_refused_though_its_hash_is_ri
     old, new, code = EDITS[edit]
     rewrite_plan(world.data_dir / "plan.json", old, new)
     found, said = verify(world)
-    assert (found, code == 0 or "plan.json" in said) == (code, True), said
+    # Shards of the plan that stood there before are of another one: 78.
+    assert (found, code == 0 or "plan.json" in said or "of plan " in said) == (code, True), said
 
 
 def test_a_plan_is_json_whose_first_line_is_the_head(large: World) -> None:

@@ -390,16 +390,6 @@ def test_boundaries_of_padded_documents_set_the_padding_apart(sets: DataSets) ->
     assert len(batch["cu_seqlens"]) == 1 + 4 + int((batch["attention_mask"][:, -1] == 0).sum())
 
 
-def test_too_few_tokens_for_a_row_are_refused_with_their_number(
-    sets: DataSets, documents: list[list[int]]
-) -> None:
-    num_tokens = sum(len(ids) + 1 for ids in documents)
-    with refuses(UsageError, found=f"seq_len={num_tokens + 1}", expected=f"{num_tokens:,}"):
-        open_loader(sets["documents"], 1, seq_len=num_tokens + 1)
-    with open_loader(sets["documents"], 1, seq_len=num_tokens) as loader:
-        assert len(loader) == 1
-
-
 # Labels of conversations
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -17,7 +20,7 @@ from loader import NotFound, UsageError, get_llama3_dataloader
 from shardprep.removed import ARGUMENTS
 from tests import loader_reference
 from tests.oracle.forms import SEQ_LEN, DataSets
-from tests.world import open_loader, refuses
+from tests.world import ids_of, open_loader, refuses
 
 
 def rows_of(values: dict[str, tuple[Any, ...]], expected: str) -> list[tuple[dict[str, Any], str, str]]:
@@ -36,7 +39,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     *rows_of({"pad_to_multiple_of": (True,), "num_workers": (True, "2", -1), "rank": (1.0,)}, "at least 0"),
     *rows_of({"group_by_length": (-4, 2.5)}, "at least 0"),
     *rows_of({"seed": ("a", 1.0)}, "a whole number"),
-    *rows_of({"model_id": (4,), "collate_fn": (5,)}, "a "),
+    *rows_of({"model_id": (4, b"x"), "collate_fn": (5,), "cache_dir": (b"x",)}, "a "),
     ({"input_shards": [3]}, "input_shards=3", "the path of a folder"),
     ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor=0", "at least 1"),
     ({"seq_len": 0, "targets": "shifted"}, "seq_len=0", "at least 1"),
@@ -49,10 +52,27 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"group_by_length": 50}, "50", "2"),
     ({"seq_len": 8, "group_by_length": True}, "seq_len=8", ""),
     ({"split": "validation", "global_batch_size": [(0, 4), (3, 8)]}, "global_batch_size=[", "one size"),
-    ({"split": "train"}, 'split="train"', "--validation_fraction"),
-    ({"split": "test"}, "split='test'", "'train' or 'validation'"),
-    ({"targets": "next"}, "targets='next'", "'same' or 'shifted'"),
 ]
+
+
+def test_numbers_of_numpy_and_paths_of_bytes_are_taken_like_pythons_own(numbered: Path) -> None:
+    def batches(*args: Any, **options: Any) -> tuple[list[Any], str]:
+        with get_llama3_dataloader(*args, num_workers=0, **options) as made:
+            return [ids_of(batch) for batch in made], json.dumps(made.state_dict())
+
+    five, two, eight = np.int64(5), np.int64(2), np.int64(8)
+    tars = [str(numbered / f"shard-0000{number}.tar") for number in range(3)]
+    named = [os.fsencode(tars[0]), Path(tars[1]), tars[2]]
+    assert batches(
+        named, two, numbered, seed=five, max_length=two, pad_to_multiple_of=eight, shuffle=np.bool_(True),
+        global_batch_size=[(np.int64(0), two), (five, eight)],
+    ) == batches(
+        tars, 2, numbered, seed=5, max_length=2, pad_to_multiple_of=8, global_batch_size=[(0, 2), (5, 8)]
+    )  # fmt: skip
+    sources = {"a": tars[0], "b": tars[1:]}
+    assert batches(
+        sources, two, numbered, seq_len=eight, weights={"a": two, "b": np.float32(0.5)}
+    ) == batches(sources, 2, numbered, seq_len=8, weights={"a": 2, "b": 0.5})  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "found", "expected"), WRONG, ids=[str(options) for options, *_ in WRONG])
@@ -85,11 +105,7 @@ def test_arguments_that_do_not_go_together_are_refused_and_go_alone(
     open_loader(numbered, 2, model_id=numbered, **options).close()
 
 
-@pytest.mark.parametrize("options", [{"seq_len": SEQ_LEN + 1}, {"max_length": 8}, {"group_by_length": True}])
-def test_packed_rows_are_of_their_own_length_alone(sets: DataSets, options: dict[str, Any]) -> None:
-    (name,) = options
-    with refuses(UsageError, found=name, expected=f"packed rows of {SEQ_LEN} tokens", remedy="--seq_len"):
-        open_loader(sets["concat"], **options)
+def test_packed_rows_take_their_own_seq_len(sets: DataSets) -> None:
     with open_loader(sets["concat"], seq_len=SEQ_LEN) as one, open_loader(sets["concat"]) as other:
         assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True))
 

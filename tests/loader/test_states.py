@@ -126,18 +126,6 @@ def test_a_copy_of_a_loader_goes_on_where_the_original_stood_and_leaves_it_alone
         assert found + [numbers(batch) for batch in batches] == whole[4:STEPS]
 
 
-def test_a_loop_that_sets_the_epoch_it_resumes_in_still_resumes(
-    numbered: Path, whole: list[list[int]]
-) -> None:
-    with load(numbered) as loader:
-        loader.load_state_dict(loader.state_at(STEPS + 7))
-        found: list[Any] = []
-        for epoch in (1, 2):
-            loader.set_epoch(epoch)
-            found += [numbers(batch) for batch in loader]
-        assert found == whole[STEPS + 7 :]
-
-
 def test_set_epoch_leaves_an_epoch_and_the_loop_still_counts_its_steps(
     numbered: Path, whole: list[list[int]]
 ) -> None:

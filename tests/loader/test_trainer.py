@@ -199,6 +199,26 @@ def test_epochs_of_the_loader_are_those_of_trainers_strategies(data: Path, tmp_p
     assert kept == [2, 7, 9]
 
 
+def test_several_loaders_are_evaluated_by_name(data: Path, tmp_path: Path) -> None:
+    loaders = {name: load(data, size, split="validation") for name, size in (("a", 8), ("b", 5))}
+    args, model = arguments_of(tmp_path, 8), SmallModel()
+    trainer: Any = OwnTrainer(model=model, args=args, train_loader=load(data), eval_loader=loaders)
+    metrics = trainer.evaluate()
+    for name, loader in loaders.items():
+        assert metrics[f"eval_{name}_loss"] == pytest.approx(evaluation_loss(model, loader))
+
+
+@pytest.mark.parametrize("wrong", [["a"], {"a": ["b"]}])
+def test_what_is_no_loader_cannot_be_evaluated(data: Path, wrong: Any) -> None:
+    with refuses(UsageError):
+        OwnTrainer(model=SmallModel(), train_loader=load(data), eval_loader=wrong)
+
+
+def test_a_mixin_behind_trainer_is_refused_with_the_right_order() -> None:
+    with refuses(UsageError, expected="LoaderMixin, Trainer"):
+        type("Wrong", (Trainer, LoaderMixin), {})
+
+
 def test_shifted_targets_are_refused_where_trainer_computes_the_loss(data: Path, tmp_path: Path) -> None:
     shifted, same = (load(data, seq_len=16, targets=targets) for targets in ("shifted", "same"))
 

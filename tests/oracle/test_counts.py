@@ -84,7 +84,7 @@ def test_a_manifest_counts_what_its_shard_holds(tmp_path: Path, form: str, num_s
     documents = [line for line in every if line.text]
     has_eos = form != "json"
     sizes = [len(tokenizer.encode(line.text).ids) + has_eos for line in documents]
-    manifests = [json.loads(path.read_bytes()) for path in sorted(world.data_dir.glob("shard-*.json"))]
+    manifests = world.manifests()
     counts = Counter[str]()
     for manifest in manifests:
         counts.update({name: value for name, value in manifest["counts"].items() if isinstance(value, int)})
@@ -185,27 +185,17 @@ def test_origins_of_a_mixture_name_the_documents_of_each_source(tmp_path: Path) 
 def check_side_files(world: World, every: list[Line], *, has_order: bool) -> None:
     """Quarantine, ids and digests name the lines, in the order of the input."""
     inputs = sorted({line.name for line in every})
-    told = [record for path in side_files(world, "quarantine") for record in json_lines(path)]
+    told = world.lines("quarantine")
     assert [(each["source"], each["source_offset"], each["reason"], each["num_bytes"]) for each in told] == [
         (line.name, line.offset, line.reason, len(line.raw) + 1) for line in every if line.reason
     ]
     if world.num_shards == 1:
         assert [each["line"] for each in told] == [number for number, line in enumerate(every) if line.reason]
     documents = [line for line in every if line.text]
-    assert [record for path in side_files(world, "ids") for record in json_lines(path)] == [
-        [inputs.index(line.name), line.offset, line.id] for line in documents
-    ]
-    digests = b"".join(path.read_bytes() for path in side_files(world, "digests"))
+    assert world.lines("ids") == [[inputs.index(line.name), line.offset, line.id] for line in documents]
+    digests = b"".join(path.read_bytes() for path in sorted((world.data_dir / "digests").glob("shard-*")))
     expected = [hashlib.sha256(line.text.encode()).digest()[:16] for line in documents]
     found = [digests[first : first + 16] for first in range(0, len(digests), 16)]
     if not has_order:  # documents are not in the order of the input
         found, expected = sorted(found), sorted(expected)
     assert found == expected
-
-
-def side_files(world: World, folder: str) -> list[Path]:
-    return sorted((world.data_dir / folder).glob("shard-*"))
-
-
-def json_lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]

@@ -60,22 +60,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
     return make
 
 
-def copy_of(world: World, folder: Path) -> World:
-    shutil.copytree(world.data_dir, folder / "data")
-    copy = World(folder, raw_dir=world.raw_dir)
-    copy.num_shards = world.num_shards
-    return copy
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return what equal data sets have equal: a manifest without its last key."""
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("shard-*.*")}
-    return {
-        name: data.partition(b'\n "run": ')[0] if name.endswith(".json") else data
-        for name, data in found.items()
-    }
-
-
 def path_of(world: World, suffix: str) -> Path:
     folder = world.data_dir / "digests" if suffix == "digests" else world.data_dir
     return folder / f"shard-{BROKEN:05d}.{suffix}"
@@ -95,7 +79,7 @@ def check_found_and_made_again(world: World, original: World, *, fast: bool = Fa
     assert before == {number: (world.data_dir / f"shard-{number:05d}.tar").stat().st_ino for number in (0, 2)}
     world.verify()
     assert (world.data_dir / "index.json").exists()
-    assert contents(world.data_dir) == contents(original.data_dir)
+    assert world.contents() == original.contents()
 
 
 def cut(data: bytes) -> bytes:
@@ -125,7 +109,7 @@ def flipped_middle(data: bytes) -> bytes:
 def test_a_damaged_file_is_found_and_its_shard_is_made_again(
     whole: Callable[[str], World], tmp_path: Path, name: str, suffix: str, change: Callable[[bytes], bytes]
 ) -> None:
-    world = copy_of(whole(name), tmp_path)
+    world = whole(name).copy(tmp_path)
     path = path_of(world, suffix)
     path.write_bytes(change(path.read_bytes()))
     check_found_and_made_again(world, whole(name))
@@ -136,7 +120,7 @@ def test_a_damaged_file_is_found_and_its_shard_is_made_again(
 def test_a_quick_look_finds_files_that_are_missing_or_have_another_size(
     whole: Callable[[str], World], tmp_path: Path, suffix: str, what: str
 ) -> None:
-    world = copy_of(whole("json"), tmp_path)
+    world = whole("json").copy(tmp_path)
     path = path_of(world, suffix)
     data = path.read_bytes()
     path.unlink()
@@ -151,7 +135,7 @@ def test_the_files_of_another_shard_and_of_another_plan_are_not_a_shards_own(
     for number, source in enumerate(
         [whole("json").data_dir / "shard-00000", whole("npy").data_dir / "shard-00001"]
     ):
-        world = copy_of(whole("json"), tmp_path / str(number))
+        world = whole("json").copy(tmp_path / str(number))
         for suffix in ("tar", "idx", "json"):
             shutil.copy(f"{source}.{suffix}", path_of(world, suffix))
         ended = world.main("verify", world.data_dir)
@@ -269,7 +253,7 @@ def test_a_forged_shard_is_found_though_its_hashes_are_right(
     whole: Callable[[str], World], tmp_path: Path, change: str
 ) -> None:
     name, changes = FORGED[change]
-    world = copy_of(whole(name), tmp_path)
+    world = whole(name).copy(tmp_path)
     forge(world, **changes)
     if change == "as it was":  # or the others would be found for another reason
         world.verify()
@@ -283,7 +267,7 @@ def test_a_loader_refuses_an_idx_that_does_not_fit_its_tar_and_never_delivers_ot
     for number, (change, (name, changes)) in enumerate(FORGED.items()):
         if "records" not in changes or change == "a document more in a row":
             continue  # that one is for verify to find: the loader takes a start of the next row
-        world = copy_of(whole(name), tmp_path / str(number))
+        world = whole(name).copy(tmp_path / str(number))
         forge(world, **changes)
         if change in NOT_SEEN_BY_A_LOADER:
             assert ids_in_order(world, name) == ids_in_order(whole(name), name), change

@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import lzma
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,25 +86,6 @@ CASES: dict[str, tuple[Callable[[], bytes], dict[str, str]]] = {
 }
 
 
-def samples_of(world: World) -> list[tuple[str, str, list[int]]]:
-    """Key, text and ids of each sample of the data set, in the order of its tars."""
-    samples = []
-    for path in sorted(world.data_dir.glob("shard-*.tar")):
-        with tarfile.open(path) as tar:
-            members = {item.name: tar.extractfile(item).read() for item in tar}  # type: ignore[union-attr]
-        for name, data in members.items():
-            key, _, field = name.partition(".")
-            if field == "text.txt":
-                samples.append((key, data.decode(), json.loads(members[f"{key}.token_ids.json"])))
-    return samples
-
-
-def lines_of(world: World, folder: str) -> list[Any]:
-    """The lines of a side folder of the data set."""
-    paths = sorted((world.data_dir / folder).glob("shard-*.jsonl"))
-    return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()]
-
-
 @pytest.mark.parametrize("num_shards", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_documents_are_those_that_a_separate_reader_finds(tmp_path: Path, name: str, num_shards: int) -> None:
@@ -118,7 +98,7 @@ def test_documents_are_those_that_a_separate_reader_finds(tmp_path: Path, name: 
 
     tokenizer = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json"))
     tokenizer.encode_special_tokens = True  # names of control tokens in a text stay text
-    found = samples_of(world)
+    found = world.documents()
     where = f"{name} in {num_shards} shards"
     for number, ((key, text, ids), (line, record)) in enumerate(zip(found, documents, strict=False)):
         assert text == record.text, f"{where}: document {number} has another text"
@@ -128,7 +108,7 @@ def test_documents_are_those_that_a_separate_reader_finds(tmp_path: Path, name: 
     assert len(found) == len(documents), f"{where}: the number of documents"
 
     left_out = [(record.offset, record.reason) for record in records if record.reason]
-    told = [(item["source_offset"], item["reason"]) for item in lines_of(world, "quarantine")]
+    told = [(item["source_offset"], item["reason"]) for item in world.lines("quarantine")]
     assert told == left_out
     if "id_field" in options:
-        assert lines_of(world, "ids") == [[0, record.offset, record.id] for _, record in documents]
+        assert world.lines("ids") == [[0, record.offset, record.id] for _, record in documents]

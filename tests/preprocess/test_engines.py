@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from tests.checkout import ROOT
+from tests.forged import rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import BOS, EOS, TURN, World, save_tokenizer
 
@@ -38,12 +39,12 @@ PARTS += ["a", " ", "가", "\n", "1", "'s", "\U0001f600", "é", "\u0301", "\r", 
 def hostile_records(step: int) -> list[dict[str, str]]:
     """Code points in the contexts that patterns tell apart, names of tokens, long runs.
 
-    Every code point up to U+2000, and one in ``step`` above.
+    Every code point up to U+0800, and one in ``step`` above.
     """
-    points = [*range(0x2000), *range(0x2000, 0x110000, step)]
+    points = [*range(0x800), *range(0x800, 0x110000, step)]
     texts = [f"a{c}b {c}가 {c}{c}1'{c}\n{c}" for c in map(chr, points) if not "\ud800" <= c <= "\udfff"]
     rng = random.Random(0)
-    texts += ["".join(rng.choices(PARTS, k=rng.randrange(1, 12))) for _ in range(3000)]
+    texts += ["".join(rng.choices(PARTS, k=rng.randrange(1, 12))) for _ in range(1000)]
     texts += [character * 20_000 for character in "a 가!9\n\t"]
     return [{"text": text} for text in texts]
 
@@ -67,7 +68,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     tmp_path: Path, model: Path, options: dict[str, Any]
 ) -> None:
-    step = 1 if TAKES_ALL and not options else 41
+    step = 1 if TAKES_ALL and not options else 409
     world = World(tmp_path, tokenizer=model).raw({"a.jsonl": hostile_records(step)})
     world.plan(num_shards=2, **options)
     tokenizer = Tokenizer.from_file(str(world.data_dir / "tokenizer" / "tokenizer.json"))
@@ -150,7 +151,9 @@ def forget_engines(folder: Path) -> None:
     """A process keeps the tokenizer that it loaded last: let that be another one."""
     other = World(folder, tokenizer=save_tokenizer(folder / "model")).raw({"a.txt": "a\n"})
     path = other.tokenizer / "tokenizer.json"
-    path.write_bytes(path.read_bytes().replace(b"kettle", b"kettel"))
+    data = json.loads(path.read_bytes())
+    data["model"]["merges"].pop()
+    path.write_text(json.dumps(data))
     other.plan(num_shards=1).try_shard(0, engine="gigatoken")
 
 
@@ -166,7 +169,7 @@ def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
     assert ended.code == 0, ended.text
     assert loaded
     assert engine_of(world) == ("gigatoken" if kind == "right" else "tokenizers")
-    assert ("warning" in ended.text) == (kind != "right")
+    assert ("gigatoken cannot" in ended.text) == (kind != "right")
     (world.data_dir / "shard-00000.json").unlink()
     assert world.try_shard(0, engine="gigatoken").code == (0 if kind == "right" else 2)
 
@@ -188,7 +191,7 @@ def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_i
     assert sure.plan_json()["fast_engine_is_equal"]
     seen = set(b"".join(sources).decode())
     old = unicodedata.ucd_3_2_0
-    points = (chr(point) for point in range(0xF0000) if old.category(chr(point)) not in ("Cn", "Cs"))
+    points = (chr(point) for point in range(0x10000) if old.category(chr(point)) not in ("Cn", "Cs"))
     assert {point for point in points if point not in seen} == set()
     sources.clear()
     World(tmp_path / "again", raw_dir=planned.raw_dir).plan(num_shards=1)
@@ -239,8 +242,6 @@ def test_tokenizers_of_version_1_give_the_same_ids(
 
 def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(planned: World, tmp_path: Path) -> None:
     """The probe's hash in plan.json is of other ids: another version of tokenizers planned."""
-    from tests.forged import rewrite_plan
-
     world = planned.copy(tmp_path)
     probe = world.plan_json()["probe_sha256"]
     rewrite_plan(world.data_dir / "plan.json", f'"{probe}"', f'"{"0" * 64}"')
@@ -252,10 +253,10 @@ def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(planned: W
 def test_a_tokenizer_that_gigatoken_does_not_know_is_encoded_by_the_reference(tmp_path: Path) -> None:
     """A WordLevel model: real, and none of byte-level BPE."""
     save_word_tokenizer(tmp_path / "words", 50)
-    world = World(tmp_path, tokenizer=tmp_path / "words").raw({"a.txt": "w7\n" * 100_000})
+    world = World(tmp_path, tokenizer=tmp_path / "words").raw({"a.txt": ("w7 " * 500 + "\n") * 600})
     world.plan(num_shards=1).run()
     assert engine_of(world) == "tokenizers"
-    assert world.documents()[-1][1:] == ("w7", [7])
+    assert world.documents()[-1][2] == [0], "a word that it does not know"
 
 
 # The script that this project began with. ---------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_model_of_the_hub_is_fetched_once_and_later_found_without_a_hub(
         plan(hub, tmp_path, code=0, output_dir=name, **flags)
         for path in tmp_path.glob("hf/hub/*/snapshots/*/vocab.txt"):
             path.unlink()
-    assert len(hub.asked) - num_asked <= 2, "and nobody waits for one that does not answer"
+    assert len(hub.asked) - num_asked <= 4, "and nobody waits for one that does not answer"
     plans = [json.loads(path.read_bytes())["plan_id"] for path in tmp_path.glob("*/plan.json")]
     assert len(plans) == 3
     assert len(set(plans)) == 1

@@ -366,31 +366,13 @@ def by_the_cache_of_datasets(raw: Path) -> None:
     loaded.map(lambda row: {"text": row["text"] + "!"})
 
 
-def by_polars(raw: Path) -> None:
-    polars = pytest.importorskip("polars", reason="polars is not installed")
-    frame = polars.DataFrame({"text": DOCS, "year": [2023, 2024, 2025] * 10})
-    frame[:10].write_ipc(raw / "a.arrow")
-    frame[10:20].write_ipc_stream(raw / "b.arrow")
-    frame[20:].write_ndjson(raw / "c.ndjson")
-
-
-def by_duckdb(raw: Path) -> None:
-    duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed")
-    duckdb.sql(
-        f"copy (select 'document ' || i as text, i % 3 as part from range(30) t(i)) to '{raw}' "
-        "(format parquet, partition_by (part), overwrite_or_ignore)"
-    )
-
-
-OTHER_WRITERS = [
-    by_datasets, by_datasets_to_parquet, by_the_cache_of_datasets, by_polars, by_duckdb,
-]  # fmt: skip
+OF_DATASETS = [by_datasets, by_datasets_to_parquet, by_the_cache_of_datasets]
 
 
 @pytest.mark.processes  # datasets may start one
 @pytest.mark.parametrize(
     "write",
-    [by_pyarrow, by_pandas, *(pytest.param(write, marks=pytest.mark.frameworks) for write in OTHER_WRITERS)],
+    [by_pyarrow, by_pandas, *(pytest.param(write, marks=pytest.mark.frameworks) for write in OF_DATASETS)],
     ids=lambda write: write.__name__,
 )
 def test_the_folder_of_each_writer_gives_its_rows_once(tmp_path: Path, write: Callable[[Path], None]) -> None:

@@ -116,18 +116,6 @@ def test_names_of_packages_stand_in_no_string_of_shardprep_but_the_table_of_comm
     assert named == {"__main__.py"}
 
 
-def test_few_modules_of_preprocess_import_lustre() -> None:
-    users = {path for path, names in modules("preprocess").items() if any("lustre" in name for name in names)}
-    known = {f"preprocess/{name}.py" for name in ("__main__", "plan/planning", "make/worker", "look/doctor")}
-    assert users <= known
-
-
-def test_the_writer_of_a_shard_knows_neither_rows_nor_options() -> None:
-    writer = modules("preprocess")["preprocess/make/shard_writer.py"]
-    assert "preprocess.make.members" in writer
-    assert not writer & {"preprocess.make.packing", "shardprep.format.options"}
-
-
 def test_the_format_needs_nothing_but_the_standard_library_numpy_orjson_and_msgspec() -> None:
     allowed = {*sys.stdlib_module_names, "numpy", "orjson", "msgspec", "shardprep", "typing_extensions"}
     for path in (ROOT / "shardprep" / "format").glob("*.py"):

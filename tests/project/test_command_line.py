@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardprep import removed
-from shardprep.__main__ import COMMANDS, main
+from shardprep.__main__ import COMMANDS
 from tests import command_reference
 from tests.checkout import ROOT
 from tests.children import run_child
@@ -104,9 +104,6 @@ def test_an_unknown_flag_is_named_under_the_usage_of_its_own_command(command: st
         ("plan PLAN --record packed --keep_text", "--keep_text"),
         ("plan PLAN --record packed --seq_len 0", "--seq_len"),
         ("plan PLAN --max_bad_fraction 1.5", "--max_bad_fraction"),
-        *((f"plan PLAN --encoding {name}", "--encoding") for name in (
-            "utf-7", "cp037", "iso2022_kr", "unicode_escape", "nothing", "rot13"
-        )),
         ("plan PLAN --limit " + "9" * 24, "--limit"),
         *((f"plan PLAN --{name} a\0b", r"'a\x00b'") for name in ("text_field", "id_field", "model_id")),
         ("run a\0b", r"a\x00b"),
@@ -131,14 +128,8 @@ def test_dashes_and_underscores_in_a_flag_are_the_same_and_sizes_are_binary(tmp_
     plans = []
     for number, (mark, size) in enumerate((("_", "2048"), ("-", "2K"), ("_", "2KiB"), ("-", " 2kb "))):
         data = tmp_path / f"data-{number}_x"
-        words = [
-            "plan",
-            f"--input{mark}dir={world.raw_dir}",
-            f"--output{mark}dir",
-            data,
-            f"--no-keep{mark}text",
-        ]
-        ended = call_main(*words, f"--model{mark}id", tokenizer_dir(), f"--shard{mark}bytes", size)
+        words = [f"--input{mark}dir={world.raw_dir}", f"--output{mark}dir", data, f"--no-keep{mark}text"]
+        ended = call_main("plan", *words, f"--model{mark}id", tokenizer_dir(), f"--shard{mark}bytes", size)
         assert ended.code == 0, ended.text
         plans.append((data / "plan.json").read_bytes())
     assert len(set(plans)) == 1
@@ -152,16 +143,6 @@ def test_ids_of_shards_come_once_and_in_any_form(tmp_path: Path) -> None:
     assert sorted(path.name for path in world.data_dir.glob("*.tar")) == [
         f"shard-0000{n}.tar" for n in (5, 6, 7, 8)
     ]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("given", "code"), [("2", 0), ("0", 2), ("-1", 2), ("many", 2), ("1.5", 2)])
-def test_the_environment_gives_the_number_of_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, code: int
-) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line\n" * 9}).plan(num_shards=1)
-    monkeypatch.setenv("DATASET_NUM_PROC", given)  # which World.main takes away
-    assert main(["run", str(world.data_dir), "--shards", "0"]) == code
 
 
 LIST_LOADED = f"""
@@ -215,3 +196,17 @@ def test_a_missing_library_is_answered_with_the_extra_that_brings_it(tmp_path: P
     extra = re.search(r"pip install 'shardprep\[(\w+)\]'", ended.err)
     assert extra, ended.err
     assert re.search(rf"^{extra[1]} = .*pyarrow", extras, re.MULTILINE)
+
+
+@pytest.mark.processes
+def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text(World(tmp_path).main("completion", "bash").out)
+    for words, expected in {
+        "shardprep pe": "peek",
+        "shardprep run --sh": "--shards",
+        "shardprep lustre s": "show",
+        "shardprep plan --record pa": "packed",
+    }.items():
+        ask = f"source {script}; COMP_WORDS=({words}); COMP_CWORD={words.count(' ')}; _shtab_shardprep"
+        assert run_child(["bash", "-c", f"{ask}; echo ${{COMPREPLY[@]}}"]).stdout.split() == [expected]

@@ -49,7 +49,7 @@ def words_of(name: str, world: World) -> list[object]:
         ("plan", "open", "a.txt", 74),
         ("plan", "open", "tokenizer.json", 74),
         ("shard", "open", "a.txt", 74),
-        ("shard", "stat", "tokenizer.json", 74),
+        ("shard", "open", "tokenizer.json", 74),
         ("shard", "open", "plan.json", 74),
         ("done shard", "open", "shard-00000.json", 74),
         ("verify", "open", "shard-00000.tar", 74),

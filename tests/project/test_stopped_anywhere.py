@@ -40,7 +40,9 @@ class SignalAtLine:
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         if not OURS.search(frame.f_code.co_filename):
             return None
-        if event == "line" and threading.current_thread() is threading.main_thread():
+        is_main = threading.current_thread() is threading.main_thread()
+        # Once the command has ended, nobody answers the signal.
+        if event == "line" and is_main and callable(signal.getsignal(signal.SIGTERM)):
             if self.num_lines or any(self.folder.glob(".shard-*")):
                 self.num_lines += 1
             if self.num_lines == self.number:

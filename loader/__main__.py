@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_words(argv: Sequence[str]) -> list[str]:
-    """The words with their command; whatever is neither ``stage`` nor ``where`` names shards to show."""
+    """Return the words with their command. What is no name of a command names shards to show."""
     return list(argv) if argv[:1] and argv[0] in _NAMED else ["show", *argv]
 
 

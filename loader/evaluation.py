@@ -45,7 +45,7 @@ class LossMean:
             self._sums = self._sums.to(loss.device) + sums[:, None]
 
     def mean(self) -> float:
-        """Return the mean over all labels of all ranks, which must all call it; NaN where there are none."""
+        """Return the mean over all labels of all ranks, which must all call it. It is NaN without labels."""
         return _means(self._sums)[0]
 
 
@@ -87,7 +87,7 @@ class SourceLosses:
         self._sums = self._sums.to(losses.device).index_add(1, sources.to(losses.device).flatten(), values)
 
     def means(self, *, reset: bool = False) -> dict[str, float]:
-        """Return the mean loss of each source over the labels of all ranks, which must all call it; NaN where
+        """Return the mean loss of each source over the labels of all ranks, which must all call it: NaN where
         there are none. ``reset``: count from 0 again."""
         means = _means(self._sums)
         if reset:
@@ -108,7 +108,7 @@ def _means(sums: torch.Tensor) -> list[float]:
 
 
 def evaluation_loss(model: Any, loader: TokenLoader) -> float:
-    """Return the mean loss over all labels of a validation loader; all ranks must call it.
+    """Return the mean loss over all labels of a validation loader. All ranks must call it.
 
     ``model(**batch).loss`` must be the mean over the labels of a batch. Takes one epoch of ``loader``.
     Raises UsageError for ``targets="shifted"`` and a model of transformers, which shifts labels itself.

@@ -82,26 +82,26 @@ class Order:
 
     @property
     def num_slots(self) -> int:
-        """V: what ranks and workers share out."""
+        """Return V: what ranks and workers share out."""
         return self.tick_samples // self.group
 
     @property
     def ticks_per_epoch(self) -> int:
-        """R: also the samples that a slot of one delivers in an epoch."""
+        """Return R: also the samples that a slot of one delivers in an epoch."""
         return (self.num_samples + self.num_fillers) // self.tick_samples
 
     @property
     def num_left_out(self) -> int:
-        """Samples that an epoch leaves out; fewer than a tick."""
+        """Return the samples that an epoch leaves out, fewer than a tick."""
         return 0 if self.keeps_tail else self.num_samples % self.tick_samples
 
     @property
     def num_fillers(self) -> int:
-        """Places of the last tick that hold a sample again, where the tail is kept."""
+        """Return the places of the last tick that hold a sample again, where the tail is kept."""
         return -self.num_samples % self.tick_samples if self.keeps_tail else 0
 
     def is_filler(self, tick: int, slots: range) -> npt.NDArray[np.bool_] | None:
-        """Return which of these slots hold a sample again at a tick: bool[len(slots)]; None for none.
+        """Return which of these slots hold a sample again at a tick, bool[len(slots)], or None for none.
 
         Fillers are spread evenly: each part of n places has at least ``n * real // L`` samples. So every
         batch of every rank has one where there are as many samples as batches.
@@ -113,7 +113,7 @@ class Order:
 
     @property
     def window_ticks(self) -> int:
-        """Ticks after which every slot goes on to its next window."""
+        """Return the ticks after which every slot goes on to its next window."""
         return max(self.window_samples // self.group, 1)
 
     def offset(self, epoch: int, count: int) -> int:
@@ -156,7 +156,7 @@ class Order:
         return slices.swapaxes(1, 2).reshape(len(slots) * self.group, end - start)
 
     def samples_at(self, epoch: int, positions: Int64s) -> Int64s:
-        """Return the samples at positions of an epoch's shuffled sequence of blocks; same shape.
+        """Return the samples at positions of an epoch's shuffled sequence of blocks, in the same shape.
 
         Positions from ``n block_samples`` up to the next such number are consecutive samples, mod N.
         """
@@ -193,7 +193,7 @@ def choose_windows(*, num_samples: int, num_bytes: int, tick_samples: int, group
 
 
 def share(slots: range, part: int, num_parts: int) -> range:
-    """Return one of ``num_parts`` consecutive parts of some slots; their sizes differ by one at most."""
+    """Return one of ``num_parts`` consecutive parts of some slots, whose sizes differ by one at most."""
     first = slots.start + len(slots) * part // num_parts
     return range(first, slots.start + len(slots) * (part + 1) // num_parts)
 
@@ -232,7 +232,7 @@ def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray
 
 
 def permute(positions: Int64s, count: int, key: int) -> Int64s:
-    """Send positions through a keyed permutation of ``range(count)``; returns the same shape.
+    """Send positions through a keyed permutation of ``range(count)``, in the same shape.
 
     It is a Feistel network over the next power of four, repeated until it lands below ``count`` (fewer than
     four times on average), so nothing of size ``count`` is held unless it is small.

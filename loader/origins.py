@@ -33,7 +33,7 @@ class Origin:
 
 
 def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: int) -> Origin:
-    """The origin that these numbers of a batch stand for. Raises UsageError for numbers that are none."""
+    """Return the origin that these numbers of a batch stand for. Raises UsageError."""
     if not 0 <= shard < shards.num_shards or not 0 <= sample < shards.num_records[shard]:
         raise UsageError(
             f"shard {shard}, sample {sample}: {name} has {shards.num_shards:,} shards, and "
@@ -64,7 +64,7 @@ _records = lru_cache(maxsize=16)(read_idx)
 
 
 def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the source of each place of a batch, int64[batch, seq], of its ``origins``; of padding any one.
+    """Return the source of each place of a batch, int64[batch, seq], by its ``origins``. Padding has any.
 
     Put into the batch, it goes along where rows or places are dealt to ranks.
     """

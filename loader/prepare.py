@@ -59,7 +59,7 @@ def ensure_prepared(
     world_size: int | None = None,
     **options: Any,
 ) -> str:
-    """Return ``output_dir`` when the data set in it is whole and verified; make it before, if it is not.
+    """Return ``output_dir`` with a whole and verified data set in it, made before if it is not there.
 
     Every rank calls it, before the process group is made (its timeout is short) or after. Rank 0 runs
     ``shardprep plan``, ``run`` and ``verify``, which go on where an earlier attempt ended. The launcher must
@@ -117,7 +117,7 @@ def _compare(given: Mapping[str, Any]) -> None:
 
 
 def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank: int) -> None:
-    """Wait until rank 0 has verified the data set; raise what it failed with in this start of the job."""
+    """Wait until rank 0 has verified the data set, or raise what it failed with in this start of the job."""
     began = time.monotonic()
     next_line_s = 0.0
     while size_of_file(folder / INDEX_NAME) is None:
@@ -155,7 +155,7 @@ _CODE = (
 
 
 def _run(name: str, given: Mapping[str, Any], *words: str) -> None:
-    """Run one command; its lines go to this process's standard error. Raises the error that it ended with."""
+    """Run one command. Its lines go to this process's standard error. Raises the error that it ended with."""
     flags = []
     for option, value in given.items():
         if isinstance(value, bool):

@@ -79,7 +79,7 @@ def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = Non
 
 
 def _found(environ: Mapping[str, str]) -> ProcessRank | None:
-    """Return what torch.distributed or a launcher says; None where neither says anything."""
+    """Return what torch.distributed or a launcher says, or None."""
     dist = sys.modules.get("torch.distributed")  # never imported here: not in use then
     if dist is not None and dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -165,12 +165,12 @@ class Run:
 
     @property
     def order(self) -> Order:
-        """The order of the first source: all have its L, group, shuffle and tail."""
+        """Return the order of the first source: all have its L, group, shuffle and tail."""
         return self.sources[0].order
 
     @property
     def tick_samples(self) -> int:
-        """L."""
+        """Return L."""
         return self.order.tick_samples
 
     @property
@@ -179,22 +179,22 @@ class Run:
 
     @cached_property
     def ticks_per_epoch(self) -> int:
-        """R."""
+        """Return R."""
         return sum(source.order.ticks_per_epoch for source in self.sources if not source.added_at)
 
     @property
     def samples(self) -> list[Samples]:
-        """What this loader reads of the sources."""
+        """Return what this loader reads of the sources."""
         return [source.samples for source in self.sources if source.samples is not None]
 
     @cached_property
     def row_tokens(self) -> int:
-        """Tokens of every sample where all are rows of one length, else 0."""
+        """Return the tokens of every sample where all are rows of one length, else 0."""
         return self.samples[0].row_tokens
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """What fixes which sample is where, beside sources and stages."""
+        """Return what fixes which sample is where, beside sources and stages."""
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -357,7 +357,7 @@ class Run:
     # Amendments.
 
     def held_from(self, step: int) -> list[Held]:
-        """Return what holds in the steps from one on; equal neighbours are one."""
+        """Return what holds in the steps from one on. Equal neighbours are one."""
         found: list[Held] = []
         shares: dict[str, int] = {}
         for stage in self.stages:

@@ -49,12 +49,12 @@ class Samples:
 
     @property
     def row_tokens(self) -> int:
-        """Of every sample where all are rows, else 0."""
+        """Return the tokens of every sample where all are rows, else 0."""
         return 0
 
     @property
     def offsets(self) -> int:
-        """An epoch draws a number below this, and gives it to ``read``."""
+        """Return the number below which an epoch draws the one that it gives to ``read``."""
         return 1
 
     @property
@@ -63,7 +63,7 @@ class Samples:
 
     @property
     def mean_tokens(self) -> float:
-        """Of a sample, roughly."""
+        """Return the tokens of a sample, roughly."""
         mean = self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
@@ -71,12 +71,12 @@ class Samples:
         return ShardReader(self.shards, self.rank, self.world_size)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
-        """Lengths by the idx alone, int64[n]; of the samples int64[n]."""
+        """Return the tokens of samples, int64[n], by the idx alone: int64[n]."""
         lengths = reader.num_tokens(samples)
         return lengths if self.max_length is None else lengths.clip(max=self.max_length)
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
-        """Read samples, int64[samples per tick, ticks]; the window ends with the reader's next ``read``."""
+        """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
         rows = np.arange(samples.size).reshape(samples.shape)
         return partial(self._chunk_of, reader.read(samples.reshape(-1)), rows)
 
@@ -93,8 +93,8 @@ class Samples:
     def _decode(
         self, data: SampleBytes, rows: Int64s, max_length: int | None = None, end_ids: Int64s | None = None
     ) -> Decoded:
-        """Decode samples, with ids that others made checked; those of blanked documents are BLANK, and so
-        is an EOS that is put behind one. Raises BrokenShard."""
+        """Decode samples, and check ids that others made. Those of blanked documents are BLANK, and so is
+        an EOS that is put behind one. Raises BrokenShard."""
         found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
         if (blank := self.shards.blank_id) is not None:
             found.ids[found.ids == blank] = BLANK
@@ -205,7 +205,7 @@ class JoinedRows(Samples):
 
     @property
     def offsets(self) -> int:
-        """T: tokens of the stream; an epoch's rows begin at any of them."""
+        """Return T, the tokens of the stream. An epoch's rows begin at any of them."""
         return int(self.first_token[-1])
 
     @property
@@ -221,7 +221,7 @@ class JoinedRows(Samples):
 
     @cached_property
     def first_token(self) -> Int64s:
-        """int64[shards + 1]: where each shard begins in the stream."""
+        """Return where each shard begins in the stream: int64[shards + 1]."""
         sizes = np.zeros(self.shards.num_shards, np.int64)
         reader = self.open()
         for source, first in zip(self.shards.sources, self.shards.source_first, strict=False):
@@ -235,7 +235,7 @@ class JoinedRows(Samples):
         return np.concatenate([[0], np.cumsum(sizes)])
 
     def _puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
-        """Whether an EOS is put behind each document of a shard: bool[documents]."""
+        """Return whether an EOS is put behind each document of a shard: bool[documents]."""
         first, end = self.shards.first_sample[number : number + 2].tolist()
         source, _ = self.shards.locate(number)
         if source.records is None:
@@ -244,7 +244,7 @@ class JoinedRows(Samples):
         return np.full(len(last_id), True) if self.eos_token_id is None else last_id != self.eos_token_id
 
     def _ends(self, reader: ShardReader, number: int) -> Int64s:
-        """Sums of a shard's tokens from 0, EOS included: int64[documents + 1]. Raises BrokenShard."""
+        """Return the sums of a shard's tokens, EOS included: int64[documents + 1]. Raises BrokenShard."""
         shard = reader.opened(number)
         if "stream" not in shard.sums:
             puts = self._puts_eos(number)
@@ -319,7 +319,10 @@ class JoinedRows(Samples):
         first: int,
         end: int,
     ) -> Chunk:
-        """Rows begin at ``places`` of the ids, int64[samples per tick, ticks], documents at ``starts``."""
+        """Return some ticks of rows that begin at ``places`` of the ids, int64[samples per tick, ticks].
+
+        ``documents`` begin at ``starts`` of the ids.
+        """
         at = places[:, first:end]
         chunk = Chunk(
             lengths=lengths[:, first:end],
@@ -353,14 +356,14 @@ class SampleRules:
 
     @property
     def _of_documents(self) -> str:
-        """The argument that is for padded documents alone, if one was given."""
+        """Return the argument that is for padded documents alone, if one was given."""
         if self.max_length is not None:
             return f"max_length={self.max_length}"
         return "group_by_length" if self.group > 1 else ""
 
     @property
     def needs_lengths(self) -> bool:
-        """Whether the lengths of all documents must be known before the first batch."""
+        """Return whether the lengths of all documents must be known before the first batch."""
         return self.seq_len is not None or self.group > 1
 
     def check_rows(self, shards: ShardSet) -> None:

@@ -195,7 +195,7 @@ def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]
 
 
 def _mean_tokens(samples: Samples) -> float:
-    """Return the tokens of a sample, by the manifests; else of at most a million samples, evenly chosen."""
+    """Return the tokens of a sample, by the manifests or by a million samples, evenly chosen."""
     shards = samples.shards
     if samples.row_tokens:
         return float(samples.row_tokens)

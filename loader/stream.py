@@ -96,7 +96,7 @@ class BatchStream:
             del chunks  # they may hold their window; the next one is read now
 
     def end(self) -> None:
-        """End the workers and close the files; the next steps start them again."""
+        """End the workers and close the files. The next steps start them again."""
         arriving, self._arriving, self._stands_at = self._arriving, None, None
         self._loader._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
         if hasattr(arriving, "_shutdown_workers"):
@@ -104,7 +104,7 @@ class BatchStream:
         self._chunks.close()
 
     def _send_workers_to(self, start: Position) -> None:
-        """Make the next chunks those from a position on; persistent workers may stand there already."""
+        """Make the next chunks those from a position on. Persistent workers may stand there already."""
         if any(not worker.is_alive() for worker in self._workers()):  # as by Ctrl-C
             self.end()
         if self._stands_at != start:
@@ -154,7 +154,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def follow_main_process(_: int) -> None:
-    """As a ``worker_init_fn``: block the signals, and end when the main process does. torch does not look for
+    """Block the signals in a worker, and end it when the main process ends. torch does not look for
     it while a worker waits for room in a pipe, nor under forkserver."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001

@@ -122,12 +122,12 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __len__(self) -> int:
-        """Batches of the next epoch, on every rank; a resumed one gives the rest, from ``first_batch``."""
+        """Return the batches of the next epoch, on every rank. See ``first_batch`` for a resumed one."""
         return self.run.ticks_in(self.run.epoch_of(self._next.step)) * self.run.batches_per_tick
 
     @property
     def _next(self) -> Position:
-        """Where the next ``iter()`` begins."""
+        """Return where the next ``iter()`` begins."""
         at = self.progress.delivered
         if self.run.is_validation and not self.progress.is_loaded:  # it begins anew
             return Position(self.run.first_step(self.run.epoch_of(at.step)))
@@ -135,7 +135,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def tokenizer(self) -> Any:
-        """transformers' tokenizer, the same object each time. Loading it takes 3 s for Llama 3's.
+        """Return transformers' tokenizer, the same object each time. Loading it takes 3 s for Llama 3's.
 
         Raises OtherTokenizer where transformers makes another one of its files, ReadWriteError, or NotFound.
         """
@@ -143,7 +143,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @cached_property
     def collate_fn(self) -> Any:  # type: ignore[override]
-        """What collates: the user's, else a DataCollatorForLanguageModeling that makes the same batches.
+        """Return what collates: the user's, or a DataCollatorForLanguageModeling for the same batches.
 
         The loader works without it, so transformers is imported when it is looked at.
         """
@@ -158,7 +158,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def first_batch(self) -> int:
-        """Batches of its epoch that the next ``iter()`` leaves out: 0, but for a resumed epoch.
+        """Return the batches of its epoch that the next ``iter()`` leaves out: 0, but for a resumed epoch.
 
         A bar of the whole epoch is ``tqdm(loader, initial=loader.first_batch)``.
         """
@@ -167,7 +167,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def num_accumulated(self) -> int:
-        """Batches of this rank in the global batch that the newest batch is of. To weigh their losses see
+        """Return the batches of this rank in the newest batch's global batch. To weigh their losses see
         ``labels_per_rank``."""
         return self._step.num_batches
 
@@ -206,17 +206,17 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the newest batch was the last of its global batch: time for the optimizer's step."""
+        """Return whether the newest batch was the last of its global batch: time for the optimizer's step."""
         return self.progress.delivered.num_micro == 0
 
     @property
     def num_steps_delivered(self) -> int:
-        """Global batches that the loop got, counted through all epochs from 0."""
+        """Return the global batches that the loop got, counted through all epochs from 0."""
         return self.progress.delivered.step - self.progress.num_left
 
     @property
     def epoch(self) -> float:
-        """Epochs that the loop got so far: 1.5 is the middle of the second."""
+        """Return the epochs that the loop got so far: 1.5 is the middle of the second."""
         step, num_micro = self.progress.delivered
         epoch = self.run.epoch_of(step)
         within = step - self.run.first_step(epoch) + num_micro / self.run.batches_in_step(step)
@@ -228,17 +228,17 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def source_samples(self) -> dict[str, int]:
-        """Samples of each source that were delivered so far, all ranks together."""
+        """Return the samples of each source that were delivered so far, all ranks together."""
         return self.run.source_samples(self.progress.delivered)
 
     @property
     def source_epochs(self) -> dict[str, float]:
-        """Epochs of each source so far: 1.5 is the middle of its second."""
+        """Return the epochs of each source so far: 1.5 is the middle of its second."""
         return self.run.source_epochs(self.progress.delivered)
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The names that the sources of ``batch["origins"]`` count; "all" where one set is read."""
+        """Return the names that the sources of ``batch["origins"]`` count: "all" where one set is read."""
         return tuple(source.name for source in self.run.sources)
 
     def origin(self, source: int, shard: int, sample: int, document: int = 0) -> Origin:
@@ -254,7 +254,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def has_loaded_state(self) -> bool:
-        """Whether a state was loaded, and not iterated since."""
+        """Return whether a state was loaded, and not iterated since."""
         return self.progress.is_loaded
 
     def __repr__(self) -> str:
@@ -282,7 +282,7 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What the loop got so far: a few integers and the fingerprint of data and order.
+        """Return what the loop got so far: a few integers and the fingerprint of data and order.
 
         Save it with the optimizer's step: the batch that the loop holds counts as delivered, unless the
         loader was told to ``follow`` the optimizer.
@@ -350,7 +350,7 @@ class TokenLoader(DataLoader[Batch]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next ``iter()`` this epoch; all ranks must.
+        """Make the next ``iter()`` this epoch. All ranks must.
 
         If the loop stands inside of this epoch, ``iter()`` still gives the rest of it. Another epoch begins
         with its first step, also where this one was not over, and a loop that is still running is refused its
@@ -365,7 +365,7 @@ class TokenLoader(DataLoader[Batch]):
         self._end_unless_persistent()
 
     def peek(self) -> Batch:
-        """Return the batch that the next ``iter()`` begins with; changes nothing, nor is it counted.
+        """Return the batch that the next ``iter()`` begins with. Nothing is changed or counted.
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """

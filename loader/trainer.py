@@ -98,7 +98,7 @@ class LoaderMixin(_Trainer):
         self.callback_handler.callbacks.insert(0, LoaderStateCallback())
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; the loader goes to its place before Trainer counts steps by it."""
+        """Train. The loader goes to its place before Trainer counts steps by it."""
         folder = resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
@@ -124,7 +124,7 @@ class LoaderMixin(_Trainer):
             )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return what ``evaluate()`` iterates; whatever else is evaluated is Trainer's."""
+        """Return what ``evaluate()`` iterates. Whatever else is evaluated is Trainer's."""
         if isinstance(self.eval_loader, Mapping):
             if isinstance(eval_dataset, str) and eval_dataset in self.eval_loader:
                 return self.eval_loader[eval_dataset]
@@ -133,7 +133,7 @@ class LoaderMixin(_Trainer):
         return super().get_eval_dataloader(eval_dataset)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Train a step; the first ones look at what the model gets, until its boundaries are checked."""
+        """Train a step. The first ones look at what the model gets, until its boundaries are checked."""
         if self._is_unchecked:
             # Before the hooks of FSDP, and with what compute_loss of a subclass makes of the batch.
             def look(module: Any, _: Any, fields: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class LoaderMixin(_Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss; while ``eval_loader`` is evaluated, a mean over labels, which is counted."""
+        """Compute the loss: while ``eval_loader`` is evaluated, a mean over labels, which is counted."""
         loader, mean, of_sources = self._losses
         self._refuse_shifted(loader)
         origins, labels = inputs.pop("origins", None), inputs.get("labels")
@@ -199,7 +199,7 @@ class _Losses(NamedTuple):
 
 
 def _source_losses(loader: TokenLoader) -> SourceLosses | None:
-    """Return what counts the losses of a loader's sources; None where its batches do not tell them."""
+    """Return what counts the losses of a loader's sources, None where its batches do not tell them."""
     return SourceLosses.of_loader(loader) if loader.step_batches.origins else None
 
 
@@ -261,7 +261,7 @@ class EpochsOfLoader:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the newest batch was the last of its epoch."""
+        """Return whether the newest batch was the last of its epoch."""
         return self.loader.ends_step and self.loader.epoch.is_integer()
 
 
@@ -300,7 +300,7 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
-    """Give a loader the state in a checkpoint of Trainer; returns the checkpoint's global step. Raises
+    """Give a loader the state in a checkpoint of Trainer, and return its global step. Raises
     UsageError where there is none, and none was loaded before."""
     path = folder / "trainer_state.json"
     if not path.is_file():
@@ -337,7 +337,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
         self._followed: Any = None
 
     def state(self) -> dict[str, Any]:
-        """What Trainer writes with each checkpoint, under the name of this class."""
+        """Return what Trainer writes with each checkpoint, under the name of this class."""
         state = None if self._steps is None else self._steps.loader.state_dict()
         return {"args": {}, "attributes": {"saved": state, "num_trained": self._num_trained}}
 
@@ -355,7 +355,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):
             self._followed = optimizer
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Count what was delivered as trained; also where a scaler left the step out, or no hook told it."""
+        """Count what was delivered as trained, also where a scaler left the step out, or no hook told it."""
         if self._steps is not None and self._state is not None:
             self._steps.loader.mark_trained()
             self._num_trained = self._state.global_step + 1

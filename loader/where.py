@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def where(args: argparse.Namespace) -> int:
-    """Print which documents a step saw; returns the exit code."""
+    """Print which documents a step saw, and return the exit code."""
     state = find_state(args.state)
     options = {**_named_sources(args.input_shards), **_loader_options(state), "model_id": args.model_id}
     with get_llama3_dataloader(**options) as loader:
@@ -70,7 +70,7 @@ def where(args: argparse.Namespace) -> int:
 
 
 def _documents(loader: TokenLoader, world_size: int) -> Iterator[dict[str, Any]]:
-    """Yield the documents of the next step, as the ranks had them; the loader reads whole global batches."""
+    """Yield the documents of the next step, as the ranks had them. The loader reads whole global batches."""
     batch_size = loader.step_batches.batch_size
     of_rank = loader.run.tick_samples // world_size
     for number, batch in enumerate(loader):

@@ -22,7 +22,7 @@ from tests.forged import seal as seal  # for others
 from tests.world import Ended, World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_w", "tests/loader/test_loader_")
+LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_pr", "tests/loader/test_tr")
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -22,7 +22,6 @@ from tests.children import child, end_of, is_living
 from tests.held_children import Hold
 from tests.oracle.forms import DataSets
 from tests.waiting import wait_until
-from tests.warm_python import WarmPython
 from tests.world import Ended, World, call_main, open_loader, refuses, samples_of
 
 LAUNCH = {"SLURM_JOB_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"}
@@ -61,15 +60,8 @@ def planned(tmp_path: Path) -> World:
     return World(tmp_path).raw(texts).plan(num_shards=NUM_SHARDS)
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCH}
-    with WarmPython(tmp_path_factory.mktemp("warm"), ["torch", "loader"], kept) as server:
-        yield server
-
-
 @pytest.fixture
-def start(planned: World, warm: WarmPython) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
+def start(planned: World) -> Iterator[Callable[..., list[subprocess.Popen[str]]]]:
     """Starts ranks of a job; whatever they leave is killed."""
     started: list[subprocess.Popen[str]] = []
 
@@ -77,10 +69,9 @@ def start(planned: World, warm: WarmPython) -> Iterator[Callable[..., list[subpr
         *numbers: int, raw: Path = planned.raw_dir, data: Path = planned.data_dir, hold: Hold | None = None
     ) -> list[Any]:
         environ = {name: value for name, value in os.environ.items() if name not in LAUNCH}
-        environ |= {"SLURM_JOB_ID": "1", "PYTHONPATH": str(ROOT), **(hold.environ() if hold else {})}
-        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ["PYTHONPATH"]])
-        python = sys.executable if hold else str(warm.python)  # who is to be killed has a process of its own
-        words = [python, "-c", RANK, str(raw), str(data)]
+        environ |= hold.environ() if hold else {}
+        environ |= {"SLURM_JOB_ID": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}"}
+        words = [sys.executable, "-c", RANK, str(raw), str(data)]
         new = [
             subprocess.Popen(
                 [*words, str(planned.tokenizer), str(rank)], env=environ, text=True, stdout=subprocess.PIPE

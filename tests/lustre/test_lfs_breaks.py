@@ -128,7 +128,7 @@ def test_no_command_fails_because_of_lfs(
     done = set[tuple[str, ...]]()
     for command, asked in (
         (plan, ["getstripe", "df", "df", "quota"]),
-        (shard, ["getstripe"]),
+        (shard, []),
         (submit, ["df", "df", "quota"]),
         (lambda: slurm_main(["status", str(data)]), []),
         (lambda: int(prep.command("verify", data).code), []),

@@ -375,15 +375,6 @@ def test_auto_never_fails_and_none_does_not_even_ask(on_lustre: FakeLustre, faul
     assert len(on_lustre.calls()) == num_calls
 
 
-def test_a_task_says_before_its_first_write_which_layout_its_files_get(
-    on_lustre: FakeLustre, prep: Prep, sample_dir: Path
-) -> None:
-    on_lustre.give_layout(on_lustre.folder, [{**RAID, "start": 3}])
-    prep.plan(sample_dir, on_lustre.folder, num_shards=1)
-    ended = prep.command("--shard_id", 0, "--output_dir", on_lustre.folder)
-    assert "warning: new files get -c 1 -S 4M -i 3" in ended.text
-
-
 # --- room
 
 

@@ -296,7 +296,7 @@ class StepBatches:
             begins, sizes, place = [], [], 0
             for chunk, first, end in pieces:
                 edges = chunk.edges_of(tick, first, end)
-                begins.append(edges.begins + place)
+                begins.append(edges.begins + place if place else edges.begins)
                 sizes.append(edges.sizes)
                 place += (end - first) * self.row_tokens
             self._add_boundaries(batch, Edges(_concatenated(begins), _concatenated(sizes)), lengths)

@@ -54,7 +54,7 @@ def split_for_context_parallel(
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         raise UsageError("the batch has no input_ids of [batch, seq]; pass what the loader gives")
     if not 0 <= rank < size:
-        raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size")
+        raise UsageError(found=f"rank {rank} of {size}", expected="0 <= rank < size")
     check_choice("by", by, Literal["row", "document"])
     fields = {name: value for name, value in batch.items() if name not in _OF_THE_WHOLE}
     for name, value in fields.items():

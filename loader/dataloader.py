@@ -253,11 +253,7 @@ def get_llama3_dataloader(
         global_batch_size, rules.group, batch_size=batch_size, world_size=who.world_size
     )
     if is_validation and len(sizes) > 1:
-        raise UsageError(
-            'global_batch_size by step is for training; pass one size with split="validation"',
-            found=f"global_batch_size={global_batch_size}",
-            expected="one size",
-        )
+        raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
     if split is not None:
         check_choice("split", split, SplitName)
     is_mixture = check_mixing(input_shards, weights, weights_in, is_validation=is_validation)
@@ -303,12 +299,8 @@ def get_llama3_dataloader(
             "split": shards.split,
         },
     )
-    workers = _worker_options(
-        num_workers,
-        run.order.num_slots // who.world_size,
-        prefetch_factor=prefetch_factor,
-        persistent_workers=persistent_workers,
-    )
+    num_slots = run.order.num_slots // who.world_size
+    workers = _worker_options(num_workers, num_slots, prefetch_factor, persistent_workers)
     has_blanks = any(of_source.blank_id is not None for of_source in shards_of.values())
     padded = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
     if not isinstance(padded, PaddedBatches):
@@ -358,20 +350,12 @@ def get_llama3_dataloader(
 
 
 def _worker_options(
-    num_workers: int,
-    num_slots: int,
-    *,
-    prefetch_factor: int | None,
-    persistent_workers: bool,
+    num_workers: int, num_slots: int, prefetch_factor: int | None, persistent_workers: bool
 ) -> dict[str, Any]:
     """Return what torch's DataLoader wants to know of workers, of which each has a slot at least."""
     if prefetch_factor is not None and not num_workers:
-        raise UsageError(
-            f"prefetch_factor={prefetch_factor} says what workers read ahead, and num_workers is 0; "
-            "leave it out, or pass num_workers",
-            found=f"prefetch_factor={prefetch_factor}",
-            remedy="num_workers",
-        )
+        found = f"prefetch_factor={prefetch_factor}, what workers read ahead, and none of them"
+        raise UsageError(found=found, expected="num_workers of 1 at least", remedy="num_workers")
     if num_workers > num_slots:
         logger.warning(
             "num_workers is %d, but a rank's part of a global batch is %d, which no more workers can share: "

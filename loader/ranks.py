@@ -12,9 +12,9 @@ from shardprep.errors import UsageError
 # The rank, the number of ranks, and who sets them. mpirun within a Slurm job starts one srun task a node, so
 # Slurm's variables are looked at behind these.
 _LAUNCHERS = (
-    ("RANK", "WORLD_SIZE", "torchrun does"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun does"),
-    ("PMI_RANK", "PMI_SIZE", "mpiexec does"),
+    ("RANK", "WORLD_SIZE", "torchrun sets them"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun sets them"),
+    ("PMI_RANK", "PMI_SIZE", "mpiexec sets them"),
 )
 # Slurm numbers the steps that are no srun of the user (batch script, interactive shell) from here.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -53,11 +53,7 @@ def find_process_rank(
     """
     if rank is not None or world_size is not None:
         if rank is None or world_size is None:
-            raise UsageError(
-                f"rank={rank} and world_size={world_size}; pass both or neither",
-                found=f"rank={rank} and world_size={world_size}",
-                expected="both or neither",
-            )
+            raise UsageError(found=f"rank={rank} and world_size={world_size}", expected="both or neither")
         return ProcessRank(rank=rank, world_size=world_size, source="arguments", is_passed=True)
     found = _found(os.environ if environ is None else environ)
     return found or ProcessRank(rank=0, world_size=1, source="nothing set: one process")
@@ -71,10 +67,9 @@ def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = Non
     now = None if who.is_passed else _found(os.environ if environ is None else environ)
     if now is not None and (now.rank, now.world_size) != (who.rank, who.world_size):
         raise UsageError(
-            f"this loader was made as rank {who.rank} of {who.world_size} (from {who.source}), but this "
-            f"process is rank {now.rank} of {now.world_size} (from {now.source}), and all ranks would "
-            "get the same batches; make the loader in the function that each rank runs, after "
-            "init_process_group, or pass rank= and world_size="
+            found=f"a loader of rank {who.rank} of {who.world_size} (from {who.source}), in the process of "
+            f"rank {now.rank} of {now.world_size} (from {now.source})",
+            expected="a loader that each rank makes, after init_process_group, or rank= and world_size=",
         )
 
 
@@ -88,22 +83,22 @@ def _found(environ: Mapping[str, str]) -> ProcessRank | None:
         if rank_name in environ and size_name in environ:
             return _of_variables(environ, rank_name, size_name)
         if rank_name in environ or size_name in environ:
-            found = f"{rank_name} is {environ.get(rank_name)!r} and {size_name} is {environ.get(size_name)!r}"
             raise UsageError(
-                f"{found}; set both ({setter}) or neither, or pass rank= and world_size=", found=found
+                found=f"{rank_name}={environ.get(rank_name)} and {size_name}={environ.get(size_name)}",
+                expected=f"both, as {setter}, or neither, or rank= and world_size=",
             )
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     if size_name not in environ and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
         raise UsageError(
-            f"PMIX_RANK is {environ['PMIX_RANK']}, and nothing says of how many processes; pass rank= and "
-            "world_size=, or set RANK and WORLD_SIZE for each process"
+            found=f"PMIX_RANK={environ['PMIX_RANK']} without a number of processes",
+            expected="rank= and world_size=, or RANK and WORLD_SIZE in each process",
         )
     if size_name not in environ or _number(environ, size_name) == 1 or not _is_task_of_srun(environ):
         return None
     if "SLURM_PROCID" not in environ:
         raise UsageError(
-            f"{size_name} is {environ[size_name]}, but SLURM_PROCID is not set; start the training with "
-            "srun, or pass rank= and world_size="
+            found=f"{size_name}={environ[size_name]} without SLURM_PROCID",
+            expected="a training that srun starts, or rank= and world_size=",
         )
     return _of_variables(environ, "SLURM_PROCID", size_name)
 
@@ -128,8 +123,8 @@ def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
     in_job = "SLURM_JOB_ID" in environ or "SLURM_JOBID" in environ
     if in_job and environ.get("SLURM_PROCID", "0") != "0":
         raise UsageError(
-            f"SLURM_PROCID is {environ['SLURM_PROCID']} but SLURM_STEP_ID is not set, so task 0 would take "
-            "itself for alone; hand SLURM_STEP_ID in, too, or pass rank= and world_size="
+            found=f"SLURM_PROCID={environ['SLURM_PROCID']} without SLURM_STEP_ID, so task 0 would be alone",
+            expected="SLURM_STEP_ID handed in, too, or rank= and world_size=",
         )
     return not in_job and "SLURM_PROCID" in environ
 

@@ -159,8 +159,8 @@ class Run:
         largest = max(stage.ticks_per_step for stage in self.stages)
         if largest > self.ticks_per_epoch:
             raise UsageError(
-                f"a global batch is {largest * self.tick_samples} samples, and an epoch has "
-                f"{self.ticks_per_epoch * self.tick_samples}; lower it, or add data"
+                found=f"a global batch of {largest * self.tick_samples} samples",
+                expected=f"at most those of an epoch, {self.ticks_per_epoch * self.tick_samples}",
             )
 
     @property

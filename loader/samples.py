@@ -78,7 +78,8 @@ class Samples:
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
         rows = np.arange(samples.size).reshape(samples.shape)
-        return partial(self._chunk_of, reader.read(samples.reshape(-1)), rows)
+        data = reader.read(samples.reshape(-1), starts=self.row_tokens > 0 and (self.starts or self.origins))
+        return partial(self._chunk_of, data, rows)
 
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         by_tick = rows[:, first:end].T
@@ -144,11 +145,6 @@ class PackedRows(Samples):
     @cached_property
     def row_tokens(self) -> int:
         return self.shards.row_tokens
-
-    def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
-        rows = np.arange(samples.size).reshape(samples.shape)
-        data = reader.read(samples.reshape(-1), starts=self.starts or self.origins)
-        return partial(self._chunk_of, data, rows)
 
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         rows = rows[:, first:end]

@@ -105,8 +105,10 @@ def go_on(
     """
     saved = _read(state, plan)
     _check_fingerprint(saved, state["fingerprint"], plan)
-    if amend and not (saved.epoch or saved.step or saved.num_micro):
-        return plan, Position(), saved.num_left, 0  # no sample was delivered: the plan begins
+    # Where no sample was delivered, another plan begins, also in ticks of another size.
+    is_new = not (saved.epoch or saved.step or saved.num_micro)
+    if amend and is_new and saved.tick_samples != plan.tick_samples:
+        return plan, Position(), saved.num_left, 0
     run = _run_of(saved, plan, layout)
     _check_data(run, plan)
     position = _position_of(saved, run, layout)
@@ -130,9 +132,11 @@ def go_on(
             )
         if position.num_micro:
             raise UsageError(
-                f"the state was saved inside of a step, after {position.num_micro} batches, and a run is "
-                "amended between two steps; take a state of after the optimizer's step"
+                found=f"amend=True for a state inside of a step, after {position.num_micro} batches",
+                expected="a state that was saved after the optimizer's step",
             )
+        if is_new:
+            return own, position, saved.num_left, 0
         run, border = run.amended(position, plan)
     return _with_samples(run, own, step), position, saved.num_left, border
 
@@ -165,10 +169,8 @@ def _read(state: Mapping[str, Any], plan: Run) -> _State:
         version, expected = of_run.get("order_version"), plan.fingerprint["order_version"]
     if not _is_equal(version, expected):
         raise UnknownVersion(
-            f"the state, or the order of samples in it, has version {version!r:.80}, this shardprep reads "
-            f"{expected}; go on with the shardprep that saved it, or start without the state",
-            found=f"{version!r:.80}",
-            expected=expected,
+            found=f"the state, or the order of samples in it, has version {version!r:.80}",
+            expected=f"{expected}; go on with the shardprep that saved it, or start without the state",
         )
     known = {name: state[name] for name in _State.__annotations__ if name in state}
     try:
@@ -272,9 +274,8 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
     for one inside of a step of another layout."""
     if saved.num_micro and saved.layout != layout:
         raise UsageError(
-            f"the state was saved inside of a step, after {saved.num_micro} batches of {saved.layout}, this "
-            f"loader has {dict(layout)}; save it after the optimizer's step to change them, or resume with "
-            "the same"
+            found=f"a state inside of a step, after {saved.num_micro} batches of {saved.layout}",
+            expected=f"one of after the optimizer's step, or a loader of these batches, not {dict(layout)}",
         )
     steps_per_epoch = run.steps_in(saved.epoch)
     if saved.step >= steps_per_epoch:
@@ -282,7 +283,7 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
     position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
     num_batches = run.batches_in_step(position.step)
     if position.num_micro >= num_batches:
-        raise UsageError(f"the state has {position.num_micro} batches of a step of {num_batches}")
+        raise UsageError(found=f"a state after {position.num_micro} batches", expected=f"below {num_batches}")
     return position
 
 

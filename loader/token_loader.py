@@ -72,9 +72,9 @@ class TokenLoader(DataLoader[Batch]):
     ) -> None:
         if "sampler" in workers:
             raise UsageError(
-                "a TokenLoader has an order of its own and takes no sampler, as Lightning gives it for "
-                "overfit_batches and predict; to overfit pass train_dataloaders="
-                "list(itertools.islice(loader, 2)), to predict dataloaders=(batch for batch in loader)"
+                found="a sampler, as Lightning gives it for overfit_batches and predict",
+                expected="none, as a TokenLoader has an order of its own: to overfit train_dataloaders="
+                "list(itertools.islice(loader, 2)), to predict dataloaders=(batch for batch in loader)",
             )
         # What torch shows of a loader; batches come from self._stream, in which workers send chunks.
         super().__init__(
@@ -188,12 +188,12 @@ class TokenLoader(DataLoader[Batch]):
         if step.labels_per_rank is not None:
             return step.labels_per_rank
         if not step.labels or any(labels is None for labels in step.labels):
-            raise UsageError("labels_per_rank counts the batch that the loop holds, which must have labels")
+            raise UsageError(found="labels_per_rank without a batch", expected="one that has labels")
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.process_rank.world_size > 1 and not is_distributed:
             raise UsageError(
-                f"labels_per_rank adds up the labels of {self.process_rank.world_size} ranks; call "
-                "torch.distributed.init_process_group before it"
+                found=f"labels_per_rank of {self.process_rank.world_size} ranks without a process group",
+                expected="torch.distributed.init_process_group before it",
             )
         first = 0 if self.step_batches.shifts_targets else 1  # a model that shifts never looks at the first
         num_labels = sum((labels[:, first:] != IGNORED).sum() for labels in step.labels).to(device)

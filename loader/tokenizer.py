@@ -116,12 +116,10 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     own = next((dataset for dataset in datasets if is_folder(dataset.folder / TOKENIZER_DIR)), None)
     if own is None:
         if model_id is None:
-            raise NotFound(
-                f"{datasets[0].folder / TOKENIZER_DIR} is missing; copy it from where the shards were made, "
-                f"or pass model_id={spec.model_id!r}",
-                path=datasets[0].folder / TOKENIZER_DIR,
-                remedy=f"model_id={spec.model_id!r}",
-            )
+            remedy = f"model_id={spec.model_id!r}"
+            expected = f"a copy of it from where the shards were made, or {remedy}"
+            path = datasets[0].folder / TOKENIZER_DIR
+            raise NotFound(path=path, found="missing", expected=expected, remedy=remedy)
         given = _load(model_id)
         if model_id != spec.model_id:
             _check_same(datasets[0], model_id, given)
@@ -212,12 +210,9 @@ def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
     found, own = _fingerprint(given), dataset.spec.tokenizer
     if found != own.fingerprint:
         raise OtherTokenizer(
-            f"model_id={model_id!r} has a tokenizer with fingerprint {found[:12]}, but {dataset.folder} was "
-            f"made with {own.model_id!r} ({own.fingerprint[:12]}); leave model_id out to use the data "
-            "set's own tokenizer, or prepare the text again with the other one",
             path=dataset.folder,
-            found=f"model_id={model_id!r}",
-            expected=own.fingerprint[:12],
+            found=f"model_id={model_id!r}, a tokenizer with fingerprint {found[:12]}",
+            expected=f"{own.model_id!r} with {own.fingerprint[:12]}, or no model_id: it has a tokenizer",
         )
 
 

@@ -49,8 +49,8 @@ def where(args: argparse.Namespace) -> int:
             raise UsageError.of_value("--step", step, "a step from 0")
         if options["amend"] and step >= end:
             raise UsageError(
-                f"step {step} is behind the state, which is of step {end}, and what comes then is up to the "
-                "run's weights and sizes; take a later checkpoint"
+                found=f"step {step}, behind the state, which is of step {end}",
+                expected="a later checkpoint: what comes then is up to the run's weights and sizes",
             )
         at = loader.state_at(step)
         loader.load_state_dict(at)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 _STRIPE = "one flag names the layout: --stripe N[,SIZE][,POOL], or --stripe '-c 8' as for lfs setstripe"
 
-_PEEK = "peek takes addresses, such as 3:17, FILE:BYTE or id:ID, or --random; the report names the sources"
+_PEEK = "peek takes addresses, such as 3:17, FILE:BYTE or id:ID; the report names the sources"
 
 _BATCHES = "a batch is what 512 KiB of text hold; export DATASET_BATCH_SIZE=N limits its documents"
 
@@ -39,6 +39,7 @@ FLAGS = {  # by their names, or by command and name where another command has a 
     "peek --input": _PEEK,
     "peek --source": _PEEK,
     "peek --seed": _PEEK,
+    "peek --random": _PEEK,
     "--text": "the report is a page for a browser, or --json",
     "--card": "the report is a page for a browser, or --json",
     "--lang": "the report is in English",

@@ -4,7 +4,7 @@
 #   sbatch slurm/prep_array.sh                                     shards 0-9 into /data/processed
 #   sbatch --array=0-99 slurm/prep_array.sh DATA [worker's flags]  shards 0-99 of the plan in DATA
 #
-# Choose a partition by `sbatch --partition=amx-part ...` or SBATCH_PARTITION. `--array=0-99%20` runs 20 at once.
+# `--partition=amx-part` or SBATCH_PARTITION chooses a partition, `--array=0-99%20` runs 20 tasks at once, and
 # `--signal=B:USR1@60` gives tasks a minute before the time limit instead of KillWait (30 s).
 #
 #   SHARDPREP_SETUP       a file to source first: modules, conda, a virtual environment
@@ -15,8 +15,7 @@
 # It ends with the worker's exit code (docs/reference.md): 0 done; 75 stopped, run me again. Only missing shards
 # are made, so the same line again mends whatever went wrong. It never requeues itself.
 #
-# `shardprep submit DATA` sends this script with another head (see it with --dry_run): shardprep_command is the
-# worker's arguments for this task, and shardprep_what their name in messages.
+# `shardprep submit DATA` sends this script with another head, see --dry_run.
 #
 #SBATCH --job-name=shardprep
 #SBATCH --array=0-9

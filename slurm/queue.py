@@ -5,13 +5,12 @@ a user: asked for ids, slurmctld sends all that it has. Times are in UTC.
 
 A job is a submission's if id, user and time of submission are those of the record: a controller that lost its
 state gives old ids to other jobs. A job that Slurm started again has a later time, and then the name decides;
-else a person may have renamed it. ``sbatch slurm/prep_array.sh DATA`` is known by what was typed, and, once
-it runs, by its record. Nothing may be concluded from the absence of jobs that cannot be seen.
+else a person may have renamed it. ``sbatch slurm/prep_array.sh DATA`` is known by the records of its tasks,
+once one has begun. Nothing may be concluded from the absence of jobs that cannot be seen.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +35,6 @@ _SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
 TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
 PLAIN = -1  # index N makes shard N
-_SCRIPT = "prep_array.sh"
-_DEFAULT_FOLDER = "/data/processed"  # of that script
 _CLOCKS_DIFFER_S = 600
 
 # Slurm's reason -> what it means, and what only a person can do: let it go on (release), send it anew, as it
@@ -89,8 +86,6 @@ class Job:
     exit_code: int = 0
     node: str = ""
     elapsed_s: int = 0
-    work_dir: str = ""
-    command: str = ""  # the script and its arguments, joined by blanks
 
     @property
     def key(self) -> tuple[str, int]:
@@ -133,23 +128,22 @@ def _local_time(text: str) -> str:
         return ""
 
 
-# What squeue is asked for -> the field of Job. A command may hold a "|", so it stands last.
+# What squeue is asked for -> the field of Job.
 _FIELDS = {
     "ArrayJobID": "job_id", "ArrayTaskID": "index", "State": "state", "Reason": "reason",
     "exit_code": "exit_code", "NodeList": "node", "TimeUsed": "elapsed_s", "JobID": "", "UserName": "user",
     "SubmitTime": "submit_time", "StartTime": "start_time", "EndTime": "", "RestartCnt": "num_restarts",
-    "Name": "name", "WorkDir": "work_dir", "Command": "command",
+    "Name": "name",
 }  # fmt: skip
-_NUM_NEEDED = 14  # up to the name
 
 
 def parse_queue(text: str) -> list[Job]:
     """Return the jobs of squeue's lines, one for each task that waits. Raises ValueError."""
     jobs = []
     for line in text.splitlines():
-        values = line.split("|", len(_FIELDS) - 1)
-        if len(values) < _NUM_NEEDED:
-            raise ValueError(f"{len(values)} of {_NUM_NEEDED} fields in {line[:200]!r}")
+        values = line.split("|", len(_FIELDS))
+        if len(values) <= len(_FIELDS):
+            raise ValueError(f"{len(values) - 1} of {len(_FIELDS)} fields in {line[:200]!r}")
         facts: dict[str, Any] = dict(zip(_FIELDS.values(), values, strict=False))
         del facts[""]
         if not re.fullmatch(r"[0-9]{1,10}", facts["job_id"]):
@@ -160,7 +154,6 @@ def parse_queue(text: str) -> list[Job]:
         facts["exit_code"] = _exit_code(facts["exit_code"])
         facts["elapsed_s"] = seconds_of(facts["elapsed_s"]) or 0
         facts["node"] = "" if facts["node"].startswith("None") else facts["node"]
-        facts["command"] = facts.get("command", "").removesuffix("|")
         jobs += [Job(**{**facts, "index": index}) for index in _indices(facts["index"])]
     return jobs
 
@@ -222,7 +215,7 @@ def find_queue(
     users = {me, *(each.user for each in (*submissions, *copied)), *(each.user for each in plain.values())}
     shown = [job for user in sorted(users - {""}) for job in jobs_of_user(user)]
     own = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
-    if not config and (submissions or copied or any(each.command.endswith(_SCRIPT) for each in own)):
+    if not config and (submissions or copied):
         config = read_config()
     queue = Queue(cluster=config.get("ClusterName", ""), config=config)
 
@@ -240,18 +233,13 @@ def find_queue(
     for sent in copied:
         queue.foreign += [job.job_id for job in _jobs_of(sent, shown) if job.is_live]
 
-    # Tasks of plain sbatch: those of records without an end, and this user's that wait to make a shard.
-    # squeue from 23 on shows a script without its arguments: a task is known once one of its array began.
-    shows_words = int(config.get("SLURM_VERSION", "0").partition(".")[0]) < 23
+    # Tasks of plain sbatch: those of records without an end, and this user's others of an array that began.
     began = {(each.job_id, each.user): each.began for each in plain.values()}
     own_keys = {each.key for each in own}
     for job in shown:
         record = plain.get(job.key)
         is_recorded = record is not None and record.user == job.user
-        if not is_recorded and job.key not in own_keys:
-            continue
-        has_words = shows_words or " " in job.command
-        if is_recorded or (has_words and _makes_shard_of(job, folder)) or _is_same_array(job, began):
+        if is_recorded or (job.key in own_keys and _is_same_array(job, began)):
             queue.jobs[PLAIN, job.job_id, job.index] = job
 
     # Jobs of ours that no record names, by their names.
@@ -275,24 +263,6 @@ def _is_same_array(task: Job, began: dict[tuple[str, str], float]) -> bool:
     """Return whether tasks of its array have begun for this data set, after it was submitted."""
     moment = began.get((task.job_id, task.user), 0) + _CLOCKS_DIFFER_S
     return task.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
-
-
-def _makes_shard_of(task: Job, folder: Path) -> bool:
-    """Return whether it is of ``sbatch slurm/prep_array.sh FOLDER``; squeue joins words by blanks."""
-    script, _, words = task.command.partition(" ")
-    if not script or (Path(script).name != _SCRIPT and task.name != JOB_NAME):
-        return False
-    if not words or words.startswith("-"):
-        named = re.search(r"--output_dir[ =](\S+)", words)
-        places = [named[1] if named else _DEFAULT_FOLDER]
-    else:
-        parts = words.split(" ")
-        places = [" ".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    for place in places:
-        with contextlib.suppress(OSError):
-            if Path(task.work_dir, place).samefile(folder):
-                return True
-    return False
 
 
 def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:

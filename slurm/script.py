@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 import shlex
-import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,17 +46,9 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
     plan = need_plan(folder)
     check_tokenizer_files(folder, plan.tokenizer_files)
     for place in (folder, folder / JOBS_FOLDER, folder / LOGS_FOLDER):
-        try:
-            is_folder = stat.S_ISDIR(place.stat().st_mode)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise CannotWrite(
-                f"{place} cannot be looked at ({error.strerror}); it must be a folder you can write to"
-            ) from None
         if place != folder and is_link(place):  # records, and Slurm's logs, would go where it leads
             raise CannotWrite(f"{place} is a link; put a folder in its place")
-        if not (is_folder and os.access(place, os.W_OK | os.X_OK)):
+        if os.path.lexists(place) and not (os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK)):  # noqa: PTH112 - Path's may raise
             raise CannotWrite(
                 f"{place} is no folder that you can write to; for a group's data set its owner can type: "
                 f"chmod -R g+rwX {quoted(folder)}"

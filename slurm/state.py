@@ -12,7 +12,6 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,16 +121,9 @@ class DatasetState:
     def summary(self) -> str:
         return f"{len(self.made.done)} of {self.plan.num_shards} shards are done"
 
-    @cached_property
-    def _ids(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for shard in self.shards:
-            found.setdefault(shard.state, []).append(shard.shard_id)
-        return found
-
     def ids(self, *states: StateName) -> list[int]:
         """Return the shards in one of these states, ascending."""
-        return sorted(shard_id for state in states for shard_id in self._ids.get(state, []))
+        return [shard.shard_id for shard in self.shards if shard.state in states]
 
     def failed_by_cause(self) -> dict[str, list[Shard]]:
         """Return cause -> the shards whose last attempt ended so, the most frequent first."""

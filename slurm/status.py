@@ -118,8 +118,7 @@ def logs(args: argparse.Namespace) -> int:
         )
     state = find_state(args.output_dir, plan, needs_slurm=False)
     shard = state.shards[shard_id]
-    told = "" if shard.state == "done" else f", {counted(len(shard.attempts), 'attempt')}"
-    lines = [f"shard {shard_id:05d}: {shard.state}{told}"]
+    lines = [f"shard {shard_id:05d}: {shard.state}, {counted(len(shard.attempts), 'attempt')}"]
     if shard.state == "not visible":
         lines.append(f"  {state.why_not_visible()}")
     for each in shard.attempts:

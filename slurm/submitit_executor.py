@@ -25,8 +25,7 @@ from slurm.commands import SlurmAway, read_config
 from slurm.script import tasks_of_shards
 
 _STOP_S = 60.0  # for a worker to remove what it has not finished; submitit kills 90 s after its signal
-# ``python -m preprocess``, but with the current folder behind installed packages: it may have a preprocess.py
-# of its own.
+# ``python -m preprocess``, but with the current folder, which may have a preprocess.py, behind all packages.
 _WORKER = (
     "import sys, runpy; from importlib.util import find_spec; "
     "sys.path[:] = [place for place in sys.path if place]; find_spec('preprocess') or sys.path.append(''); "

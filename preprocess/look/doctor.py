@@ -32,7 +32,7 @@ from shardprep.format.names import TOKENIZER_DIR
 from shardprep.format.options import PrepConfig
 from shardprep.format.plan import need_plan
 
-_NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "transformers")  # by a task or by planning
+_NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0
 _ASK_TORCH = """
 import torch

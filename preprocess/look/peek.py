@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import random
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -88,7 +86,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("addresses", nargs="*", metavar="ADDRESS", help=text)
     add("--grep", help="only samples whose decoded text this regular expression finds (default: all)")
-    add("--random", action="store_true", help="random samples of all shards, other ones each time")
     add("--num", type=int, default=5, help="number of samples (default: 5)")
     text = "characters to print of a document at most; 0: all (default: 400)"
     add("--chars", type=int, default=400, help=text)
@@ -108,12 +105,11 @@ def peek(args: argparse.Namespace) -> int:
         raise UsageError(found=found, expected="a regular expression") from None
     asked: dict[Sample, set[int]] = {}  # of each sample the documents that are asked for; none: all
     for address in args.addresses:
-        if args.grep or args.random:
-            flag = "--grep" if args.grep else "--random"
-            raise UsageError(f"an address says which sample to show; leave out {flag}", found=flag)
+        if args.grep:
+            raise UsageError("an address says which sample to show; leave out --grep", found="--grep")
         for sample, document in _samples_at(folder, plan, address):
             asked.setdefault(sample, set()).update(() if document is None else (document,))
-    samples = iter(asked) if args.addresses else _samples(folder, plan, is_random=args.random)
+    samples = iter(asked) if args.addresses else _samples(folder, plan)
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
         with ShardSamples(folder, plan.spec, shard_id) as shard:
@@ -134,28 +130,11 @@ def peek(args: argparse.Namespace) -> int:
     return 0
 
 
-def _samples(folder: Path, plan: Plan, *, is_random: bool) -> Iterator[Sample]:
-    """Yield all samples: in their order, or at random, of each shard by turns. Raises NotFound."""
-    shard_ids = _made_shards(folder)
-
-    def samples_of(shard_id: int) -> Iterator[Sample]:
-        numbers = list(range(len(read_idx(folder, plan.spec, shard_id))))
-        if is_random:
-            random.shuffle(numbers)
-        for number in numbers:
+def _samples(folder: Path, plan: Plan) -> Iterator[Sample]:
+    """Yield all samples of the finished shards. Raises NotFound where there is none."""
+    for shard_id in _made_shards(folder):
+        for number in range(len(read_idx(folder, plan.spec, shard_id))):
             yield shard_id, number
-
-    if is_random:
-        random.shuffle(shard_ids)
-    turns = deque(map(samples_of, shard_ids))
-    while turns:
-        sample = next(turns[0], None)
-        if sample is None:
-            turns.popleft()
-            continue
-        yield sample
-        if is_random:
-            turns.rotate(-1)
 
 
 def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:

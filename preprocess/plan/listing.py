@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from preprocess.plan.delta_table import DELTA_LOG, files_of_delta_table
 from preprocess.read.compressed import COMPRESSIONS, decompressed
 from preprocess.read.inputs import OpenInput
 from shardprep.console import counted, short_bytes
-from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
+from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
 from shardprep.format.options import SPLITS
 
@@ -40,11 +41,11 @@ _REMEDIES = {
     "folder that is taken already": "",
     "file that is taken by another name": "",
     "compressed form of a file that is taken": "; rename it if it holds something else",
+    "old version in a Delta table": "",
     "other split": "; --split chooses",
     "FIFO, socket or device": "",
 }
 _NUM_SHOWN = 3  # names per reason
-_DELTA_LOG = "_delta_log"
 _NOTES_OF_DATASETS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # What ``Dataset.map`` and the like leave: the rows once more, as they were before, or after.
 _CACHE_OF_DATASETS = re.compile(r"cache-[\w-]+\.arrow")
@@ -87,6 +88,7 @@ def find_inputs(
         ledger = _Ledger(input_dir, also)
         ledger.look_through(recursive=recursive, follow_links=recursive and follow_links)
         ledger.leave_out_same_files()
+        ledger.leave_out_old_versions()
     except OSError as error:
         where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
         raise NotFound(path=where, found=found, expected="a folder that you can read") from None
@@ -125,6 +127,7 @@ class _Ledger:
         self.left_out: dict[str, list[str]] = {}
         self.used_patterns: set[str] = set()
         self.has_followed = False
+        self._delta_tables: list[str] = []
         self._input_dir = input_dir
         # As in a shell, a hidden name needs a pattern that begins with a dot; one with _ in front likewise.
         self._also = {
@@ -149,6 +152,8 @@ class _Ledger:
                 self.has_followed = self.has_followed or is_link
             with os.scandir(place) as entries:
                 for entry in entries:
+                    if entry.name == DELTA_LOG:
+                        self._delta_tables.append(folder)
                     path = f"{folder}/{entry.name}" if folder else entry.name
                     kind = _kind_of(entry)
                     if kind == stat.S_IFREG:
@@ -156,8 +161,6 @@ class _Ledger:
                     elif kind != stat.S_IFDIR:
                         is_hidden = entry.name.startswith(".")
                         self.leave_out(path, "hidden" if is_hidden else "FIFO, socket or device")
-                    elif entry.name == _DELTA_LOG:
-                        raise _delta_table(place)
                     elif (reason := _why_no_name(entry.name)) == "hidden" or (
                         reason and not self._is_also(entry.name)
                     ):
@@ -170,6 +173,14 @@ class _Ledger:
                         heapq.heappush(links, path)
                     else:
                         folders.append(path)
+
+    def leave_out_old_versions(self) -> None:
+        """Leave out the files of Delta tables that hold none of their rows any more."""
+        for table in self._delta_tables:
+            current, below = files_of_delta_table(self._input_dir / table), f"{table}/" if table else ""
+            for path in [path for path in self.taken if path.startswith(below) and path.endswith(".parquet")]:
+                if path.removeprefix(below) not in current:
+                    self.leave_out(path, "old version in a Delta table")
 
     def _take_file(self, entry: os.DirEntry[str], path: str, device: int) -> None:
         if (reason := _why_no_file(entry.name)) and not self._is_also(entry.name):
@@ -247,17 +258,6 @@ def _why_no_file(name: str) -> str:
     if name.endswith(".metadata.json") or name == "version-hint.text":
         return "note of Iceberg"
     return "file of a repository" if _REPOSITORY_NAME.fullmatch(name.lower()) else ""
-
-
-def _delta_table(folder: Path) -> BadInput:
-    return BadInput(
-        f"{folder} is a Delta table, in which files of old versions lie among the current ones; write its "
-        "rows to a folder of their own, such as by deltalake's DeltaTable(...).to_pyarrow_table(), and plan "
-        "that",
-        path=folder,
-        found=_DELTA_LOG,
-        expected="a folder of its current rows",
-    )
 
 
 def _beginning_of_text(path: Path) -> bytes | None:

@@ -128,12 +128,15 @@ def test_an_amendment_that_has_not_begun_is_replaced_with_the_sources_that_it_ad
             assert len(stages(loader)) == (2 if border == 128 else 3)
 
 
-def test_the_order_in_which_sources_are_named_does_not_matter(data: dict[str, Path]) -> None:
-    """Shares are rounded to whole ticks in the order of the run."""
+@pytest.mark.parametrize(("step", "amend"), [(5, False), (0, True), (5, True)])
+def test_the_order_in_which_sources_are_named_does_not_matter(
+    data: dict[str, Path], step: int, amend: bool
+) -> None:
+    """Shares are rounded to whole ticks in the order of the run, and a source keeps its seed."""
     weights = {"web": 2, "code": 0.3, "books": 7}
     with load(data, "web code books", weights=weights) as loader:
-        state = loader.state_at(5)
-    with load(data, "books web code", weights=weights) as loader:
+        state = loader.state_at(step)
+    with load(data, "books web code", weights=weights, amend=amend) as loader:
         loader.load_state_dict(state)
         assert loader.state_dict() == state
 

@@ -44,7 +44,7 @@ STOP, END = 7, STEPS + 9  # inside of the first epoch, and of the second
 
 # The libraries are imported once, then the ranks of each world are forked with the variables of a launcher.
 SCRIPT = """
-import functools, json, logging, multiprocessing, os, pathlib, sys
+import functools, json, multiprocessing, os, pathlib, sys
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -209,9 +209,8 @@ def alive() -> set[Any]:
     return set(multiprocessing.active_children())
 
 
-@pytest.mark.parametrize("method", ["spawn"])
 def test_workers_that_inherit_nothing_give_the_same_epochs_and_are_kept(
-    numbered: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    numbered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank is resolved in the parent: spawned workers know nothing of it. fork, forkserver: above."""
     options = {"model_id": numbered, "rank": 1, "world_size": 2}
@@ -219,7 +218,7 @@ def test_workers_that_inherit_nothing_give_the_same_epochs_and_are_kept(
         expected = [numbers(loader) for _ in range(2)]
     before = alive()
     monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
-    torch.multiprocessing.set_start_method(method)
+    torch.multiprocessing.set_start_method("spawn")
     with open_loader(numbered, 4, num_workers=1, **options) as loader:
         first, workers = numbers(loader), alive() - before
         assert [first, numbers(loader)] == expected

@@ -316,11 +316,57 @@ def test_splits_are_told_with_what_was_taken_and_a_flag_chooses(tmp_path: Path, 
     assert world.try_plan(split="trian", recursive=True).code == 2
 
 
-def test_a_delta_table_is_refused_by_name(tmp_path: Path) -> None:
-    """Files of its old versions lie among the current ones."""
-    world = World(tmp_path).raw({"table/part-0.parquet": parquet(DOCS), "table/_delta_log/0.json": "{}"})
+def delta_table(folder: Path, **facts: Any) -> Path:
+    """Two versions of a Delta table, by its log alone; returns its log."""
+    log = folder / "_delta_log"
+    log.mkdir(parents=True)
+    for number, (added, removed) in enumerate(
+        [(["part-0.parquet", "day=a%20b/part-1.parquet"], []), (["part-2.parquet"], ["part-0.parquet"])]
+    ):
+        actions: list[Any] = [{"commitInfo": {}}, *({"remove": {"path": path}} for path in removed)]
+        actions += [{"add": {"path": path, **facts}} for path in added]
+        (log / f"{number:020d}.json").write_text("".join(json.dumps(action) + "\n" for action in actions))
+        for path in added:
+            (folder / path.replace("%20", " ")).parent.mkdir(exist_ok=True)
+            (folder / path.replace("%20", " ")).write_bytes(parquet([path]))
+    return log
+
+
+def test_old_versions_of_a_delta_table_are_left_out_by_name(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    delta_table(world.raw_dir / "table")
+    told = planned(world)
+    assert world.inputs() == ["table/day=a b/part-1.parquet", "table/part-2.parquet"]
+    assert left_out(world)["old version in a Delta table"] == ["table/part-0.parquet"]
+    assert "table/part-0.parquet" in told
+
+
+def test_a_delta_table_with_a_checkpoint_is_read_from_it_on(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    log = delta_table(world.raw_dir)
+    (log / f"{0:020d}.json").unlink()
+    table = pyarrow.table({"add": [{"path": "part-0.parquet", "size": 1}, None], "metaData": [None, "x"]})
+    pyarrow.parquet.write_table(table, log / f"{0:020d}.checkpoint.parquet")
+    planned(world)
+    assert world.inputs() == ["part-2.parquet"]
+
+
+@pytest.mark.parametrize("damage", ["a gap", "no JSON", "a deletion vector", "no log"])
+def test_a_delta_table_that_its_files_do_not_tell_is_refused(tmp_path: Path, damage: str) -> None:
+    world = World(tmp_path)
+    log = delta_table(
+        world.raw_dir, **({"deletionVector": {"storageType": "u"}} if "vector" in damage else {})
+    )
+    if damage in ("a gap", "no log"):
+        (log / f"{0:020d}.json").unlink()
+    if damage == "no log":
+        (log / f"{1:020d}.json").unlink()
+    if damage == "no JSON":
+        (log / f"{0:020d}.json").write_text("{")
     ended = world.try_plan(recursive=True)
-    assert (ended.code, str(world.raw_dir / "table") in ended.err) == (65, True)
+    assert ended.code == 65, ended.text
+    assert ended.error is not None
+    assert ended.error.path == str(world.raw_dir)
 
 
 def test_what_iceberg_keeps_beside_its_data_is_left_out(tmp_path: Path) -> None:

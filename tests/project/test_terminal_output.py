@@ -220,3 +220,20 @@ def test_a_log_gets_a_line_now_and_then_with_share_speed_and_what_is_left(
     lines = re.findall(r"\b(\d+)% of (\d+) shards, [\d.]+ shards/s", ended.err)
     assert lines, ended.text
     assert {total for _, total in lines} == {"2"}
+
+
+@pytest.mark.processes
+def test_on_a_terminal_a_bar_of_less_than_80_columns_goes_when_the_work_is_done(world: World) -> None:
+    pid, screen = pty.fork()
+    if not pid:
+        os.environ["COLUMNS"] = "120"
+        os.execv(sys.executable, [sys.executable, "-m", "shardprep", "verify", str(world.data_dir)])
+    shown = b""
+    with contextlib.suppress(OSError):  # of a terminal whose program has ended
+        while part := os.read(screen, 65536):
+            shown += part
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    bars = re.findall(r"\r([^\r\n]*)", shown.decode())
+    assert any(bar.startswith("verifying:   0%|") for bar in bars), shown
+    assert max(len(bar) for bar in bars if "|" in bar) == 79
+    assert re.search(r"\r *\rverified ", shown.decode()), "the bar is gone before the last line"

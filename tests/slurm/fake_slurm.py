@@ -190,10 +190,10 @@ def events(data: Path) -> list[dict[str, Any]]:
 def squeue_line(index: str, state: str, reason: str = "None", **changes: str) -> str:
     """A line of squeue: of tasks of job 1 unless ``changes`` say otherwise."""
     fields = {"job": "1", "submit": WHEN, "start": "N/A", "restarts": "0", "name": NAME, "user": "root"}
-    fields |= {"exit": "0:0", "node": "n1", "command": "", "elapsed": "0:02"} | changes
+    fields |= {"exit": "0:0", "node": "n1", "elapsed": "0:02"} | changes
     return (
         "{job}|{index}|{state}|{reason}|{exit}|{node}|{elapsed}|{job}|{user}|{submit}|{start}|N/A|{restarts}|"
-        "{name}|{command}\n"
+        "{name}|\n"
     ).format(index=index, state=state, reason=reason, **fields)
 
 

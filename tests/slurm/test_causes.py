@@ -120,7 +120,7 @@ def squeue_text(version: str) -> str:
         if row.queue is not None:
             state, code, number = row.queue
             shown = str(code << 8 | number) if version == "22.05" else f"{code}:{number}"
-            facts = f"1|{index}|{state}|None|{shown}|n1|0:02|8|root|{WHEN}|N/A|N/A|0|{NAME}|/home||"
+            facts = f"1|{index}|{state}|None|{shown}|n1|0:02|8|root|{WHEN}|N/A|N/A|0|{NAME}|"
             lines.append(facts)
     return "".join(f"{line}\n" for line in lines)
 

@@ -212,13 +212,11 @@ class LoaderMetrics:
         """Count from 0 again, as for each logging interval."""
         vars(self).update(vars(LoaderMetrics()))
 
-    def count(self, num_tokens: int, batch: Any) -> None:
-        """Count a batch that is delivered, and the tokens that it was made of."""
+    def count(self, num_tokens: int, num_padding: int) -> None:
+        """Count a batch that is delivered."""
         self.num_batches += 1
         self.num_tokens += num_tokens
-        ids = batch.get("input_ids") if hasattr(batch, "get") else None
-        if isinstance(ids, torch.Tensor):  # a user's own batch may be anything
-            self.num_padding += max(ids.numel() - num_tokens, 0)
+        self.num_padding += num_padding
 
 
 Piece = tuple[Chunk, int, int]  # some samples of a chunk's tick: the first one, and behind the last one
@@ -237,22 +235,19 @@ class StepBatches:
     has_blanks: bool = False  # or be BLANK
     shifts_targets: bool = False  # labels stand where the token before them stands
     origins: bool = False  # whether batches say where their documents come from
+    is_own: bool = field(init=False)  # no collate_fn is called, nor a CausalLMCollator
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.is_own = self.collate_fn is None or type(self.collate_fn).__module__ == "loader.collator"
         for name in ("origins", "boundaries"):
             if getattr(self, name) and not self.is_own:
                 raise UsageError(f"{name} are for the loader's own batches; leave out collate_fn or {name}")
 
-    @property
-    def is_own(self) -> bool:
-        """Return whether no collate_fn is called: a CausalLMCollator's batches are made from arrays, too."""
-        return self.collate_fn is None or type(self.collate_fn).__module__ == "loader.collator"
-
     def of_tick(
         self, chunks: list[Chunk], tick: int, first_batch: int, is_filler: npt.NDArray[np.bool_] | None = None
-    ) -> Iterator[tuple[Any, int]]:
-        """Yield the batches of one tick from one of them on, each with the number of its tokens.
+    ) -> Iterator[tuple[Any, tuple[int, int]]]:
+        """Yield the batches of one tick from one of them on, each with its numbers of tokens and of padding.
 
         The chunks have the samples of the tick one under another. ``is_filler``: which of these fill a last
         batch up, if there are any: they have no labels. What ``collate_fn`` makes may be anything.
@@ -280,7 +275,14 @@ class StepBatches:
                 blank_labels(batch, is_filler[part])
             elif self.has_masks or self.has_blanks or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            yield batch, ids.size if lengths is None else int(lengths.sum())
+            if lengths is None:
+                yield batch, (ids.size, 0)
+                continue
+            made = batch.get("input_ids") if hasattr(batch, "get") else None
+            num_tokens = num_places = int(lengths.sum())
+            if isinstance(made, torch.Tensor):  # a user's own batch may be anything
+                num_places = made.numel()
+            yield batch, (num_tokens, max(num_places - num_tokens, 0))
 
     def _documents(self, ids: Ids, lengths: Lengths) -> Batch:
         batch = self.padded.of_documents(ids, lengths, has_blanks=self.has_blanks)

@@ -87,11 +87,13 @@ class Ragged:
 
         Where all have equally many they are rows, [samples, width].
         """
-        places = (slice(first, end), tick)
         if self.is_joined:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
+        elif self.width and self.flat_of is None:
+            return self._windows[self.begins[first:end, tick]]
         else:
+            places = (slice(first, end), tick)
             flat_of = None if self.flat_of is None else self.flat_of[places]
             found = self._gathered(self.begins[places], flat_of, self.counts[places])
         return found.reshape(-1, self.width) if self.width else found

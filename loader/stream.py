@@ -68,8 +68,8 @@ class BatchStream:
         self._arriving: Any = None  # the newest iterator of that
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
 
-    def steps(self, start: Position) -> Iterator[list[tuple[Any, int]]]:
-        """Yield the steps of an epoch from a position on: each batch with the number of its tokens."""
+    def steps(self, start: Position) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
+        """Yield the steps of an epoch from a position on: each batch with what ``metrics`` count of it."""
         run = self._chunks.run
         self._send_workers_to(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
@@ -84,7 +84,7 @@ class BatchStream:
             yield batches
         self._stands_at = Position(end)
 
-    def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, int]]]:
+    def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
         """Yield the batches of each tick of an epoch, from a batch of one tick on."""
         order, slots, of_tick = self._chunks.run.order, self._chunks.slots, self._step_batches.of_tick
         while True:

@@ -409,9 +409,9 @@ class TokenLoader(DataLoader[Batch]):
                 step.labels = [_labels_of(batch) for batch, _ in batches]
                 step.labels_per_rank = None
                 while batches:  # each is let go when it was delivered
-                    batch, num_tokens = batches.pop(0)
+                    batch, counts = batches.pop(0)
                     position = progress.delivered = position.after(step.num_batches)
-                    self.metrics.count(num_tokens, batch)
+                    self.metrics.count(*counts)
                     yield pinned(batch) if self._pins else batch
                     self._check_newest(number)
         except GeneratorExit:

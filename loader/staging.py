@@ -69,12 +69,8 @@ def stage(args: argparse.Namespace) -> int:
     """
     folder, target = args.input_shards, args.to
     if size_of_file(folder) is not None and not is_folder(folder):
-        raise UsageError(
-            f"{folder} is no folder of a data set, and no manifest says what a copy must be; copy other tars "
-            "yourself and give the loader the copies",
-            path=folder,
-            expected="the folder of a data set",
-        )
+        expected = "the folder of a data set; copy other tars yourself and give the loader the copies"
+        raise UsageError(path=folder, found="no folder of a data set", expected=expected)
     if target.resolve().is_relative_to(folder.resolve()):
         raise UsageError.of_value("--to", str(target), f"a folder outside of {folder}")
     index = read_index(folder)
@@ -130,11 +126,9 @@ def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -
         found = _copy_file(path, target / path.relative_to(folder), stamp)
         if found != stamp:
             raise BrokenShard(
-                f"{path} was read as {found.num_bytes} bytes of {found.sha256[:12]}, its manifest says "
-                f"{stamp.num_bytes} of {stamp.sha256[:12]}",
                 path=path,
-                found=found.sha256[:12],
-                expected=stamp.sha256[:12],
+                found=f"{found.num_bytes} bytes of sha256 {found.sha256[:12]}",
+                expected=f"{stamp.num_bytes} bytes of {stamp.sha256[:12]}, as its manifest says",
                 remedy=remake_command(shard_id, folder),
             )
         if stamp in (manifest.tar, manifest.idx):

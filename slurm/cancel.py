@@ -24,8 +24,23 @@ def cancel(args: argparse.Namespace) -> int:
     else:
         jobs = _tasks_of_shards(args, state)
     if jobs:
-        _warn_of_own_task(jobs)
-        _scancel(state, jobs)
+        # Said before scancel ends this process, too, and with it whatever it would still print.
+        job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
+        task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+        if own := next((each for each in (job_id, task) if each in jobs), None):
+            say(f"warning: this runs in job {own}, which is one of {', '.join(jobs)}, and ends with it")
+        try:
+            slurm_output("scancel", *jobs)
+        except SlurmRefused as error:
+            if "denied" not in str(error):
+                raise
+            job_ids = {each.partition("_")[0] for each in jobs}
+            users = {job.user for job in queue.jobs.values() if job.job_id in job_ids}
+            whose = ", ".join(sorted(users - {user_name()})) or "another user"
+            raise SlurmRefused(
+                f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
+                f"them; {error}"
+            ) from None
         named = {} if args.shards is None else {"shards": args.shards}
         append_event(args.output_dir, "cancel", jobs=jobs, **named)
     if queue.foreign and args.shards is None:
@@ -41,7 +56,7 @@ def cancel(args: argparse.Namespace) -> int:
 
 def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]:
     """Return the tasks that make the shards of --shards, and no others in them. Raises UsageError."""
-    wanted = chosen_shards(args.output_dir, args.shards) or set()
+    wanted = chosen_shards(state.plan.num_shards, args.shards) or set()
     chosen = set()
     for shard_id in wanted:
         for each in state.shards[shard_id].attempts:
@@ -55,27 +70,3 @@ def _tasks_of_shards(args: argparse.Namespace, state: DatasetState) -> list[str]
                 )
             chosen.add(each.task)
     return sorted(chosen, key=lambda task: tuple(map(int, task.split("_"))))
-
-
-def _warn_of_own_task(cancelled: list[str]) -> None:
-    """Say it before scancel ends this process, too, and with it whatever it would still print."""
-    job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
-    task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
-    if own := next((each for each in (job_id, task) if each in cancelled), None):
-        say(f"warning: this runs in job {own}, which is one of {', '.join(cancelled)}, and ends with it")
-
-
-def _scancel(state: DatasetState, jobs: list[str]) -> None:
-    """Cancel jobs, or tasks. Raises SlurmRefused, with whose they are where Slurm does not allow it."""
-    try:
-        slurm_output("scancel", *jobs)
-    except SlurmRefused as error:
-        if "denied" not in str(error):
-            raise
-        ids = {each.partition("_")[0] for each in jobs}
-        users = {job.user for job in state.queue.jobs.values() if job.job_id in ids}
-        whose = ", ".join(sorted(users - {user_name()})) or "another user"
-        raise SlurmRefused(
-            f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
-            f"them; {error}"
-        ) from None

@@ -116,11 +116,9 @@ def cause_of_job(job: Job) -> str | None:
     """Return why a task without a record ended; None where it was cancelled, or Slurm does not say."""
     if job.exit_code == LOG_NOT_OPENED:
         return NO_LOG
-    if job.state in OF_STATE:
-        return OF_STATE[job.state]
-    if job.state == "FAILED":
+    if job.state in ("FAILED", "COMPLETED"):
         return cause_of_exit(job.exit_code)
-    return NO_MANIFEST if job.state == "COMPLETED" else None
+    return OF_STATE.get(job.state)
 
 
 def cause_of_exit(code: int) -> str:

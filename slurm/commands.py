@@ -36,9 +36,9 @@ _AWAY = re.compile(
     r"can't be reached now|Munge|authentication",
     re.IGNORECASE,
 )
+_IS_IT_UP = "is the controller up? scontrol ping"
 # What munge takes for an expired credential, a client is told in the words "Zero Bytes" alone.
 _CLOCKS_DIFFER = "does it restart (scontrol ping), or is the clock of this host more than 5 min off (date)?"
-_NO_SUCH_CLUSTER = "known by database"  # a wrong SLURM_CLUSTERS
 _DELAYS_S = (5, 10, 20, 40, *[60] * 56)  # about an hour
 
 
@@ -90,6 +90,13 @@ def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProc
             f"SLURM_CLUSTERS is {clusters!r}, expected one cluster, to which a submission goes and where "
             "status looks"
         )
+    # Without what changes a question or its answer's form, and what describes an allocation. Times come in
+    # UTC, as two who look may be in two time zones; jobs keep the zone of who submits.
+    dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
+    kept = (name for name in os.environ if name in _KEPT or not name.startswith(dropped))
+    environ = {name: os.environ[name] for name in kept}
+    environ |= {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+    environ |= {} if command[0] == "sbatch" else {"TZ": "UTC0"}
     try:
         done = subprocess.run(
             command,
@@ -99,7 +106,7 @@ def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProc
             errors="replace",
             check=False,
             timeout=120,
-            env=_environ(command[0]),
+            env=environ,
         )
     except OSError as error:
         raise SlurmMissing(
@@ -109,29 +116,14 @@ def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProc
             found=error.strerror,
         ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmAway(
-            f"{command[0]} did not answer in 120 s; is the controller up? scontrol ping"
-        ) from None
+        raise SlurmAway(f"{command[0]} did not answer in 120 s; {_IS_IT_UP}") from None
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())
-        if _AWAY.search(words) and _NO_SUCH_CLUSTER not in words:
-            hint = _CLOCKS_DIFFER if "Zero Bytes" in words else "is the controller up? scontrol ping"
+        if _AWAY.search(words) and "known by database" not in words:  # that is a wrong SLURM_CLUSTERS
+            hint = _CLOCKS_DIFFER if "Zero Bytes" in words else _IS_IT_UP
             raise SlurmAway(f"{command[0]} gets no answer: {words}; {hint}")
         raise SlurmRefused(f"{command[0]} refuses: {words}")
     return done
-
-
-def _environ(command: str) -> dict[str, str]:
-    """Return what Slurm's commands, and by sbatch the jobs, get of this process's variables.
-
-    Without those that would change what is asked for or how it is printed, and those of an allocation. Times
-    come in UTC, as two who look may be in two time zones; jobs keep the zone of who submits.
-    """
-    dropped = (*_DROPPED, "SBATCH_MEM", *REQUEST_VARIABLES.values(), "SLURM_")
-    kept = (name for name in os.environ if name in _KEPT or not name.startswith(dropped))
-    environ = {name: os.environ[name] for name in kept}
-    environ |= {} if command == "sbatch" else {"TZ": "UTC0"}
-    return {**environ, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
 
 
 def seconds_of(text: str) -> int | None:

@@ -33,8 +33,7 @@ _ENDED |= {"DEADLINE", "OUT_OF_MEMORY", "LAUNCH_FAILED"}
 _TIME = "%Y-%m-%dT%H:%M:%S"
 _SUSPENDED = frozenset({"SUSPENDED", "STOPPED"})
 LOG_NOT_OPENED = 128 + 53  # Slurm's own number for a task whose log could not be opened; no such signal
-TaskKey = tuple[int, str, int]  # number of the submission (PLAIN: of none), job id, index in the array
-PLAIN = -1  # index N makes shard N
+PLAIN = -1  # number of no submission: index N makes shard N
 _CLOCKS_DIFFER_S = 600
 
 # Slurm's reason -> what it means, and what only a person can do: let it go on (release), send it anew, as it
@@ -183,13 +182,13 @@ def jobs_of_user(user: str) -> list[Job]:
 class Queue:
     """What Slurm shows of a data set's jobs."""
 
-    jobs: dict[TaskKey, Job] = field(default_factory=dict)
+    # By number of the submission (or PLAIN), job id and index in the array.
+    jobs: dict[tuple[int, str, int], Job] = field(default_factory=dict)
     hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why jobs are not shown
     controllers: list[str] = field(default_factory=list)  # jobs of submit --until_done
     unrecorded: list[str] = field(default_factory=list)  # jobs of ours that wait or run, and no record names
     foreign: list[str] = field(default_factory=list)  # live ones of the folder that this was copied from
     away: str = ""  # why Slurm gave no answer
-    cluster: str = ""  # which one answered
     config: dict[str, str] = field(default_factory=dict)  # of the controller
 
     def tasks(self) -> dict[tuple[str, int], Job]:
@@ -217,13 +216,13 @@ def find_queue(
     own = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
     if not config and (submissions or copied):
         config = read_config()
-    queue = Queue(cluster=config.get("ClusterName", ""), config=config)
+    queue = Queue(config=config)
 
     is_private = re.search(r"\b(jobs|all)\b", config.get("PrivateData", ""))
     for sent in submissions:
         jobs = _jobs_of(sent, shown)
         queue.jobs |= {(sent.number, *each.key): each for each in jobs}
-        if sent.cluster not in ("", queue.cluster):
+        if sent.cluster not in ("", config.get("ClusterName", "")):
             queue.hidden[sent.number] = (
                 f"jobs of cluster {sent.cluster} are seen by: SLURM_CLUSTERS={sent.cluster} "
                 f"shardprep status {quoted(folder)}"
@@ -238,8 +237,12 @@ def find_queue(
     own_keys = {each.key for each in own}
     for job in shown:
         record = plain.get(job.key)
-        is_recorded = record is not None and record.user == job.user
-        if is_recorded or (job.key in own_keys and _is_same_array(job, began)):
+        is_plain = record is not None and record.user == job.user
+        if not is_plain and job.key in own_keys:
+            # Whether tasks of the same array have begun for this data set, after it was submitted.
+            moment = began.get((job.job_id, job.user), 0) + _CLOCKS_DIFFER_S
+            is_plain = job.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
+        if is_plain:
             queue.jobs[PLAIN, job.job_id, job.index] = job
 
     # Jobs of ours that no record names, by their names.
@@ -257,12 +260,6 @@ def find_queue(
             queue.foreign.append(job.job_id)
     queue.foreign = sorted(set(queue.foreign), key=int)
     return queue
-
-
-def _is_same_array(task: Job, began: dict[tuple[str, str], float]) -> bool:
-    """Return whether tasks of its array have begun for this data set, after it was submitted."""
-    moment = began.get((task.job_id, task.user), 0) + _CLOCKS_DIFFER_S
-    return task.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
 
 
 def _jobs_of(submission: Submission, jobs: Iterable[Job]) -> list[Job]:

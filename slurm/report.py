@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,10 @@ def report(args: argparse.Namespace) -> int:
     state = find_state(folder, need_plan(folder), needs_slurm=False)
     data = _without_secrets(report_data(state))
     lines = [json.dumps(data)] if args.json else page_lines(data)
-    output = args.output
-    if output is None and args.json:
+    if args.json and args.output is None:
         print_lines(*lines)
         return 0
-    output = output or Path("report.html")
+    output = args.output or Path("report.html")
     publish_bytes(output, "".join(f"{line}\n" for line in lines).encode("utf-8", "replace"))
     say(f"wrote {output}")
     return 0
@@ -277,20 +275,20 @@ def page_lines(data: Mapping[str, Any]) -> list[str]:
         lstrip_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else "-" if value is None else value,
     )
-    templates.filters |= {
-        "num": "{:,}".format,
-        "short": short_number,
-        "bytes": short_bytes,
-        "time": short_time,
-        "clock": lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)),
-        "percent": "{:.2%}".format,
-        "quoted": shlex.quote,
-        "ids": partial(_cut, most=150),
-    }
+    templates.filters.update(
+        num="{:,}".format,
+        short=short_number,
+        bytes=short_bytes,
+        time=short_time,
+        clock=lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)),
+        percent="{:.2%}".format,
+        quoted=shlex.quote,
+        ids=_short_ids,
+    )
     return templates.get_template("report.html.j2").render(data).strip().split("\n")
 
 
-def _cut(ids: str, most: int) -> str:
+def _short_ids(ids: str) -> str:
     """Return a list of ids such as ``0-2, 5``, cut where it is long."""
-    shown = ids if len(ids) <= most else ids[: ids.rindex(",", 0, most)] + ",..."
+    shown = ids if len(ids) <= 150 else ids[: ids.rindex(",", 0, 150)] + ",..."
     return shown.replace(",", ", ")

@@ -12,6 +12,7 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 from shardprep.command_line import given_of
@@ -24,11 +25,10 @@ from shardprep.own_packages import HOME
 from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.commands import ask_patiently, minutes_of
 from slurm.script import check_folder, find_site
-from slurm.send import Groups, check_recorded, leave_controller, send_groups, with_variables
+from slurm.send import Groups, check_queue, leave_controller, send_groups, with_variables
 from slurm.state import DatasetState, Shard, chosen_shards, find_state, reason_to_leave
 from slurm.status import wait_for_jobs
 
-REPORT_NAME = "report.html"
 _MOST_ROUNDS = 5  # of --until_done: times that what failed is sent again
 _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits for the task to end
 
@@ -45,10 +45,7 @@ def retry(args: argparse.Namespace) -> int:
 
 def _retry(args: argparse.Namespace) -> int:
     changes = with_variables(given_of(args, JobRequest))
-
-    def find() -> DatasetState:
-        return find_state(args.output_dir, need_plan(args.output_dir))
-
+    find = partial(find_state, args.output_dir, need_plan(args.output_dir))
     state = ask_patiently(find) if args.until_done else find()  # nobody else would ask again
     groups = shards_to_retry(args, state, changes)
     if args.until_done and not args.dry_run:
@@ -74,8 +71,8 @@ def _retry(args: argparse.Namespace) -> int:
 
 def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict[str, Any]) -> Groups:
     """Return what is missing and not queued, by what its failures ask for; the user's ``changes`` win."""
-    shard_ids = chosen_shards(args.output_dir, args.shards)
-    check_recorded(state)
+    shard_ids = chosen_shards(state.plan.num_shards, args.shards)
+    check_queue(state, shard_ids)
     is_tried = state.submissions or any(shard.attempts for shard in state.shards)
     if not is_tried and state.ids("not submitted", "not visible"):
         raise NotFound(
@@ -84,9 +81,6 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
             remedy=f"shardprep submit {quoted(state.folder)}",
         )
     wanted = [shard for shard in state.shards if shard_ids is None or shard.shard_id in shard_ids]
-    if goes_on := [each.shard_id for each in wanted if each.state in ("running", "pending")]:
-        named = shards_text(id_ranges(goes_on))
-        say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
     again = []
     for shard in wanted:
         # A controller has the shards of the first submission, which nobody names anew.
@@ -193,7 +187,7 @@ def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
         why = reason_to_leave(shards[0], {}) or "left out"
         ids = id_ranges(each.shard_id for each in shards)
         words.append(f"{shards_text(ids)}: {cause}, {why}; {remedy_of(cause)}")
-    wanted = chosen_shards(args.output_dir, args.shards)
+    wanted = chosen_shards(state.plan.num_shards, args.shards)
     if wanted is not None and not missing & wanted:
         others = shards_text(id_ranges(missing))
         words.append(f"made are {shards_text(args.shards)}, as asked for; {others} are not")
@@ -207,7 +201,7 @@ def _end(state: DatasetState, why: str, request: JobRequest) -> int:
         append_event(folder, "stopped", why=why)
         say(f"error: only a person can help now: {why}")
     else:
-        output = folder / REPORT_NAME
+        output = folder / "report.html"
         command = [sys.executable, "-m", "slurm", "report", str(folder), "--output", str(output)]
         subprocess.run(command, cwd=HOME, check=False)
         append_event(folder, "finished", report=str(output))

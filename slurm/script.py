@@ -69,7 +69,7 @@ def check_folder(folder: Path, request: JobRequest) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What a submission is fitted to: the largest array, and the partition's nodes."""
+    """What a submission is fitted to: the largest array, and the partition's largest node."""
 
     cluster: str
     max_array_size: int  # it bounds the index, which is why arrays of ours begin at 0
@@ -78,12 +78,10 @@ class Site:
 
     @property
     def max_cpus(self) -> int | None:
-        """Return the CPUs of the largest node."""
         return max((num_cpus for _, _, num_cpus in self.nodes), default=None)
 
     @property
     def max_mem_mb(self) -> int | None:
-        """Return the memory of the largest node."""
         return max((mem_mb for _, mem_mb, _ in self.nodes), default=None)
 
 
@@ -139,13 +137,9 @@ def names_begin(folder: Path, plan_id: str) -> str:
     return f"{JOB_NAME}-{plan_id[:12]}-{folder_identity(folder)}-"
 
 
-def controller_script(
-    folder: Path, name: str, command: str, request: JobRequest, *, time_min: int | None
-) -> str:
+def controller_script(folder: Path, name: str, command: str, request: JobRequest) -> str:
     """Return the script of a job that runs ``command``, which needs Slurm's commands: in no container."""
-    small = request.changed(
-        cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1, time_min=time_min
-    )
+    small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
     options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'control-%j')}"]
     lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
     lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
@@ -165,6 +159,7 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
     place, flags = shlex.quote(str(folder)), shlex.join(shlex.split(request.worker_args))
     head = [
         f"shardprep_folder={place}",
+        f"shardprep_identity={folder_identity(folder)}",  # as this host sees the folder
         f"shards_of=({' '.join(tasks)})",
         "shards=${shards_of[${SLURM_ARRAY_TASK_ID:-0}]}",
         'if [[ $shards = *[-,]* ]]; then shardprep_what="shards $shards"',
@@ -174,19 +169,14 @@ def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequ
         "# The array's indices are not the shards' numbers, so the worker must not compare them.",
         "unset SLURM_ARRAY_TASK_COUNT",
     ]
-    if len(parts := name.split("-")) > 3:  # see ``names_begin``: as this host sees the folder
-        head.append(f"shardprep_identity={parts[2]}")
     if request.num_cpus is None:
         head.append("export SLURM_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE")
     return _script(options, request, head)
 
 
-def verify_script(
-    folder: Path, name: str, num_shards: int, request: JobRequest, *, time_min: int | None = None
-) -> str:
+def verify_script(folder: Path, name: str, num_shards: int, request: JobRequest) -> str:
     """Return the script of the job that runs ``verify DATA`` when the arrays have ended, however they did."""
-    num_cpus = min(4, request.num_cpus or 4)
-    small = request.changed(cpus_per_task=num_cpus, max_parallel=1, time_min=time_min)
+    small = request.changed(cpus_per_task=min(4, request.num_cpus or 4), max_parallel=1)
     place = shlex.quote(str(folder))
     head = [
         f"shardprep_folder={place}",
@@ -208,14 +198,6 @@ _VERIFY_END = """shardprep_end() {
 }"""
 
 
-def _settings(request: JobRequest) -> dict[str, str]:
-    """Return the script's SHARDPREP_ variables. A container or a set-up file brings a Python of its own."""
-    names = {each: name for each, name in REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
-    settings = {name: getattr(request, each) or "" for each, name in names.items()}
-    python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
-    return {"SHARDPREP_PYTHON": python, **settings}
-
-
 def _log_pattern(folder: Path, name: str) -> str:
     if "\\" in str(folder):
         raise UsageError(
@@ -230,11 +212,16 @@ def _script(options: Sequence[str], request: JobRequest, head: Sequence[str]) ->
     prep_array = (Path(__file__).parent / "prep_array.sh").read_text(encoding="utf-8")
     first = "set -euo pipefail\n"
     options = ["--open-mode=append", *options, *request.sbatch_options()]
+    names = {each: name for each, name in REQUEST_VARIABLES.items() if name.startswith("SHARDPREP_")}
+    settings = {name: getattr(request, each) or "" for each, name in names.items()}
+    # A container or a set-up file brings a Python of its own.
+    python = os.environ.get("SHARDPREP_PYTHON") or ("" if any(settings.values()) else sys.executable)
+    settings = {"SHARDPREP_PYTHON": python, **settings}
     lines = [
         "#!/bin/bash",
         "# Made by `python -m slurm submit`: slurm/prep_array.sh with another head.",
         *(f"#SBATCH {_quoted(option)}" for option in options),
-        *(f"export {name}={shlex.quote(value)}" for name, value in _settings(request).items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in settings.items()),
         *head,
         'echo "shardprep: node ${SLURMD_NODENAME:-}: $shardprep_what begins" >&2',
     ]

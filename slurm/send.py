@@ -133,14 +133,12 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
 
     Shards that --shards names are sent also where it cannot be seen whether they run.
     """
-    folder, wanted = args.output_dir, chosen_shards(args.output_dir, args.shards)
-    plan = check_folder(folder, request)
-    state = find_state(folder, plan, needs_slurm=not args.dry_run)
+    plan = check_folder(args.output_dir, request)
+    wanted = chosen_shards(plan.num_shards, args.shards)
+    state = find_state(args.output_dir, plan, needs_slurm=not args.dry_run)
     if state.queue.away:
         say(f"warning: {state.queue.away}. What is queued, and what this site allows, is left out")
-    check_recorded(state)
-    if queued := state.ids("running", "pending"):
-        say(f"{counted(len(queued), 'shard')} wait or run already: {id_ranges(queued)}")
+    check_queue(state, wanted)
     missing = state.ids("failed", "not submitted")
     unseen = state.ids("not visible")
     if wanted is not None or state.queue.away:
@@ -171,8 +169,11 @@ def _tell_room(state: DatasetState, shard_ids: Sequence[int]) -> None:
         say(line)
 
 
-def check_recorded(state: DatasetState) -> None:
-    """Raise SlurmRefused for jobs of which nobody can say what they make: it would be made twice."""
+def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
+    """Say which of the wanted shards (None: all) are queued already, and are not sent again.
+
+    Raises SlurmRefused for jobs of which nobody can say what they make: it would be made twice.
+    """
     if state.queue.unrecorded:
         raise SlurmRefused(
             f"jobs {', '.join(state.queue.unrecorded)} of this data set wait or run, and no file in "
@@ -180,6 +181,9 @@ def check_recorded(state: DatasetState) -> None:
             "or was cut short, or the folder was emptied; wait until they have ended, or end them: "
             f"shardprep cancel {quoted(state.folder)}"
         )
+    if queued := [each for each in state.ids("running", "pending") if wanted is None or each in wanted]:
+        named = shards_text(id_ranges(queued))
+        say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
 
 
 @dataclass(kw_only=True)
@@ -269,24 +273,22 @@ def prepare(args: argparse.Namespace, state: DatasetState, groups: Groups, most_
         arrays.append((asked, tasks, script))
     # The controller notifies, when all is over.
     quiet = request.changed(notify=None) if args.until_done else request
-    time_min = _verify_min(state, request, site)
-    num_shards = state.plan.num_shards
+    last_request = _with_time_of_verify(state, quiet, site)
     return Sending(
         state=state,
         arrays=arrays,
-        verify=verify_script(folder, name + VERIFY, num_shards, quiet, time_min=time_min),
-        controller=_controller(args, state, request, time_min) if args.until_done else "",
+        verify=verify_script(folder, name + VERIFY, state.plan.num_shards, last_request),
+        controller=_controller(args, state, request, site) if args.until_done else "",
         cluster=site.cluster if site else "",
     )
 
 
-def _verify_min(state: DatasetState, request: JobRequest, site: Site | None) -> int | None:
-    """Return the time limit of a verify job: of all bytes, where a task's limit is for a shard."""
+def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
+    """Return a request with the time limit of a verify job: of all bytes, where a task's is for a shard."""
     if request.time_min is None:
-        return None
-    num_bytes = sum(state.plan.shard_bytes())
-    wanted = request.time_min + math.ceil(num_bytes / _VERIFIED_BYTES_PER_S / 60)
-    return min(wanted, site.max_time_min or wanted) if site else wanted
+        return request
+    wanted = request.time_min + math.ceil(sum(state.plan.shard_bytes()) / _VERIFIED_BYTES_PER_S / 60)
+    return request.changed(time_min=min(wanted, (site.max_time_min if site else None) or wanted))
 
 
 def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -> int:
@@ -304,7 +306,15 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
             if most_tasks == 1 or not _TOO_MANY.search(str(error)):
                 raise
             most_tasks //= 2
-    release([job.job_id for job in submission.jobs])
+    # Only now that they are recorded the jobs may begin; a slurmctld that gives no answer is asked again.
+    ids = ",".join(job.job_id for job in submission.jobs)
+    try:
+        ask_patiently(lambda: slurm_output("scontrol", "release", ids))
+    except (SlurmAway, SlurmRefused) as error:
+        way_on = f"The jobs are recorded and wait, held; when the cause is mended: scontrol release {ids}"
+        if re.search("already finished|Invalid job id", str(error)):
+            way_on = "Somebody cancelled the jobs before they began; look at the status, then submit again"
+        raise type(error)(f"{error}. {way_on}") from None
     _tell(args, state, submission, controller)
     return wait_for_jobs(args.output_dir) if args.wait else 0
 
@@ -337,18 +347,16 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
         print_lines(f"next: shardprep status {quoted(args.output_dir)} --watch")
 
 
-def _controller(
-    args: argparse.Namespace, state: DatasetState, request: JobRequest, time_min: int | None
-) -> str:
+def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, site: Site | None) -> str:
     """Return the script of the job that looks at what became of the others, and goes on: --until_done."""
-    is_retry = args.command == "retry"
-    flags = ["--round", args.round + 1 if is_retry else 1]
+    flags = ["--round", args.round + 1 if args.command == "retry" else 1]
     for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
     name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
-    return controller_script(state.folder, name, shlex.join(map(str, command)), request, time_min=time_min)
+    request = _with_time_of_verify(state, request, site)  # it may verify, too
+    return controller_script(state.folder, name, shlex.join(map(str, command)), request)
 
 
 def leave_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
@@ -356,12 +364,9 @@ def leave_controller(args: argparse.Namespace, state: DatasetState, request: Job
     if others := _other_controllers(state):
         print_lines(f"job {others[0]} waits already to send again what fails (--until_done)")
         return
-    site = None
-    with contextlib.suppress(SlurmAway):
-        site = find_site(request.partition)
     job_ids = [each for each in state.jobs_to_wait_for() if each not in state.queue.controllers]
     after = [f"--dependency=afterany:{':'.join(job_ids)}"] if job_ids else []
-    job_id = submit_script(_controller(args, state, request, _verify_min(state, request, site)), *after)
+    job_id = submit_script(_controller(args, state, request, find_site(request.partition)), *after)
     append_event(state.folder, args.command, jobs=job_ids, controller=job_id)
     _tell_controller(state, job_id)
 
@@ -377,18 +382,6 @@ def _tell_controller(state: DatasetState, job_id: str) -> None:
         with contextlib.suppress(ShardprepError):
             slurm_output("scancel", *before)
     print_lines(f"job {job_id}: sends again what fails, until all is verified (--until_done)")
-
-
-def release(job_ids: Sequence[str]) -> None:
-    """Let recorded jobs begin; a slurmctld that gives no answer is asked again."""
-    ids = ",".join(job_ids)
-    try:
-        ask_patiently(lambda: slurm_output("scontrol", "release", ids))
-    except (SlurmAway, SlurmRefused) as error:
-        way_on = f"The jobs are recorded and wait, held; when the cause is mended: scontrol release {ids}"
-        if re.search("already finished|Invalid job id", str(error)):
-            way_on = "Somebody cancelled the jobs before they began; look at the status, then submit again"
-        raise type(error)(f"{error}. {way_on}") from None
 
 
 def submit_script(script: str, *options: str) -> str:

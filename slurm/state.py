@@ -26,7 +26,7 @@ from shardprep.format.attempts import (
 )
 from shardprep.format.manifest import MadeShards, find_made_shards, is_verified
 from shardprep.format.names import ids_of_ranges
-from shardprep.format.plan import Plan, need_plan
+from shardprep.format.plan import Plan
 from shardprep.format.submissions import JobArray, JobRequest, Submission, read_submissions, user_name
 from slurm.causes import (
     BAD_INPUT,
@@ -152,11 +152,10 @@ class DatasetState:
         return [each for each in live if each not in obsolete]
 
 
-def chosen_shards(folder: Path, text: str | None) -> set[int] | None:
+def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
     """Return the shards of --shards; None for all. Raises UsageError."""
     if text is None:
         return None
-    num_shards = need_plan(folder).num_shards
     try:
         return set(ids_of_ranges(text, end=num_shards))
     except ValueError:
@@ -182,15 +181,13 @@ def find_state(
     submissions = [each for each in sent if each.identity == identity]
     copied = [each for each in sent if each.identity != identity]  # with the folder, from another one
 
-    def look_at_manifests() -> MadeShards:
-        return find_made_shards(folder, plan.spec, known=before.made if before else None)
-
+    known = before.made if before else None
     records = read_attempts(folder, plan.plan_id, identity)
     open_records = [each for each in records.own if each.ended is None and each.job_id]
     found, queue = None, Queue()
     asks = bool(sent or open_records)
     if not asks:  # tasks of plain sbatch may wait, unless all is done
-        found = look_at_manifests()
+        found = find_made_shards(folder, plan.spec, known=known)
         asks = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
     if asks:
         config = before.queue.config if before else {}
@@ -208,7 +205,7 @@ def find_state(
     records.unreadable = [*unreadable, *now.unreadable]
     _add_ends(records.own, queue)
     if found is None or queue.jobs:
-        found = look_at_manifests()
+        found = find_made_shards(folder, plan.spec, known=known)
 
     nothing: StateName = "not visible" if records.unreadable else "not submitted"
     shards = [

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from shardprep.console import (
     source_lines,
 )
 from shardprep.errors import NotFound, ReadWriteError
-from shardprep.format.manifest import ShardMaking, sum_of_sources
+from shardprep.format.manifest import sum_of_sources
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
 from shardprep.format.submissions import read_events, user_name
@@ -82,13 +83,9 @@ def wait_for_jobs(folder: Path) -> int:
     plan = need_plan(folder)
     state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
-
-    def look() -> DatasetState:
-        return find_state(folder, plan, before=state)
-
     progress = Progress(f"{plan.num_shards} shards", sum(sizes))
     while True:
-        state = ask_patiently(look)
+        state = ask_patiently(partial(find_state, folder, plan, before=state))
         fresh = set(state.ids("done")) - done
         done |= fresh
         progress.add(sum(sizes[shard_id] for shard_id in fresh))
@@ -138,11 +135,11 @@ def logs(args: argparse.Namespace) -> int:
 
 def status_data(state: DatasetState) -> dict[str, Any]:
     """Return everything that ``status`` says, as plain data: docs/status_json.md."""
-    made = list(state.made.done.values())
     failed = [shard for shard in state.shards if shard.state == "failed"]
     by_cause = state.failed_by_cause()
-    queue = state.queue
+    queue, history = state.queue, read_events(state.folder)
     waits = _waits_for(state)
+    sources = sum_of_sources(each.sources for each in state.made.done.values())
     return {
         "format": "shardprep-status",
         "version": STATUS_VERSION,
@@ -172,12 +169,12 @@ def status_data(state: DatasetState) -> dict[str, Any]:
         "unrecorded_jobs": queue.unrecorded,
         "foreign_jobs": queue.foreign,
         "controller_jobs": queue.controllers,
-        "controller_lost": _lost_controller(state),
+        "controller_lost": _lost_controller(state, history),
         "slurm_away": queue.away,
         "why_not_visible": state.why_not_visible(),
-        "history": read_events(state.folder),
-        "sources": {name: asdict(of) for name, of in sum_of_sources(each.sources for each in made).items()},
-        **_speed(state, made, waits),
+        "history": history,
+        "sources": {name: asdict(of) for name, of in sources.items()},
+        **_speed(state, waits),
     }
 
 
@@ -262,9 +259,9 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
         means, who = meaning_of(reason)
         jobs = [job for job in state.queue.jobs.values() if job.waits_for == reason]
         ids = ",".join(sorted({job.job_id for job in jobs}, key=int))
-        to_type, starts = "", min((job.start_time for job in jobs if job.start_time), default="")
-        if who:
-            starts = ""  # whatever Slurm expects: first a person must do something
+        # Where a person must do something first, it does not matter what Slurm expects.
+        starts = "" if who else min((job.start_time for job in jobs if job.start_time), default="")
+        to_type = ""
         if who in ("release", "resume"):
             to_type = f"scontrol {who} {ids}"
         elif who == "cancel":
@@ -274,25 +271,22 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
     return waits
 
 
-def _lost_controller(state: DatasetState) -> str:
+def _lost_controller(state: DatasetState, history: Sequence[dict[str, Any]]) -> str:
     """Return the job of --until_done that is gone and has not said why it stopped; "" where there is none."""
-    last: dict[str, Any] = {}
-    for event in read_events(state.folder):
-        if event["event"] in _ENDS_OF_CONTROLLERS:
-            last = event
+    ends = [each for each in history if each["event"] in _ENDS_OF_CONTROLLERS]
+    last = ends[-1] if ends else {}
     if not state.submissions or state.queue.away or last.get("user") != user_name():
         return ""  # of the folder that this one was copied from, or of a colleague
     job_id = str(last.get("controller", ""))
     return "" if job_id in state.queue.controllers else job_id
 
 
-def _speed(
-    state: DatasetState, made: Sequence[ShardMaking], waits: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def _speed(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return tokens, the speed since the newest submission, and the time left by input bytes."""
-    numbers: dict[str, Any] = {"num_tokens": sum(each.num_tokens for each in made)}
-    numbers |= {"tokens_per_s": None, "left_s": None}
-    since, recent = 0.0, list(made)
+    made = list(state.made.done.values())
+    num_tokens = sum(each.num_tokens for each in made)
+    numbers: dict[str, Any] = {"num_tokens": num_tokens, "tokens_per_s": None, "left_s": None}
+    since, recent = 0.0, made
     if state.submissions:
         newest = state.submissions[-1]
         since, own = newest.submitted, {array.job_id for array in newest.arrays}
@@ -357,8 +351,8 @@ def status_lines(data: dict[str, Any]) -> list[str]:
     for failure in data["failures"][:_MOST_FAILURES]:
         node = f" on {failure['node']}" if failure["node"] else ""
         tries = f", try {failure['num_attempts']}" if failure["num_attempts"] > 1 else ""
-        what = f"shard {failure['shard']:05d}, task {failure['task']}{node}{tries}"
-        lines.append(f"  {what}: {failure['cause']}")
+        where = f"task {failure['task']}{node}{tries}"
+        lines.append(f"  shard {failure['shard']:05d}, {where}: {failure['cause']}")
         lines += [f"    | {line[:300]}" for line in failure["last_lines"]]
         lines.append(f"    {failure['log']}")
     if (more := len(data["failures"]) - _MOST_FAILURES) > 0:
@@ -420,27 +414,22 @@ def next_line(data: dict[str, Any]) -> str:
             "next: look where they can be seen; if they do not run: "
             f"shardprep submit {folder} --shards {data['not_visible']}"
         )
-    if data["can_retry"] or data["failed"]:
-        return f"next: {_retry_command(data, folder)}"
+    # What makes failed shards again; what only people can help with is said by its cause's remedy.
+    args = data["accepting_args"]  # of shards of bad input
+    if data["failed"] and not data["has_slurm"]:
+        flags = f" {args}" if args and not data["can_retry"] else ""
+        return f"next: shardprep run {folder}{flags}"
+    if data["can_retry"]:
+        return f"next: shardprep retry {folder}"
+    if args:
+        return f"next: shardprep retry {folder} --worker_args {shlex.quote(args)}"
+    if data["failed"]:
+        again = f"shardprep retry {folder} --shards {data['failed']}"
+        is_mended = data["causes"].keys() <= {OUT_OF_MEMORY, TIMEOUT}  # retry asks for more
+        return f"next: {again}" if is_mended else f"next: correct the cause, then: {again}"
     if data["not_submitted"]:
         has_answer = data["has_slurm"] and not data["slurm_away"]
         return f"next: shardprep {'submit' if has_answer else 'run'} {folder}"
     if data["other_plan"] or not data["verified"]:
         return f"next: shardprep verify {folder}"
     return f"verified: {data['folder']}/index.json is there"
-
-
-def _retry_command(data: dict[str, Any], folder: str) -> str:
-    """Return what makes failed shards again; what only people can help with is said by its cause's remedy."""
-    args = data["accepting_args"] if BAD_INPUT in data["causes"] else ""
-    if not data["has_slurm"]:
-        flags = f" {args}" if args and not data["can_retry"] else ""
-        return f"shardprep run {folder}{flags}"
-    if data["can_retry"]:
-        return f"shardprep retry {folder}"
-    if args:
-        return f"shardprep retry {folder} --worker_args {shlex.quote(args)}"
-    if {*data["causes"]} == {BAD_INPUT}:
-        return "correct the input and plan into a new folder"
-    again = f"shardprep retry {folder} --shards {data['failed']}"
-    return again if {*data["causes"]} <= {OUT_OF_MEMORY, TIMEOUT} else f"correct the cause, then: {again}"

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +61,10 @@ def submit_with_submitit(
     return jobs
 
 
-@dataclass
 class MakeShards:
     """Body of a job. The worker is a process of its own, so that nothing of submitit's is in it."""
 
-    _worker: subprocess.Popen[bytes] | None = None
+    _worker: subprocess.Popen[bytes] | None = None  # while it runs: it cannot be pickled
 
     def __call__(self, folder: str, shards: str) -> list[Manifest]:
         """Make these shards and return their manifests. Raises ShardsFailed."""
@@ -111,6 +109,3 @@ class MakeShards:
                     os.kill(self._worker.pid, signal.SIGKILL)
                     return
                 time.sleep(0.05)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_worker": None}  # a process cannot be pickled

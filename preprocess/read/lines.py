@@ -57,7 +57,7 @@ class LineEnds:
     def __init__(self, *, with_cr: bool) -> None:
         self.with_cr = with_cr
 
-    def first(self, block: bytes | bytearray, *, is_last: bool = False) -> int:
+    def first(self, block: bytes, *, is_last: bool = False) -> int:
         r"""Return the bytes up to and with the first line end; 0 where it is not sure.
 
         A ``\r`` at the very end may be half of a line end, unless the block is the text's last.
@@ -70,10 +70,10 @@ class LineEnds:
             return newline
         return cr if cr < len(block) or is_last else 0
 
-    def last(self, block: bytes | bytearray, begin: int = 0) -> int:
-        r"""Return the bytes up to and with the last line end behind ``begin`` that is sure; 0 for none."""
-        newline = block.rfind(b"\n", begin)
-        return (max(newline, block.rfind(b"\r", begin, -1)) if self.with_cr else newline) + 1
+    def last(self, block: bytes) -> int:
+        r"""Return the bytes up to and with the last line end that is sure; 0 for none."""
+        newline = block.rfind(b"\n")
+        return (max(newline, block.rfind(b"\r", 0, -1)) if self.with_cr else newline) + 1
 
     def starts(self, block: bytes) -> Numbers:
         """Return where each line of a block of whole lines starts in it."""
@@ -244,33 +244,46 @@ class LineFormat:
 def line_blocks(pieces: Iterator[TextPiece], start: int, line_ends: LineEnds) -> Iterator[LineBlock]:
     """Cut a stream that begins at byte ``start`` of the text into blocks of whole lines.
 
-    Of a line of more than MOST_DOCUMENT_BYTES the beginning is dropped. At the end stands a block without
-    lines, for what was read behind the last one. How the stream is cut into pieces changes no line.
+    A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
+    read behind the last one. How the stream is cut into pieces changes no line.
     """
-    held = bytearray()  # what follows the last block
-    num_dropped = num_bytes = 0  # of a line that is too long; of the file, for the next block
-    for data, num_read in pieces:
+    begun: list[bytes] = []  # pieces of a line that goes on; none where it is too long
+    num_begun = num_bytes = 0
+    for data, num_read in _whole_line_ends(pieces, line_ends):
         num_bytes += num_read
-        begin = max(0, len(held) - 1)  # a \r at the end was no sure line end
-        held += data
-        if num_dropped + len(held) > MOST_DOCUMENT_BYTES:
-            if not (first := line_ends.first(held)):
-                dropped = max(0, len(held) - 1)
-                num_dropped += dropped
-                del held[:dropped]
-                continue
-            if num_dropped + first > MOST_DOCUMENT_BYTES:
-                yield LineBlock(start, num_dropped + first, None, num_bytes)
-                start, num_dropped, begin, num_bytes = start + num_dropped + first, 0, 0, 0
-                del held[:first]
-        if cut := line_ends.last(held, begin):
-            yield LineBlock(start, cut, bytes(held[:cut]), num_bytes)
-            start, num_bytes = start + cut, 0
-            del held[:cut]
-    if num_dropped + len(held) > MOST_DOCUMENT_BYTES:
-        yield LineBlock(start, num_dropped + len(held), None, num_bytes)
-    elif held or num_bytes:
-        yield LineBlock(start, len(held), bytes(held), num_bytes)
+        cut = line_ends.last(data)
+        if data.endswith(b"\r") and line_ends.with_cr:
+            cut = len(data)  # nothing follows that would make it half of a line end
+        if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
+            # The line that goes on here may be too long, those behind it are not.
+            first = line_ends.first(data) or cut
+            size = num_begun + first
+            whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
+            yield LineBlock(start, size, whole, num_bytes)
+            start, begun, num_begun, num_bytes = start + size, [], 0, 0
+            data, cut = data[first:], cut - first
+        if cut:
+            yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)
+            start, begun, num_begun, num_bytes = start + num_begun + cut, [], 0, 0
+        begun.append(data[cut:])
+        num_begun += len(data) - cut
+        if num_begun > MOST_DOCUMENT_BYTES:
+            begun = []
+    if num_begun > MOST_DOCUMENT_BYTES:
+        yield LineBlock(start, num_begun, None, num_bytes)
+    elif num_begun or num_bytes:
+        yield LineBlock(start, num_begun, b"".join(begun), num_bytes)
+
+
+def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterator[TextPiece]:
+    r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
+    kept = b""
+    for data, num_bytes in pieces:
+        joined = kept + data
+        kept = b"\r" if line_ends.with_cr and joined.endswith(b"\r") else b""
+        yield TextPiece(joined[: len(joined) - len(kept)], num_bytes)
+    if kept:
+        yield TextPiece(kept, 0)
 
 
 # Which white space of ``str.strip`` ``bytes.strip`` leaves: by code point, all below 0x10000.

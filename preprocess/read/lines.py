@@ -71,7 +71,7 @@ class LineEnds:
         return cr if cr < len(block) or is_last else 0
 
     def last(self, block: bytes) -> int:
-        """Return the bytes up to and with the last line end that is sure; 0 for none."""
+        r"""Return the bytes up to and with the last line end that is sure; 0 for none."""
         newline = block.rfind(b"\n")
         return (max(newline, block.rfind(b"\r", 0, -1)) if self.with_cr else newline) + 1
 
@@ -247,8 +247,7 @@ def line_blocks(pieces: Iterator[TextPiece], start: int, line_ends: LineEnds) ->
     A line of more than MOST_DOCUMENT_BYTES is not held. At the end stands a block without lines, for what was
     read behind the last one. How the stream is cut into pieces changes no line.
     """
-    # A list of pieces: a bytearray that grows to 64 MiB takes 70 MB more at its peak.
-    begun: list[bytes] = []  # of a line that goes on; none where it is too long
+    begun: list[bytes] = []  # pieces of a line that goes on; none where it is too long
     num_begun = num_bytes = 0
     for data, num_read in _whole_line_ends(pieces, line_ends):
         num_bytes += num_read
@@ -257,11 +256,11 @@ def line_blocks(pieces: Iterator[TextPiece], start: int, line_ends: LineEnds) ->
             cut = len(data)  # nothing follows that would make it half of a line end
         if cut and num_begun + cut > MOST_DOCUMENT_BYTES:
             # The line that goes on here may be too long, those behind it are not.
-            first = line_ends.first(data, is_last=True)
+            first = line_ends.first(data) or cut
             size = num_begun + first
             whole = b"".join([*begun, data[:first]]) if size <= MOST_DOCUMENT_BYTES else None
-            yield LineBlock(start, size, whole, 0)
-            start, begun, num_begun = start + size, [], 0
+            yield LineBlock(start, size, whole, num_bytes)
+            start, begun, num_begun, num_bytes = start + size, [], 0, 0
             data, cut = data[first:], cut - first
         if cut:
             yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)
@@ -280,9 +279,9 @@ def _whole_line_ends(pieces: Iterator[TextPiece], line_ends: LineEnds) -> Iterat
     r"""Yield the same stream; a ``\r`` at the end of a piece is a whole line end."""
     kept = b""
     for data, num_bytes in pieces:
-        joined = kept + data if kept else data
+        joined = kept + data
         kept = b"\r" if line_ends.with_cr and joined.endswith(b"\r") else b""
-        yield TextPiece(joined[: len(joined) - len(kept)] if kept else joined, num_bytes)
+        yield TextPiece(joined[: len(joined) - len(kept)], num_bytes)
     if kept:
         yield TextPiece(kept, 0)
 

@@ -65,8 +65,9 @@ BREAKS = [
     Break(
         "the last document of a block is there",
         "preprocess/read/lines.py",
-        "yield LineBlock(start, cut, bytes(held[:cut]), num_bytes)",
-        'yield LineBlock(start, cut, bytes(held[: held.rfind(b"\\n", 0, cut - 1) + 1]), num_bytes)',
+        'yield LineBlock(start, num_begun + cut, b"".join([*begun, data[:cut]]), num_bytes)',
+        "yield LineBlock(start, num_begun + cut, "
+        'b"".join([*begun, data[: data[: cut - 1].rfind(b"\\n") + 1]]), num_bytes)',
         f"{_INPUTS}[a.txt-1]",
         "a.txt in 1 shards: document",
     ),

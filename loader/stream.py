@@ -100,7 +100,8 @@ class BatchStream:
         arriving, self._arriving, self._stands_at = self._arriving, None, None
         self._loader._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
         if hasattr(arriving, "_shutdown_workers"):
-            arriving._shutdown_workers()  # noqa: SLF001
+            with contextlib.suppress(RuntimeError):  # of a worker that ended by itself: its own error is told
+                arriving._shutdown_workers()  # noqa: SLF001
         self._chunks.close()
 
     def _send_workers_to(self, start: Position) -> None:

@@ -15,6 +15,7 @@ from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sh
 from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.divide import NUM_THREADS, Division, Sharding, divide, stamp_inputs
 from preprocess.plan.listing import InputListing, find_inputs, left_out_lines, split_line
+from preprocess.plan.template_check import template_warnings
 from preprocess.plan.tokenizer import (
     ResolvedTokenizer,
     added_ids,
@@ -85,7 +86,7 @@ def make_plan(
         resolved = resolve_tokenizer(
             config.model_id, files, allow_special_tokens=config.encodes_control_tokens
         )
-        plan = _plan_of(config, listing, division, resolved, names)
+        plan = _plan_of(config, listing, division, resolved, names, say)
         if transform is not None:
             check_transform(plan, transform, say)
         plan, engine = _with_engine(plan, config, resolved, transform, say)
@@ -166,6 +167,7 @@ def _plan_of(
     division: Division,
     resolved: ResolvedTokenizer,
     names: DocumentNames | None,
+    say: Say,
 ) -> Plan:
     """Return the plan with what planning found out, such as a conversation's template. Raises UsageError."""
     if config.append_eos and resolved.spec.eos_token_id is None:
@@ -180,6 +182,8 @@ def _plan_of(
         template, mask_rule = chat_template_of(
             resolved.folder, config.chat_template_file, allows_control_tokens=options.allow_special_tokens
         )
+        for warning in template_warnings(template):
+            say(f"warning: {warning}")
         found_out |= {"chat_template": template.text, "chat_tokens": template.tokens}
         found_out |= {"chat_versions": chat_versions(), "chat_mask_rule": mask_rule}
     elif options.add_special_tokens:

@@ -326,6 +326,62 @@ def test_a_template_whose_parts_are_no_beginnings_is_refused_or_its_conversation
     assert reasons(world) == {1: "no_beginning"}
 
 
+# As Qwen3's: an answer before the last question loses its reasoning, and the last one always has some.
+STRIPPING = (
+    "{% set last = namespace(number=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set last.number = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] != 'assistant' %}{{ m['content'] }}{% elif loop.index0 < last.number %}"
+    "{{ m['content'].split('</think>')[-1].lstrip('\n') }}{% elif '</think>' in m['content'] %}"
+    "{{ m['content'] }}{% else %}<think>\n\n</think>\n\n{{ m['content'] }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} "
+    "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Llama 3's.
+LLAMA = (
+    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
+    "+ m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}{% set text = bos_token + text %}{% endif %}"
+    "{{ text }}{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    "{% endif %}"
+)
+# As Mistral's: no system message, and roles take turns.
+ALTERNATING = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]{% else %}{{ m['content'] }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+ENDS_TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] if loop.last else m['content'].split('</think>')[-1] }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+)
+SHOWS_CALLS = LLAMA.replace(
+    "{{ text }}", "{{ text }}{% for call in m.tool_calls or [] %}{{ call.function }}{% endfor %}"
+)
+LOSES_CALLS = LLAMA.replace("{{ text }}", "{{ text }}{% if m.tool_calls %}a tool{% endif %}")
+# What the warning of plan quotes; nothing where there is none.
+WARNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Qwen3's loses conversations of several turns": (STRIPPING, ("{% generation %}", "{% endgeneration %}")),
+    "one with tags leaves out reasoning of earlier turns": (ENDS_TURNS, ("'Since probes ask.'",)),
+    "Llama 3's": (LLAMA, ()),
+    "Mistral's refuses roles": (ALTERNATING, ("roles must alternate",)),
+    "one that shows tool calls": (SHOWS_CALLS, ()),
+    "one that loses tool calls": (LOSES_CALLS, ("'probe_tool'",)),
+}
+
+
+@pytest.mark.parametrize("name", WARNS)
+def test_planning_says_what_a_template_cannot_render_or_leaves_out(tmp_path: Path, name: str) -> None:
+    template, quoted = WARNS[name]
+    ended = world_of(tmp_path, template, [CHATS[0][-2:]]).try_plan(record="chat")
+    assert ended.code == 0, ended.text
+    warnings = [line for line in ended.text.splitlines() if line.startswith("warning: the chat template")]
+    assert len(warnings) == bool(quoted)
+    assert all(words in warnings[0] for words in quoted)
+
+
 def test_a_template_of_todays_date_gives_equal_bytes_on_any_day(tmp_path: Path) -> None:
     world = planned(world_of(tmp_path, "{{ strftime_now('%d %b %Y') }}\n" + TAGGED, CHATS)).run()
     assert "26 Jul 2024" in world.main("peek", world.data_dir, num=1).out

@@ -54,7 +54,7 @@ def words_of(name: str, world: World) -> list[object]:
         ("done shard", "open", "shard-00000.json", 74),
         ("verify", "open", "shard-00000.tar", 74),
         ("status", "open", "shard-00000.json", 74),
-        ("submit", "stat", "jobs", 73),
+        ("submit", "mkdir", "jobs", 73),
         ("train_tokenizer", "stat", "new", 74),
     ],
 )

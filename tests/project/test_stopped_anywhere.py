@@ -56,6 +56,7 @@ def lines_run(world: World, number: int) -> tuple[int, int]:
         path.unlink()
     tracer = SignalAtLine(world.data_dir, number)
     before = sys.gettrace()
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # so it is again when the command has ended
     sys.settrace(tracer)
     try:
         ended = call_main("shard", "--shard_id", 0, "--output_dir", world.data_dir)
@@ -63,6 +64,7 @@ def lines_run(world: World, number: int) -> tuple[int, int]:
         sys.settrace(before)
         # A signal that came in a finalizer comes again by an alarm, if the command has not ended before.
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGTERM, handler)
     return ended.code, tracer.num_lines
 
 

@@ -24,7 +24,7 @@ some rounds only.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -356,6 +356,12 @@ class Run:
 
     # Amendments.
 
+    def in_order_of(self, sources: Sequence[Source]) -> Run:
+        """Return this run with its sources in the order of others, by which shares are rounded."""
+        places = {source.name: number for number, source in enumerate(sources)}
+        ordered = sorted(self.sources, key=lambda source: places.get(source.name, len(places)))
+        return replace(self, sources=tuple(ordered))
+
     def held_from(self, step: int) -> list[Held]:
         """Return what holds in the steps from one on. Equal neighbours are one."""
         found: list[Held] = []
@@ -375,8 +381,8 @@ class Run:
         """Return this run with what a plan holds from the next border on, and the step of that border.
 
         The border is the first step, from the position on, before which each round that has begun is over. An
-        amendment that has not begun is replaced, and its sources are gone. The plan has this run's L, and its
-        sources in the order of this run's. The position is behind the first step.
+        amendment that has not begun is replaced, and its sources are gone: those of the plan are added in its
+        order. The plan has this run's L. The position is behind the first step.
         """
         tick, step = self.tick_of(position), position.step
         begun = self.round_at(tick)
@@ -400,6 +406,7 @@ class Run:
             if source.name not in known:
                 order = replace(source.order, seed=source_seed(self.seed, len(sources)))
                 sources.append(replace(source, order=order, added_at=step))
+        plan = plan.in_order_of(sources)
         stages = [stage for stage in self.stages if stage.step < step]
         shares = self.held_from(step - 1)[0].shares
         # Where shares began to hold, a round may have been laid out to end: another one has to begin there.

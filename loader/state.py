@@ -112,11 +112,11 @@ def go_on(
     run = _run_of(saved, plan, layout)
     _check_data(run, plan)
     position = _position_of(saved, run, layout)
-    own, plan = plan, _in_terms_of(run, plan)
+    own, plan = plan, _in_ticks_of(run, plan)
     step = position.step
     # What was amended later is compared from there on: a step before it is gone on from as it was.
     since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
-    found, wanted = run.held_from(since), plan.held_from(since)
+    found, wanted = run.held_from(since), plan.in_order_of(run.sources).held_from(since)
     border = None
     if found != wanted:
         if not amend or run.is_validation:
@@ -287,33 +287,30 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
     return position
 
 
-def _in_terms_of(run: Run, plan: Run) -> Run:
-    """Return a plan with its sources in the order that a run has them in, by which shares are rounded, and in
-    ticks of the run. Raises OtherRun where its sizes do not fit these."""
-    places = {source.name: number for number, source in enumerate(run.sources)}
-    sources = sorted(plan.sources, key=lambda source: places.get(source.name, len(places)))
+def _in_ticks_of(run: Run, plan: Run) -> Run:
+    """Return a plan in ticks of another run. Raises OtherRun where its sizes do not fit these."""
     size = run.tick_samples
     if size == plan.tick_samples:
-        return replace(plan, sources=tuple(sources))
+        return plan
     for held in plan.held_from(0):
         if held.global_batch_size % size:
             raise OtherRun(
                 found=f"global_batch_size={held.global_batch_size} from step {held.step} on",
                 expected=f"a multiple of {size}, which the order of the state takes at once",
             )
-    in_ticks = []
-    for source in sources:
+    sources = []
+    for source in plan.sources:
         assert source.samples is not None
         of = source.order
         order = make_order(
             source.samples, size, of.group, seed=of.seed, shuffle=of.shuffle, keeps_tail=of.keeps_tail
         )
-        in_ticks.append(replace(source, order=order))
+        sources.append(replace(source, order=order))
     stages = [
         replace(stage, ticks_per_step=stage.ticks_per_step * plan.tick_samples // size)
         for stage in plan.stages
     ]
-    return replace(plan, sources=tuple(in_ticks), stages=tuple(stages))
+    return replace(plan, sources=tuple(sources), stages=tuple(stages))
 
 
 def _with_samples(run: Run, plan: Run, step: int) -> Run:

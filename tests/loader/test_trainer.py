@@ -209,9 +209,10 @@ def test_several_loaders_are_evaluated_by_name(data: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("wrong", [["a"], {"a": ["b"]}])
-def test_what_is_no_loader_cannot_be_evaluated(data: Path, wrong: Any) -> None:
+def test_what_is_no_loader_cannot_be_evaluated(data: Path, tmp_path: Path, wrong: Any) -> None:
+    args = arguments_of(tmp_path, 8)
     with refuses(UsageError):
-        OwnTrainer(model=SmallModel(), train_loader=load(data), eval_loader=wrong)
+        OwnTrainer(model=SmallModel(), args=args, train_loader=load(data), eval_loader=wrong)
 
 
 def test_a_mixin_behind_trainer_is_refused_with_the_right_order() -> None:
@@ -235,7 +236,8 @@ def test_shifted_targets_are_refused_where_trainer_computes_the_loss(data: Path,
     with refuses(UsageError):
         trainer_of(shifted, tmp_path, max_steps=1)
     with refuses(UsageError):
-        OwnTrainer(model=SmallModel(), train_loader=same, eval_loader=shifted)
+        args = arguments_of(tmp_path, 8)
+        OwnTrainer(model=SmallModel(), args=args, train_loader=same, eval_loader=shifted)
     with refuses(UsageError):
         trainer_of(shifted, tmp_path, max_steps=1, kind=Overrides)[0].train()
     trainer_of(shifted, tmp_path, max_steps=1, kind=Computes)[0].train()

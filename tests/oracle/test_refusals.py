@@ -363,7 +363,7 @@ PLAN_ROWS = [
         expected="chat template", remedy="--chat_template_file", starts_process=True),
     row("a chat template that is not there",
         lambda s: s.plan(record="chat", input_dir="$TALKS", chat_template_file="$TMP/no.jinja"), 2,
-        path="$TMP/no.jinja", expected="the file of a Jinja template"),
+        path="$TMP/no.jinja", expected="the file of a Jinja template", starts_process=True),
     row("EOS behind conversations", lambda s: s.plan(record="chat", append_eos=True), 2,
         found="--append_eos"),
     row("an engine that knows no places", lambda s: s.plan(record="chat", engine="gigatoken"), 2,

@@ -209,13 +209,3 @@ def new_files_text(folder: Path, layout: Layout) -> str:
         f"warning: new files get {layout.text()}, so each begins on an OST that somebody named, and all "
         f"shards would fill the same one; to end that: lfs setstripe -c {count} {quoted(folder)}"
     )
-
-
-def layout_line(folder: Path) -> str | None:
-    """Say what a task's new files get, for its log; None off Lustre and without lfs. Never raises."""
-    try:
-        if why_not_usable(folder):
-            return None
-        return f"on Lustre, {new_files_text(folder, read_layout(folder))}"
-    except (ShardprepError, OSError) as error:
-        return f"note: which layout new files get cannot be told: {error}"

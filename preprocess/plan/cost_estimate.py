@@ -47,10 +47,13 @@ class CostEstimate:
 
 def sample_texts(plan: Plan, *, num_bytes: int, transform: Transform | None = None) -> list[str]:
     """Return the texts of a sample of a plan's input."""
-    return [text.decode() for documents in _sample(plan, num_bytes, transform) for text in documents.texts]
+    return [
+        text.decode() for documents in sample_of_plan(plan, num_bytes, transform) for text in documents.texts
+    ]
 
 
-def _sample(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
+def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
+    """Yield documents of about this much of a plan's input, from evenly spread places."""
     return sample_documents(
         plan.input_dir,
         plan.inputs,
@@ -83,7 +86,7 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
             )
         )
         began = time.process_time()
-        for documents in _sample(plan, _SAMPLE_BYTES, transform):
+        for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             tokens = engine.encode_documents(
                 documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
             )

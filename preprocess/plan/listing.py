@@ -116,11 +116,6 @@ def find_inputs(
     return listing
 
 
-def list_inputs(input_dir: Path, *, recursive: bool) -> list[Path]:
-    """Return the input files of a folder, sorted by relative path. Raises what ``find_inputs`` raises."""
-    return find_inputs(input_dir, recursive=recursive).paths
-
-
 class _Ledger:
     def __init__(self, input_dir: Path, also: str) -> None:
         self.taken: dict[str, tuple[tuple[int, int], bool]] = {}  # path -> (device and inode, is it a link)

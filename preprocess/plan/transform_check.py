@@ -13,15 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.plan.sampling import sample_documents
+from preprocess.plan.cost_estimate import sample_of_plan
 from preprocess.read.transform import Transform
 from shardprep.errors import BadInput, UsageError
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import InputFile, Plan
+from shardprep.format.plan import Plan
 from shardprep.own_packages import HOME
 
 _SAMPLE_BYTES = 1 << 18
-_NUM_PLACES = 8
 _CODE = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from preprocess.plan.transform_check import answer; answer()"
@@ -32,22 +30,13 @@ _CODE = (
 class _Sample:
     """What is sampled, and the function that the sample goes through."""
 
-    input_dir: Path
-    inputs: list[InputFile]
-    options: PlanOptions
+    plan: Plan
     function: Path
 
     def run(self, transform: Transform) -> tuple[str, int, list[str]]:
         """Return the hash of the texts, the number of documents, and why the function failed for some."""
         digest, num_documents, failures = hashlib.sha256(), 0, []
-        for documents in sample_documents(
-            self.input_dir,
-            self.inputs,
-            self.options,
-            num_bytes=_SAMPLE_BYTES,
-            num_places=_NUM_PLACES,
-            transform=transform,
-        ):
+        for documents in sample_of_plan(self.plan, _SAMPLE_BYTES, transform):
             num_documents += len(documents.texts) + len(documents.bad)
             failures += [bad.detail for bad in documents.bad if bad.reason == "transform_error"]
             for text in documents.texts:
@@ -60,7 +49,7 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
 
     Raises UsageError where it gives other texts again or ends its process, BadInput where it fails for all.
     """
-    sample = _Sample(plan.input_dir, list(plan.inputs), plan.options, transform.path)
+    sample = _Sample(plan, transform.path)
     texts_elsewhere = _texts_of_another_process(sample)  # first: what ends a process ends that one
     texts, num_documents, failures = sample.run(transform)
     if failures:
@@ -101,5 +90,5 @@ def _texts_of_another_process(sample: _Sample) -> str:
 def answer() -> None:
     """Print the hash of the texts of the sample that stands on standard input."""
     sample: _Sample = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - of the process that started this one
-    transform = Transform(sample.function, sample.options.transform_files)
+    transform = Transform(sample.function, sample.plan.options.transform_files)
     sys.stdout.write(f"\n{sample.run(transform)[0]}\n")

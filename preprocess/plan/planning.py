@@ -41,7 +41,6 @@ from shardprep.format.plan import (
     publish_plan,
     read_plan,
     refuse_another_plan,
-    stamp_tokenizer,
 )
 
 Say = Callable[[str], None]
@@ -119,11 +118,11 @@ def make_plan(
         if dry_run:
             return plan, estimate
         if frozen is None:
-            stamps = publish_tokenizer(files, config.output_dir, None)
+            stamps = publish_tokenizer(resolved, config.output_dir, None)
             plan = dataclasses.replace(plan, tokenizer_files=stamps)
         frozen = publish_plan(plan, config.output_dir)
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
-        publish_tokenizer(files, config.output_dir, frozen.tokenizer_files)
+        publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
         if names is not None:
@@ -196,7 +195,7 @@ def _plan_of(
         options=dataclasses.replace(options, **found_out),
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=resolved.spec,
-        tokenizer_files=stamp_tokenizer(resolved.folder),
+        tokenizer_files=resolved.files,
         probe=resolved.probe,
         probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,

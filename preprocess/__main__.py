@@ -5,6 +5,11 @@ A command imports what it needs when it runs: ``--help`` takes 0.1 s, and a work
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
 import argparse
 import contextlib
 import dataclasses

@@ -6,6 +6,11 @@ a ``PROGRAM`` whose commands these are; importing it imports nothing large (no n
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
 import importlib
 import sys
 from collections.abc import Sequence

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
 import argparse
 import os
 import sys

@@ -20,13 +20,7 @@ from preprocess.read.documents import find_names
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
-from shardprep.files import (
-    PublishedFolder,
-    make_folder,
-    publish_link,
-    read_regular,
-    sync_folder,
-)
+from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
 from shardprep.format.documents import (
     DIGEST,
     BlankedDocuments,

@@ -18,14 +18,7 @@ from pathlib import Path
 
 from shardprep.console import counted, print_lines, say, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
-from shardprep.files import (
-    STALE_AFTER_S,
-    TEMPORARY_NAME,
-    is_link,
-    names_in,
-    remove_tree,
-    size_of_file,
-)
+from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_link, names_in, remove_tree, size_of_file
 from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, PLAN_NAME, QUARANTINE_DIR

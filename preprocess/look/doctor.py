@@ -21,8 +21,8 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
 from preprocess.make.worker import load_worker
-from preprocess.plan.cost_estimate import scratch_folder
 from preprocess.plan.divide import Sharding
+from preprocess.plan.estimate import scratch_folder
 from preprocess.plan.planning import make_plan
 from preprocess.plan.tokenizer import document_ends_line
 from shardprep import __version__

@@ -24,8 +24,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.divide import stamp_inputs
+from preprocess.plan.estimate import sample_documents
 from preprocess.plan.listing import find_inputs
-from preprocess.plan.sampling import sample_documents
 from preprocess.read.documents import Documents
 from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say

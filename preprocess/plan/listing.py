@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import heapq
+import json
 import os
 import re
 import stat
@@ -16,12 +17,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
-from preprocess.plan.delta_table import DELTA_LOG, files_of_delta_table
 from preprocess.read.compressed import COMPRESSIONS, decompressed
 from preprocess.read.inputs import OpenInput
+from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
-from shardprep.errors import NotFound, ShardprepError, UsageError
+from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
 from shardprep.format.options import SPLITS
 
@@ -60,6 +63,7 @@ _SPLIT_WORDS = {
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 _COMPARED_BYTES = 64 << 10  # of text, where two files may hold the same
+_DELTA_LOG = "_delta_log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,7 @@ class _Ledger:
                 self.has_followed = self.has_followed or is_link
             with os.scandir(place) as entries:
                 for entry in entries:
-                    if entry.name == DELTA_LOG:
+                    if entry.name == _DELTA_LOG:
                         self._delta_tables.append(folder)
                     path = f"{folder}/{entry.name}" if folder else entry.name
                     kind = _kind_of(entry)
@@ -172,7 +176,7 @@ class _Ledger:
     def leave_out_old_versions(self) -> None:
         """Leave out the files of Delta tables that hold none of their rows any more."""
         for table in self._delta_tables:
-            current, below = files_of_delta_table(self._input_dir / table), f"{table}/" if table else ""
+            current, below = _files_of_delta_table(self._input_dir / table), f"{table}/" if table else ""
             for path in [path for path in self.taken if path.startswith(below) and path.endswith(".parquet")]:
                 if path.removeprefix(below) not in current:
                     self.leave_out(path, "old version in a Delta table")
@@ -217,6 +221,63 @@ class _Ledger:
         self.taken.pop(path, None)
         shown = os.fsencode(path).decode("utf-8", "backslashreplace")
         self.left_out.setdefault(reason, []).append(shown)
+
+
+def _files_of_delta_table(folder: Path) -> set[str]:
+    """Return the data files of a table as it is now, relative to its folder.
+
+    Raises BadInput where its log does not say all, or says of rows that they are deleted; UsageError where a
+    checkpoint asks for pyarrow.
+    """
+    log = folder / _DELTA_LOG
+    commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
+    first, vectors = 0, dict[str, Any]()  # data file -> its deletion vector, if it has one
+    checkpoints = sorted(log.glob("*.checkpoint.parquet"))
+    if 0 not in commits and checkpoints:
+        first = int(checkpoints[-1].name.partition(".")[0]) + 1
+        for added in _files_of_checkpoint(checkpoints[-1]):
+            vectors[added["path"]] = added.get("deletionVector")
+    numbers = sorted(number for number in commits if number >= first)
+    if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
+        raise _unreadable(folder, "the log has gaps, or its checkpoint has several parts")
+    for number in numbers:
+        try:
+            for line in commits[number].read_bytes().splitlines():
+                _follow(json.loads(line), vectors)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _unreadable(folder, f"{commits[number].name}: {error}") from None
+    if deleted := [path for path, vector in vectors.items() if vector is not None]:
+        raise _unreadable(folder, f"rows of {deleted[0]} are deleted by a deletion vector")
+    return {unquote(path) for path in vectors}
+
+
+def _follow(action: Mapping[str, Any], vectors: dict[str, Any]) -> None:
+    if added := action.get("add"):
+        vectors[added["path"]] = added.get("deletionVector")
+    elif removed := action.get("remove"):
+        vectors.pop(removed["path"], None)
+
+
+def _files_of_checkpoint(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
+    try:
+        table = pyarrow.parquet.read_table(path, columns=["add"], use_threads=False)
+        return [added for added in table["add"].to_pylist() if added is not None]
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(path.parent.parent, f"{path.name}: {error}") from None
+
+
+def _unreadable(folder: Path, why: str) -> BadInput:
+    return BadInput(
+        f"{folder} is a Delta table whose files do not tell its rows ({why}); write its rows to a folder of "
+        "their own, such as by deltalake's DeltaTable(...).to_pyarrow_table(), and plan that",
+        path=folder,
+        found=why,
+        expected="a folder of its current rows",
+    )
 
 
 def _kind_of(entry: os.DirEntry[str]) -> int:

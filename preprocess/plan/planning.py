@@ -12,8 +12,8 @@ import msgspec
 
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.divide import NUM_THREADS, Division, Sharding, divide, stamp_inputs
+from preprocess.plan.estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.listing import InputListing, find_inputs, left_out_lines, split_line
 from preprocess.plan.template_check import template_warnings
 from preprocess.plan.tokenizer import (
@@ -34,14 +34,7 @@ from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.options import PrepConfig
-from shardprep.format.plan import (
-    Plan,
-    file_cuts,
-    plan_id,
-    publish_plan,
-    read_plan,
-    refuse_another_plan,
-)
+from shardprep.format.plan import Plan, file_cuts, plan_id, publish_plan, read_plan, refuse_another_plan
 
 Say = Callable[[str], None]
 

@@ -45,14 +45,7 @@ from shardprep.files import (
     size_of_file,
     stamp_file,
 )
-from shardprep.format.json_files import (
-    Count,
-    Seconds,
-    Text,
-    as_type,
-    read_file,
-    with_content_hash,
-)
+from shardprep.format.json_files import Count, Seconds, Text, as_type, read_file, with_content_hash
 from shardprep.format.names import (
     INDEX_NAME,
     MAX_MANIFEST_BYTES,

@@ -362,11 +362,7 @@ PROGRAM = Program(
             _clean_flags,
             "preprocess.check.clean:clean",
         ),
-        "train_tokenizer": Command(
-            "train a byte-level BPE like Llama 3's",
-            "preprocess.look.train_tokenizer:add_arguments",
-            "preprocess.look.train_tokenizer:main",
-        ),
+        "train_tokenizer": _elsewhere("look.train_tokenizer", "train a byte-level BPE like Llama 3's"),
     },
 )
 

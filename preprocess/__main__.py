@@ -48,7 +48,7 @@ _HUB = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
+    """Run one command and return its exit code. Errors are a line on standard error, never a traceback."""
     code = PROGRAM.run(command_words(given_words(argv)))
     if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):  # of a job's task, which succeeded
         with contextlib.suppress(OSError):
@@ -320,7 +320,7 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _elsewhere(module: str, summary: str) -> Command:
-    """Return a command of another module, imported when it is called; its ``run`` is named after it."""
+    """Return a command of another module, imported when it is called. Its ``run`` is named after it."""
     name = f"preprocess.{module}"
     return Command(summary, f"{name}:add_flags", f"{name}:{module.rpartition('.')[2]}")
 

@@ -120,7 +120,7 @@ def _named_places(
     found: npt.NDArray[np.bool_],
     transform: Transform | None,
 ) -> Places:
-    """Return where the named documents of a shard begin, ascending; note in ``found`` which these are.
+    """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
     Texts are looked for in digests/, and where it has one that is named, or is not kept, in the input.
     """
@@ -165,7 +165,7 @@ def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> Blanked
 
 
 def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedDocuments]) -> None:
-    """Write what the shards are made by, the plan last; or check that an earlier attempt wrote the same."""
+    """Write what the shards are made by, the plan last, or check that an earlier attempt wrote the same."""
     if (found := read_plan(new)) is not None:
         is_ours = (found.plan_id, found.options) == (planned.plan_id, planned.options)
         if not is_ours or any(
@@ -192,7 +192,7 @@ def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedD
 
 
 def _take_over_shard(folder: Path, new: Path, shard_id: int) -> None:
-    """Give the files of a shard a second name; the manifest last."""
+    """Give the files of a shard a second name, the manifest last."""
     for path, _ in shard_files(folder, read_manifest(folder, shard_id)):
         target = new / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)

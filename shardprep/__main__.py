@@ -50,7 +50,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Without a command, ``--shard_id N`` makes a shard."""
+    """Run one command and return its exit code. Without a command, ``--shard_id N`` makes a shard."""
     words = given_words(argv)
     guard_streams()
     try:

@@ -6,7 +6,7 @@ import signal
 
 
 def main() -> int:
-    """Run the command of this process; return its exit code.
+    """Run the command of this process and return its exit code.
 
     Ctrl-C while Python still imports waits until the command can stop cleanly.
     """

@@ -29,7 +29,7 @@ _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
 def clean(args: argparse.Namespace) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises NotFound where there is no data set, ReadWriteError where a folder cannot be listed, CannotWrite
     where some could not be looked at or removed; all others are gone by then.

@@ -84,7 +84,7 @@ Problem = tuple[int, ShardprepError]  # a shard that is missing or broken, and h
 
 
 def verify(args: argparse.Namespace) -> int:
-    """``verify DATA``: check all shards, write index.json, or tell what is wrong; returns the exit code."""
+    """Check all shards, write index.json, or tell what is wrong. Return the exit code."""
     if args.deep is not None and args.deep < 1:
         raise UsageError.of_value("--deep", args.deep, "a number of shards from 1")
     folder: Path = args.output_dir
@@ -276,7 +276,7 @@ def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
 
 
 def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
-    """Compare every byte of a shard's files with its hash, and what they hold; the tar is read once.
+    """Compare every byte of a shard's files with its hash, and what they hold. The tar is read once.
 
     A wrong hash is told before what follows from it. Raises BrokenShard, MissingShard or ReadWriteError.
     """
@@ -292,7 +292,7 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
 
 
 def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
-    """Check that an idx agrees with manifest, plan and size of the tar; return its records."""
+    """Check that an idx agrees with manifest, plan and size of the tar, and return its records."""
     shard_id, counts, name = manifest.shard_id, manifest.counts, f"the idx of shard {manifest.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
     found = (len(records), int(records["num_tokens"].sum(dtype=np.int64)))

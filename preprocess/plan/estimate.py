@@ -72,7 +72,7 @@ def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> I
 
 
 def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> CostEstimate:
-    """Run a sample through the worker's own stages into a scratch folder; scale its CPU seconds up.
+    """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up.
 
     Raises BadInput where no record of the sample has the field of the text.
     """
@@ -203,7 +203,7 @@ def sample_documents(
     most_files: int = sys.maxsize,
     transform: Transform | None = None,
 ) -> Iterator[Documents]:
-    """Yield about ``num_bytes`` of text, evenly from each place; what one place lacks the next one gives.
+    """Yield about ``num_bytes`` of text, evenly from each place. What one place lacks the next one gives.
 
     Inputs of fewer bytes are read whole, if they are no more than ``most_files``. Of a file that can be read
     from its beginning alone (gzip), it is the head. No document comes twice, and a very long one comes whole.
@@ -235,7 +235,7 @@ def sample_documents(
 def _places(
     input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, num_places: int
 ) -> list[tuple[int, Start]]:
-    """Return where samples begin behind the first: (input, where in it), ascending; several may be one."""
+    """Return where samples begin behind the first: (input, where in it), ascending. Several may be one."""
     ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
     places: list[tuple[int, Start]] = []
     number = 0

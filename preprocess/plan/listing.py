@@ -135,7 +135,7 @@ class _Ledger:
         }
 
     def look_through(self, *, recursive: bool, follow_links: bool) -> None:
-        """Take the files of all folders; leave out the other names. Raises OSError, BadInput."""
+        """Take the files of all folders, and leave out the other names. Raises OSError, BadInput."""
         folders, links = [""], list[str]()  # to look into; the links are a heap
         seen: set[tuple[int, int]] = set()
         while folders or links:
@@ -281,7 +281,7 @@ def _unreadable(folder: Path, why: str) -> BadInput:
 
 
 def _kind_of(entry: os.DirEntry[str]) -> int:
-    """Return the kind of what an entry is, or leads to; a regular file for a link to nothing."""
+    """Return the kind of what an entry is, or leads to: a regular file for a link to nothing."""
     is_link = entry.is_symlink()
     if not is_link and entry.is_file():
         return stat.S_IFREG
@@ -294,7 +294,7 @@ def _kind_of(entry: os.DirEntry[str]) -> int:
 
 
 def _why_no_name(name: str) -> str:
-    """Return why nothing of this name is an input, nor holds any; "" where it may."""
+    """Return why nothing of this name is an input, nor holds any, or "" where it may."""
     if name.startswith("."):
         return "hidden"
     # A partition may have such a name: _year=2026.
@@ -302,7 +302,7 @@ def _why_no_name(name: str) -> str:
 
 
 def _why_no_file(name: str) -> str:
-    """Return why a file of this name is no input; "" where it is."""
+    """Return why a file of this name is no input, or "" where it is."""
     if reason := _why_no_name(name):
         return "AppleDouble" if name.startswith("._") else reason
     if known_input_kind(name) is None:
@@ -317,7 +317,7 @@ def _why_no_file(name: str) -> str:
 
 
 def _beginning_of_text(path: Path) -> bytes | None:
-    """Return the first bytes of a file's text; None where it cannot be read: planning will say why."""
+    """Return the first bytes of a file's text, or None where it cannot be read: planning will say why."""
     try:
         file = OpenInput(path)
         if not (compression := input_kind(path.name).compression):
@@ -330,7 +330,7 @@ def _beginning_of_text(path: Path) -> bytes | None:
 
 
 def split_of(path: str) -> str:
-    """Return the split that a file's name tells, or the nearest of its folders': "train", ...; "" for none.
+    """Return the split that a file's name tells, or the nearest of its folders': "train", ..., "" for none.
 
     As ``datasets`` reads them: ``data/train-00000-of-00002.parquet``, ``wiki.valid.txt``, ``test/a.jsonl``.
     """
@@ -347,7 +347,7 @@ def split_of(path: str) -> str:
 
 
 def split_line(sizes: Sequence[tuple[str, int]], chosen: str) -> str:
-    """Return what to say of the splits of the files that are taken, given their paths and bytes; or ""."""
+    """Return what to say of the splits of the files that are taken, given their paths and bytes, or ""."""
     by_split: dict[str, list[int]] = {}
     for path, num_bytes in sizes:
         by_split.setdefault(split_of(path), []).append(num_bytes)

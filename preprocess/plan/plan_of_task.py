@@ -30,7 +30,7 @@ _NUM_NAMED = 3  # inputs that differ
 
 
 def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
-    """Return the plan in ``output_dir``, checked against what the user gave; or make 'one file, one shard'.
+    """Return the plan in ``output_dir``, checked against what the user gave, or make 'one file, one shard'.
 
     Of several tasks that find no plan, one plans and the others wait a little. One that does not see the plan
     in time plans, too: the first to publish wins, the others compare.
@@ -142,7 +142,7 @@ def _other_names(plan: Plan, input_dir: Path) -> list[str]:
 
 
 def _change_of(input_dir: Path, planned: InputFile) -> str | None:
-    """How an input differs from the planned one, in words; None for one that is missing or equal."""
+    """Return how an input differs from the planned one, or None for one that is missing or equal."""
     try:
         status = (input_dir / planned.path).stat()
     except FileNotFoundError:

@@ -111,8 +111,7 @@ def make_plan(
         if dry_run:
             return plan, estimate
         if frozen is None:
-            stamps = publish_tokenizer(resolved, config.output_dir, None)
-            plan = dataclasses.replace(plan, tokenizer_files=stamps)
+            publish_tokenizer(resolved, config.output_dir, resolved.files)
         frozen = publish_plan(plan, config.output_dir)
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
         publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)

@@ -201,7 +201,7 @@ def _stamp(content: bytes) -> FileStamp:
 
 
 def _take_kept(place: Path, folder: Path) -> TokenizerFacts | None:
-    """Copy the files of an entry of the cache into ``folder``; None where no whole entry is."""
+    """Copy the files of an entry of the cache into ``folder``. Return None where no whole entry is."""
     with contextlib.suppress(*NOT_THERE, ShardprepError):
         facts = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
         files = {name: _read(place / name) for name in names_in(place) if name in facts.files}
@@ -231,7 +231,7 @@ def _write_files(files: Files, folder: Path) -> None:
 
 
 def read_files(folder: Path) -> Files | None:
-    """Return what decides a tokenizer's ids in a model's folder; None where more than these files does.
+    """Return what decides a tokenizer's ids in a model's folder, or None where more than these files does.
 
     Raises ReadWriteError, BrokenShard for what is no regular file, NotFound for a file not fetched.
     """
@@ -337,7 +337,7 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _json_object(files: Files, name: str) -> dict[str, Any]:
-    """Return a JSON file's object; an empty one for a file that is not there. Raises BrokenShard."""
+    """Return a JSON file's object, an empty one for a file that is not there. Raises BrokenShard."""
     try:
         data = _parsed(files.get(name, b"{}"))
     except ValueError as error:
@@ -367,7 +367,7 @@ def _read(path: Path) -> bytes:
 
 
 def _save_in_own_process(model_id: str, folder: Path) -> None:
-    """Call ``save_tokenizer`` in a process that ends with it; raises what that raises, or ReadWriteError."""
+    """Call ``save_tokenizer`` in a process that ends with it. Raises what that raises, or ReadWriteError."""
     ours, theirs = Pipe(duplex=False)
     process = start_child(_save, model_id, folder, theirs)
     theirs.close()
@@ -507,7 +507,7 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
 
 
 def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
-    """Say which tokens each document of a plan begins and ends with; nothing of conversations.
+    """Say which tokens each document of a plan begins and ends with, nothing of conversations.
 
     ``folder``: of the tokenizer's files, for the names. Raises what reading raises.
     """
@@ -527,37 +527,33 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
     return f"documents begin {begin} and end {end}"
 
 
-def publish_tokenizer(
-    resolved: ResolvedTokenizer, output_dir: Path, frozen: dict[str, FileStamp] | None
-) -> dict[str, FileStamp]:
-    """Make ``output_dir/tokenizer`` hold the resolved tokenizer; return its files' stamps.
+def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: dict[str, FileStamp]) -> None:
+    """Make ``output_dir/tokenizer`` hold the resolved tokenizer, unless it holds the planned files already.
 
-    ``frozen``: the files that a plan in the folder names. They are kept where they are whole, else put back.
-    Without a plan equal files are kept, so that planners that race agree, and others are replaced.
-    Raises OtherTokenizer where the resolved files are not ``frozen``, CannotWrite or ReadWriteError.
+    Equal files are kept, so that planners that race agree, and others are replaced. Raises OtherTokenizer
+    where the resolved files are not the planned ones, CannotWrite or ReadWriteError.
     """
-    target, wanted = output_dir / TOKENIZER_DIR, resolved.files
+    target = output_dir / TOKENIZER_DIR
 
     def is_there() -> bool:
         try:
-            return stamp_tokenizer(target) == (frozen or wanted)
+            return stamp_tokenizer(target) == planned
         except (NotFound, BrokenShard):
             return False
 
     if is_there():
-        return frozen or wanted
-    if frozen is not None and wanted != frozen:
+        return
+    if resolved.files != planned:
         raise OtherTokenizer(
             f"{target} is damaged, and the planned tokenizer's files cannot be made again to the byte: plan "
             "with the versions of transformers and tokenizers that planned, or into a new folder",
             path=target,
         )
     with PublishedFolder(target) as folder:
-        for name in wanted:
+        for name in planned:
             try:
                 shutil.copyfile(resolved.folder / name, folder.temporary / name)
             except OSError as error:
                 raise CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
         if not folder.publish_first() and not is_there():  # another planner may have been faster
             folder.publish()
-    return stamp_tokenizer(target)

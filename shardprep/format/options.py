@@ -130,7 +130,7 @@ class PlanOptions:
     blanked: str = option("", is_in_id=False)
 
     def __post_init__(self) -> None:
-        """Check the options and settle those that are None; a settled object passes unchanged."""
+        """Check the options and settle those that are None. A settled object passes unchanged."""
         self._check()
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             raise UsageError(
@@ -270,7 +270,7 @@ class PrepConfig(PlanOptions):
 
 
 def option_differences(planned: PlanOptions, now: PlanOptions, names: set[str] | None = None) -> list[str]:
-    """How options differ, in words; of ``names`` only those that change bytes."""
+    """Return how options differ, in words. Of ``names`` only those that change bytes."""
     return [
         f"--{item.name} was {before}, now {after}"
         for item in PLAN_FIELDS

@@ -26,7 +26,7 @@ from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
-from shardprep.format.options import SPLITS
+from shardprep.format.options import SPLITS, PlanOptions
 
 # Why a name is left out, as plan.json has it, and what a user can do about it.
 _UNKNOWN = "unknown suffix"
@@ -77,26 +77,25 @@ class InputListing:
     follow_links: bool  # whether a link to a folder was followed
 
 
-def find_inputs(
-    input_dir: Path, *, recursive: bool, follow_links: bool = False, also: str = "", split: str = ""
-) -> InputListing:
+def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     """Say of each name in a folder whether it is an input, and why not.
 
     A folder is taken once: links to folders are followed behind all others, in the order of their paths, and
     one that leads to a folder that is taken already is left out; so is another name of a file that is taken.
-    ``also`` and ``split``: see ``PlanOptions``. Raises NotFound, UsageError, and BadInput for a Delta table.
+    Raises NotFound, UsageError, and BadInput for a Delta table.
     """
     try:
         if not input_dir.is_dir():
             raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
-        ledger = _Ledger(input_dir, also)
-        ledger.look_through(recursive=recursive, follow_links=recursive and follow_links)
+        ledger = _Ledger(input_dir, options.also)
+        follow_links = options.recursive and options.follow_links
+        ledger.look_through(recursive=options.recursive, follow_links=follow_links)
         ledger.leave_out_same_files()
         ledger.leave_out_old_versions()
     except OSError as error:
         where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
         raise NotFound(path=where, found=found, expected="a folder that you can read") from None
-    wanted = set(filter(None, map(str.strip, split.split(","))))
+    wanted = set(filter(None, map(str.strip, options.split.split(","))))
     for path in [path for path in ledger.taken if wanted and split_of(path) not in wanted]:
         ledger.leave_out(path, "other split")
     taken = sorted(ledger.taken, key=lambda path: path.split("/"))
@@ -154,16 +153,19 @@ class _Ledger:
                     if entry.name == _DELTA_LOG:
                         self._delta_tables.append(folder)
                     path = f"{folder}/{entry.name}" if folder else entry.name
-                    kind = _kind_of(entry)
-                    if kind == stat.S_IFREG:
-                        self._take_file(entry, path, status.st_dev)
-                    elif kind != stat.S_IFDIR:
-                        is_hidden = entry.name.startswith(".")
-                        self.leave_out(path, "hidden" if is_hidden else "FIFO, socket or device")
-                    elif (reason := _why_no_name(entry.name)) == "hidden" or (
-                        reason and not self._is_also(entry.name)
-                    ):
+                    is_file, is_folder = _is_file_or_folder(entry)
+                    reason = _why_left_out(entry.name, is_file=is_file)
+                    if not (is_file or is_folder):
+                        self.leave_out(path, reason if reason == "hidden" else "FIFO, socket or device")
+                    elif (reason == "hidden" and is_folder) or (reason and not self._is_also(entry.name)):
                         self.leave_out(path, reason)
+                    elif is_file:
+                        # The number of a regular file is in its folder; its status would be a round trip.
+                        place_of = (status.st_dev, entry.inode())
+                        if entry.is_symlink():
+                            with contextlib.suppress(OSError):  # one to nothing: opening it will say so
+                                place_of = (entry.stat().st_dev, entry.stat().st_ino)
+                        self.taken[path] = (place_of, entry.is_symlink())
                     elif entry.is_symlink() and not follow_links:
                         self.leave_out(path, "link to a folder")
                     elif not recursive:
@@ -181,19 +183,8 @@ class _Ledger:
                 if path.removeprefix(below) not in current:
                     self.leave_out(path, "old version in a Delta table")
 
-    def _take_file(self, entry: os.DirEntry[str], path: str, device: int) -> None:
-        if (reason := _why_no_file(entry.name)) and not self._is_also(entry.name):
-            self.leave_out(path, reason)
-            return
-        # The number of a regular file is in its folder; to ask for its status would be a round trip.
-        place = (device, entry.inode())
-        if entry.is_symlink():
-            with contextlib.suppress(OSError):  # one to nothing: opening it will say so
-                place = (entry.stat().st_dev, entry.stat().st_ino)
-        self.taken[path] = (place, entry.is_symlink())
-
     def _is_also(self, name: str) -> bool:
-        """Whether ``also`` asks for a name that would be left out."""
+        """Return whether ``also`` asks for a name that would be left out."""
         matching = [text for text, each in self._also.items() if each.match(name.lower())]
         self.used_patterns.update(matching)
         return bool(matching)
@@ -243,19 +234,16 @@ def _files_of_delta_table(folder: Path) -> set[str]:
     for number in numbers:
         try:
             for line in commits[number].read_bytes().splitlines():
-                _follow(json.loads(line), vectors)
+                action = json.loads(line)
+                if added := action.get("add"):
+                    vectors[added["path"]] = added.get("deletionVector")
+                elif removed := action.get("remove"):
+                    vectors.pop(removed["path"], None)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise _unreadable(folder, f"{commits[number].name}: {error}") from None
     if deleted := [path for path, vector in vectors.items() if vector is not None]:
         raise _unreadable(folder, f"rows of {deleted[0]} are deleted by a deletion vector")
     return {unquote(path) for path in vectors}
-
-
-def _follow(action: Mapping[str, Any], vectors: dict[str, Any]) -> None:
-    if added := action.get("add"):
-        vectors[added["path"]] = added.get("deletionVector")
-    elif removed := action.get("remove"):
-        vectors.pop(removed["path"], None)
 
 
 def _files_of_checkpoint(path: Path) -> list[dict[str, Any]]:
@@ -280,31 +268,27 @@ def _unreadable(folder: Path, why: str) -> BadInput:
     )
 
 
-def _kind_of(entry: os.DirEntry[str]) -> int:
-    """Return the kind of what an entry is, or leads to: a regular file for a link to nothing."""
-    is_link = entry.is_symlink()
-    if not is_link and entry.is_file():
-        return stat.S_IFREG
+def _is_file_or_folder(entry: os.DirEntry[str]) -> tuple[bool, bool]:
+    """Return whether an entry is a regular file, or leads to one or to nothing, and whether to a folder."""
+    if not entry.is_symlink() and entry.is_file():  # as most are, known without a round trip
+        return True, False
     try:
-        return stat.S_IFMT(entry.stat().st_mode)
+        mode = entry.stat().st_mode
     except OSError:
-        if not is_link:
+        if not entry.is_symlink():
             raise
-        return stat.S_IFREG
+        return True, False
+    return stat.S_ISREG(mode), stat.S_ISDIR(mode)
 
 
-def _why_no_name(name: str) -> str:
+def _why_left_out(name: str, *, is_file: bool) -> str:
     """Return why nothing of this name is an input, nor holds any, or "" where it may."""
     if name.startswith("."):
-        return "hidden"
-    # A partition may have such a name: _year=2026.
-    return "begins with _" if name.startswith("_") and "=" not in name else ""
-
-
-def _why_no_file(name: str) -> str:
-    """Return why a file of this name is no input, or "" where it is."""
-    if reason := _why_no_name(name):
-        return "AppleDouble" if name.startswith("._") else reason
+        return "AppleDouble" if is_file and name.startswith("._") else "hidden"
+    if name.startswith("_") and "=" not in name:  # a partition may have such a name: _year=2026
+        return "begins with _"
+    if not is_file:
+        return ""
     if known_input_kind(name) is None:
         return _UNKNOWN
     if name in _NOTES_OF_DATASETS:

@@ -66,13 +66,7 @@ def make_plan(
         transform = Transform(config.transform, config.transform_files)
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
     names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
-    listing = find_inputs(
-        config.input_dir,
-        recursive=config.recursive,
-        follow_links=config.follow_links,
-        also=config.also,
-        split=config.split,
-    )
+    listing = find_inputs(config.input_dir, config)
     division = _divided(config, listing, sharding, say)
     with scratch_folder() as files:
         resolved = resolve_tokenizer(
@@ -195,25 +189,24 @@ def _plan_of(
         cuts=division.cuts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
-    if config.hash_inputs:
+    if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
+
+        def sha256_of_input(shard_id: int) -> str:
+            digest = hashlib.sha256()
+            for part in plan.ranges(shard_id):
+                reader = RangeReader(part, digest)
+                reader.hash_rest()
+                reader.file.check_unchanged()
+            return digest.hexdigest()
+
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            hashes = list(pool.map(lambda number: _sha256_of_input(plan, number), range(plan.num_shards)))
+            hashes = list(pool.map(sha256_of_input, range(plan.num_shards)))
         cuts = [
             msgspec.structs.replace(cut, sha256=sha256)
             for cut, sha256 in zip(plan.cuts, [*hashes, ""], strict=True)
         ]
         plan = dataclasses.replace(plan, cuts=cuts)
     return dataclasses.replace(plan, plan_id=plan_id(plan))
-
-
-def _sha256_of_input(plan: Plan, shard_id: int) -> str:
-    """Hash a shard's input bytes: reads all of them, about a second per core and gigabyte."""
-    digest = hashlib.sha256()
-    for part in plan.ranges(shard_id):
-        reader = RangeReader(part, digest)
-        reader.hash_rest()
-        reader.file.check_unchanged()
-    return digest.hexdigest()
 
 
 def _with_engine(

@@ -446,7 +446,7 @@ def read_plan(output_dir: Path) -> Plan | None:
 
 
 def need_plan(output_dir: Path) -> Plan:
-    """Return the plan of a data set. Raises as ``read_plan``, and NotFound with the command that makes one."""
+    """Return the plan of a data set. Raises as ``read_plan``, or NotFound with the command for one."""
     plan = read_plan(output_dir)
     if plan is None:
         found = f"no {PLAN_NAME}" if is_folder(output_dir) else "no such folder"

@@ -111,17 +111,11 @@ def make_plan(args: argparse.Namespace) -> int:
     given = given_of(args, PrepConfig)
     config = PrepConfig(**given)
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
-        raise UsageError(
-            f"--{fields[0]} says what the text is, and so does --transform, which gets all fields; give one",
-            found=f"--{fields[0]} --transform",
-            expected="one",
-        )
+        expected = "one: either says what the text is, and --transform gets all fields"
+        raise UsageError(found=f"--{fields[0]} --transform", expected=expected)
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
-        raise NotFound(
-            f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}",
-            path=config.input_dir,
-            remedy="hf download",
-        )
+        message = f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}"
+        raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
     plan, cost = make(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
@@ -197,9 +191,8 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise CannotWrite(
-            f"{folder} is no folder that you can write to; its owner can make the shards", path=folder
-        )
+        expected = "one that you can; its owner can make the shards"
+        raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
     cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
     settings = resources.worker_settings(args)
     assert settings.memory_gb is not None

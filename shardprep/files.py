@@ -381,11 +381,8 @@ def make_subfolder(folder: Path, name: str) -> Path:
     for part in name.split("/"):
         path /= part
         if is_link(path):
-            raise CannotWrite(
-                f"{path} is a link to {os.readlink(path)!r}, and files of the same names in there would be "  # noqa: PTH115
-                "replaced; put a folder in its place",
-                path=path,
-            )
+            found = f"a link to {os.readlink(path)!r}, where files of the same names would be replaced"  # noqa: PTH115
+            raise CannotWrite(path=path, found=found, expected="a folder in its place")
         make_folder(path)
     return path
 

@@ -38,11 +38,8 @@ def clean(args: argparse.Namespace) -> int:
     plan = read_plan(folder)
     paths = [*_left_behind(folder)]
     if plan is None and not paths:
-        raise NotFound(
-            f"{folder} has no {PLAN_NAME} and no temporary file; name the folder of a data set",
-            path=folder,
-            expected="the folder of a data set",
-        )
+        found = f"no {PLAN_NAME} and no temporary file"
+        raise NotFound(path=folder, found=found, expected="the folder of a data set")
     verb = "would remove" if args.dry_run else "removed"
     removed: list[int] = []  # bytes of each
     num_kept, failed = 0, ""

@@ -164,10 +164,9 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
                 if (there := getattr(found.counts, name)) != expected:
                     differing.append(f"{name} is {there}, expected {expected}")
             if differing:
-                raise BrokenShard(
-                    f"it is not what the reference engine makes of its input: {'; '.join(differing)}; run: "
-                    f"{remake_command(shard_id, folder)} --engine tokenizers"
-                )
+                message = f"it is not what the reference engine makes of its input: {'; '.join(differing)}"
+                remedy = f"{remake_command(shard_id, folder)} --engine tokenizers"
+                raise BrokenShard(message, remedy=remedy)
         except ShardprepError as error:
             problems.append((shard_id, error))
         progress.add(1)
@@ -315,12 +314,11 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     num_begun = int(begin_in.sum())
     found = (int(begin_in[num_train:].sum()), int(records["num_tokens"][num_train:].sum(dtype=np.int64)))
     num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // DIGEST_BYTES
-    if found != (validation.num_documents, validation.num_tokens) or num_digests != num_begun:
-        raise _Wrong(
-            f"{name} has {found[0]} documents of {found[1]} tokens for validation, and {num_begun} documents "
-            f"in all; its manifest says {validation.num_documents} of {validation.num_tokens}, and "
-            f"{num_digests} digests"
-        )
+    if found != (validation.num_documents, validation.num_tokens):
+        said = f"its manifest says {validation.num_documents} of {validation.num_tokens}"
+        raise _Wrong(f"{name} has {found[0]} documents of {found[1]} tokens for validation, {said}")
+    if num_digests != num_begun:
+        raise _Wrong(f"{name} has {num_begun} documents, and digests/ has {num_digests}")
     if len(records):
         begin, stop = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         (first, start), (last, end) = (begin.input_number, begin.byte), (stop.input_number, stop.byte)

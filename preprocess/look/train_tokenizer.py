@@ -188,10 +188,8 @@ def _trained(text: _TrainingText, vocab_size: int) -> Tokenizer:
             say("all text is read, its pairs are merged")
     ended.result()
     if not text.num_texts:
-        raise BadInput(
-            f"{text.summary()}: nothing to train on; are --encoding, and --text_field or --text_template, "
-            "right?"
-        )
+        todo = "are --encoding, and --text_field or --text_template, right?"
+        raise BadInput(f"{text.summary()}: nothing to train on; {todo}")
     return tokenizer
 
 

@@ -166,14 +166,15 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     for name in dict.fromkeys(seen.messages):
         flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
     names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
+    flags = flags or ["--text_field NAME"]
+    kind = "a list of messages" if options.is_chat else "a string"
+    message = f"no record of a sample of {plan.input_dir} has {wanted!r} as {kind}; their fields are: {names}"
     raise BadInput(
-        f"no record of a sample of {plan.input_dir} has {wanted!r} as "
-        f"{'a list of messages' if options.is_chat else 'a string'}; their fields are: {names}; "
-        f"plan with {', or '.join(flags) or '--text_field NAME'}",
+        f"{message}; plan with {', or '.join(flags)}",
         path=plan.input_dir,
         found=names,
         expected=repr(wanted),
-        remedy=flags[0] if flags else "--text_field NAME",
+        remedy=flags[0],
     )
 
 

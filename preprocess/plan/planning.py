@@ -34,7 +34,7 @@ from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.options import PrepConfig
-from shardprep.format.plan import Plan, file_cuts, plan_id, publish_plan, read_plan, refuse_another_plan
+from shardprep.format.plan import Cut, Plan, plan_id, publish_plan, read_plan, refuse_another_plan
 
 Say = Callable[[str], None]
 
@@ -142,7 +142,7 @@ def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say:
         say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
     num_shards = sharding.count(inputs, inspected)
     if sharding == Sharding():
-        return Division(inputs=inputs, cuts=file_cuts(inputs))
+        return Division(inputs=inputs, cuts=[Cut(number, 0) for number in range(len(inputs) + 1)])
     return divide(config.input_dir, inputs, inspected, num_shards, config)
 
 

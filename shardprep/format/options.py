@@ -133,10 +133,8 @@ class PlanOptions:
         """Check the options and settle those that are None. A settled object passes unchanged."""
         self._check()
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
-            raise UsageError(
-                f"--split names {', '.join(sorted(unknown))}, expected some of {', '.join(SPLITS)}; names of "
-                "files such as valid, dev and eval count as these"
-            )
+            expected = f"some of {', '.join(SPLITS)}, as which valid, dev and eval in names of files count"
+            raise UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
         has_rows, is_chat = self.has_rows, self.is_chat
         settled = {
             "encoding": _python_encoding(self.encoding),
@@ -248,11 +246,8 @@ class PrepConfig(PlanOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.follow_links and not self.recursive:
-            raise UsageError(
-                "--follow_links is for subfolders; add --recursive, or leave it out",
-                found="--follow_links",
-                remedy="--recursive",
-            )
+            expected = "--recursive with it, as it is for subfolders, or neither"
+            raise UsageError(found="--follow_links", expected=expected, remedy="--recursive")
         if not 0 <= self.max_bad_fraction <= 1:
             raise UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):

@@ -255,11 +255,6 @@ def _wrong_cuts(found: str, expected: str) -> BrokenShard:
     return wrong_value(Path(PLAN_NAME), "cuts", found, f"{expected}; plan into a new folder")
 
 
-def file_cuts(inputs: Sequence[InputFile]) -> list[Cut]:
-    """One input file is one shard."""
-    return [Cut(number, 0) for number in range(len(inputs) + 1)]
-
-
 def is_one_file_a_shard(plan: Plan) -> bool:
     """Return whether shard N is the N-th input file."""
     return plan.num_shards == len(plan.inputs) and all(
@@ -477,7 +472,12 @@ def _open_plan(path: Path) -> Plan:
     line = bytes(raw.partition(b"\n")[0])
     data = checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
     if isinstance(options := data.get("options"), dict):
-        _refuse_unknown_options(path, options)
+        for name in options.keys() - {item.name for item in PLAN_FIELDS}:
+            value = options.pop(name)  # one that says no is nothing to us
+            if value not in (False, "", None):  # 0 is False
+                found = f"options.{name!a} is {value!r:.60}"
+                expected = "options known here: install the newer shardprep that planned this, or plan anew"
+                raise UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
     try:
         head = as_type(path, data, _Head)
     except UsageError as error:
@@ -503,16 +503,6 @@ def _open_plan(path: Path) -> Plan:
         cuts=rows["cuts"],
         names_left_out=rows["left_out"],
     )
-
-
-def _refuse_unknown_options(path: Path, options: dict[str, Any]) -> None:
-    """Leave out unknown options that say no. Raises UnknownVersion for one that is used."""
-    for name in options.keys() - {item.name for item in PLAN_FIELDS}:
-        value = options.pop(name)
-        if value not in (False, "", None):  # 0 is False
-            found = f"options.{name!a} is {value!r:.60}"
-            expected = "options known here: install the newer shardprep that planned this, or plan anew"
-            raise UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
 
 
 def plan_differences(frozen: Plan, other: Plan) -> list[str]:

@@ -36,6 +36,7 @@ from shardprep.files import (
     PublishedFile,
     append_bytes,
     make_subfolder,
+    names_in,
     read_regular,
     read_with_status,
     sync_folder,
@@ -104,11 +105,7 @@ class JobRequest:
         if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
             raise UsageError.of_value("--cpus_per_task", self.cpus_per_task, f"a number, or: {WHOLE_NODE}")
         if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
-            raise UsageError(
-                "--mem_gb and --mem_per_cpu_gb exclude each other; give one of them",
-                found="--mem_gb and --mem_per_cpu_gb",
-                expected="one of them",
-            )
+            raise UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
         for name in ("sbatch_args", "worker_args"):
             try:
                 shlex.split(getattr(self, name))
@@ -217,16 +214,7 @@ def read_submissions(folder: Path) -> list[Submission]:
     made a second time.
     """
     jobs = folder / JOBS_FOLDER
-    try:
-        names = os.listdir(jobs)  # noqa: PTH208 - glob() would say nothing of a folder that it may not read
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ReadWriteError(
-            f"{jobs} cannot be listed ({error.strerror}), so what was submitted is not known; it must be a "
-            "folder that you can read"
-        ) from None
-    return [_read_submission(jobs / name) for name in sorted(names) if re.fullmatch(r"[0-9]{4}\.json", name)]
+    return [_read_submission(jobs / name) for name in names_in(jobs) if re.fullmatch(r"[0-9]{4}\.json", name)]
 
 
 def user_name() -> str:
@@ -264,8 +252,7 @@ def publish_submission(folder: Path, submission: Submission) -> None:
     jobs = folder / JOBS_FOLDER
     content = dataclasses.asdict(submission)
     del content["is_own"]
-    file = PublishedFile(jobs / f"{submission.number:04d}.json")
-    try:
+    with PublishedFile(jobs / f"{submission.number:04d}.json") as file:
         file.write(json.dumps(with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
         file.sync()
         with contextlib.suppress(OSError):  # whatever the umask: it names commands that a retry runs
@@ -275,8 +262,6 @@ def publish_submission(folder: Path, submission: Submission) -> None:
                 f"{file.path} was written meanwhile, as somebody else submitted at the same time; what this "
                 "one sent was cancelled before it began"
             )
-    finally:
-        file.discard()
     sync_folder(jobs)
 
 

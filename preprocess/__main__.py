@@ -240,8 +240,8 @@ def _num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) ->
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
     add = parser.add_argument
+    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     add("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
     _making_flags(parser)
 
@@ -252,28 +252,6 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
     add("--num_proc", metavar="N", type=int, help=text)
     add("-v", "--verbose", action="store_true", help="print a line for each shard")
     add_flags_of(parser, WorkerSettings, groups=GROUPS)
-
-
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
-
-
-def _clean_flags(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
-
-
-def _verify_flags(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
-    tier = parser.add_mutually_exclusive_group()
-    text = "check manifests, sizes and coverage; read no shard"
-    tier.add_argument("--fast", action="store_true", help=text)
-    text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
-    tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
-    text = "for --deep, folder of the input, if it moved (default: the plan's)"
-    parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
-    text = "for --deep, the file of the plan's --transform (default: none)"
-    parser.add_argument("--transform", metavar="PATH", type=Path, help=text)
 
 
 def blank(args: argparse.Namespace) -> int:
@@ -343,17 +321,14 @@ PROGRAM = Program(
             "decide which input bytes belong to which shard, and write plan.json", _plan_flags, make_plan
         ),
         "run": Command("make the missing shards on this machine", _run_flags, run),
-        "verify": Command(
-            "check all shards and write index.json", _verify_flags, "preprocess.check.verify:verify"
-        ),
+        "verify": _elsewhere("check.verify", "check all shards and write index.json"),
         "doctor": _elsewhere("look.doctor", "check machine, tokenizer and folders before the work"),
         "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
         "export": _elsewhere("look.export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
         "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
-        "clean": Command(
+        "clean": _elsewhere(
+            "check.clean",
             "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
-            _clean_flags,
-            "preprocess.check.clean:clean",
         ),
         "train_tokenizer": _elsewhere("look.train_tokenizer", "train a byte-level BPE like Llama 3's"),
     },

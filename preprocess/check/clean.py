@@ -28,6 +28,11 @@ _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
+
+
 def clean(args: argparse.Namespace) -> int:
     """Run the command and return its exit code.
 

@@ -83,6 +83,20 @@ class _Wrong(Exception):
 Problem = tuple[int, ShardprepError]  # a shard that is missing or broken, and how to mend it
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    tier = parser.add_mutually_exclusive_group()
+    text = "check manifests, sizes and coverage; read no shard"
+    tier.add_argument("--fast", action="store_true", help=text)
+    text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
+    tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
+    text = "for --deep, folder of the input, if it moved (default: the plan's)"
+    add("--input_dir", metavar="PATH", type=Path, help=text)
+    text = "for --deep, the file of the plan's --transform (default: none)"
+    add("--transform", metavar="PATH", type=Path, help=text)
+
+
 def verify(args: argparse.Namespace) -> int:
     """Check all shards, write index.json, or tell what is wrong. Return the exit code."""
     if args.deep is not None and args.deep < 1:

@@ -51,13 +51,6 @@ class CostEstimate:
     notes: tuple[str, ...]  # what in the sample is not as the options expect it
 
 
-def sample_texts(plan: Plan, *, num_bytes: int, transform: Transform | None = None) -> list[str]:
-    """Return the texts of a sample of a plan's input."""
-    return [
-        text.decode() for documents in sample_of_plan(plan, num_bytes, transform) for text in documents.texts
-    ]
-
-
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
     """Yield documents of about this much of a plan's input, from evenly spread places."""
     return sample_documents(

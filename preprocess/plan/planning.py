@@ -13,7 +13,7 @@ import msgspec
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
 from preprocess.plan.divide import NUM_THREADS, Division, Sharding, divide, stamp_inputs
-from preprocess.plan.estimate import CostEstimate, measure, sample_texts, scratch_folder
+from preprocess.plan.estimate import CostEstimate, measure, sample_of_plan, scratch_folder
 from preprocess.plan.listing import InputListing, find_inputs, left_out_lines, split_line
 from preprocess.plan.template_check import template_warnings
 from preprocess.plan.tokenizer import (
@@ -219,7 +219,9 @@ def _with_engine(
     engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
     if not (config.engine == "tokenizers" or plan.options.is_chat or is_little):
-        texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18, transform=transform)]
+        texts = [*resolved.probe]
+        for documents in sample_of_plan(plan, 1 << 18, transform):
+            texts += map(bytes.decode, documents.texts)
         fast = equal_fast_engine(
             resolved.folder / TOKENIZER_FILE,
             allow_special_tokens=config.encodes_control_tokens,

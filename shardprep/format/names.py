@@ -5,7 +5,6 @@ Shard ids are written as ``sbatch --array`` and ``--shards`` take them: ``0-2,5,
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -255,7 +254,3 @@ class DatasetSpec:
         import numpy as np
 
         return np.dtype(f"<u{self.token_bytes}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a manifest and the index say of it."""
-        return dataclasses.asdict(self)

@@ -171,10 +171,6 @@ class PlanOptions:
         wanted = {"ids": self.id_field, "digests": self.digests}
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what plan.json has of them: all."""
-        return {item.name: getattr(self, item.name) for item in PLAN_FIELDS}
-
     def identity(self) -> dict[str, Any]:
         """Return what of them the plan's id is a hash of."""
         kept = {}
@@ -260,7 +256,7 @@ class PrepConfig(PlanOptions):
             raise UsageError(found="--limit --hash_inputs", expected="one: a part of the input, or all of it")
 
     def plan_options(self) -> PlanOptions:
-        """The options without where things are and how they are checked."""
+        """Return the options without where things are and how they are checked."""
         return PlanOptions(**{item.name: getattr(self, item.name) for item in PLAN_FIELDS})
 
 

@@ -381,13 +381,11 @@ def plan_json(plan: Plan) -> bytes:
         body += b"]\n"
         tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
     inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
+    decisions = {item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)}
     head = {
         "plan_id": plan.plan_id,
         "input_dir": str(plan.input_dir),
-        **{item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)},
-        "options": plan.options.to_json(),
-        "tokenizer": dataclasses.asdict(plan.tokenizer),
-        "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
+        **msgspec.to_builtins(decisions),
         "inputs_sha256": inputs_sha256,
         "cuts_sha256": cuts_sha256,
         "tables": tables,

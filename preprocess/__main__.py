@@ -105,7 +105,6 @@ def make_plan(args: argparse.Namespace) -> int:
     """``plan``: freeze which bytes are which shard, and say what it will cost and what to type next."""
     resources.check_address_space()
     from lustre import Need, space_lines
-    from preprocess.plan.divide import Sharding
     from preprocess.plan.planning import make_plan as make
 
     given = given_of(args, PrepConfig)
@@ -117,8 +116,8 @@ def make_plan(args: argparse.Namespace) -> int:
         message = f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}"
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
-    sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
-    plan, cost = make(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
+    how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
+    plan, cost = make(config, **how, stripe=args.stripe, dry_run=args.dry_run, say=say)
     num_shards, sizes = plan.num_shards, plan.shard_bytes()
     each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     warnings = [*cost.notes]
@@ -127,7 +126,7 @@ def make_plan(args: argparse.Namespace) -> int:
         minutes = cost.longest_shard_s / 60
         warnings.append(f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
     fewer = max(1, round(sum(sizes) / _SHARD_BYTES))
-    if sharding == Sharding() and num_shards >= max(_MANY_SHARDS, 2 * fewer):
+    if not (args.num_shards or shard_bytes) and num_shards >= max(_MANY_SHARDS, 2 * fewer):
         warnings.append(
             f"each of {num_shards} input files is a shard of its own, {sum(sizes) / num_shards / 1e6:.3g} MB "
             f"on average: {num_shards} tasks, {3 * num_shards} files; for even shards plan into a new folder "

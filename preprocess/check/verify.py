@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -107,14 +107,8 @@ def verify(args: argparse.Namespace) -> int:
     standing = standing_findings(folder, plan.plan_id, check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
-    progress = Progress("verifying", plan.num_shards, unit="shards")
-    manifests, problems = _check_shards(
-        folder,
-        plan,
-        is_fast=args.fast,
-        standing={} if args.deep is not None else standing,
-        progress=lambda: progress.add(1),
-    )
+    known = {} if args.deep is not None else standing
+    manifests, problems = _check_shards(folder, plan, is_fast=args.fast, standing=known)
     if problems:
         return _tell_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
@@ -223,12 +217,7 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
 
 
 def _check_shards(
-    folder: Path,
-    plan: Plan,
-    *,
-    is_fast: bool,
-    standing: Mapping[int, Finding],
-    progress: Callable[[], None],
+    folder: Path, plan: Plan, *, is_fast: bool, standing: Mapping[int, Finding]
 ) -> tuple[list[Manifest], list[Problem]]:
     """Return the manifests of the shards that are right, and what is wrong with the others.
 
@@ -265,13 +254,14 @@ def _check_shards(
 
     manifests: list[Manifest] = []
     problems: list[Problem] = []
+    progress = Progress("verifying", plan.num_shards, unit="shards")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for result in pool.map(check, range(plan.num_shards)):
             if isinstance(result, Manifest):
                 manifests.append(result)
             else:
                 problems.append(result)
-            progress()
+            progress.add(1)
     return manifests, problems
 
 

@@ -21,7 +21,6 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
 from preprocess.make.worker import load_worker
-from preprocess.plan.divide import Sharding
 from preprocess.plan.estimate import scratch_folder
 from preprocess.plan.planning import make_plan
 from preprocess.plan.tokenizer import document_ends_line
@@ -140,7 +139,7 @@ def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int)
             text = "\n".join(" ".join(text.splitlines()) for text in PROBE)
             (scratch / "probe.txt").write_text(text, encoding="utf-8")
             config = PrepConfig(input_dir=scratch, model_id=model_id)
-            plan, _ = make_plan(config, Sharding(), dry_run=True, say=said.append)
+            plan, _ = make_plan(config, dry_run=True, say=said.append)
         name = "gigatoken" if plan.fast_engine_is_equal else "tokenizers"
         ends = next((line for line in said if line.startswith("documents begin ")), "")
     else:

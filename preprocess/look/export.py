@@ -247,8 +247,7 @@ def export(args: argparse.Namespace) -> int:
     """``export DATA``: write what is missing. Raises Refused where the folder has another export."""
     folder: Path = args.output_dir
     plan = need_plan(args.data_dir)
-    _check_can_be_exported(args, plan)
-    eos = _eos_to_put(plan, args)
+    eos = _checked_eos(args, plan)
     findings = read_findings(args.data_dir, plan.plan_id)
     parts: list[slice] = []  # of each shard: which of its samples are exported
     first_token = [0]
@@ -301,8 +300,11 @@ def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Itera
         num_ids, num_documents = num_ids + len(piece), until
 
 
-def _check_can_be_exported(args: argparse.Namespace, plan: Plan) -> None:
-    """Raise UsageError or Refused where another tool could not read the data set as it is meant."""
+def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
+    """Return the id to put behind each document, or None.
+
+    Raises UsageError or Refused where another tool could not read the data set as it is meant.
+    """
     if plan.options.is_chat:
         expected = "texts: no other tool's layout keeps a loss mask, so users' words would be trained on"
         raise UsageError(path=args.data_dir, found="conversations", expected=expected)
@@ -318,9 +320,6 @@ def _check_can_be_exported(args: argparse.Namespace, plan: Plan) -> None:
         remedy = "--validation_fraction"
         expected = f"none, as it was planned without {remedy}"
         raise UsageError(path=args.data_dir, found="--split", expected=expected, remedy=remedy)
-
-
-def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
     # In a stream EOS alone tells documents apart.
     wanted = args.to in ("megatron", "nanogpt") if args.put_eos is None else args.put_eos
     if not wanted or plan.options.append_eos:

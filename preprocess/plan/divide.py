@@ -12,7 +12,6 @@ import itertools
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from preprocess.read.documents import format_of, load_libraries, starts_in
@@ -30,35 +29,25 @@ _MOST_AT_ONCE = 64  # files or boundaries per turn of a thread
 _Place = tuple[int, Start]  # (input, where in it)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How many shards: a number, a size of input bytes, or (neither) one per file."""
+def count_shards(
+    inputs: list[InputFile], inspected: list[Inspected], num_shards: int | None, shard_bytes: int | None
+) -> int:
+    """Return how many shards there will be: a number, by a size of input bytes, or (neither) one per file.
 
-    num_shards: int | None = None
-    shard_bytes: int | None = None
-
-    def count(self, inputs: list[InputFile], inspected: list[Inspected]) -> int:
-        """Return the number of shards. Raises UsageError for none or too many."""
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise UsageError.of_value(f"--{name}", value, "at least 1")
-        num_shards = self.num_shards or len(inputs)
-        if self.shard_bytes:
-            num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // self.shard_bytes))
-        if num_shards > MAX_SHARDS:
-            smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
-            remedy = f"--num_shards {MAX_SHARDS}"
-            expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
-            raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
-        return num_shards
-
-
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """The inputs in the order in which they are read, and where each shard begins."""
-
-    inputs: list[InputFile]
-    cuts: list[Cut]  # num_shards + 1
+    Raises UsageError for none or too many.
+    """
+    for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
+        if value is not None and value < 1:
+            raise UsageError.of_value(f"--{name}", value, "at least 1")
+    if shard_bytes:
+        num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // shard_bytes))
+    num_shards = num_shards or len(inputs)
+    if num_shards > MAX_SHARDS:
+        smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
+        remedy = f"--num_shards {MAX_SHARDS}"
+        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
+        raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
+    return num_shards
 
 
 def stamp_inputs(
@@ -100,8 +89,11 @@ def divide(
     inspected: list[Inspected],
     num_shards: int,
     options: PlanOptions,
-) -> Division:
-    """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError."""
+) -> tuple[list[InputFile], list[Cut]]:
+    """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError.
+
+    Returns them in the order in which they are read, and where each shard begins (num_shards + 1).
+    """
     # Whole files are put into shards by their size, but for plain text, whose order was promised.
     whole = [
         number
@@ -126,10 +118,8 @@ def divide(
     for group in groups:
         places.append((places[-1][0] + len(group), Start(0)))
     places += [places[-1]] * (num_shards + 1 - len(places))  # more shards than files
-    return Division(
-        inputs=[inputs[number] for number in (*cut, *itertools.chain.from_iterable(groups))],
-        cuts=[Cut(number, start.byte, start.text_byte) for number, start in places],
-    )
+    ordered = [inputs[number] for number in (*cut, *itertools.chain.from_iterable(groups))]
+    return ordered, [Cut(number, start.byte, start.text_byte) for number, start in places]
 
 
 def _groups_of_whole_files(

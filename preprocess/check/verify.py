@@ -72,14 +72,6 @@ _MOST_TOLD = 5  # problems of one kind that are printed
 _MADE_AGAIN = ("tar", "idx", "ids", "digests")  # quarantine/ has words of a library's version
 
 
-class _Wrong(Exception):
-    """What is wrong with a shard that counts as done, and so must be made anew."""
-
-    def __init__(self, what: str, kind: type[ShardprepError] = BrokenShard) -> None:
-        super().__init__(what)
-        self.kind = kind
-
-
 Problem = tuple[int, ShardprepError]  # a shard that is missing or broken, and how to mend it
 
 
@@ -243,9 +235,9 @@ def _check_shards(
             if is_away.is_set():
                 return read(shard_id)
             return with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
-        except _Wrong as wrong:
-            return shard_id, wrong.kind(f"{wrong}; run: {remake_command(shard_id, folder)}")
         except ShardprepError as error:
+            if isinstance(error, (BrokenShard, OtherPlan)) and error.remedy is None:
+                error.remedy = remake_command(shard_id, folder)
             if isinstance(error.__context__, OSError) and error.__context__.errno in RETRIED:
                 is_away.set()
             return shard_id, error
@@ -269,13 +261,13 @@ def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
     """Check that a shard was made of exactly the bytes that the plan gives it, for this spec."""
     name, found = f"shard {manifest.shard_id:05d}", manifest.counts.input_bytes
     if manifest.spec != plan.spec:
-        raise _Wrong(f"the manifest of {name} describes another data set than plan.json", OtherPlan)
+        raise OtherPlan(f"the manifest of {name} describes another data set than plan.json")
     if found != planned_bytes:
-        raise _Wrong(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
+        raise BrokenShard(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
     for what in ("ids", "digests"):
         if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
             has = "some" if is_there else "no"
-            raise _Wrong(f"the manifest of {name} has {has} {what}, other than the plan")
+            raise BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
 
 
 def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
@@ -288,7 +280,7 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
         try:
             records = _check_idx(folder, plan, manifest)
             _check_ids(manifest, tar, records)
-        except (ShardprepError, _Wrong):
+        except ShardprepError:
             check_hashes(folder, manifest, tar_sha256=tar.sha256())
             raise
         check_hashes(folder, manifest, tar_sha256=tar.sha256())
@@ -300,14 +292,14 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     records = read_idx(folder, plan.spec, shard_id)
     found = (len(records), int(records["num_tokens"].sum(dtype=np.int64)))
     if found != (counts.num_samples, counts.num_tokens):
-        raise _Wrong(
+        raise BrokenShard(
             f"{name} has {found[0]} samples of {found[1]} tokens, its manifest says "
             f"{counts.num_samples} of {counts.num_tokens}"
         )
     # Ids, starts and masks lie within the tar, with the bytes that they must have.
     misplaced = misplaced_samples(manifest.spec, records, manifest.tar.num_bytes)
     if misplaced.any():
-        raise _Wrong(
+        raise BrokenShard(
             f"{name} places sample {int(misplaced.argmax())} where it cannot be in a tar of "
             f"{manifest.tar.num_bytes} bytes"
         )
@@ -320,9 +312,9 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // DIGEST_BYTES
     if found != (validation.num_documents, validation.num_tokens):
         said = f"its manifest says {validation.num_documents} of {validation.num_tokens}"
-        raise _Wrong(f"{name} has {found[0]} documents of {found[1]} tokens for validation, {said}")
+        raise BrokenShard(f"{name} has {found[0]} documents of {found[1]} tokens for validation, {said}")
     if num_digests != num_begun:
-        raise _Wrong(f"{name} has {num_begun} documents, and digests/ has {num_digests}")
+        raise BrokenShard(f"{name} has {num_begun} documents, and digests/ has {num_digests}")
     if len(records):
         begin, stop = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         (first, start), (last, end) = (begin.input_number, begin.byte), (stop.input_number, stop.byte)
@@ -334,7 +326,7 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
         before = (first, start if _is_in_bytes(plan, first) else 0)
         behind = (last, end) if not end or _is_in_bytes(plan, last) else (last + 1, 0)
         if not in_order or min(places) < before or max(places) >= behind:
-            raise _Wrong(f"{name} names sources outside of its part of the plan")
+            raise BrokenShard(f"{name} names sources outside of its part of the plan")
     return records
 
 
@@ -345,8 +337,8 @@ def _is_in_bytes(plan: Plan, input_number: int) -> bool:
 def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
     """Check that every id is in the vocabulary or blank, each JSON list has its tokens, the tar its end.
 
-    Places were checked. A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises _Wrong,
-    BrokenShard or ReadWriteError.
+    Places were checked. A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).
+    Raises BrokenShard or ReadWriteError.
     """
     # In the tar they stand as in the idx, but for samples for validation.
     spec = manifest.spec
@@ -356,11 +348,11 @@ def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
             if manifest.made_from is not None:
                 ids = ids[(ids != BLANK) & (ids != blank_id(spec.tokenizer.vocab_size))]
             if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
-                raise _Wrong(
+                raise BrokenShard(
                     f"{tar.path} holds the token id {int(ids.max())}, the vocabulary has "
                     f"{spec.tokenizer.vocab_size}"
                 )
     except (ValueError, OverflowError) as error:
-        raise _Wrong(f"{tar.path} holds token ids that cannot be read ({error})") from None
+        raise BrokenShard(f"{tar.path} holds token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
-        raise _Wrong(f"{tar.path} does not end in two zero blocks")
+        raise BrokenShard(f"{tar.path} does not end in two zero blocks")

@@ -116,7 +116,7 @@ class _TrainingText:
     def __init__(self, input_dir: Path, options: PlanOptions, max_bytes: int) -> None:
         self._input_dir, self._options, self._max_bytes = input_dir, options, max_bytes
         paths = find_inputs(input_dir, options).paths
-        self._inputs, _ = stamp_inputs(input_dir, paths, options)
+        self._inputs = [item.file for item in stamp_inputs(input_dir, paths, options)]
         self._progress = Progress("reading", min(sum(item.num_bytes for item in self._inputs), max_bytes))
         self.is_read = False
         self.num_texts = self._num_bytes = 0  # the bytes are of text

@@ -128,7 +128,8 @@ def _divided(
             expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
     progress = Progress("looking at the inputs", len(paths), unit="files")
-    inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
+    weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
+    inputs = [item.file for item in weighed]
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     empty = {item.path for item in inputs if not item.num_bytes}
     hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
@@ -144,10 +145,10 @@ def _divided(
         found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
         which = f"such as {equal[0][0]} and {equal[0][1]}"
         say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
-    number = count_shards(inputs, inspected, num_shards, shard_bytes)
+    number = count_shards(weighed, num_shards, shard_bytes)
     if num_shards is None and shard_bytes is None:
         return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
-    return divide(config.input_dir, inputs, inspected, number, config)
+    return divide(config.input_dir, weighed, number, config)
 
 
 def _plan_of(

@@ -126,9 +126,8 @@ def _groups_of_whole_files(
         return []
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     sizes = [(0, number) for number in range(num_groups)]  # a heap
-    for number in sorted(
-        range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path)
-    ):
+    by_size = sorted(range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path))
+    for number in by_size:
         size, group = sizes[0]
         groups[group].append(number)
         heapq.heapreplace(sizes, (size + whole[number].text_bytes, group))
@@ -166,9 +165,8 @@ def _places_inside(
     for target, following in itertools.pairwise([*targets, ends[-1]]):
         number = bisect.bisect_right(ends, target) - 1
         begin, text_bytes = ends[number], ends[number + 1] - ends[number]
-        first, end = (
-            (each - begin) * inputs[number].file.num_bytes // text_bytes for each in (target, following)
-        )
+        num_bytes = inputs[number].file.num_bytes
+        first, end = ((each - begin) * num_bytes // text_bytes for each in (target, following))
         stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
 
     def starts(turn: list[tuple[int, int, int]]) -> list[Start | None]:

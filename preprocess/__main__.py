@@ -63,7 +63,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 
 def make_shard(args: argparse.Namespace) -> int:
-    """``--shard_id N``: the command of a job array's task."""
+    """Make one shard: the command of a job array's task."""
     from shardprep.format.attempts import Failure, append_failure
     from shardprep.format.plan import need_plan, read_plan
 
@@ -102,7 +102,7 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_plan(args: argparse.Namespace) -> int:
-    """``plan``: freeze which bytes are which shard, and say what it will cost and what to type next."""
+    """Plan: freeze which bytes are which shard, and say what it will cost and what to type next."""
     resources.check_address_space()
     from lustre import Need, space_lines
     from preprocess.plan.planning import make_plan as make
@@ -168,7 +168,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``run DATA``: the missing shards on this machine."""
+    """Make the missing shards on this machine."""
     from preprocess.make.local_run import run_shards
     from preprocess.make.worker import amounts_line, missing_shards
     from shardprep.format.attempts import RunRecord
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
-    """--num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes. Raises UsageError."""
+    """Return --num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes."""
     given: int | None = args.num_proc
     if given is None:
         given = resources.environment_number(os.environ, "DATASET_NUM_PROC")
@@ -254,7 +254,7 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def blank(args: argparse.Namespace) -> int:
-    """``blank DATA``: take over the shards that hold none of the documents, make the others, and verify."""
+    """Take over the shards that hold none of the documents, make the others, and verify."""
     from preprocess.blank import check_places, take_over
     from preprocess.check.verify import verify
 

@@ -98,7 +98,7 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the work began."""
+        """Return the seconds since the work began."""
         return time.monotonic() - self._began
 
 

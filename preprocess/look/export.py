@@ -59,7 +59,7 @@ class Layout:
     """What another tool reads. A shard becomes files that appear whole, the last of which says it is done."""
 
     def __init__(self, folder: Path, vocab_size: int, first_token: list[int]) -> None:
-        """``first_token``: where each shard begins in the whole stream, EOS included (num_shards + 1)."""
+        """Take where each shard begins in the whole stream, EOS included (num_shards + 1)."""
         self.folder, self.vocab_size, self.first_token = folder, vocab_size, first_token
         self.num_shards = len(first_token) - 1
 
@@ -244,7 +244,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    """``export DATA``: write what is missing. Raises Refused where the folder has another export."""
+    """Write what is missing of an export. Raises Refused where the folder has another one."""
     folder: Path = args.output_dir
     plan = need_plan(args.data_dir)
     eos = _checked_eos(args, plan)

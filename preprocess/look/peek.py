@@ -92,7 +92,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def peek(args: argparse.Namespace) -> int:
-    """``peek DATA``: print samples. Raises NotFound where none is there, UsageError."""
+    """Print samples. Raises NotFound where none is there, UsageError."""
     folder: Path = args.output_dir
     plan = need_plan(folder)
     for name, least in (("num", 1), ("chars", 0)):

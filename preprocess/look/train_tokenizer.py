@@ -46,7 +46,7 @@ _NAMED = {0: _BOS, 1: _EOS, 4: _PAD} | {5 + number: f"<|{name}|>" for number, na
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """``train_tokenizer``: write tokenizer.json and tokenizer_config.json, trained on the inputs of a folder.
+    """Train a tokenizer on the inputs of a folder. Write tokenizer.json and tokenizer_config.json.
 
     Equal inputs and flags give equal bytes. Raises what planning of these inputs raises, BadInput where they
     hold no text, Refused where the output folder holds something.

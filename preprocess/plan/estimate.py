@@ -173,7 +173,7 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """An empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite where none can be made."""
+    """Make an empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite."""
     try:
         folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
     except OSError as error:

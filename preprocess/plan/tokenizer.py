@@ -100,7 +100,7 @@ class ResolvedTokenizer(TokenizerFacts):
 
     @functools.cached_property
     def reference(self) -> engines.Engine:
-        """The engine of ``tokenizers``. Raises ReadWriteError."""
+        """Return the engine of ``tokenizers``. Raises ReadWriteError."""
         path, allow = self.folder / TOKENIZER_FILE, self.allow_special_tokens
         return engines.tokenizers_engine(path, allow_special_tokens=allow, name=self.spec.model_id)
 
@@ -297,7 +297,7 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
 
 
 def _is_plain(files: Files, data: dict[str, Any]) -> bool:
-    """Whether no file names a class, a key, a model or a token that may change what tokenizer.json does."""
+    """Return whether nothing that a file names may change what tokenizer.json does."""
     config, model, named = (
         _json_object(files, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
     )

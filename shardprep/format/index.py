@@ -84,7 +84,7 @@ class DatasetIndex:
 
 
 def _read_index_file(path: Path) -> DatasetIndex:
-    """Raises BrokenShard, also where the numbers of a shard do not agree, and FileNotFoundError."""
+    """Read index.json. Raises FileNotFoundError, BrokenShard, also where a shard's numbers do not agree."""
     with without_garbage_collection():
         file = read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
         columns = np.array([row[:-1] for row in file.shards], np.int64).reshape(-1, len(COLUMNS))
@@ -123,7 +123,7 @@ def _check_numbers(
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Where many objects are made, each full collection goes through all there are, such as torch's."""
+    """Stop collections where many objects are made: each goes through all there are, such as torch's."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -198,7 +198,7 @@ class ShardMaking(RunFacts):
 
     @staticmethod
     def of(manifest: Manifest, path: Path) -> ShardMaking:
-        """Raises BrokenShard."""
+        """Take from a manifest what reports need. Raises BrokenShard."""
         run, counts = manifest.facts_of_run(path), manifest.counts
         return ShardMaking(
             **vars(dataclasses.replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
@@ -213,7 +213,7 @@ class ShardMaking(RunFacts):
 
     @property
     def ended(self) -> float:
-        """Seconds since 1970."""
+        """Return seconds since 1970."""
         return self.began + self.wall_s
 
 

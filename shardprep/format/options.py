@@ -153,21 +153,21 @@ class PlanOptions:
 
     @property
     def is_chat(self) -> bool:
-        """Whether a document is a conversation, rendered by a chat template."""
+        """Return whether a document is a conversation, rendered by a chat template."""
         return self.record == "chat"
 
     @property
     def has_rows(self) -> bool:
-        """Whether a sample is a row of ``seq_len`` tokens."""
+        """Return whether a sample is a row of ``seq_len`` tokens."""
         return self.record != "documents"
 
     @property
     def encodes_control_tokens(self) -> bool:
-        """Whether control tokens written out in a text become control tokens: a chat template's have to."""
+        """Return whether control tokens written out in a text become such: a chat template's have to."""
         return self.allow_special_tokens or self.is_chat
 
     def side_files(self) -> list[str]:
-        """The files of a shard that only some options ask for, by their names in its manifest."""
+        """Return the files of a shard that only some options ask for, by their names in its manifest."""
         wanted = {"ids": self.id_field, "digests": self.digests}
         return [name for name, is_wanted in wanted.items() if is_wanted]
 
@@ -182,7 +182,7 @@ class PlanOptions:
         return kept
 
     def _check(self) -> None:
-        """Raises UsageError for a value that cannot be, or that this record does not have."""
+        """Refuse a value that cannot be, or that this record does not have. Raises UsageError."""
         if self.text_template and self.text_field:
             raise UsageError(found="--text_field and --text_template", expected="one of the two")
         if self.has_rows and self.keep_text:
@@ -286,7 +286,7 @@ def flags_of(options: PlanOptions) -> list[str]:
 
 
 def _python_encoding(name: str) -> str:
-    """Python's own name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
+    """Return Python's name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
     ascii_bytes = bytes(range(128))
     disguised = ("utf-16", "utf-32", "iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
     try:

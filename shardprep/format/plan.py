@@ -169,7 +169,7 @@ class Plan(_Decisions):
 
     @property
     def left_out(self) -> dict[str, list[str]]:
-        """The names in the input folder that are no input, by reason."""
+        """Return the names in the input folder that are no input, by reason."""
         found: dict[str, list[str]] = {}
         for reason, name in self.names_left_out:
             found.setdefault(reason, []).append(name)
@@ -177,13 +177,13 @@ class Plan(_Decisions):
 
     @property
     def end_id(self) -> int | None:
-        """The token that is put behind each document: EOS where it is appended."""
+        """Return the token that is put behind each document: EOS where it is appended."""
         options = self.options
         return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
 
     @property
     def has_input_hashes(self) -> bool:
-        """Whether ``plan --hash_inputs`` hashed the whole input of each shard."""
+        """Return whether ``plan --hash_inputs`` hashed the whole input of each shard."""
         return bool(self.cuts[0].sha256)
 
     def at(self, input_dir: Path | None) -> Plan:
@@ -290,7 +290,7 @@ class Rows(Sequence[T]):
     """A table of a plan, each block of which is read when one of its rows is asked for, and then held."""
 
     def __init__(self, file: ReadFile, begin: int, table: _Table, kind: Any) -> None:
-        """``begin``: the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
+        """Take the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
         self._file, self._table, self._kind = file, table, kind
         sizes = [num_bytes for num_bytes, _ in table.blocks]
         if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
@@ -315,7 +315,7 @@ class Rows(Sequence[T]):
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        """Raises BrokenShard, ReadWriteError."""
+        """Return the rows of a block, read once. Raises BrokenShard, ReadWriteError."""
         if number in self._held:
             return self._held[number]
         path, begin = self._file.path, self._offsets[number]

@@ -98,11 +98,7 @@ def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
     for number in shard_ids:
         before, now = read_manifest(folder, number).counts, read_manifest(new, number).counts
         if before != now:
-            names = [
-                item.name
-                for item in dataclasses.fields(now)
-                if getattr(before, item.name) != getattr(now, item.name)
-            ]
+            names = [name for name, value in vars(now).items() if getattr(before, name) != value]
             found = f"shard {number:05d}, made again, with other {', '.join(names)} than in {folder}"
             expected = "the same: bring back input and libraries, remove this folder, and run this again"
             raise Refused(path=new, found=found, expected=expected)

@@ -75,7 +75,6 @@ _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
 
 Files = dict[str, bytes]  # by name in the folder
 
-
 _FOUND_FORMAT, _FOUND = "shardprep-found-tokenizer", "found.json"
 _MAX_FOUND_BYTES = 16 << 20
 
@@ -96,13 +95,7 @@ class ResolvedTokenizer(TokenizerFacts):
 
     folder: Path
     kept: Path | None  # its entry of the cache
-    allow_special_tokens: bool
-
-    @functools.cached_property
-    def reference(self) -> engines.Engine:
-        """Return the engine of ``tokenizers``. Raises ReadWriteError."""
-        path, allow = self.folder / TOKENIZER_FILE, self.allow_special_tokens
-        return engines.tokenizers_engine(path, allow_special_tokens=allow, name=self.spec.model_id)
+    reference: engines.Engine  # of ``tokenizers``
 
     def passes_gate(self, fast: engines.Engine) -> bool:
         """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's.
@@ -139,8 +132,12 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
         source, name = find_on_hub(model_id)
     files = None if source is None else read_files(source)
     kept = None if files is None else _place_in_cache(files, allow_special_tokens)
+    allow = allow_special_tokens
     facts = None if kept is None else _take_kept(kept, folder)
-    if facts is None:
+    if facts is not None:
+        path = folder / TOKENIZER_FILE
+        engine = engines.tokenizers_engine(path, allow_special_tokens=allow, name=model_id)
+    else:
         if files is not None and (plain := plain_files(files)) is not None:
             saved, tokenizer = plain
             _write_files(saved, folder)
@@ -171,17 +168,14 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
             **special_ids,
         )
         probe = engines.probe_texts(data)
-        engine = engines.engine_of_tokenizer(
-            tokenizer, allow_special_tokens=allow_special_tokens, name=model_id
-        )
+        engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
         probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
-        facts = TokenizerFacts(
-            spec=spec, probe=probe, probe_sha256=probe_sha256, files=stamp_tokenizer(folder)
-        )
+        stamps = stamp_tokenizer(folder)
+        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=stamps)
         if kept is not None:
             _keep(kept, folder, facts)
     fields = {**vars(facts), "spec": dataclasses.replace(facts.spec, model_id=model_id)}
-    return ResolvedTokenizer(folder=folder, kept=kept, allow_special_tokens=allow_special_tokens, **fields)
+    return ResolvedTokenizer(folder=folder, kept=kept, reference=engine, **fields)
 
 
 def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path:

@@ -56,9 +56,7 @@ class LoaderCallback(_library.Callback):
                 counts["processed"] = counts["ready"]
             return
         # The next batch is the first of a step, and Lightning tells by its number where the step ends.
-        run, within = loader.run, trained.num_micro % loader.run.batches_per_tick
-        difference = run.epoch_and_tick(trained)[1] * run.batches_per_tick + within - current["completed"]
-        if difference:
+        if difference := loader.run.batches_before(trained) - current["completed"]:
             for counts in (current, total):
                 counts.update(dict.fromkeys(counts, counts["completed"] + difference))
             batches["is_last_batch"] = False

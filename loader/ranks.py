@@ -80,30 +80,29 @@ def _found(environ: Mapping[str, str]) -> ProcessRank | None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
     for rank_name, size_name, setter in _LAUNCHERS:
-        if rank_name in environ and size_name in environ:
-            return _of_variables(environ, rank_name, size_name)
-        if rank_name in environ or size_name in environ:
+        if (rank_name in environ) != (size_name in environ):
             raise UsageError(
                 found=f"{rank_name}={environ.get(rank_name)} and {size_name}={environ.get(size_name)}",
                 expected=f"both, as {setter}, or neither, or rank= and world_size=",
             )
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    if size_name not in environ and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
-        raise UsageError(
-            found=f"PMIX_RANK={environ['PMIX_RANK']} without a number of processes",
-            expected="rank= and world_size=, or RANK and WORLD_SIZE in each process",
-        )
-    if size_name not in environ or _number(environ, size_name) == 1 or not _is_task_of_srun(environ):
-        return None
-    if "SLURM_PROCID" not in environ:
-        raise UsageError(
-            found=f"{size_name}={environ[size_name]} without SLURM_PROCID",
-            expected="a training that srun starts, or rank= and world_size=",
-        )
-    return _of_variables(environ, "SLURM_PROCID", size_name)
-
-
-def _of_variables(environ: Mapping[str, str], rank_name: str, size_name: str) -> ProcessRank:
+        if rank_name in environ:
+            break
+    else:
+        rank_name = "SLURM_PROCID"
+        size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        if size_name not in environ and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
+            raise UsageError(
+                found=f"PMIX_RANK={environ['PMIX_RANK']} without a number of processes",
+                expected="rank= and world_size=, or RANK and WORLD_SIZE in each process",
+            )
+        is_alone = size_name not in environ or _number(environ, size_name) == 1
+        if is_alone or not _is_task_of_srun(environ):
+            return None
+        if rank_name not in environ:
+            raise UsageError(
+                found=f"{size_name}={environ[size_name]} without {rank_name}",
+                expected="a training that srun starts, or rank= and world_size=",
+            )
     return ProcessRank(
         rank=_number(environ, rank_name),
         world_size=_number(environ, size_name),
@@ -112,10 +111,10 @@ def _of_variables(environ: Mapping[str, str], rank_name: str, size_name: str) ->
 
 
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process, one of a task each.
+    """Return whether srun started this process as one of its tasks.
 
-    A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there. Without any job id the
-    variables were handed into a container, by somebody who means them.
+    A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there. Variables without any job
+    id were handed into a container on purpose.
     """
     for name in ("SLURM_STEP_ID", "SLURM_STEPID"):
         if name in environ:

@@ -344,14 +344,14 @@ class SampleRules:
     group: int = 1  # samples of like length side by side
 
     def __post_init__(self) -> None:
-        if self.seq_len is not None and self._of_documents:
+        if self.seq_len is not None and self.document_argument:
             raise UsageError(
-                found=f"seq_len={self.seq_len}, to pack documents, and {self._of_documents}, to pad them",
+                found=f"seq_len={self.seq_len}, to pack documents, and {self.document_argument}, to pad them",
                 expected="one of the two",
             )
 
     @property
-    def _of_documents(self) -> str:
+    def document_argument(self) -> str:
         """Return the argument that is for padded documents alone, if one was given."""
         if self.max_length is not None:
             return f"max_length={self.max_length}"
@@ -362,57 +362,46 @@ class SampleRules:
         """Return whether the lengths of all documents must be known before the first batch."""
         return self.seq_len is not None or self.group > 1
 
-    def check_rows(self, shards: ShardSet) -> None:
-        """Raise UsageError where shards hold packed rows that these rules are not for."""
-        if not shards.has_rows:
-            return
-        if not shards.row_tokens:
-            raise UsageError(
-                found="packed rows beside documents, or beside rows of another length",
-                expected="documents alone, or rows of one length: load them apart",
-            )
-        rows = f"packed rows of {shards.row_tokens} tokens"
-        given = self._of_documents
-        if self.seq_len is not None and self.seq_len != shards.row_tokens:
-            given = f"seq_len={self.seq_len}"
-        if given:
-            raise UsageError(
-                f"{given} does not go with {rows}; leave it out, or prepare them with another --seq_len",
-                found=given,
-                expected=rows,
-                remedy="--seq_len",
-            )
-
 
 def make_samples(
     shards: ShardSet,
     rules: SampleRules,
     *,
     eos_token_id: int | None,
-    vocab_size: int | None,
-    starts: bool,
     keeps_tail: bool,
-    origins: bool,
-    rank: int,
-    world_size: int,
+    starts: bool,
+    **others: Any,
 ) -> Samples:
-    """Return the samples of some shards.
+    """Return the samples of some shards. Raises UsageError where the rules do not fit what the shards hold.
 
-    ``vocab_size``: ids are checked against it where it is given. ``starts``: whether to say where documents
-    begin in rows. ``keeps_tail``: rows packed at load end with one that is not full. ``origins``: chunks say
-    where documents come from. Raises UsageError where the rules do not fit what the shards hold.
+    ``keeps_tail``: rows packed at load end with one that is not full. ``starts``: whether to say where
+    documents begin in rows. ``others``: fields of Samples.
     """
-    rules.check_rows(shards)
-    shared: dict[str, Any] = {
-        "shards": shards,
-        "vocab_size": vocab_size,
-        "rank": rank,
-        "world_size": world_size,
-        "origins": origins,
-    }
-    if shards.row_tokens:
-        return PackedRows(starts=starts, **shared)
-    if rules.seq_len is not None:
-        shared |= {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
-        return JoinedRows(seq_len=rules.seq_len, starts=starts, **shared)
-    return Samples(max_length=rules.max_length, **shared)
+    if shards.has_rows and not shards.row_tokens:
+        raise UsageError(
+            found="packed rows beside documents, or beside rows of another length",
+            expected="documents alone, or rows of one length: load them apart",
+        )
+    if shards.has_rows:
+        given = rules.document_argument
+        if rules.seq_len not in (None, shards.row_tokens):
+            given = f"seq_len={rules.seq_len}"
+        if given:
+            rows = f"packed rows of {shards.row_tokens} tokens"
+            raise UsageError(
+                f"{given} does not go with {rows}; leave it out, or prepare them with another --seq_len",
+                found=given,
+                expected=rows,
+                remedy="--seq_len",
+            )
+        return PackedRows(shards=shards, starts=starts, **others)
+    if rules.seq_len is None:
+        return Samples(shards=shards, max_length=rules.max_length, **others)
+    return JoinedRows(
+        shards=shards,
+        seq_len=rules.seq_len,
+        eos_token_id=eos_token_id,
+        keeps_tail=keeps_tail,
+        starts=starts,
+        **others,
+    )

@@ -81,26 +81,18 @@ def group_size(group_by_length: bool | int, batch_size: int) -> int:
     return whole_number("group_by_length", group_by_length, least=0) or 1
 
 
-def make_order(
-    samples: Samples, tick_samples: int, group: int, *, seed: int, shuffle: bool, keeps_tail: bool
-) -> Order:
-    """Return the sampling order of a source. Raises UsageError where it has too few samples."""
+def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, int]:
+    """Return the sizes in a source's order, by their names in Order."""
+    num_samples, num_bytes = samples.num_samples, samples.shards.tar_bytes
     block_samples, window_samples = choose_windows(
-        num_samples=samples.num_samples,
-        num_bytes=samples.shards.tar_bytes,
-        tick_samples=tick_samples,
-        group=group,
+        num_samples=num_samples, num_bytes=num_bytes, tick_samples=tick_samples, group=group
     )
-    return Order(
-        num_samples=samples.num_samples,
-        tick_samples=tick_samples,
-        block_samples=block_samples,
-        window_samples=window_samples,
-        group=group,
-        seed=seed,
-        shuffle=shuffle,
-        keeps_tail=keeps_tail,
-    )
+    return {
+        "num_samples": num_samples,
+        "tick_samples": tick_samples,
+        "block_samples": block_samples,
+        "window_samples": window_samples,
+    }
 
 
 def make_run(
@@ -109,20 +101,22 @@ def make_run(
     weights: Sequence[tuple[int, Mapping[str, float]]],
     *,
     tick_samples: int,
-    batches_per_tick: int,
     group: int,
     seed: int,
     shuffle: bool,
     keeps_tail: bool,
     is_mixture: bool,
-    settings: Mapping[str, Any],
+    **others: Any,
 ) -> Run:
-    """Return the run that the arguments say. Raises UsageError where it cannot be."""
+    """Return the run that the arguments say; ``others`` are fields of it. Raises UsageError."""
     sources = []
     for number, (name, of_source) in enumerate(samples.items()):
-        of_seed = source_seed(seed, number) if is_mixture else seed
-        order = make_order(
-            of_source, tick_samples, group, seed=of_seed, shuffle=shuffle, keeps_tail=keeps_tail
+        order = Order(
+            **sizes_of_order(of_source, tick_samples, group),
+            group=group,
+            seed=source_seed(seed, number) if is_mixture else seed,
+            shuffle=shuffle,
+            keeps_tail=keeps_tail,
         )
         data = of_source.shards.fingerprint[:16]
         sources.append(Source(name=name, data=data, order=order, samples=of_source))
@@ -130,15 +124,8 @@ def make_run(
     stages, size = [], 0
     for step in sorted({*size_at, *weights_at}):
         size = size_at.get(step, size)
-        stages.append(Stage(step=step, ticks_per_step=size // tick_samples, weights=weights_at.get(step)))
-    return Run(
-        sources=tuple(sources),
-        stages=tuple(stages),
-        batches_per_tick=batches_per_tick,
-        seed=seed,
-        is_mixture=is_mixture,
-        settings=settings,
-    )
+        stages.append(Stage(step=step, global_batch_size=size, weights=weights_at.get(step)))
+    return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
 
 
 def check_mixing(

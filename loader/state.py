@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 from msgspec import Meta
 
 from loader.run import CYCLE, Position, Run, Source, Stage, source_seed
-from loader.sources import check_batch, make_order
+from loader.sources import check_batch, sizes_of_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 from shardprep.format.json_files import as_type
 
@@ -73,13 +73,12 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     epoch = run.epoch_of(position.step)
     sources, stages = [], []
     for source in run.sources:
-        order = source.order
-        sizes = order.num_samples, order.block_samples, order.window_samples
-        sources.append([*_SourceRow(source.name, source.data, *sizes, source.added_at)])
+        of = source.order
+        sizes = of.num_samples, of.block_samples, of.window_samples
+        sources.append([source.name, source.data, *sizes, source.added_at])
     for stage in run.stages:
         shares = None if stage.weights is None else list(run.shares(stage.weights))
-        size = stage.ticks_per_step * run.tick_samples
-        stages.append([*_StageRow(stage.step, size, shares, stage.is_amended)])
+        stages.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
     return {
         "format": STATE_FORMAT,
         "version": STATE_VERSION,
@@ -98,8 +97,8 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
 def go_on(
     plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
 ) -> tuple[Run, Position, int, int | None]:
-    """Return what a loader of a plan delivers behind a state, from where on, how many steps were left, and
-    the step from which on the plan holds, if it does not already.
+    """Return what a loader of a plan delivers behind a state: (the run, the position, steps that were left,
+    the step from which on the plan holds or None where it holds already).
 
     Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
     """
@@ -112,15 +111,15 @@ def go_on(
     run = _run_of(saved, plan, layout)
     _check_data(run, plan)
     position = _position_of(saved, run, layout)
-    own, plan = plan, _in_ticks_of(run, plan)
-    step = position.step
+    step, given = position.step, plan
+    plan = _in_ticks_of(run, plan)
     # What was amended later is compared from there on: a step before it is gone on from as it was.
     since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
     found, wanted = run.held_from(since), plan.in_order_of(run.sources).held_from(since)
     border = None
     if found != wanted:
         if not amend or run.is_validation:
-            in_state, here = ("; ".join(map(str, held)) for held in (found, wanted))
+            in_state, here = ("; ".join(map(str, stages)) for stages in (found, wanted))
             remedy = None if run.is_validation else "amend=True"
             advice = f"{remedy}, to change the run from the next border on, or " if remedy else ""
             raise OtherRun(
@@ -136,38 +135,32 @@ def go_on(
                 expected="a state that was saved after the optimizer's step",
             )
         if is_new:
-            return own, position, saved.num_left, 0
+            return given, position, saved.num_left, 0
         run, border = run.amended(position, plan)
-    return _with_samples(run, own, step), position, saved.num_left, border
-
-
-def _is_equal(saved: Any, here: Any) -> bool:
-    """Return whether a value of a state, which may be anything, is that of this loader."""
-    return type(saved) is type(here) and bool(saved == here)
+    return _with_samples(run, given, step), position, saved.num_left, border
 
 
 def _read(state: Mapping[str, Any], plan: Run) -> _State:
-    """Return the values of a state that have a meaning of their own. Raises UsageError for what is no dict,
-    BrokenShard for what is no state, UnknownVersion for one of another version."""
+    """Return the values of a state that another run may have other ones of. Raises UsageError for what is no
+    dict, BrokenShard for what is no state, UnknownVersion for one of another version."""
     if not isinstance(state, Mapping):
         raise UsageError(
             found=f"the state is {state!r:.80}",
             expected="what state_dict() returned; of a file: loader.load_state_dict(torch.load(PATH))",
             remedy="loader.load_state_dict(torch.load(PATH))",
         )
-    if not _is_equal(state.get("format"), STATE_FORMAT):
+    if state.get("format") != STATE_FORMAT:
         raise BrokenShard(
             found=f"the state's format is {state.get('format')!r:.80}",
             expected=f"{STATE_FORMAT}, as state_dict() returns it",
             remedy="state_dict()",
         )
-    version, expected = state.get("version"), STATE_VERSION
-    if _is_equal(version, expected):
-        of_run = state.get("fingerprint")
+    version, expected, of_run = state.get("version"), STATE_VERSION, state.get("fingerprint")
+    if version == expected:
         if not isinstance(of_run, Mapping):
-            raise BrokenShard(found=f"the state's fingerprint is {of_run!r:.80}", expected="a dict")
+            raise _damaged(f"fingerprint is {of_run!r:.80}", "a dict")
         version, expected = of_run.get("order_version"), plan.fingerprint["order_version"]
-    if not _is_equal(version, expected):
+    if version != expected:
         raise UnknownVersion(
             found=f"the state, or the order of samples in it, has version {version!r:.80}",
             expected=f"{expected}; go on with the shardprep that saved it, or start without the state",
@@ -201,7 +194,7 @@ def _check_fingerprint(saved: _State, fingerprint: Mapping[str, Any], plan: Run)
     then, here = dict(fingerprint), plan.fingerprint
     if not plan.is_mixture:  # no source can be added: its only data is part of what it is
         then["data"], here["data"] = saved.sources[0].data, plan.sources[0].data
-    differing = [name for name in {**here, **then} if not _is_equal(then.get(name), here.get(name))]
+    differing = [name for name in {**here, **then} if then.get(name) != here.get(name)]
     if differing:
         found = "; ".join(f"{name} {then.get(name)!r:.20}" for name in differing)
         wanted = "; ".join(f"{name} {here.get(name)!r:.20}" for name in differing)
@@ -216,9 +209,9 @@ def _check_fingerprint(saved: _State, fingerprint: Mapping[str, Any], plan: Run)
 
 def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
     """Return the run of a state, in equal batches of this loader. Raises BrokenShard or OtherRun."""
-    size, like = saved.tick_samples, plan.order
+    size = saved.tick_samples
     try:
-        check_batch(size, like.group, **layout)
+        check_batch(size, plan.order.group, **layout)
     except UsageError as error:
         found = f"{error.found} in the state, whose order takes {size} samples at once"
         raise OtherRun(found=found, expected=error.expected) from None
@@ -226,7 +219,7 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
     try:
         for number, row in enumerate(saved.sources):
             order = replace(
-                like,
+                plan.order,
                 num_samples=row.num_samples,
                 tick_samples=size,
                 block_samples=row.block_samples,
@@ -234,12 +227,15 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
                 seed=source_seed(plan.seed, number) if plan.is_mixture else plan.seed,
             )
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
-        for step, global_batch_size, shares, is_amended in saved.stages:
+        for each in saved.stages:
             weights = None
-            if shares is not None:
-                weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
-            ticks = global_batch_size // size
-            stages.append(Stage(step=step, ticks_per_step=ticks, weights=weights, is_amended=is_amended))
+            if each.shares is not None:
+                of_names = zip(sources, each.shares, strict=False)
+                weights = {source.name: share / CYCLE for source, share in of_names}
+            step, size_there = each.step, each.global_batch_size
+            stages.append(
+                Stage(step=step, global_batch_size=size_there, weights=weights, is_amended=each.is_amended)
+            )
         return replace(
             plan,
             sources=tuple(sources),
@@ -292,25 +288,18 @@ def _in_ticks_of(run: Run, plan: Run) -> Run:
     size = run.tick_samples
     if size == plan.tick_samples:
         return plan
-    for held in plan.held_from(0):
-        if held.global_batch_size % size:
+    for stage in plan.stages:
+        if stage.global_batch_size % size:
             raise OtherRun(
-                found=f"global_batch_size={held.global_batch_size} from step {held.step} on",
+                found=f"global_batch_size={stage.global_batch_size} from step {stage.step} on",
                 expected=f"a multiple of {size}, which the order of the state takes at once",
             )
     sources = []
     for source in plan.sources:
         assert source.samples is not None
-        of = source.order
-        order = make_order(
-            source.samples, size, of.group, seed=of.seed, shuffle=of.shuffle, keeps_tail=of.keeps_tail
-        )
-        sources.append(replace(source, order=order))
-    stages = [
-        replace(stage, ticks_per_step=stage.ticks_per_step * plan.tick_samples // size)
-        for stage in plan.stages
-    ]
-    return replace(plan, sources=tuple(sources), stages=tuple(stages))
+        sizes = sizes_of_order(source.samples, size, source.order.group)
+        sources.append(replace(source, order=replace(source.order, **sizes)))
+    return replace(plan, sources=tuple(sources))
 
 
 def _with_samples(run: Run, plan: Run, step: int) -> Run:
@@ -318,7 +307,7 @@ def _with_samples(run: Run, plan: Run, step: int) -> Run:
     step on."""
     known = {source.name: source.samples for source in plan.sources}
     for held in run.held_from(step):
-        for name in held.shares.keys() - known.keys():
+        for name in (held.weights or {}).keys() - known.keys():
             raise OtherRun(
                 f"the run has samples of {name} from step {held.step} on; keep it in input_shards, without a "
                 "weight if it is to be dropped",

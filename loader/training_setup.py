@@ -55,7 +55,14 @@ def set_up_training(
         log_pad_token(pad, tokenizer.eos_token_id)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if num_threads is None:
-        num_threads = _default_num_threads(loader.num_workers if is_loader else 0)
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        is_guess = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for several ranks
+        # torchrun's ranks see all CPUs of the node; srun's their own.
+        num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        num_workers = loader.num_workers if is_loader else 0
+        num_threads = max(len(os.sched_getaffinity(0)) // num_ranks - num_workers, 1)
+        if given.isdigit() and int(given) and not is_guess:
+            num_threads = int(given)
     if num_threads < 1:
         raise UsageError.of_value("num_threads", num_threads, "1 or more")
     torch.set_num_threads(num_threads)
@@ -65,15 +72,6 @@ def set_up_training(
     if not is_loader or loader.process_rank.rank == 0:
         precision = f"{'bfloat16' if bf16 else 'float32'}, TF32 on CUDA: {'yes' if tf32 else 'no'}"
         logger.info("set up for training: %s; attention: sdpa; %d threads", precision, num_threads)
-    options = {"attn_implementation": "sdpa"}
-    return TrainingSetup(bf16=bf16, num_threads=num_threads, pad=pad, model_options=options)
-
-
-def _default_num_threads(num_workers: int) -> int:
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    is_guess = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for several ranks
-    if text.isdigit() and int(text) and not is_guess:
-        return int(text)
-    # torchrun's ranks see all CPUs of the node; srun's their own.
-    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    return max(len(os.sched_getaffinity(0)) // num_ranks - num_workers, 1)
+    return TrainingSetup(
+        bf16=bf16, num_threads=num_threads, pad=pad, model_options={"attn_implementation": "sdpa"}
+    )

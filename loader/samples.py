@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import Chunk, Ragged
+from loader.chunks import Chunk, Integers, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
@@ -83,20 +83,18 @@ class Samples:
 
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         by_tick = rows[:, first:end].T
-        found = self._decode(data, by_tick.reshape(-1), max_length=self.max_length)
+        found = self._decode(data, by_tick.reshape(-1))
         lengths = found.lengths.reshape(by_tick.shape).T
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(found.ids, lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
         ones = np.ones(by_tick.size, np.int64)
-        return self._told(chunk, ones, 0 * ones, 0 * ones, data.sample[by_tick.reshape(-1)])
+        return self._with_documents(chunk, ones, 0 * ones, 0 * ones, data.sample[by_tick.reshape(-1)])
 
-    def _decode(
-        self, data: SampleBytes, rows: Int64s, max_length: int | None = None, end_ids: Int64s | None = None
-    ) -> Decoded:
-        """Decode samples, and check ids that others made. Those of blanked documents are BLANK, and so is
-        an EOS that is put behind one. Raises BrokenShard."""
-        found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
+    def _decode(self, data: SampleBytes, rows: Int64s, end_ids: Int64s | None = None) -> Decoded:
+        """Decode samples, and check ids that others made. Ids of blanked documents are BLANK, and so is an
+        EOS that is put behind one. Raises BrokenShard."""
+        found = decode_samples(data, rows, max_length=self.max_length, end_ids=end_ids)
         if (blank := self.shards.blank_id) is not None:
             found.ids[found.ids == blank] = BLANK
             if end_ids is not None:
@@ -106,33 +104,26 @@ class Samples:
         self._check_vocab(data, rows, found.ids, found.lengths)
         return found
 
-    def _check_vocab(
-        self, data: SampleBytes, rows: Int64s, ids: npt.NDArray[np.integer[Any]], lengths: Int32s
-    ) -> None:
+    def _check_vocab(self, data: SampleBytes, rows: Int64s, ids: Integers, lengths: Int32s) -> None:
         if self.vocab_size is not None:
             if self.shards.blank_id is not None:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _told(
-        self,
-        chunk: Chunk,
-        counts: Int64s,
-        places: npt.NDArray[np.integer[Any]],
-        numbers: Int64s,
-        samples: Int64s,
+    def _with_documents(
+        self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:
-        """Return a chunk that tells its documents as it was asked to: where they begin, where they are from.
+        """Add to a chunk where its documents begin, and where they come from, as far as it was asked for.
 
-        ``counts``: of each sample, tick by tick. Of each document the place in its sample, its number there,
-        and the sample that holds it. A document that goes on from another row is at place 0.
+        ``counts``: documents of each sample, tick by tick. Of each document: its place in the sample, its
+        number there, and the sample that holds it. A document that goes on from another row is at place 0.
         """
         by_sample = counts.reshape(chunk.lengths.T.shape).T
         if self.starts:
             chunk = replace(chunk, starts=Ragged.of_joined(places.astype(np.int32), by_sample))
         if self.origins:
             shard = self.shards.shard_of(samples)
-            later = np.zeros_like(shard)  # row and source are put in by others
+            later = np.zeros_like(shard)  # row and source are put in later
             columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
             chunk = chunk.with_origins(by_sample, np.stack(columns, axis=1).astype(np.int32))
         return chunk
@@ -169,7 +160,7 @@ class PackedRows(Samples):
         counts = num_starts + goes_on
         places = np.insert(starts, first_start[goes_on], 0)
         numbers = places_of(np.zeros_like(counts), counts)
-        return self._told(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
+        return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,41 +244,38 @@ class JoinedRows(Samples):
             shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), -1)
         return shard.sums["stream"]
 
-    def _shard_at(self, tokens: npt.NDArray[Any] | int) -> Any:
-        """Return the shards that hold tokens of the stream."""
-        return np.searchsorted(self.first_token, tokens, side="right") - 1
-
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = (offset + rows * self.seq_len) % self.offsets
-        opening = reader.opening_order(np.unique(self._shard_at(begins))).tolist()
-        place = {number: place for place, number in enumerate(opening)}
+        shards = np.searchsorted(self.first_token, begins, side="right") - 1
+        place = {
+            number: place for place, number in enumerate(reader.opening_order(np.unique(shards)).tolist())
+        }
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
         end_ids: list[Int64s] = []
         num_decoded = 0
         # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
         stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
-        for first, end in sorted(stretches, key=lambda part: place[int(self._shard_at(begins[part[0]]))]):
+        for first, end in sorted(stretches, key=lambda part: place[int(shards[part[0]])]):
             token, num_left = int(begins[first]), (end - first) * self.seq_len
-            at[first:end] = num_decoded + np.arange(end - first) * self.seq_len
-            is_first = True
+            stretch_at = None  # where it begins in the decoded documents
             while num_left:
-                number = int(self._shard_at(token))
+                number = int(np.searchsorted(self.first_token, token, side="right")) - 1
                 begin = token - int(self.first_token[number])
                 num_taken = min(num_left, int(self.first_token[number + 1]) - token)
                 ends = self._ends(reader, number)
                 low = int(np.searchsorted(ends, begin, side="right")) - 1
                 high = int(np.searchsorted(ends, begin + num_taken, side="left"))
-                if is_first:  # the row may begin inside of a document
-                    at[first:end] += begin - ends[low]
+                if stretch_at is None:  # maybe inside of a document
+                    stretch_at = num_decoded + begin - int(ends[low])
+                    at[first:end] = stretch_at + np.arange(end - first) * self.seq_len
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
                 end_ids.append(reader.opened(number).sums["end_ids"][low:high])
                 num_decoded += int(ends[high] - ends[low])
                 token, num_left = (token + num_taken) % self.offsets, num_left - num_taken
-                is_first = False
         asked = np.concatenate(documents)
-        found = self._decode(reader.read(asked), np.arange(len(asked)), end_ids=np.concatenate(end_ids))
+        found = self._decode(reader.read(asked), np.arange(len(asked)), np.concatenate(end_ids))
         if len(found.ids) != num_decoded:
             path, record = self.shards.path_and_record(int(asked[0]))
             found_here = f"{len(found.ids)} tokens in the samples from {record} on"
@@ -296,43 +284,31 @@ class JoinedRows(Samples):
         has_tokens = found.lengths > 0
         last = self.offsets - (self.num_samples - 1) * self.seq_len  # tokens of the last row
         lengths = np.where(samples == self.num_samples - 1, min(last, self.seq_len), self.seq_len)
-        return partial(
-            self._chunk_at,
-            found.ids,
-            at[inverse.reshape(samples.shape)],
-            lengths.astype(np.int32),
-            starts[has_tokens],
-            asked[has_tokens],
-        )
+        begin_at, lengths = at[inverse.reshape(samples.shape)], lengths.astype(np.int32)
+        return partial(self._chunk_at, found.ids, begin_at, lengths, starts[has_tokens], asked[has_tokens])
 
     def _chunk_at(
         self,
         ids: Int32s,
-        places: Int64s,
+        at: Int64s,
         lengths: Int32s,
         starts: Int64s,
         documents: Int64s,
         first: int,
         end: int,
     ) -> Chunk:
-        """Return some ticks of rows that begin at ``places`` of the ids, int64[samples per tick, ticks].
-
-        ``documents`` begin at ``starts`` of the ids.
-        """
-        at = places[:, first:end]
-        chunk = Chunk(
-            lengths=lengths[:, first:end],
-            ids=Ragged.of_rows(ids, at, self.seq_len),
-            row_tokens=self.seq_len,
-        )
+        """Return the ticks from ``first`` up to ``end`` of rows that begin ``at`` places of the ids,
+        int64[samples per tick, ticks]. ``documents`` begin at ``starts`` of the ids."""
+        at, lengths = at[:, first:end], lengths[:, first:end]
+        chunk = Chunk(lengths=lengths, ids=Ragged.of_rows(ids, at, self.seq_len), row_tokens=self.seq_len)
         if not (self.starts or self.origins):
             return chunk
         by_tick = at.T.reshape(-1)
         low = np.searchsorted(starts, by_tick, side="right") - 1
-        counts = np.searchsorted(starts, by_tick + chunk.lengths.T.reshape(-1)) - low
+        counts = np.searchsorted(starts, by_tick + lengths.T.reshape(-1)) - low
         taken = places_of(low, counts)
         places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-        return self._told(chunk, counts, places, np.zeros_like(places), documents[taken])
+        return self._with_documents(chunk, counts, places, np.zeros_like(places), documents[taken])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,23 +158,23 @@ def weights_of_samples(
     means = dict.fromkeys(samples, 1.0)
     if weights_in == "tokens":
         means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
-    return [(step, _in_samples(of_stage, means)) for step, of_stage in _stages("weights", weights)]
+    return [(step, _shares(of_stage, means)) for step, of_stage in _stages("weights", weights)]
 
 
-def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of samples of each source, whose weight counts in the ``means`` of its samples."""
+def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of samples of each source. ``means``: tokens of a sample, or 1."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
     are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
-        names = ", ".join(means)
-        raise UsageError(
-            found=f"weights={weights!r}", expected=f"a dict of non-negative numbers for {names}, not all zero"
-        )
-    # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
-    exact = [Fraction(int(each) if isinstance(each, Integral) else str(float(each))) for each in values]
-    of_samples = [value / Fraction(mean) for value, mean in zip(exact, means.values(), strict=True)]
-    shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
+        expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
+        raise UsageError(found=f"weights={weights!r}", expected=expected)
+    of_samples = {}
+    for (name, mean), value in zip(means.items(), values, strict=True):
+        # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
+        exact = Fraction(int(value) if isinstance(value, Integral) else str(float(value)))
+        of_samples[name] = exact / Fraction(mean)
+    shares = {name: float(value / sum(of_samples.values())) for name, value in of_samples.items()}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE:
             raise UsageError(found=f"so small a weight of {name}", expected=f"one of {CYCLE} samples, or 0")

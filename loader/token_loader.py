@@ -305,10 +305,7 @@ class TokenLoader(DataLoader[Batch]):
         self._go_by(run)
 
     def __getitem__(self, _: Any) -> NoReturn:
-        _refuse(
-            "a TokenLoader was indexed like a data set of samples, as StatefulDataLoader(loader), "
-            "DataLoader(loader) and Trainer(train_dataset=loader) do"
-        )
+        _refuse()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the loop got: a few integers and the fingerprint of data and order.
@@ -430,7 +427,11 @@ class TokenLoader(DataLoader[Batch]):
             # A whole step is there before its first batch, at which the loop may ask for the step's labels.
             for batches in self._stream.steps(start):
                 step.num_batches = position.num_micro + len(batches)
-                step.labels = [_labels_of(batch) for batch, _ in batches]
+                # A dict is known at once; a look whether another type is a Mapping takes 0.4 us.
+                step.labels = [
+                    batch.get("labels") if isinstance(batch, (dict, Mapping)) else None
+                    for batch, _ in batches
+                ]
                 step.labels_per_rank = None
                 while batches:  # each is let go when it was delivered
                     batch, counts = batches.pop(0)
@@ -456,11 +457,6 @@ class TokenLoader(DataLoader[Batch]):
             )
 
 
-def _labels_of(batch: Any) -> Any:
-    # A dict is known at once; a look whether another type is a Mapping takes 0.4 us.
-    return batch.get("labels") if isinstance(batch, (dict, Mapping)) else None
-
-
 def _warn_of_accumulation(num_batches: int) -> None:
     """Log a warning where accelerate accumulates another number of batches than a step has."""
     accelerate = sys.modules.get("accelerate.state")  # never imported here: not in use then
@@ -478,24 +474,21 @@ def _warn_of_accumulation(num_batches: int) -> None:
         )
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse() -> NoReturn:
     raise UsageError(
-        f"{what}; iterate the TokenLoader itself, which shares samples out among the ranks, and keep its "
-        "state with loader.state_dict() and load_state_dict(). Under transformers' Trainer write class "
-        "LlamaTrainer(LoaderMixin, Trainer), with LoaderMixin of loader.trainer, and pass train_loader=loader"
+        "a TokenLoader is no data set of samples, as StatefulDataLoader, Trainer(train_dataset=loader) and "
+        "accelerate's skip_first_batches take it; iterate the TokenLoader itself, which shares samples out "
+        "among the ranks (loader.peek() is the next batch), and keep its state with loader.state_dict() and "
+        "load_state_dict(). Under transformers' Trainer write class LlamaTrainer(LoaderMixin, Trainer), with "
+        "LoaderMixin of loader.trainer, and pass train_loader=loader"
     )
 
 
 class _RefusedDataset(IterableDataset[Any]):
-    """What a TokenLoader shows as its ``dataset`` to those who would make a DataLoader of their own of it."""
+    """What a TokenLoader shows as its ``dataset`` to whoever would make a DataLoader of it."""
 
     def __iter__(self) -> NoReturn:
-        _refuse(
-            "the dataset of a TokenLoader was iterated by another loader, as accelerate's skip_first_batches "
-            "and Trainer(train_dataset=loader.dataset) do"
-        )
+        _refuse()
 
     def __getitem__(self, _: Any) -> NoReturn:
-        _refuse(
-            "loader.dataset holds no samples; next(iter(loader)) is a batch, and loader.peek() the next one"
-        )
+        _refuse()

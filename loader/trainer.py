@@ -32,16 +32,16 @@ else:
 
 
 class LoaderMixin(_Trainer):
-    """Write it before Trainer, or a subclass, among the bases, and pass ``train_loader=``.
+    """Makes Trainer, or a subclass behind it among the bases, train on ``train_loader``.
 
-    ``eval_loader=``: a loader with ``split="validation"``, or several by name. ``eval_loss``, or
-    ``eval_NAME_loss``, is then the mean over all labels, equal on every number of ranks. Of loaders with
-    ``origins=True`` the mean of each source is logged, too: ``loss/NAME``, and ``eval_loss/NAME``. Make the
-    TrainingArguments before the loader: they start the process group. Raises UsageError where Trainer's
-    numbers would not make a step of one global batch, and for ``targets="shifted"``, since Trainer's loss
-    shifts labels itself. ``max_steps`` are trained through as many epochs as it takes, and
-    ``num_train_epochs`` are epochs of the loader, also where it begins inside of one. With ``boundaries`` the
-    first step runs ``loader.check_boundaries`` on what the model gets, unless ``check_boundaries=False``.
+    Make the TrainingArguments before the loader: they start the process group. ``max_steps`` are trained
+    through as many epochs as it takes; ``num_train_epochs`` are epochs of the loader, also where it begins
+    inside of one. ``eval_loader``: a loader with ``split="validation"``, or several by name; ``eval_loss``,
+    or ``eval_NAME_loss``, is the mean over all labels, equal on every number of ranks. Of loaders with
+    ``origins=True`` it logs the mean of each source: ``loss/NAME`` and ``eval_loss/NAME``. With
+    ``boundaries`` the first step runs ``loader.check_boundaries`` on what the model gets, unless
+    ``check_boundaries=False``. Raises UsageError where Trainer's numbers would not make a step of one global
+    batch, and for ``targets="shifted"``, since Trainer's loss shifts labels itself.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -35,7 +35,7 @@ class _LossSums:
 
 
 class LossMean(_LossSums):
-    """Adds up the losses of this rank's batches by their labels; ``mean()`` is of all ranks.
+    """Adds up this rank's losses by their labels; ``mean()`` is of all ranks.
 
     ``targets``: as for the loader.
     """
@@ -62,7 +62,7 @@ class LossMean(_LossSums):
 
 
 class SourceLosses(_LossSums):
-    """Adds up the losses of this rank's batches by source; ``means()`` are of all ranks.
+    """Adds up this rank's losses by source; ``means()`` are of all ranks.
 
         losses = SourceLosses.of_loader(loader)
         losses.add(model(**batch).logits, labels, origins)
@@ -109,10 +109,11 @@ def _targets_of(loader: TokenLoader) -> Targets:
 
 
 def evaluation_loss(model: Any, loader: TokenLoader) -> float:
-    """Return the mean loss over all labels of a validation loader. All ranks must call it.
+    """Return the mean loss over all labels of a validation loader, on all ranks.
 
-    ``model(**batch).loss`` must be the mean over the labels of a batch. Takes one epoch of ``loader``.
-    Raises UsageError for ``targets="shifted"`` and a model of transformers, which shifts labels itself.
+    All of them must call it, and it takes one epoch of ``loader``. ``model(**batch).loss`` must be the mean
+    over the labels of a batch. Raises UsageError for ``targets="shifted"`` and a model of transformers, which
+    shifts labels itself.
     """
     inner = getattr(model, "module", model)  # of DDP
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT

@@ -58,9 +58,9 @@ _records = lru_cache(maxsize=16)(read_idx)
 
 
 def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the source of each place of a batch, int64[batch, seq], by its ``origins``. Padding has any.
+    """Return the source of each place of a batch, int64[batch, seq], by its ``origins``.
 
-    Put into the batch, it goes along where rows or places are dealt to ranks.
+    Padding has any source. Put into the batch, it goes along where rows or places are dealt to ranks.
     """
     width = shape[1]
     kept = origins[origins[:, 1] < width]

@@ -22,7 +22,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRank:
-    """Rank and world size of data parallelism, and where they were found.
+    """Rank and world size of data parallelism, and who said so.
 
     Ranks that share data (tensor or pipeline parallelism) pass the same data-parallel rank.
     """
@@ -45,7 +45,7 @@ def find_process_rank(
     world_size: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessRank:
-    """Return what was passed, else torch.distributed, else what a launcher set, else alone.
+    """Return the rank that was passed, else torch.distributed's, else the launcher's, else 0 of 1.
 
     Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step. Call it
     in the process that trains. Raises UsageError where half of a pair is given, a value is no number, or a

@@ -81,7 +81,7 @@ def group_size(group_by_length: bool | int, batch_size: int) -> int:
     return whole_number("group_by_length", group_by_length, least=0) or 1
 
 
-def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, int]:
+def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
     """Return the sizes in a source's order, by their names in Order."""
     num_samples, num_bytes = samples.num_samples, samples.shards.tar_bytes
     block_samples, window_samples = choose_windows(

@@ -136,7 +136,7 @@ def go_on(
             )
         if is_new:
             return given, position, saved.num_left, 0
-        run, border = run.amended(position, plan)
+        run, border = run.amended(step, plan)
     return _with_samples(run, given, step), position, saved.num_left, border
 
 

@@ -118,9 +118,10 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer, the same object each time. Loading it takes 3 s for Llama 3's.
+        """Return transformers' tokenizer, the same object each time.
 
-        Raises OtherTokenizer where transformers makes another one of its files, ReadWriteError, or NotFound.
+        Loading it takes 3 s for Llama 3's. Raises OtherTokenizer where transformers makes another one of its
+        files, ReadWriteError, or NotFound.
         """
         return self.loader_tokenizer.load()
 
@@ -138,7 +139,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def first_batch(self) -> int:
-        """Return the batches of its epoch that the next ``iter()`` leaves out: 0, but for a resumed epoch.
+        """Return how many batches of its epoch the next ``iter()`` leaves out: 0 unless it resumes.
 
         A bar of the whole epoch is ``tqdm(loader, initial=loader.first_batch)``.
         """
@@ -146,12 +147,11 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def num_accumulated(self) -> int:
-        """Return how many batches of this rank the newest global batch has. ``labels_per_rank`` weighs
-        their losses."""
+        """Return how many batches of this rank the newest global batch has."""
         return self._step.num_batches
 
     def labels_per_rank(self, device: torch.device | str = "cpu", group: Any = None) -> torch.Tensor:
-        """Return the number of labels in the newest global batch, divided by the number of ranks.
+        """Return the labels in the newest global batch, divided by the number of ranks.
 
         A sum of losses divided by it is the mean over all labels of the global batch, on any number of ranks
         and accumulated batches, since DDP and FSDP average gradients over ranks. transformers takes it:
@@ -185,7 +185,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def ends_step(self) -> bool:
-        """Return whether the newest batch was the last of its global batch: call the optimizer now."""
+        """Return whether the newest batch ends its global batch: call the optimizer now."""
         return self.progress.delivered.num_micro == 0
 
     @property
@@ -202,7 +202,7 @@ class TokenLoader(DataLoader[Batch]):
         return epoch + within / self.run.steps_in(epoch)
 
     def describe(self) -> str:
-        """Return the sources with their shares, tokens and fingerprints, and all stages, as text."""
+        """Return the sources with their shares and fingerprints, and all stages, as text."""
         run, now = self.run, self.progress.delivered
         epochs, weights = run.source_epochs(now), run.held_from(now.step)[0].weights or {}
         tokens_of = {  # in a sample of the mixture
@@ -248,7 +248,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def source_epochs(self) -> dict[str, float]:
-        """Return how many epochs of each source were delivered: 1.5 is the middle of its second."""
+        """Return how many epochs of each source were delivered, as in ``epoch``."""
         return self.run.source_epochs(self.progress.delivered)
 
     @property
@@ -308,7 +308,7 @@ class TokenLoader(DataLoader[Batch]):
         _refuse()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the loop got: a few integers and the fingerprint of data and order.
+        """Return what the loop got, as a few integers and the fingerprint of data and order.
 
         Save it after the optimizer's step: the batch that the loop holds counts as delivered, unless the
         loader was told to ``follow`` the optimizer.
@@ -316,7 +316,7 @@ class TokenLoader(DataLoader[Batch]):
         return self._state_of(self.progress.to_save)
 
     def follow(self, optimizer: Any) -> None:
-        """Let ``state_dict()`` be of the optimizer's last step, wherever inside of a step it is called.
+        """Let ``state_dict()`` be of the optimizer's last step, also inside of the next one.
 
         For frameworks that save when a signal or an error comes. ``optimizer``: torch's, or accelerate's
         around it. A step that a gradient scaler leaves out counts with the next one.
@@ -326,8 +326,10 @@ class TokenLoader(DataLoader[Batch]):
         self.mark_trained()
 
     def mark_trained(self) -> None:
-        """Say that all that was delivered is trained, where ``follow`` does not take the optimizer. From then
-        on ``state_dict()`` is of the last such call."""
+        """Let ``state_dict()`` be of what was delivered by now.
+
+        For an optimizer that ``follow`` does not take: call it after each of its steps.
+        """
         self.progress.trained = self.progress.delivered
 
     def _state_of(self, at: Position) -> dict[str, Any]:
@@ -386,7 +388,7 @@ class TokenLoader(DataLoader[Batch]):
         self._end_unless_persistent()
 
     def peek(self) -> Batch:
-        """Return the batch that the next ``iter()`` begins with, and change nothing.
+        """Return the batch that the next ``iter()`` begins with. Changes nothing.
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
@@ -411,7 +413,7 @@ class TokenLoader(DataLoader[Batch]):
         self.close()
 
     def close(self) -> None:
-        """End the workers and close the files. The next ``iter()`` would start them again."""
+        """End the workers and close the files. The next ``iter()`` starts them again."""
         self._newest += 1
         self._stream.end()
 

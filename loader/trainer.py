@@ -74,7 +74,14 @@ class LoaderMixin(_Trainer):
         # Trainer asks for data sets, which are never iterated.
         self._placeholder: Any = train_loader.dataset
         if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
-            self._placeholder = kwargs["train_dataset"] = _trl_data_set(kwargs.get("args"))
+            from datasets import Dataset
+
+            if (config := kwargs.get("args")) is None:
+                raise UsageError("TRL's trainers need args=SFTConfig(...), by name")
+            # They look at a data set, and would tokenize it.
+            config.dataset_kwargs = {**(config.dataset_kwargs or {}), "skip_prepare_dataset": True}
+            self._placeholder = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+            kwargs["train_dataset"] = self._placeholder
         if self._eval_loaders:
             of_names = dict.fromkeys(self._eval_loaders, self._placeholder)
             kwargs["eval_dataset"] = of_names.get(None, of_names)
@@ -202,16 +209,6 @@ class _Losses(NamedTuple):
         """Return ``loss/web`` and the like, of sources that have labels, and count from 0 again."""
         means = self.of_sources.means(reset=True) if self.of_sources else {}
         return {f"{prefix}/{name}": mean for name, mean in means.items() if not math.isnan(mean)}
-
-
-def _trl_data_set(args: Any) -> Any:
-    """Return a data set that TRL's trainers look at when they are made, and do not tokenize."""
-    from datasets import Dataset
-
-    if args is None:
-        raise UsageError("TRL's trainers need args=SFTConfig(...), by name")
-    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
-    return Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
 
 
 class EpochsOfLoader:

@@ -36,14 +36,17 @@ class TrainingSetup:
 def set_up_training(
     loader: TokenLoader | Any, *, bf16: bool = False, tf32: bool = True, num_threads: int | None = None
 ) -> TrainingSetup:
-    """Set what follows, for this process and those it starts, and say it once, at INFO on rank 0.
+    """Set threads, precision and padding for this process and those it starts.
 
-    ``loader``: a TokenLoader, or a tokenizer of transformers, which then pads to the right with a token of
-    its own. ``bf16``: ``autocast`` computes in bfloat16; weights stay float32. ``tf32``: float32 matrix
-    products in TF32 where there is CUDA. ``num_threads``: of torch in this process; default: OMP_NUM_THREADS,
-    unless that is torchrun's guess, else the CPUs of this process, shared among torchrun's ranks on this
-    node, less one a worker. OMP_NUM_THREADS, MKL_NUM_THREADS and TOKENIZERS_PARALLELISM are set where the
-    user has not. Raises UsageError.
+    Rank 0 logs them at INFO. Raises UsageError.
+
+    Args:
+        loader: a TokenLoader, or a tokenizer of transformers, which then pads to the right.
+        bf16: ``autocast`` computes in bfloat16; weights stay float32.
+        tf32: float32 matrix products in TF32 where there is CUDA.
+        num_threads: of torch in this process. Default: OMP_NUM_THREADS unless it is torchrun's guess, else
+            this process's share of the CPUs, less one a worker. Sets OMP_NUM_THREADS, MKL_NUM_THREADS and
+            TOKENIZERS_PARALLELISM where you have not.
     """
     if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave bf16 out, tf32 stays")

@@ -1,4 +1,4 @@
-"""``python -m loader DATA`` prints the first batch; ``stage`` copies shards, ``where`` names documents."""
+"""``python -m loader DATA`` prints the first batch, ``stage`` copies shards, ``where`` names documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAMED = ("stage", "where")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``stage`` or ``where``; words without a command name shards to show. Returns an exit code."""
+    """Run ``stage`` or ``where``, or show the shards that the words name. Returns an exit code."""
     words = given_words(argv)
     return PROGRAM.run(words if words[:1] and words[0] in _NAMED else ["show", *words])
 

@@ -35,7 +35,7 @@ class _LossSums:
 
 
 class LossMean(_LossSums):
-    """Adds up this rank's losses by their labels; ``mean()`` is of all ranks.
+    """Adds up this rank's losses by their labels. ``mean()`` is of all ranks.
 
     ``targets``: as for the loader.
     """
@@ -62,7 +62,7 @@ class LossMean(_LossSums):
 
 
 class SourceLosses(_LossSums):
-    """Adds up this rank's losses by source; ``means()`` are of all ranks.
+    """Adds up this rank's losses by source. ``means()`` are of all ranks.
 
         losses = SourceLosses.of_loader(loader)
         losses.add(model(**batch).logits, labels, origins)

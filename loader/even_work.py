@@ -16,7 +16,7 @@ from shardprep.errors import UsageError
 
 
 def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) -> list[Batch]:
-    """Exchange rows with the other ranks; return as many batches of the same shape.
+    """Exchange rows with the other ranks, and return as many batches of the same shape.
 
     Attention inside documents costs the sum of their squared lengths. The ranks deal the rows of a step so
     that the sums are about even; the step's rows stay the same set. A rank's most expensive rows come first,

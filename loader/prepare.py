@@ -56,7 +56,7 @@ def ensure_prepared(
     world_size: int | None = None,
     **options: Any,
 ) -> str:
-    """Make and verify a data set in ``output_dir``, unless it is there; return that folder.
+    """Make and verify a data set in ``output_dir``, unless it is there, and return that folder.
 
     Every rank calls it, before the process group is made (its timeout is short) or after. Rank 0 runs
     ``shardprep plan``, ``run`` and ``verify``, which go on where an earlier attempt ended. The launcher must

@@ -28,8 +28,10 @@ class RunReader:
             source.close()
 
     def chunks(self, epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
-        """Yield the ticks of an epoch from one on, and those of later epochs if it is endless. Chunks have
-        up to ``chunk_ticks``; they end where a window, a round or an epoch ends."""
+        """Yield the ticks of an epoch from one on, and of later epochs if it is endless.
+
+        A chunk has up to ``chunk_ticks``, and ends where a window, a round or an epoch ends.
+        """
         run = self._run
         of_round: Round | None = None
         laid_out: Chunk | None = None  # the ticks of that round

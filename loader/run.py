@@ -301,8 +301,10 @@ class Run:
         return Round(first, end, spread(mix.shares)[within : within + end - first], mix.taken_before(first))
 
     def only_source_at(self, tick: int) -> tuple[int, int, int] | None:
-        """Return the source that has all ticks from this one on: its number, how many ticks it has had, and
-        the tick at which that ends; None where several sources share the ticks."""
+        """Return the only source of the ticks from this one on, or None where several share them.
+
+        Its number, how many ticks it has had, and the tick at which that ends.
+        """
         mix = self._mix_at(tick)
         if CYCLE not in mix.shares:
             return None

@@ -313,7 +313,7 @@ class JoinedRows(Samples):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRules:
-    """What one sample is; the names are arguments of ``get_llama3_dataloader``. Raises UsageError."""
+    """What one sample is, as ``get_llama3_dataloader`` was told. Raises UsageError."""
 
     seq_len: int | None = None
     max_length: int | None = None

@@ -108,7 +108,7 @@ def make_run(
     is_mixture: bool,
     **others: Any,
 ) -> Run:
-    """Return the run that the arguments say; ``others`` are fields of it. Raises UsageError."""
+    """Return the run that the arguments say. ``others``: fields of Run. Raises UsageError."""
     sources = []
     for number, (name, of_source) in enumerate(samples.items()):
         order = Order(

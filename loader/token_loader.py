@@ -39,7 +39,7 @@ class _Step:
 
 
 class TokenLoader(DataLoader[Batch]):
-    """One ``iter()`` gives an epoch, or the rest of one; epochs have different orders.
+    """Gives an epoch, or the rest of one, at each ``iter()``. Epochs have different orders.
 
     Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch. An epoch leaves out fewer
     samples than a global batch, others each time. After a ``break`` or Ctrl-C the next ``iter()`` goes on

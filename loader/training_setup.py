@@ -1,4 +1,4 @@
-"""What a training script sets before its first step, in one call; see docs/training_speed.md."""
+"""What a training script sets before its first step, in one call (docs/training_speed.md)."""
 
 from __future__ import annotations
 

@@ -129,8 +129,17 @@ class SourceReader:
         epoch, tick = divmod(tick, self._source.order.ticks_per_epoch)
         window_epoch, first, end = self._place
         if self._window is None or epoch != window_epoch or not first <= tick < end:
-            self._window = self._read_window(epoch, tick)
-            _, first, end = self._place
+            # A whole window is read at once: a part of it would be many small reads.
+            self._window = None
+            samples, order = self._source.samples, self._source.order
+            assert samples is not None, "a loader is refused a run whose sources it lacks"
+            if self._reader is None:
+                self._reader = samples.open()
+            first, end = next(order.windows(tick))
+            self._place = epoch, first, end
+            num_tokens = partial(samples.num_tokens, self._reader)
+            numbers = order.samples_of(epoch, self._slots, first, end, num_tokens)
+            self._window = samples.read(self._reader, numbers, order.offset(epoch, samples.offsets))
         stop = min(tick + most, end)
         chunk = self._window(tick - first, stop - first)
         if stop == end:
@@ -138,16 +147,3 @@ class SourceReader:
         if chunk.origins is not None:
             chunk.origins.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = self._number
         return chunk
-
-    def _read_window(self, epoch: int, tick: int) -> Window:
-        """Read a whole window at once: a part of it would be many small reads."""
-        self._window = None
-        samples, order = self._source.samples, self._source.order
-        assert samples is not None, "a loader is refused a run whose sources it lacks"
-        if self._reader is None:
-            self._reader = samples.open()
-        first, end = next(order.windows(tick))
-        self._place = epoch, first, end
-        num_tokens = partial(samples.num_tokens, self._reader)
-        numbers = order.samples_of(epoch, self._slots, first, end, num_tokens)
-        return samples.read(self._reader, numbers, order.offset(epoch, samples.offsets))

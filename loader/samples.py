@@ -40,17 +40,13 @@ class Samples:
     """Stored documents, one per sample. A process opens a reader once, and gives it with each question."""
 
     shards: ShardSet
+    row_tokens: int = 0  # of every sample where all are rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
     rank: int = 0  # of the process, among those that read: it opens other shards first
     world_size: int = 1
     starts: bool = False  # whether chunks say where documents begin in rows
     origins: bool = False  # whether chunks say where each document comes from
     max_length: int | None = None
-
-    @property
-    def row_tokens(self) -> int:
-        """Return the tokens of every sample where all are rows, else 0."""
-        return 0
 
     @property
     def offsets(self) -> int:
@@ -64,7 +60,7 @@ class Samples:
     @property
     def mean_tokens(self) -> float:
         """Return the tokens of a sample, roughly."""
-        mean = self.shards.mean_tokens
+        mean = self.row_tokens or self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
     def open(self) -> ShardReader:
@@ -72,13 +68,16 @@ class Samples:
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Return the tokens of samples, int64[n], by the idx alone: int64[n]."""
+        if self.row_tokens:
+            return np.full(samples.shape, self.row_tokens, np.int64)
         lengths = reader.num_tokens(samples)
         return lengths if self.max_length is None else lengths.clip(max=self.max_length)
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
         rows = np.arange(samples.size).reshape(samples.shape)
-        data = reader.read(samples.reshape(-1), starts=self.row_tokens > 0 and (self.starts or self.origins))
+        wants_starts = self.row_tokens > 0 and (self.starts or self.origins)
+        data = reader.read(samples.reshape(-1), starts=wants_starts)
         return partial(self._chunk_of, data, rows)
 
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
@@ -133,10 +132,6 @@ class Samples:
 class PackedRows(Samples):
     """Rows of one length that ``plan`` packed. They are read where they lie, when their tick is asked for."""
 
-    @cached_property
-    def row_tokens(self) -> int:
-        return self.shards.row_tokens
-
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
         by_tick = rows.T.reshape(-1)
@@ -167,12 +162,11 @@ class PackedRows(Samples):
 class JoinedRows(Samples):
     """Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
 
-    Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. An EOS
-    is put behind documents that lack it, and counts. The price: an epoch leaves out T mod S tokens, others
-    each epoch, and a worker decodes a whole window at once: 4 bytes per token.
+    Row x of S tokens is ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. An
+    EOS is put behind documents that lack it, and counts. The price: an epoch leaves out T mod S tokens,
+    others each epoch, and a worker decodes a whole window at once: 4 bytes per token.
     """
 
-    seq_len: int  # S
     eos_token_id: int | None
     keeps_tail: bool = False  # the tokens that fill no row are a row that is not full
 
@@ -184,11 +178,7 @@ class JoinedRows(Samples):
                 "with --append_eos, or set the tokenizer's eos_token"
             )
         if self.num_samples == 0:
-            raise UsageError(found=f"seq_len={self.seq_len}", expected=f"at most {self.offsets:,} tokens")
-
-    @property
-    def row_tokens(self) -> int:
-        return self.seq_len
+            raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.offsets:,} tokens")
 
     @property
     def offsets(self) -> int:
@@ -197,14 +187,8 @@ class JoinedRows(Samples):
 
     @property
     def num_samples(self) -> int:
-        return -(-self.offsets // self.seq_len) if self.keeps_tail else self.offsets // self.seq_len
-
-    @property
-    def mean_tokens(self) -> float:
-        return float(self.seq_len)
-
-    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:  # noqa: ARG002
-        return np.full(samples.shape, self.seq_len, np.int64)
+        whole, rest = divmod(self.offsets, self.row_tokens)
+        return whole + (self.keeps_tail and rest > 0)
 
     @cached_property
     def first_token(self) -> Int64s:
@@ -246,11 +230,10 @@ class JoinedRows(Samples):
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
-        begins = (offset + rows * self.seq_len) % self.offsets
+        begins = (offset + rows * self.row_tokens) % self.offsets
         shards = np.searchsorted(self.first_token, begins, side="right") - 1
-        place = {
-            number: place for place, number in enumerate(reader.opening_order(np.unique(shards)).tolist())
-        }
+        opening = reader.opening_order(np.unique(shards)).tolist()
+        place = {number: place for place, number in enumerate(opening)}
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
         end_ids: list[Int64s] = []
@@ -258,7 +241,7 @@ class JoinedRows(Samples):
         # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
         stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
         for first, end in sorted(stretches, key=lambda part: place[int(shards[part[0]])]):
-            token, num_left = int(begins[first]), (end - first) * self.seq_len
+            token, num_left = int(begins[first]), (end - first) * self.row_tokens
             stretch_at = None  # where it begins in the decoded documents
             while num_left:
                 number = int(np.searchsorted(self.first_token, token, side="right")) - 1
@@ -269,7 +252,7 @@ class JoinedRows(Samples):
                 high = int(np.searchsorted(ends, begin + num_taken, side="left"))
                 if stretch_at is None:  # maybe inside of a document
                     stretch_at = num_decoded + begin - int(ends[low])
-                    at[first:end] = stretch_at + np.arange(end - first) * self.seq_len
+                    at[first:end] = stretch_at + np.arange(end - first) * self.row_tokens
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
                 end_ids.append(reader.opened(number).sums["end_ids"][low:high])
                 num_decoded += int(ends[high] - ends[low])
@@ -282,8 +265,8 @@ class JoinedRows(Samples):
             raise BrokenShard(path=path, found=found_here, expected=num_decoded)
         starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
         has_tokens = found.lengths > 0
-        last = self.offsets - (self.num_samples - 1) * self.seq_len  # tokens of the last row
-        lengths = np.where(samples == self.num_samples - 1, min(last, self.seq_len), self.seq_len)
+        last = self.offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
+        lengths = np.where(samples == self.num_samples - 1, min(last, self.row_tokens), self.row_tokens)
         begin_at, lengths = at[inverse.reshape(samples.shape)], lengths.astype(np.int32)
         return partial(self._chunk_at, found.ids, begin_at, lengths, starts[has_tokens], asked[has_tokens])
 
@@ -300,7 +283,9 @@ class JoinedRows(Samples):
         """Return the ticks from ``first`` up to ``end`` of rows that begin ``at`` places of the ids,
         int64[samples per tick, ticks]. ``documents`` begin at ``starts`` of the ids."""
         at, lengths = at[:, first:end], lengths[:, first:end]
-        chunk = Chunk(lengths=lengths, ids=Ragged.of_rows(ids, at, self.seq_len), row_tokens=self.seq_len)
+        chunk = Chunk(
+            lengths=lengths, ids=Ragged.of_rows(ids, at, self.row_tokens), row_tokens=self.row_tokens
+        )
         if not (self.starts or self.origins):
             return chunk
         by_tick = at.T.reshape(-1)
@@ -370,12 +355,12 @@ def make_samples(
                 expected=rows,
                 remedy="--seq_len",
             )
-        return PackedRows(shards=shards, starts=starts, **others)
+        return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
     if rules.seq_len is None:
         return Samples(shards=shards, max_length=rules.max_length, **others)
     return JoinedRows(
         shards=shards,
-        seq_len=rules.seq_len,
+        row_tokens=rules.seq_len,
         eos_token_id=eos_token_id,
         keeps_tail=keeps_tail,
         starts=starts,

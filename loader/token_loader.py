@@ -328,7 +328,8 @@ class TokenLoader(DataLoader[Batch]):
     def mark_trained(self) -> None:
         """Let ``state_dict()`` be of what was delivered by now.
 
-        For an optimizer that ``follow`` does not take: call it after each of its steps.
+        For an optimizer that ``follow`` does not take: call it after each of its steps. Between two calls
+        the state stays.
         """
         self.progress.trained = self.progress.delivered
 
@@ -356,12 +357,8 @@ class TokenLoader(DataLoader[Batch]):
         """
         run, position, num_left, amended_at = go_on(self._given, state, self._layout, amend=self.can_amend)
         self._newest += 1
-        # Compared as a state tells them, in which weights are rounded.
-        if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):
-            self._end_unless_persistent()
-        else:
-            self._stream.end()  # workers have the run of before
-            self._go_by(run)
+        self._stream.end()  # its workers have the run of before
+        self._go_by(run)
         self.progress.load(position, num_left)
         self._step = _Step(self.run.batches_in_step(position.step))
         if self.process_rank.rank == 0 and amended_at is not None:

@@ -62,8 +62,9 @@ class LoaderMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         self.train_loader, self.eval_loader = train_loader, eval_loader
-        named: Mapping[Any, Any] = eval_loader if isinstance(eval_loader, Mapping) else {None: eval_loader}
-        self._eval_loaders = {name: loader for name, loader in named.items() if loader is not None}
+        self._eval_loaders: Mapping[Any, Any] = {} if eval_loader is None else {None: eval_loader}
+        if isinstance(eval_loader, Mapping):
+            self._eval_loaders = eval_loader
         loaders: list[Any] = [train_loader, *self._eval_loaders.values()]
         for loader in loaders:
             if not isinstance(loader, TokenLoader):

@@ -23,7 +23,7 @@ class _LossSums:
     """Sums of losses, and counts of labels, of this rank."""
 
     def __init__(self, num_means: int, targets: Targets) -> None:
-        self._first = int(targets == "same")  # the model shifts labels, so the first of a row counts not
+        self._first = int(targets == "same")  # the model shifts labels, so the first of a row does not count
         self._sums = torch.zeros(2, num_means, dtype=torch.float64)
 
     def _all_means(self) -> list[float]:

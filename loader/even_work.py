@@ -1,4 +1,4 @@
-"""Rows of a step, dealt anew to the ranks so that attention costs all of them about the same."""
+"""Deals the rows of a step to the ranks so that attention costs all of them about the same."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _LAUNCH = (  # the same in all processes of one start of a job, others in the ne
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
-# What is told to ``plan`` alone: it decides no byte of a document, so the other commands do not know it.
+# Options of ``plan`` alone: they change no byte of a document, so the other commands do not have them.
 _FOR_PLAN = ("num_shards", "shard_bytes", "stripe", "hash_inputs")
 _ERROR_LINE = re.compile(r"(?:shardprep \w+: )?error: (.+)")  # argparse puts the command before it
 
@@ -109,7 +109,7 @@ def _compare(given: Mapping[str, Any]) -> None:
 
 
 def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank: int) -> None:
-    """Wait until rank 0 has verified the data set, or raise what it failed with in this start of the job."""
+    """Wait until rank 0 has verified the data set. Raises its error, if it fails in this start of the job."""
     began = time.monotonic()
     next_line_s = 0.0
     while size_of_file(folder / INDEX_NAME) is None:

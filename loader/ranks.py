@@ -1,4 +1,4 @@
-"""Which of how many processes this one is."""
+"""Finds the rank of this process, and the number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProcessRank:
     rank: int
     world_size: int
     source: str
-    is_passed: bool = False  # not found, but said by who knows better
+    is_passed: bool = False  # by the caller, so nothing else is asked
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -60,7 +60,7 @@ def find_process_rank(
 
 
 def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = None) -> None:
-    """Raise UsageError where this process is by now known to be another rank than ``who``.
+    """Raise UsageError where this process has become another rank than ``who``.
 
     A loader that was made before the process group would give all ranks the same batches.
     """

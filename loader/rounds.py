@@ -1,4 +1,4 @@
-"""Reads the ticks of a run for some slots: each source by windows of its own, several laid out in rounds."""
+"""Reads the ticks of a run for some slots. Each source has windows of its own; several share rounds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RunReader:
                     laid_out = self._lay_out(of_round)
                 first, at = at, min(at + chunk_ticks, of_round.end, end)
                 yield _ticks_of(laid_out, first - of_round.first, at - of_round.first)
-                laid_out = replace(laid_out, num_cut=0)  # they are told once
+                laid_out = replace(laid_out, num_cut=0)  # the first chunk has counted them
 
     def _lay_out(self, of_round: Round) -> Chunk:
         """Read a round: each slot takes the next ticks of a source where its pattern has that source.

@@ -1,8 +1,8 @@
-"""A run of training: its sources, what holds from which step on, and which samples each step takes.
+"""A run of training: its sources, its stages, and which samples each step takes.
 
 A run has one source or several, each with an order of its own (order.py). A **tick** takes L samples, one for
-each of its L places; a training **step** is one tick or several. A **stage** says from which step on the
-sources have which weights, and how many ticks a step has. Everything else follows from the list of stages:
+each of its L places; a training **step** is one tick or several. A **stage** sets the
+weights of the sources and the global batch size from a step on. Everything else follows from the stages:
 
 * An epoch has R ticks: as many as one epoch of each source that the run began with, together. It ends where
   the next step would not fit, and the ticks that are left are not used. Ticks are counted through all epochs,
@@ -60,7 +60,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of a run: what it is called, which data it is, and its order."""
+    """A source of a run: its name, its data and its order."""
 
     name: str
     data: str  # fingerprint of its shards, 16 hex digits
@@ -72,7 +72,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What holds from a step on."""
+    """The weights and the global batch size from a step on."""
 
     step: int
     global_batch_size: int
@@ -96,7 +96,7 @@ class _Stretch(NamedTuple):
 
 
 class _Mix(NamedTuple):
-    """Ticks with the same shares."""
+    """Consecutive ticks with the same shares."""
 
     first: int
     end: int  # _NEVER for the last ones
@@ -176,7 +176,7 @@ class Run:
 
     @property
     def samples(self) -> list[Samples]:
-        """Return what this loader reads of the sources."""
+        """Return the samples of the sources that this loader reads."""
         return [source.samples for source in self.sources if source.samples is not None]
 
     @cached_property
@@ -186,7 +186,7 @@ class Run:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return what fixes which sample is where, beside sources and stages."""
+        """Return what determines the order beside sources and stages."""
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -350,8 +350,10 @@ class Run:
         return replace(self, sources=tuple(ordered))
 
     def held_from(self, step: int) -> list[Stage]:
-        """Return what holds in the steps from one on, so that two runs can be compared: stages with rounded
-        weights above 0, each different from the one before it."""
+        """Return the stages from a step on, for a comparison of two runs.
+
+        Weights are rounded and above 0, and each stage differs from the one before it.
+        """
         found: list[Stage] = []
         weights: dict[str, float] = {}
         for stage in self.stages:
@@ -368,7 +370,7 @@ class Run:
         return found
 
     def amended(self, step: int, plan: Run) -> tuple[Run, int]:
-        """Return this run with what a plan holds from the next border on, and the step of that border.
+        """Return this run, continued by a plan from the next border on, and the step of that border.
 
         The border is the first step, from ``step`` on, before which each round that has begun is over. An
         amendment that has not begun is replaced, and its sources are gone: the plan's are added in its order.
@@ -383,8 +385,8 @@ class Run:
             border += 1
         while True:
             run = self._up_to(border, plan)
-            # With other sizes a step may begin elsewhere: smaller ones may fit into the end of an epoch. What
-            # is over stays so, and a round that has begun ends where it was to end.
+            # With other sizes a step may begin elsewhere: smaller ones may fit into the end of an epoch. The
+            # past must stay, and a round that has begun must end where it was laid out to end.
             round_stays = not is_begun or run.round_at(tick)[:2] == begun[:2]
             step_stays = run.tick_of(Position(step)) == tick
             if round_stays and step_stays and run.tick_of(Position(border)) >= free_tick:
@@ -402,7 +404,7 @@ class Run:
         plan = plan.in_order_of(sources)
         stages = [stage for stage in self.stages if stage.step < step]
         before = self.held_from(step - 1)[0]
-        # Where shares began to hold, a round may have been laid out to end: another one has to begin there.
+        # The round before a change of shares was laid out to end there, so another one must begin there.
         begins_round = any(stage.step == step and stage.weights is not None for stage in self.stages)
         for held in plan.held_from(step):
             goes_on = held.weights == before.weights and not (begins_round and held.step == step)

@@ -1,4 +1,4 @@
-"""What a sample is, and how its bytes become token ids.
+"""Samples: their numbers, and how their bytes become token ids.
 
 A sample is a stored document (``Samples``), a packed row, or a row that is joined at load (``seq_len``).
 ``make_samples`` chooses by the user's rules; each kind numbers its samples, and reads the windows that a
@@ -37,7 +37,7 @@ Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Stored documents, one per sample. A process opens a reader once, and gives it with each question."""
+    """Stored documents, one per sample. A process opens a reader once, and passes it to each call."""
 
     shards: ShardSet
     row_tokens: int = 0  # of every sample where all are rows
@@ -50,7 +50,7 @@ class Samples:
 
     @property
     def offsets(self) -> int:
-        """Return the number below which an epoch draws the one that it gives to ``read``."""
+        """Return the number of offsets, of which ``read`` gets one for each epoch."""
         return 1
 
     @property
@@ -112,7 +112,7 @@ class Samples:
     def _with_documents(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:
-        """Add to a chunk where its documents begin, and where they come from, as far as it was asked for.
+        """Add the documents' starts and origins to a chunk, where the loader wants them.
 
         ``counts``: documents of each sample, tick by tick. Of each document: its place in the sample, its
         number there, and the sample that holds it. A document that goes on from another row is at place 0.
@@ -298,7 +298,7 @@ class JoinedRows(Samples):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRules:
-    """What one sample is, as ``get_llama3_dataloader`` was told. Raises UsageError."""
+    """The arguments that define a sample. Raises UsageError where they contradict each other."""
 
     seq_len: int | None = None
     max_length: int | None = None

@@ -1,4 +1,4 @@
-"""What the arguments say of a run: the order of each source, weights, and the sizes of global batches."""
+"""Makes a run of the loader's arguments: the order of each source, weights, sizes of global batches."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The state that a checkpoint keeps, and how a loader goes on behind one.
 
 A state has a position and the run that led there (run.py): its sources and its stages, as lists of plain
-values. A loader's arguments say a run, too: its *plan*. Where the plan holds the same as the state's run from
-the position on, the loader goes on by the state's. Else it refuses and says what differs, or, with ``amend``,
-goes on by the plan from the next border on.
+values. The loader's arguments describe a run, too: its *plan*. If both are equal from the position on, the
+loader goes on with the state's run. Else it says what differs, or, with ``amend``, follows the plan from the
+next border on.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _StageRow(NamedTuple):
 
 @dataclass(frozen=True)
 class _State:
-    """The values of a state that another run may have other ones of."""
+    """The values of a state, but for its format, version and fingerprint."""
 
     epoch: _Count
     step: _Count
@@ -97,10 +97,10 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
 def go_on(
     plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
 ) -> tuple[Run, Position, int, int | None]:
-    """Return what a loader of a plan delivers behind a state: (the run, the position, steps that were left,
-    the step from which on the plan holds or None where it holds already).
+    """Return what a loader with a plan delivers behind a state.
 
-    Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
+    Returns the run, the position, the steps that the loop left out, and the step at which an amendment
+    begins, or None. Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
     """
     saved = _read(state, plan)
     _check_fingerprint(saved, state["fingerprint"], plan)
@@ -113,7 +113,7 @@ def go_on(
     position = _position_of(saved, run, layout)
     step, given = position.step, plan
     plan = _in_ticks_of(run, plan)
-    # What was amended later is compared from there on: a step before it is gone on from as it was.
+    # The arguments may be of after an amendment, and the state of before it: compare the steps behind it.
     since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
     found, wanted = run.held_from(since), plan.in_order_of(run.sources).held_from(since)
     border = None
@@ -141,8 +141,7 @@ def go_on(
 
 
 def _read(state: Mapping[str, Any], plan: Run) -> _State:
-    """Return the values of a state that another run may have other ones of. Raises UsageError for what is no
-    dict, BrokenShard for what is no state, UnknownVersion for one of another version."""
+    """Return the values of a state. Raises UsageError, BrokenShard or UnknownVersion."""
     if not isinstance(state, Mapping):
         raise UsageError(
             found=f"the state is {state!r:.80}",
@@ -266,8 +265,7 @@ def _check_data(run: Run, plan: Run) -> None:
 
 
 def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position:
-    """Return where a state stands. Raises BrokenShard for a position that the run does not have, UsageError
-    for one inside of a step of another layout."""
+    """Return the position of a state. Raises BrokenShard or UsageError where it does not fit the run."""
     if saved.num_micro and saved.layout != layout:
         raise UsageError(
             found=f"a state inside of a step, after {saved.num_micro} batches of {saved.layout}",
@@ -284,7 +282,7 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
 
 
 def _in_ticks_of(run: Run, plan: Run) -> Run:
-    """Return a plan in ticks of another run. Raises OtherRun where its sizes do not fit these."""
+    """Return a plan with the ticks of a run. Raises OtherRun where its sizes are no multiples of them."""
     size = run.tick_samples
     if size == plan.tick_samples:
         return plan
@@ -303,8 +301,7 @@ def _in_ticks_of(run: Run, plan: Run) -> Run:
 
 
 def _with_samples(run: Run, plan: Run, step: int) -> Run:
-    """Return a run with the samples of a plan. Raises OtherRun where it lacks some that are needed from a
-    step on."""
+    """Return a run with the samples of a plan. Raises OtherRun where some from a step on are missing."""
     known = {source.name: source.samples for source in plan.sources}
     for held in run.held_from(step):
         for name in (held.weights or {}).keys() - known.keys():
@@ -320,23 +317,21 @@ def _with_samples(run: Run, plan: Run, step: int) -> Run:
 
 @dataclass(kw_only=True)
 class Progress:
-    """Where a loader's loop stands. Nothing that only looks changes it."""
+    """Where a loader's loop stands. Looking at the loader does not change it."""
 
     delivered: Position = Position()  # noqa: RUF009  immutable
-    trained: Position | None = None  # of the optimizer's last step; None: the loop has not said it
-    # Steps of the run that the loop left out by set_epoch, minus those that it got again; and how many it had
-    # got when it last did so.
-    num_left: int = 0
-    left_at: int = 0
-    is_loaded: bool = False  # a state was loaded, and not iterated since
+    trained: Position | None = None  # of the optimizer's last step; None: the loop does not say it
+    num_left: int = 0  # steps of the run that set_epoch left out, minus those that came again
+    left_at: int = 0  # steps that the loop had when set_epoch last left an epoch
+    is_loaded: bool = False  # a state was loaded, and no iter() began since
 
     @property
     def to_save(self) -> Position:
-        """Return what a state has: what was trained, where the loop says it, else what was delivered."""
+        """Return the position that a state has: what was trained, or else what was delivered."""
         return self.delivered if self.trained is None else self.trained
 
     def load(self, position: Position, num_left: int) -> None:
-        """Go on behind what a state says was delivered."""
+        """Stand where a state stands."""
         self._jump(position)
         self.num_left, self.left_at, self.is_loaded = num_left, 0, True
 

@@ -97,7 +97,7 @@ class TokenLoader(DataLoader[Batch]):
         self._go_by(run)
 
     def _go_by(self, run: Run) -> None:
-        """Deliver a run from now on: its sources, stages, and what each step is made of."""
+        """Deliver a run from now on."""
         self.run = run
         slots = share(range(run.order.num_slots), self.process_rank.rank, self.process_rank.world_size)
         chunks = ChunkDataset(run, slots, endless=self.persistent_workers or not self.num_workers)
@@ -286,7 +286,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def _copy(self) -> Callable[..., TokenLoader]:
-        """Return what makes a loader of the same arguments, which stands at the beginning."""
+        """Return a function that makes a loader of the same arguments, at the beginning of its run."""
         return partial(
             type(self),
             self._given,
@@ -339,7 +339,7 @@ class TokenLoader(DataLoader[Batch]):
     def state_at(self, step: int) -> dict[str, Any]:
         """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them.
 
-        For loops that something fetches ahead for, and to leave steps out, as after a spike of the loss:
+        For loops that prefetch batches, and to leave steps out, as after a spike of the loss:
         ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
         was left by ``set_epoch``.
         """
@@ -374,7 +374,7 @@ class TokenLoader(DataLoader[Batch]):
 
         If the loop stands inside of this epoch, ``iter()`` still gives the rest of it. Another epoch begins
         with its first step, also where this one was not over, and a loop that is still running is refused its
-        next batch. Raises UsageError where that would throw away a state that was just loaded.
+        next batch. Raises UsageError where that would discard a state that was just loaded.
         """
         if whole_number("epoch", epoch, least=0) != self.run.epoch_of(self.progress.delivered.step):
             self._leave_for(int(epoch))
@@ -484,7 +484,7 @@ def _refuse() -> NoReturn:
 
 
 class _RefusedDataset(IterableDataset[Any]):
-    """What a TokenLoader shows as its ``dataset`` to whoever would make a DataLoader of it."""
+    """The ``dataset`` of a TokenLoader. It refuses to be read by another DataLoader."""
 
     def __iter__(self) -> NoReturn:
         _refuse()

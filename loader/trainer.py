@@ -195,7 +195,7 @@ class LoaderMixin(_Trainer):
 
 
 class _Losses(NamedTuple):
-    """What is trained or evaluated now, and what counts its losses."""
+    """The loader that is trained or evaluated now, and the sums of its losses."""
 
     loader: TokenLoader
     mean: LossMean | None  # over all labels, where it is evaluated

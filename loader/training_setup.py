@@ -1,4 +1,4 @@
-"""What a training script sets before its first step, in one call (docs/training_speed.md)."""
+"""Sets up threads, precision and padding for training in one call (docs/training_speed.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """What was set."""
+    """The settings of ``set_up_training``."""
 
     bf16: bool
     num_threads: int  # of torch in this process

@@ -28,7 +28,7 @@ from loader.batches import (
 from loader.boundaries import Boundary, boundary_names
 from loader.find_shards import InputShards, find_sources
 from loader.ranks import find_process_rank
-from loader.samples import SampleRules, make_samples
+from loader.samples import make_samples
 from loader.shards import ShardSet, SplitName, check_choice
 from loader.sources import (
     Sizes,
@@ -237,13 +237,11 @@ def get_llama3_dataloader(
     who = find_process_rank(rank, world_size)
     fields = boundary_names(boundaries)
     shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
-    rules = SampleRules(
-        seq_len=None if seq_len is None else seq_len + shifts,
-        max_length=None if max_length is None else max_length + shifts,
-        group=group_size(group_by_length, batch_size),
-    )
+    seq_len = None if seq_len is None else seq_len + shifts
+    max_length = None if max_length is None else max_length + shifts
+    group = group_size(group_by_length, batch_size)
     tick_samples, sizes = choose_sizes(
-        global_batch_size, rules.group, batch_size=batch_size, world_size=who.world_size
+        global_batch_size, group, batch_size=batch_size, world_size=who.world_size
     )
     if is_validation and len(sizes) > 1:
         raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
@@ -254,7 +252,7 @@ def get_llama3_dataloader(
     shards_of = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         cache_dir=cache_dir,
-        count_tokens=rules.needs_lengths or (is_mixture and weights_in == "tokens"),
+        count_tokens=seq_len is not None or group > 1 or (is_mixture and weights_in == "tokens"),
         split=split,
     )
     shards = ShardSet([part for of_source in shards_of.values() for part in of_source.sources], split)
@@ -262,7 +260,9 @@ def get_llama3_dataloader(
     samples = {
         name: make_samples(
             of_source,
-            rules,
+            seq_len=seq_len,
+            max_length=max_length,
+            group=group,
             eos_token_id=tokenizer.eos_token_id,
             vocab_size=tokenizer.vocab_size if of_source.has_external else None,
             starts=bool(fields),
@@ -280,15 +280,15 @@ def get_llama3_dataloader(
         of_samples,
         tick_samples=tick_samples,
         batches_per_tick=tick_samples // (batch_size * who.world_size),
-        group=rules.group,
+        group=group,
         seed=seed,
         shuffle=shuffle and not is_validation,
         keeps_tail=is_validation,
         is_mixture=is_mixture,
         settings={
             "tokenizer": tokenizer.fingerprint,
-            "seq_len": shards.row_tokens or rules.seq_len or 0,
-            "max_length": rules.max_length or 0,
+            "seq_len": shards.row_tokens or seq_len or 0,
+            "max_length": max_length or 0,
             "split": shards.split,
         },
     )
@@ -304,7 +304,7 @@ def get_llama3_dataloader(
         padded = PaddedBatches(
             pad=pad,
             pad_to_multiple_of=pad_to_multiple_of,
-            pad_to_length=rules.max_length if padding == "max_length" else None,
+            pad_to_length=max_length if padding == "max_length" else None,
             num_beyond=int(shifts),
         )
         if collate_fn is None:

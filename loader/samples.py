@@ -296,57 +296,39 @@ class JoinedRows(Samples):
         return self._with_documents(chunk, counts, places, np.zeros_like(places), documents[taken])
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleRules:
-    """The arguments that define a sample. Raises UsageError where they contradict each other."""
-
-    seq_len: int | None = None
-    max_length: int | None = None
-    group: int = 1  # samples of like length side by side
-
-    def __post_init__(self) -> None:
-        if self.seq_len is not None and self.document_argument:
-            raise UsageError(
-                found=f"seq_len={self.seq_len}, to pack documents, and {self.document_argument}, to pad them",
-                expected="one of the two",
-            )
-
-    @property
-    def document_argument(self) -> str:
-        """Return the argument that is for padded documents alone, if one was given."""
-        if self.max_length is not None:
-            return f"max_length={self.max_length}"
-        return "group_by_length" if self.group > 1 else ""
-
-    @property
-    def needs_lengths(self) -> bool:
-        """Return whether the lengths of all documents must be known before the first batch."""
-        return self.seq_len is not None or self.group > 1
-
-
 def make_samples(
     shards: ShardSet,
-    rules: SampleRules,
     *,
+    seq_len: int | None,
+    max_length: int | None,
+    group: int,
     eos_token_id: int | None,
     keeps_tail: bool,
     starts: bool,
     **others: Any,
 ) -> Samples:
-    """Return the samples of some shards. Raises UsageError where the rules do not fit what the shards hold.
+    """Return the samples of some shards. Raises UsageError where the arguments do not fit what these hold.
 
     ``keeps_tail``: rows packed at load end with one that is not full. ``starts``: whether to say where
     documents begin in rows. ``others``: fields of Samples.
     """
+    for_documents = "group_by_length" if group > 1 else ""
+    if max_length is not None:
+        for_documents = f"max_length={max_length}"
+    if seq_len is not None and for_documents:
+        raise UsageError(
+            found=f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them",
+            expected="one of the two",
+        )
     if shards.has_rows and not shards.row_tokens:
         raise UsageError(
             found="packed rows beside documents, or beside rows of another length",
             expected="documents alone, or rows of one length: load them apart",
         )
     if shards.has_rows:
-        given = rules.document_argument
-        if rules.seq_len not in (None, shards.row_tokens):
-            given = f"seq_len={rules.seq_len}"
+        given = for_documents
+        if seq_len not in (None, shards.row_tokens):
+            given = f"seq_len={seq_len}"
         if given:
             rows = f"packed rows of {shards.row_tokens} tokens"
             raise UsageError(
@@ -356,11 +338,11 @@ def make_samples(
                 remedy="--seq_len",
             )
         return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
-    if rules.seq_len is None:
-        return Samples(shards=shards, max_length=rules.max_length, **others)
+    if seq_len is None:
+        return Samples(shards=shards, max_length=max_length, **others)
     return JoinedRows(
         shards=shards,
-        row_tokens=rules.seq_len,
+        row_tokens=seq_len,
         eos_token_id=eos_token_id,
         keeps_tail=keeps_tail,
         starts=starts,

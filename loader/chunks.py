@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.order import Int32s, Int64s
@@ -18,7 +17,6 @@ NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id
 ID_BITS = 2**31 - 1  # the id without it
 
 ORIGIN = ("row", "place", "source", "shard", "sample", "document")  # what a batch tells of a document
-_HEAD = 5  # samples per tick, ticks, tokens cut, document starts and origins (-1: none were asked for)
 
 Ids = npt.NDArray[np.signedinteger[Any]]
 Integers = npt.NDArray[np.integer[Any]]
@@ -187,38 +185,11 @@ class Chunk:
         counts = num_documents.astype(np.int32) * len(ORIGIN)
         return replace(self, origins=Ragged.of_joined(origins.reshape(-1), counts))
 
-    def pack(self) -> torch.Tensor:
-        """Return all of it as one int32 tensor: every tensor that is sent costs a file handle."""
-        told = [None if each is None else each.joined() for each in (self.starts, self.origins)]
-        sizes = [-1 if each is None else len(each.flats[0]) for each in told]
-        head = np.array([*self.lengths.shape, self.num_cut, *sizes], np.int32)
-        arrays: list[Integers] = [head, self.lengths.reshape(-1)]
-        for each in told:
-            if each is not None:
-                arrays += [each.counts.reshape(-1), each.flats[0]]
-        arrays.append(self.ids.joined().flats[0])
-        return torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
-
-    @staticmethod
-    def unpack(packed: torch.Tensor, row_tokens: int) -> Chunk:
-        """Return what ``pack`` packed. ``row_tokens`` is 0 where samples have lengths of their own."""
-        flat = packed.numpy()
-        slots, ticks, num_cut, *sizes = flat[:_HEAD].tolist()
-        lengths, rest = np.split(flat[_HEAD:], [slots * ticks])
-        lengths = lengths.reshape(slots, ticks)
-        told: list[Ragged | None] = []
-        for size in sizes:
-            if size < 0:
-                told.append(None)
-                continue
-            counts, part, rest = np.split(rest, [slots * ticks, slots * ticks + size])
-            told.append(Ragged.of_joined(part, counts.reshape(slots, ticks)))
-        counts = np.full(lengths.shape, row_tokens) if row_tokens else lengths
-        return Chunk(
-            lengths=lengths,
-            ids=Ragged.of_joined(rest, counts, row_tokens),
-            row_tokens=row_tokens,
-            num_cut=num_cut,
-            starts=told[0],
-            origins=told[1],
+    def joined(self) -> Chunk:
+        """Return a chunk that lies in no window: what a worker sends."""
+        return replace(
+            self,
+            ids=self.ids.joined(),
+            starts=None if self.starts is None else self.starts.joined(),
+            origins=None if self.origins is None else self.origins.joined(),
         )

@@ -63,6 +63,15 @@ class Ragged:
         self.counts[places] = other.counts
         self.flats.extend(other.flats)
 
+    @staticmethod
+    def stacked(parts: list[Ragged]) -> Ragged:
+        """Return the samples of some chunks of equally many ticks, one under another."""
+        ends = np.cumsum([len(part.counts) for part in parts])
+        stacked = Ragged.empty((int(ends[-1]), parts[0].counts.shape[1]), parts[0].width)
+        for part, end in zip(parts, ends, strict=True):
+            stacked.put(slice(end - len(part.counts), end), part)
+        return stacked
+
     def ticks(self, first: int, end: int) -> Ragged:
         """Return the ticks from ``first`` up to ``end`` of one that was put together."""
         assert self.flat_of is not None
@@ -135,7 +144,7 @@ class Chunk:
     row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
     starts: Ragged | None = None  # places in each row where a document begins
-    origins: Ragged | None = None  # ORIGIN numbers for each document
+    origins: Ragged | None = None  # ORIGIN numbers for each document, whose rows are not known yet
 
     @property
     def num_ticks(self) -> int:
@@ -155,8 +164,11 @@ class Chunk:
         shortest: list[int] = self.lengths.min(axis=0).tolist()
         return shortest
 
-    def edges_of(self, tick: int, first: int, end: int) -> Edges:
-        """Return where documents begin in some rows of a tick, as a batch of their own."""
+    def edges_of(self, tick: int, first: int, end: int, width: int) -> Edges:
+        """Return where documents begin in some samples of a tick, as a batch of their own of some width."""
+        if self.starts is None:  # each sample is one document
+            no_starts = np.zeros(0, np.int32), np.zeros(end - first, np.int64)
+            return Edges.of_rows(*no_starts, self.lengths[first:end, tick], width)
         edges, bounds = self._edges
         row = tick * self.num_samples + first
         part = slice(bounds[row], bounds[row + end - first])
@@ -175,16 +187,6 @@ class Chunk:
         bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.row_tokens)
         return edges, bounds.tolist()
 
-    def with_origins(self, num_documents: Integers, origins: Int32s) -> Chunk:
-        """Return the chunk with the origins of its documents, int32[documents, ORIGIN], tick after tick.
-
-        ``num_documents``: int[samples per tick, ticks]. The documents' rows are put in here.
-        """
-        rows = np.tile(np.arange(self.num_samples, dtype=np.int32), self.num_ticks)
-        origins[:, 0] = np.repeat(rows, num_documents.T.reshape(-1))
-        counts = num_documents.astype(np.int32) * len(ORIGIN)
-        return replace(self, origins=Ragged.of_joined(origins.reshape(-1), counts))
-
     def joined(self) -> Chunk:
         """Return a chunk that lies in no window: what a worker sends."""
         return replace(
@@ -192,4 +194,20 @@ class Chunk:
             ids=self.ids.joined(),
             starts=None if self.starts is None else self.starts.joined(),
             origins=None if self.origins is None else self.origins.joined(),
+        )
+
+    @staticmethod
+    def stacked(chunks: list[Chunk]) -> Chunk:
+        """Return chunks of the same ticks as one, with their samples one under another. Copies no ids."""
+        if len(chunks) == 1:
+            return chunks[0]
+        starts = [chunk.starts for chunk in chunks if chunk.starts is not None]  # of all chunks, or of none
+        origins = [chunk.origins for chunk in chunks if chunk.origins is not None]
+        return Chunk(
+            lengths=np.concatenate([chunk.lengths for chunk in chunks]),
+            ids=Ragged.stacked([chunk.ids for chunk in chunks]),
+            row_tokens=chunks[0].row_tokens,
+            num_cut=sum(chunk.num_cut for chunk in chunks),
+            starts=Ragged.stacked(starts) if starts else None,
+            origins=Ragged.stacked(origins) if origins else None,
         )

@@ -136,12 +136,12 @@ class BatchStream:
         """Yield the batches of each tick of an epoch, from a batch of one tick on."""
         order, slots, of_tick = self._chunks.run.order, self._chunks.slots, self._step_batches.of_tick
         while True:
-            chunks = self._next_chunks()
-            for place in range(chunks[0].num_ticks):
+            chunk = self._next_chunk()
+            for place in range(chunk.num_ticks):
                 fillers = order.is_filler(tick, slots) if order.keeps_tail else None
-                yield list(of_tick(chunks, place, first_batch, fillers))
+                yield list(of_tick(chunk, place, first_batch, fillers))
                 tick, first_batch = tick + 1, 0
-            del chunks  # they may hold their window; the next one is read now
+            del chunk  # it may hold its window; the next one is read now
 
     def end(self) -> None:
         """End the workers and close the files. The next steps start them again."""
@@ -180,16 +180,17 @@ class BatchStream:
                 "pass num_workers=0"
             ) from error
 
-    def _next_chunks(self) -> list[Chunk]:
-        """Return the next chunk of every worker, in the order of their slots."""
+    def _next_chunk(self) -> Chunk:
+        """Return the next chunk of every worker as one, in the order of their slots."""
         began = time.perf_counter()
         chunks = [next(self._arriving) for _ in range(max(self._num_workers, 1))]
         for chunk in chunks:
             if isinstance(chunk, ShardprepError):  # of a worker
                 raise chunk
         self._metrics.wait_s += time.perf_counter() - began
-        self._metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
-        return chunks
+        chunk = Chunk.stacked(chunks)
+        self._metrics.num_cut_tokens += chunk.num_cut
+        return chunk
 
 
 def _as_it_is(item: Any) -> Any:
@@ -239,5 +240,3 @@ def _check_main_guard() -> None:
                 path=path,
                 remedy='if __name__ == "__main__":',
             )
-
-

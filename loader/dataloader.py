@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, TypeVar, cast
@@ -50,18 +49,8 @@ logger = logging.getLogger(__name__)
 
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def arguments_by_group(docstring: str) -> dict[str, dict[str, str]]:
-    """Return the arguments that a docstring of this module explains: group -> name -> text."""
-    groups: dict[str, dict[str, str]] = {}
-    text = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
-    for group in re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)[1:]:
-        name, _, arguments = group.partition(":\n")
-        items = re.split(r"^ {8}(?=\S)", arguments, flags=re.MULTILINE)[1:]
-        explained = (item.partition(": ") for item in items)
-        groups[name] = {argument: " ".join(words.split()) for argument, _, words in explained}
-    return groups
+_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
+_PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
 
 def _with_checks(make: _Function) -> _Function:
@@ -76,9 +65,10 @@ def _with_checks(make: _Function) -> _Function:
                 raise TypeError(f"get_llama3_dataloader has no argument {name!r} any more: {ARGUMENTS[name]}")
             near = difflib.get_close_matches(name, known, 1)
             hint = f", did you mean {near[0]!r}" if near else ""
-            groups = arguments_by_group(make.__doc__ or "").items()
-            every = "; ".join(f"{group.lower()}: {', '.join(names)}" for group, names in groups)
-            raise TypeError(f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {every}")
+            raise TypeError(
+                f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {', '.join(known)}; "
+                "help(get_llama3_dataloader) explains them"
+            )
         bound = signature.bind(*args, **options)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _checked(name, value, known[name].annotation)
@@ -87,33 +77,30 @@ def _with_checks(make: _Function) -> _Function:
     return cast(_Function, call)
 
 
-_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
-_TYPES: dict[str, tuple[Any, str]] = {
-    "seed": (Integral, "a whole number"),
-    "model_id": ((str, os.PathLike), "a model's folder or its name on the hub"),
-    "cache_dir": ((str, os.PathLike), "a folder"),
-}
-
-
 def _checked(name: str, value: Any, annotation: str) -> Any:
     """Return an argument as the type that it is declared with. Raises UsageError for another one."""
     kind = annotation.removesuffix(" | None")
     if value is None and kind != annotation:
         return None
-    if kind == "int" and name != "seed":
-        return whole_number(name, value, least=int(name not in _FROM_0))
-    if name == "collate_fn":
-        is_right, expected = callable(value), "a function of a list of samples"
+    if name == "seed":
+        if isinstance(value, Integral):
+            return int(value)
+        expected = "a whole number"
+    elif kind == "int":
+        return whole_number(name, value, least=0 if name in _FROM_0 else 1)
     elif kind == "bool":
-        is_right, expected = value in (True, False), "True or False"
+        if value in (True, False):
+            return bool(value)
+        expected = "True or False"
+    elif name in _PATHS:
+        if isinstance(value, (str, os.PathLike)):
+            return value
+        expected = _PATHS[name]
+    elif name != "collate_fn" or callable(value):
+        return value
     else:
-        types, expected = _TYPES.get(name, (object, ""))
-        is_right = isinstance(value, types)
-    if not is_right:
-        raise UsageError.of_value(name, value, expected)
-    if kind == "bool":
-        return bool(value)
-    return int(value) if name == "seed" else value
+        expected = "a function of a list of samples"
+    raise UsageError.of_value(name, value, expected)
 
 
 @_with_checks
@@ -294,7 +281,7 @@ def get_llama3_dataloader(
     )
     num_slots = run.order.num_slots // who.world_size
     workers = _worker_options(num_workers, num_slots, prefetch_factor, persistent_workers)
-    has_blanks = any(of_source.blank_id is not None for of_source in shards_of.values())
+    has_blanks = shards.blank_id is not None
     padded = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
     if not isinstance(padded, PaddedBatches):
         # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
@@ -317,7 +304,7 @@ def get_llama3_dataloader(
         padded=padded,
         collate_fn=collate_fn,
         boundaries=fields,
-        has_masks=any(of_source.has_masks for of_source in shards_of.values()),
+        has_masks=shards.has_masks,
         has_blanks=has_blanks,
         shifts_targets=shifts,
         origins=origins,

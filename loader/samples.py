@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import Chunk, Integers, Ragged
+from loader.chunks import ORIGIN, Chunk, Integers, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
@@ -124,7 +124,8 @@ class Samples:
             shard = self.shards.shard_of(samples)
             later = np.zeros_like(shard)  # row and source are put in later
             columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
-            chunk = chunk.with_origins(by_sample, np.stack(columns, axis=1).astype(np.int32))
+            origins = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
+            chunk = replace(chunk, origins=Ragged.of_joined(origins, by_sample * len(ORIGIN)))
         return chunk
 
 

@@ -21,9 +21,8 @@ from loader.ranks import ProcessRank, check_process_rank
 from loader.run import Position, Run
 from loader.sources import whole_number
 from loader.state import Progress, go_on, state_of
-from loader.stream import BatchStream
+from loader.stream import BatchStream, ChunkDataset
 from loader.tokenizer import LoaderTokenizer
-from loader.workers import ChunkDataset
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import HostNumber, boundary_fields
-from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Ragged
+from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Integers, Ragged
 from loader.shards import check_choice
 from shardprep.errors import UsageError
 from shardprep.format.names import BLANK
@@ -118,7 +118,7 @@ class PaddedBatches:
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
     num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
 
-    def of_documents(self, joined: Ids, lengths: Lengths, *, has_blanks: bool = False) -> Batch:
+    def of_documents(self, joined: Integers, lengths: Lengths, *, has_blanks: bool = False) -> Batch:
         """Pad samples, whose ids stand one after another, to the longest, or as the fields say.
 
         ``has_blanks``: BLANK may stand among the ids.
@@ -132,7 +132,7 @@ class PaddedBatches:
         return self._batch(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED), has_blanks)
 
     def of_rows(
-        self, rows: Ids, lengths: Lengths | None, *, has_masks: bool = False, has_blanks: bool = False
+        self, rows: Integers, lengths: Lengths | None, *, has_masks: bool = False, has_blanks: bool = False
     ) -> Batch:
         """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
 

@@ -80,8 +80,9 @@ def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
 
     What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
     """
-    is_list = isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, bytes, os.PathLike))
-    named: Iterable[Any] = input_shards if is_list else [input_shards]
+    named: Iterable[Any] = [input_shards]
+    if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, bytes, os.PathLike)):
+        named = input_shards
     listed: dict[str, frozenset[str] | None] = {}
     paths: list[str] = []
     for each in named:

@@ -100,7 +100,14 @@ class Bench:
     def planned(self, who: str, corpus: str, times: int, form: str) -> Path:
         data = self._scratch / "data" / Path(who).name / corpus / str(times) / form
         if not (data / "plan.json").exists():
-            words = ["--input_dir", self.raw(corpus, times), "--output_dir", data, "--num_shards", "1"]
+            words: list[str | Path] = [
+                "--input_dir",
+                self.raw(corpus, times),
+                "--output_dir",
+                data,
+                "--num_shards",
+                "1",
+            ]
             words += ["--model_id", self._text.tokenizer, *FORMS[form]]
             self._run(Path(who), ["-m", "preprocess", "plan", *words])
         return data

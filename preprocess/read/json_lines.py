@@ -242,7 +242,7 @@ def _num_beginning(block: bytes, word: bytes) -> int:
     if len(word) < 4:
         return block.count(word)
     shifted = (np.frombuffer(block, "<u4", (len(block) - k) // 4, k) for k in range(min(4, len(block))))
-    return sum(np.count_nonzero(units == int.from_bytes(word[:4], "little")) for units in shifted)
+    return sum(int(np.count_nonzero(units == int.from_bytes(word[:4], "little"))) for units in shifted)
 
 
 @functools.lru_cache(maxsize=256)

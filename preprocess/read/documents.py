@@ -19,7 +19,7 @@ import numpy.typing as npt
 from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
 from preprocess.read.compressed import COMPRESSIONS, load_zstd
-from preprocess.read.format import Format, Records, Start, starts_among
+from preprocess.read.format import Format, Records, Start, Texts, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
@@ -56,7 +56,7 @@ class Documents:
     """A batch: consecutive documents of one input. Empty lines are left out but counted."""
 
     input_number: int  # position of the file in the plan
-    texts: list[bytes]  # each document as UTF-8; never empty
+    texts: Sequence[bytes]  # each document as UTF-8; never empty
     lines: Numbers  # int64[n]: line, or row, of each document in the shard, from 0
     offsets: Numbers  # int64[n]: where each begins in the file, see docs/format.md
     # What stands beside each text, by name: "id" and "source" of its record; of conversations "spans", the
@@ -72,7 +72,7 @@ class Documents:
         picked = numbers.tolist()
         return dataclasses.replace(
             self,
-            texts=[self.texts[number] for number in picked],
+            texts=Texts([self.texts[number] for number in picked]),
             lines=self.lines[numbers],
             offsets=self.offsets[numbers],
             columns={name: [column[n] for n in picked] for name, column in self.columns.items()},
@@ -210,9 +210,10 @@ def read_records(
 def _documents_of(records: Records, input_number: int, first_line: int) -> Documents:
     """Take the documents among records, the first of which is a line of the shard."""
     texts = records.texts
+    is_all = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
     documents = Documents(
         input_number=input_number,
-        texts=cast("list[bytes]", texts),
+        texts=texts if isinstance(texts, Texts) else Texts(cast("list[bytes]", texts)),
         lines=np.arange(first_line, first_line + len(texts)),
         offsets=records.starts,
         columns={name: list(column) for name, column in records.columns.items()},
@@ -220,9 +221,7 @@ def _documents_of(records: Records, input_number: int, first_line: int) -> Docum
         num_lines=len(texts),
         num_bytes=records.num_bytes,
     )
-    if all(texts) and {bytes}.issuperset(map(type, texts)):
-        return documents
-    return documents.sorted_out(texts, records.sizes)[0]
+    return documents if is_all else documents.sorted_out(texts, records.sizes)[0]
 
 
 def _transformed(

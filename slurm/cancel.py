@@ -15,7 +15,7 @@ from slurm.state import DatasetState, chosen_shards, find_state
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """``cancel DATA``: every job of this data set that waits or runs. Shards that are done stay done."""
+    """Cancel every job of a data set that waits or runs: ``cancel DATA``. Shards that are done stay done."""
     state = find_state(args.output_dir, need_plan(args.output_dir))
     queue = state.queue
     if args.shards is None:

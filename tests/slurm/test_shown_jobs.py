@@ -356,13 +356,17 @@ class ItWaitsError(BaseException):
     """Raised in the place of a sleep."""
 
 
-def test_shards_of_suspended_jobs_are_told_with_the_line_that_resumes_them(
+def test_where_only_an_administrator_can_go_on_nothing_is_told_to_type_and_no_time_is_foretold(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     submitted(data_dir)
-    fake.answers("squeue", squeue_line("0-2", "SUSPENDED") + squeue_line("3-4", "RUNNING"))
-    (waits,) = status(data_dir)["waits_for"]
-    assert (waits["shards"], waits["to_type"]) == ("0-2", "scontrol resume 1")
+    make_done(data_dir, 0)
+    runs = squeue_line("4", "RUNNING")
+    for line in (squeue_line("1-3", "SUSPENDED"), squeue_line("1-3", "PENDING", "JobHeldAdmin")):
+        fake.answers("squeue", line + runs)
+        (waits,) = status(data_dir)["waits_for"]
+        assert (waits["shards"], waits["to_type"], bool(waits["means"])) == ("1-3", "", True)
+        assert status(data_dir)["left_s"] is None
 
 
 def fail_at_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,21 +27,28 @@ def cancel(args: argparse.Namespace) -> int:
         # Said before scancel ends this process, too, and with it whatever it would still print.
         job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
         task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
-        if own := next((each for each in (job_id, task) if each in jobs), None):
-            say(f"warning: this runs in job {own}, which is one of {', '.join(jobs)}, and ends with it")
+        if here := next((each for each in (job_id, task) if each in jobs), None):
+            say(f"warning: this runs in job {here}, which is one of {', '.join(jobs)}, and ends with it")
+        named = {} if args.shards is None else {"shards": args.shards}
         try:
             slurm_output("scancel", *jobs)
         except SlurmRefused as error:
             if "denied" not in str(error):
                 raise
-            job_ids = {each.partition("_")[0] for each in jobs}
-            users = {job.user for job in queue.jobs.values() if job.job_id in job_ids}
-            whose = ", ".join(sorted(users - {user_name()})) or "another user"
-            raise SlurmRefused(
-                f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
-                f"them; {error}"
-            ) from None
-        named = {} if args.shards is None else {"shards": args.shards}
+            # scancel has ended this user's jobs all the same. Controllers and unrecorded jobs are theirs.
+            user_of = {job.job_id: job.user for job in queue.jobs.values()}
+            of_others = [
+                each for each in jobs if user_of.get(each.partition("_")[0]) not in (user_name(), None)
+            ]
+            others = {user_of[each.partition("_")[0]] for each in of_others}
+            words = (
+                f"{', '.join(sorted(others)) or 'another user'} submitted jobs of this data set, and only "
+            )
+            words += f"that user or an administrator can cancel them; {error}"
+            if own := [each for each in jobs if each not in of_others]:
+                append_event(args.output_dir, "cancel", jobs=own, **named)
+                words += f". Cancelled: {', '.join(own)}"
+            raise SlurmRefused(words) from None
         append_event(args.output_dir, "cancel", jobs=jobs, **named)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)

@@ -21,6 +21,7 @@ from tests.slurm.fake_slurm import (
     FakeSlurm,
     array,
     ended,
+    events,
     identity_of,
     last_line,
     make_done,
@@ -347,6 +348,17 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(
     assert not fake.calls("scancel")
     slurm("cancel", data_dir, "--shards", "1,3-4")
     assert fake.calls("scancel") == ["1_1 1_3"]
+
+
+def test_cancel_of_a_groups_data_set_ends_the_users_own_jobs_and_names_who_can_end_the_others(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, array(tasks=["0", "1"]))
+    submitted(data_dir, array("5", tasks=["2", "3", "4"]), verify="6", number=1, user="kim")
+    fake.answers("squeue", squeue_line("0-1", "RUNNING") + squeue_line("0-2", "RUNNING", job="5", user="kim"))
+    fake.answers_by("scancel", "echo 'Kill job error on job id 5: Access/permission denied' >&2; exit 1")
+    assert "error: kim " in slurm("cancel", data_dir, code=2)
+    assert events(data_dir)[-1]["jobs"] == ["1"]
 
 
 # --- what only a person can do

@@ -37,18 +37,15 @@ def cancel(args: argparse.Namespace) -> int:
                 raise
             # scancel has ended this user's jobs all the same. Controllers and unrecorded jobs are theirs.
             user_of = {job.job_id: job.user for job in queue.jobs.values()}
-            of_others = [
-                each for each in jobs if user_of.get(each.partition("_")[0]) not in (user_name(), None)
-            ]
-            others = {user_of[each.partition("_")[0]] for each in of_others}
-            words = (
-                f"{', '.join(sorted(others)) or 'another user'} submitted jobs of this data set, and only "
-            )
-            words += f"that user or an administrator can cancel them; {error}"
-            if own := [each for each in jobs if each not in of_others]:
+            owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
+            own = [each for each in jobs if owners[each] == user_name()]
+            if own:
                 append_event(args.output_dir, "cancel", jobs=own, **named)
-                words += f". Cancelled: {', '.join(own)}"
-            raise SlurmRefused(words) from None
+            whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
+            raise SlurmRefused(
+                f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
+                f"them; cancelled: {', '.join(own) or 'none'}; {error}"
+            ) from None
         append_event(args.output_dir, "cancel", jobs=jobs, **named)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)

@@ -4,9 +4,9 @@ A digest depends on no shard, record form or tokenizer: it is a hash of the text
 conversation's messages. Equal documents have equal digests, and so are on one side of a validation split.
 DATA/digests has them.
 
-A user names documents in a file, for ``plan --exclude`` and ``blank --ids``: a line is an id of --id_field,
-or ``sha256:`` and the sha256 of a text. Kept of a line are 16 bytes, so a list of a million names takes 16 MB
-in each process that looks for them.
+A user names documents in a file, for ``plan --exclude``, ``blank --ids`` and ``where --ids``: a line is an
+id of --id_field, ``sha256:`` and the sha256 of a text, or ``at:FILE:BYTE``, where one begins in an input.
+Kept of a line are 16 bytes, so a list of a million names takes 16 MB in each process that looks for them.
 
 A blanked document keeps its place: where its ids stood stand as many BLANKs, and its text, its id and its
 digest are gone. So whoever makes the shard again makes the same one. The plan's option ``blanked`` names the
@@ -18,9 +18,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +34,9 @@ from shardprep.format.json_files import Count, read_file, with_content_hash, wro
 from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, blanked_path, ids_path, remake_command
 
 DIGEST = np.dtype(f"V{DIGEST_BYTES}")
-_TEXT = "sha256:"
+NameKind = Literal["id", "text", "place"]
+_TEXT, _PLACE = "sha256:", "at:"
+_EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
 _MOST_NAMES = 10_000_000
 _FORMAT = "shardprep-blanked"
 _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
@@ -70,9 +74,8 @@ def are_for_validation(digests: npt.NDArray[np.void], fraction: float) -> npt.ND
 class DocumentNames:
     """Names of documents, looked up a batch at a time."""
 
-    keys: npt.NDArray[np.void]  # DIGEST[names], ascending: digests of texts, and hashes of ids
-    has_ids: bool = True
-    has_texts: bool = True
+    keys: npt.NDArray[np.void]  # DIGEST[names], ascending: of ids, of texts (their digests) and of places
+    kinds: frozenset[NameKind] = frozenset({"id", "text", "place"})  # that may be among them
 
     def find(self, keys: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
         """Return where some keys stand among the names: intp[n], -1 for one that is none."""
@@ -81,11 +84,33 @@ class DocumentNames:
         is_there = self.keys[places] == keys if len(self.keys) else np.zeros(len(keys), np.bool_)
         return np.where(is_there, places, -1)
 
+    def offsets_in(self, path: str) -> npt.NDArray[np.int64]:
+        """Return where the documents begin that are named by their place in an input: int64[n], ascending."""
+        first, last = keys_of_places(path, np.array([0, 2**63 - 1]))
+        found = self.keys[np.searchsorted(self.keys, first) : np.searchsorted(self.keys, last)]
+        return found.view(">u8")[1::2].astype(np.int64)
+
 
 def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:
     """Return the keys of ids: DIGEST[n]."""
     found = [hashlib.sha256(b"id:" + name.encode()).digest()[:DIGEST_BYTES] for name in ids]
     return np.frombuffer(b"".join(found), DIGEST)
+
+
+def keys_of_places(path: str, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    """Return the keys of places in an input: DIGEST[n], 8 bytes of a hash of its path, and 8 of the offset.
+
+    ``path``: as the plan has it. ``offsets``: see docs/format.md, "Places".
+    """
+    keys = np.empty((len(offsets), 2), ">u8")
+    keys[:, 0] = int.from_bytes(hashlib.sha256(_PLACE.encode() + path.encode()).digest()[:8], "big")
+    keys[:, 1] = offsets
+    return keys.view(DIGEST).reshape(-1)
+
+
+def name_of_place(path: str, offset: int) -> str:
+    """Return the line of a list that names a document by its place."""
+    return f"{_PLACE}{path}:{offset}"
 
 
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
@@ -94,10 +119,10 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
     ``id_field``: of the plan, "" where it keeps no ids. Raises NotFound, BadInput, UsageError,
     ReadWriteError.
     """
-    keys, kinds = bytearray(), set[bool]()
-    for _, key, is_text in _names_in(path, id_field):
+    keys, kinds = bytearray(), set[NameKind]()
+    for _, key, kind in _names_in(path, id_field):
         keys += key
-        kinds.add(is_text)
+        kinds.add(kind)
         if len(keys) > _MOST_NAMES * DIGEST_BYTES:
             raise BadInput(
                 f"{path} has more than {_MOST_NAMES:,} names; every process that makes shards would hold "
@@ -108,7 +133,7 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
     if not keys:
         raise BadInput(f"{path} names no document, expected a line for each", path=path)
     found = np.unique(np.frombuffer(keys, DIGEST))
-    return DocumentNames(keys=found, has_ids=False in kinds, has_texts=True in kinds)
+    return DocumentNames(keys=found, kinds=frozenset(kinds))
 
 
 def lines_of(
@@ -120,39 +145,49 @@ def lines_of(
             yield line
 
 
-def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, bool]]:
-    """Yield each line that is not empty, its key, and whether it names a text."""
+def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]]:
+    """Yield each line that is not empty, its key of 16 bytes, and what it names a document by."""
     try:
         for number, raw in enumerate(read_lines(path), 1):
             try:
                 line = raw.decode().strip()
-                digest = bytes.fromhex(line.removeprefix(_TEXT)) if line.startswith(_TEXT) else None
-                fault = "" if digest is None or len(digest) in (DIGEST_BYTES, 32) else "another length"
+                key, kind = _key_of(line)
             except ValueError as error:  # a UnicodeDecodeError, too
-                fault = str(error)
-            if fault:
                 raise BadInput(
-                    f"{path}:{number} is {raw[:80]!r} ({fault}), expected an id in UTF-8, or sha256: and "
-                    "64 hex digits",
+                    f"{path}:{number} is {raw[:80]!r} ({error}), expected {_EXPECTED}",
                     path=path,
                     found=repr(raw[:80]),
-                    expected="64 hex digits",
-                )
+                    expected=_EXPECTED,
+                ) from None
             if not line:
                 continue
-            if digest is None and not id_field:
+            if kind == "id" and not id_field:
                 raise UsageError(
                     f"{path} has the line {line[:60]!r}, an id, and the plan has no --id_field, so it knows "
-                    "no ids; name texts, as sha256:HEX",
+                    "no ids; name texts, as sha256:HEX, or places, as at:FILE:BYTE",
                     path=path,
                     found=line[:60],
-                    expected="sha256:HEX",
+                    expected="sha256:HEX or at:FILE:BYTE",
                     remedy="--id_field",
                 )
-            key = hashlib.sha256(b"id:" + line.encode()).digest() if digest is None else digest
-            yield line, key[:DIGEST_BYTES], digest is not None
+            yield line, key, kind
     except NOT_THERE:
         raise NotFound(f"{path} is no file", path=path) from None
+
+
+def _key_of(line: str) -> tuple[bytes, NameKind]:
+    """Return the key of a line, and what it names a document by. Raises ValueError."""
+    if line.startswith(_TEXT):
+        digest = bytes.fromhex(line.removeprefix(_TEXT))
+        if len(digest) not in (DIGEST_BYTES, 32):
+            raise ValueError("another length")
+        return digest[:DIGEST_BYTES], "text"
+    if line.startswith(_PLACE):
+        place = re.fullmatch(r"(.+):([0-9]{1,18})", line.removeprefix(_PLACE), re.DOTALL)
+        if place is None:
+            raise ValueError("no file and byte")
+        return keys_of_places(place[1], np.array([int(place[2])])).tobytes(), "place"
+    return keys_of_ids([line]).tobytes(), "id"
 
 
 def read_excluded(folder: Path, sha256: str) -> DocumentNames:

@@ -179,8 +179,8 @@ def read_documents(
         if template is not None:
             documents = _rendered(documents, template, name)
         if excluded is not None:
-            is_named = (find_names(documents, excluded, name) >= 0).any(axis=0)
-            if is_named.any():
+            is_named = (find_names(documents, excluded, name) >= 0).any(axis=0).tolist()
+            if True in is_named:
                 texts = zip(documents.texts, is_named, strict=True)
                 documents, _ = documents.sorted_out(_EXCLUDED if named else text for text, named in texts)
         if num_left is not None and len(documents.texts) >= num_left:

@@ -16,13 +16,14 @@ shards that have a file DATA/blanked/shard-N.json.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,7 @@ import orjson
 
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
 from shardprep.files import NOT_THERE, Digest, make_subfolder, publish_bytes, read_lines, read_regular
+from shardprep.format.idx import ShardSamples
 from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
 from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, blanked_path, ids_path, remake_command
 
@@ -37,7 +39,7 @@ DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 NameKind = Literal["id", "text", "place"]
 _TEXT, _PLACE = "sha256:", "at:"
 _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
-_MOST_NAMES = 10_000_000
+MOST_NAMES = 10_000_000  # of a list
 _FORMAT = "shardprep-blanked"
 _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
 # The digest of a blanked document; a document stays on its side of a split.
@@ -109,7 +111,9 @@ def keys_of_places(path: str, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.
 
 
 def name_of_place(path: str, offset: int) -> str:
-    """Return the line of a list that names a document by its place."""
+    """Return the line of a list that names a document by its place. Raises UsageError where none can."""
+    if "\n" in path:
+        raise UsageError(path=path, found="an input with a line end in its name", expected="one without")
     return f"{_PLACE}{path}:{offset}"
 
 
@@ -123,12 +127,12 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
     for _, key, kind in _names_in(path, id_field):
         keys += key
         kinds.add(kind)
-        if len(keys) > _MOST_NAMES * DIGEST_BYTES:
+        if len(keys) > MOST_NAMES * DIGEST_BYTES:
             raise BadInput(
-                f"{path} has more than {_MOST_NAMES:,} names; every process that makes shards would hold "
+                f"{path} has more than {MOST_NAMES:,} names; every process that makes shards would hold "
                 "them: filter the input itself",
                 path=path,
-                expected=f"at most {_MOST_NAMES:,} names",
+                expected=f"at most {MOST_NAMES:,} names",
             )
     if not keys:
         raise BadInput(f"{path} names no document, expected a line for each", path=path)
@@ -194,7 +198,7 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
     """Read the names that a plan leaves out. ``sha256``: of its options. Raises BrokenShard."""
     path = folder / EXCLUDED_NAME
     try:
-        raw = read_regular(path, max_bytes=_MOST_NAMES * DIGEST_BYTES + 1)
+        raw = read_regular(path, max_bytes=MOST_NAMES * DIGEST_BYTES + 1)
         found = hashlib.sha256(raw).hexdigest()
     except NOT_THERE:
         raw, found = b"", "missing"
@@ -227,6 +231,38 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
                 f"{path} has the line {line[:60]!r}; run: {remedy}", path=path, found=line[:60], remedy=remedy
             )
         yield input_number, offset, kept
+
+
+class Pieces(NamedTuple):
+    """The parts of a shard's documents, one in each sample that holds one; in the order of the samples."""
+
+    record: npt.NDArray[np.int64]  # the sample
+    document: npt.NDArray[np.int64]  # its number, in the order of digests/
+    num_tokens: npt.NDArray[np.int64]
+
+
+def pieces_of(samples: ShardSamples) -> Pieces:
+    """Find the parts of a shard's documents. Of rows it reads where documents begin in each, 10 us a row."""
+    records = samples.records
+    if not samples.spec.has_rows:
+        numbers = np.arange(len(records))
+        return Pieces(numbers, numbers, records["num_tokens"].astype(np.int64))
+    found: list[tuple[int, int, int]] = []
+    num_documents = 0
+    # With --pack best_fit a document of several rows begins one, and all of these have its place.
+    first_at: dict[tuple[int, int], int] = {}
+    places = zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)
+    for row, (num_tokens, place) in enumerate(zip(records["num_tokens"].tolist(), places, strict=True)):
+        starts = samples.starts(row).tolist()
+        bounds = [*starts, num_tokens]
+        if bounds[0] > 0:
+            found.append((row, first_at.get(place, num_documents - 1), bounds[0]))
+        elif starts:
+            first_at[place] = num_documents
+        for begin, end in itertools.pairwise(bounds):
+            found.append((row, num_documents, end - begin))
+            num_documents += 1
+    return Pieces(*np.array(found, np.int64).reshape(-1, 3).T)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,11 +34,11 @@ from shardprep.format.documents import (
     kept_ids,
     keys_of_ids,
     lines_of,
+    named_places,
     publish_blanked,
     read_blanked,
     read_names,
 )
-from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
 from shardprep.format.names import (
     EXCLUDED_NAME,
@@ -145,14 +145,7 @@ def _named_places(
         stamp = read_manifest(folder, shard_id).digests
         raw = read_regular(digests_path(folder, shard_id), max_bytes=stamp.num_bytes) if stamp else b""
         is_named = bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
-    for part in shard.ranges:
-        path = plan.inputs[part.input_number].path
-        offsets = names.offsets_in(path)
-        # Rows, and bytes of decompressed text, may be of any shard that has a part of the file.
-        if input_kind(path).is_in_bytes:
-            offsets = offsets[(offsets >= part.start) & (offsets < part.end)]
-        is_named |= len(offsets) > 0
-    if is_named:
+    if is_named or any(named_places(names, shard.ranges)):
         digest = None if shard.sha256 is None else hashlib.sha256()
         for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
             of = find_names(documents, names, plan.inputs[documents.input_number].path)

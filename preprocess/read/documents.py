@@ -179,10 +179,10 @@ def read_documents(
         if template is not None:
             documents = _rendered(documents, template, name)
         if excluded is not None:
-            is_named = (find_names(documents, excluded, name) >= 0).any(axis=0).tolist()
-            if True in is_named:
-                texts = zip(documents.texts, is_named, strict=True)
-                documents, _ = documents.sorted_out(_EXCLUDED if named else text for text, named in texts)
+            named = find_names(documents, excluded, name).max(axis=0, initial=-1)
+            if named.max(initial=-1) >= 0:
+                texts = zip(documents.texts, named, strict=True)
+                documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in texts)
         if num_left is not None and len(documents.texts) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line

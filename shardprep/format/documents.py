@@ -32,8 +32,10 @@ import orjson
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
 from shardprep.files import NOT_THERE, Digest, make_subfolder, publish_bytes, read_lines, read_regular
 from shardprep.format.idx import ShardSamples
+from shardprep.format.input_formats import input_kind
 from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
 from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, blanked_path, ids_path, remake_command
+from shardprep.format.plan import ByteRange
 
 DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 NameKind = Literal["id", "text", "place"]
@@ -86,12 +88,6 @@ class DocumentNames:
         is_there = self.keys[places] == keys if len(self.keys) else np.zeros(len(keys), np.bool_)
         return np.where(is_there, places, -1)
 
-    def offsets_in(self, path: str) -> npt.NDArray[np.int64]:
-        """Return where the documents begin that are named by their place in an input: int64[n], ascending."""
-        first, last = keys_of_places(path, np.array([0, 2**63 - 1]))
-        found = self.keys[np.searchsorted(self.keys, first) : np.searchsorted(self.keys, last)]
-        return found.view(">u8")[1::2].astype(np.int64)
-
 
 def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:
     """Return the keys of ids: DIGEST[n]."""
@@ -108,6 +104,20 @@ def keys_of_places(path: str, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.
     keys[:, 0] = int.from_bytes(hashlib.sha256(_PLACE.encode() + path.encode()).digest()[:8], "big")
     keys[:, 1] = offsets
     return keys.view(DIGEST).reshape(-1)
+
+
+def named_places(names: DocumentNames, ranges: Iterable[ByteRange]) -> Iterator[tuple[int, int]]:
+    """Yield input and place of documents that are named by it, and that may begin in these parts of inputs.
+
+    Rows, and bytes of decompressed text, may be of any part of the file.
+    """
+    for part in ranges:
+        path = part.planned.path if part.planned else part.path.name
+        first, last = keys_of_places(path, np.array([0, 2**63 - 1]))
+        found = names.keys[np.searchsorted(names.keys, first) : np.searchsorted(names.keys, last)]
+        for offset in found.view(">u8")[1::2].tolist():
+            if part.start <= offset < part.end or not input_kind(path).is_in_bytes:
+                yield part.input_number, offset
 
 
 def name_of_place(path: str, offset: int) -> str:

@@ -55,7 +55,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--output", metavar="FILE", type=Path, required=True, help=text)
     text = "of packed rows, folder of the inputs, if they moved (default: the plans')"
     add("--input_dir", metavar="PATH", type=Path, help=text)
-    add("--transform", metavar="PATH", type=Path, help="of packed rows, the file of the plans' --transform")
+    text = "of packed rows, the file of the plans' --transform (default: none)"
+    add("--transform", metavar="PATH", type=Path, help=text)
     add("--json", action="store_true", help="print JSON for programs")
 
 

@@ -191,7 +191,9 @@ def test_a_run_that_was_amended_is_gone_through_as_it_was(data: Path, tmp_path: 
         (["low", "high"], {"weights": {"low": 1, "high": 1}}),
         (["low", "high"], {"weights": {"low": 0, "high": 1}, "global_batch_size": 2 * L}),
     ]
-    state, expected, num_steps = None, {}, 0
+    state: Any = None
+    expected: Steps = {}
+    num_steps = 0
     for names, options in plans:
         with load(data, names, amend=True, max_length=9, **options) as loader:
             if state is not None:

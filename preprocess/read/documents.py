@@ -25,7 +25,13 @@ from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
-from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, keys_of_ids
+from shardprep.format.documents import (
+    DocumentNames,
+    canonical_conversation,
+    digests_of,
+    keys_of_ids,
+    keys_of_places,
+)
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
@@ -172,9 +178,11 @@ def read_documents(
             documents = _transformed(documents, transform, name, reasons, is_chat=template is not None)
         if template is not None:
             documents = _rendered(documents, template, name)
-        if excluded is not None and (is_named := find_names(documents, excluded) >= 0).any():
-            texts = zip(documents.texts, is_named, strict=True)
-            documents, _ = documents.sorted_out(_EXCLUDED if named else text for text, named in texts)
+        if excluded is not None:
+            named = find_names(documents, excluded, name).max(axis=0, initial=-1)
+            if named.max(initial=-1) >= 0:
+                texts = zip(documents.texts, named, strict=True)
+                documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in texts)
         if num_left is not None and len(documents.texts) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
@@ -263,14 +271,16 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     )
 
 
-def find_names(documents: Documents, names: DocumentNames) -> npt.NDArray[np.intp]:
-    """Return the name of each document, by its id or its text: intp[n], -1 for one that has none."""
-    ids = documents.columns.get("id")
-    by_id = None if ids is None or not names.has_ids else names.find(keys_of_ids(ids))
-    if by_id is not None and not names.has_texts:
-        return by_id
-    by_text = names.find(documents.digests())
-    return by_text if by_id is None else np.maximum(by_id, by_text)
+def find_names(documents: Documents, names: DocumentNames, path: str) -> npt.NDArray[np.intp]:
+    """Return the names of each document of an input, by id, text and place: intp[kinds, n], -1 for none."""
+    keys = []
+    if "id" in names.kinds and "id" in documents.columns:
+        keys.append(keys_of_ids(documents.columns["id"]))
+    if "text" in names.kinds:
+        keys.append(documents.digests())
+    if "place" in names.kinds:
+        keys.append(keys_of_places(path, documents.offsets))
+    return np.array([names.find(each) for each in keys], np.intp).reshape(len(keys), len(documents.texts))
 
 
 def starts_in(

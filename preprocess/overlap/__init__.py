@@ -1,0 +1,1 @@
+"""What must not be trained on: equal documents. No other room imports this one."""

@@ -11,13 +11,12 @@ import hashlib
 import importlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import BATCH_BYTES
-from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
 from preprocess.read.compressed import COMPRESSIONS, load_zstd
 from preprocess.read.format import Format, Records, Start, Texts, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader
@@ -35,6 +34,9 @@ from shardprep.format.documents import (
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
+
+if TYPE_CHECKING:
+    from preprocess.read.chat import ChatTemplate
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -167,6 +169,8 @@ def read_documents(
     """
     template = None
     if options.record == "chat":
+        from preprocess.read.chat import ChatTemplate  # 12 files that a task of texts need not open
+
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
     names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()  # of LeaveOut so far
@@ -248,6 +252,8 @@ def _transformed(
 
 def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:
     """Render conversations of the input ``name``, given as the JSON of their messages."""
+    from preprocess.read.chat import TooCostly, render_conversations
+
     messages = (text.decode() for text in documents.texts)
     documents, asked = documents.sorted_out(
         text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages

@@ -1,5 +1,5 @@
-"""What must not be trained on: documents that share n-grams with an evaluation. No other room imports this one.
+"""What must not be trained on. No other room imports this one, so it can go as a whole.
 
-``rules`` names the published rules; ``shard_documents`` reads a shard back; ``token_texts`` and ``units`` turn
-ids into texts and words; ``ngrams`` finds what two sides share; ``overlap`` is the command.
+``shard_documents`` reads a shard back, ``token_texts`` turns ids into texts, ``ngrams`` and ``words`` find
+what documents share with an evaluation, which ``evals`` reads; ``overlap`` is the command, ``page`` its page.
 """

@@ -1,33 +1,42 @@
 """``shardprep overlap DATA --against EVALS``: find the documents that hold text of an evaluation.
 
-Each shard is read once, and its hits become one file, which appears whole. Its first line says of what shard,
-rule and evaluation it is, so a second call makes what is missing, and the call after which nothing is missing
-merges all files: into ``overlap.jsonl``, ``names.txt`` for ``plan --exclude`` and ``blank --ids``, and a page.
+Each shard is read once, and its hits become one file, which appears whole. Its first line says of which
+shard, rule and evaluation it is, so a second call makes what is missing. The call that finds all files there
+merges them: into overlap.jsonl, names.txt for ``plan --exclude`` and ``blank --ids``, and a page.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from preprocess.make.worker import load_engine
 from preprocess.overlap.evals import READ_OPTIONS, Evals, read_evals
-from preprocess.overlap.ngrams import MOST_NGRAM, EvalIndex, Units, find_hits
+from preprocess.overlap.ngrams import MOST_NGRAM, EvalIndex, Units, find_hits, scattered
 from preprocess.overlap.page import Summary
-from preprocess.overlap.rules import RULES, Rule
-from preprocess.overlap.shard_documents import Block, ShardDocuments
+from preprocess.overlap.shard_documents import ShardDocuments
 from preprocess.overlap.token_texts import TokenTexts
-from preprocess.overlap.units import tokens_as_units, words_as_units
+from preprocess.overlap.words import words_as_units
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, Refused, UsageError
-from shardprep.files import PublishedFile, make_folder, publish_bytes, read_lines, size_of_file, sync_folder
+from shardprep.files import (
+    TEMPORARY_NAME,
+    PublishedFile,
+    make_folder,
+    publish_bytes,
+    read_lines,
+    remove_tree,
+    size_of_file,
+)
 from shardprep.format.idx import ShardSamples
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import Manifest, check_done, read_findings
@@ -39,34 +48,53 @@ _FORMAT = "shardprep-overlap"
 _MOST_TEXT_CHARS = 2000  # of a hit
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A document overlaps if it shares ``ngram`` units in a row with an evaluation document."""
+
+    unit: Literal["words", "tokens"]
+    ngram: int
+    num_gaps: int = 0  # units behind the first n-gram of a shared run that may differ
+    min_share: float = 0.0  # of the evaluation document's units, that the document must hold
+
+
+RULES = {
+    # Brown et al. 2020, arXiv 2005.14165, appendix C.
+    "gpt3": Rule(unit="words", ngram=13),
+    # Chowdhery et al. 2022, arXiv 2204.02311, section 8.
+    "palm": Rule(unit="tokens", ngram=8, min_share=0.7),
+    # Touvron et al. 2023, arXiv 2307.09288, appendix A.6.
+    "llama": Rule(unit="tokens", ngram=10, num_gaps=4),
+}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Find the documents of a data set that hold text of an evaluation, and write lists that "
-        "'plan --exclude' and 'blank --ids' take. Run it again after it was stopped."
+        "Find the documents of a data set that hold text of an evaluation, and list them as 'plan --exclude' "
+        "and 'blank --ids' take it. Run it again after it was stopped: it goes on with what is missing."
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set")
-    text = "the evaluation: a file or a folder that 'plan' reads, or a data set"
+    text = "the evaluation: a file or folder of inputs as plan takes them, or a data set"
     add("--against", metavar="EVALS", type=Path, required=True, help=text)
     text = (
-        "gpt3: 13 words. palm: 8 tokens, and 70 %% of an evaluation document. llama: 10 tokens, behind which "
-        "4 may differ (default: gpt3)"
+        "what both must have. gpt3: 13 words in a row. palm: 8 tokens, and 70%% of the evaluation document "
+        "in all. llama: 10 tokens, and 4 behind them may differ (default: gpt3)"
     )
     add("--rule", choices=tuple(RULES), default="gpt3", help=text)
-    add("--ngram", metavar="N", type=int, help="units in a row that both must have (default: the rule's)")
+    add("--ngram", metavar="N", type=int, help="words or tokens in a row (default: the rule's)")
     add("--unit", choices=("words", "tokens"), help="what is compared (default: the rule's)")
-    text = "report only pairs that share this part of the evaluation document, 0 to 1 (default: the rule's)"
+    text = "least part of an evaluation document that a document must hold, 0 to 1 (default: the rule's)"
     add("--min_share", metavar="F", type=float, help=text)
-    add("--shards", metavar="IDS", help="look through these only, such as 0-9,12 (default: all)")
-    text = "folder of the lists (default: DATA/overlap)"
+    add("--shards", metavar="IDS", help="look into these only, such as 0-9,12 (default: all)")
+    text = "folder of the lists; a new one for other settings (default: DATA/overlap)"
     add("--output", metavar="OUT", type=Path, help=text)
-    reading = parser.add_argument_group("how EVALS is read, as by plan")
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*READ_OPTIONS}
-    add_flags_of(reading, PlanOptions, but=others)
+    add_flags_of(parser.add_argument_group("how EVALS is read, as by plan"), PlanOptions, but=others)
 
 
 def overlap(args: argparse.Namespace) -> int:
-    """Make the files that are missing, and merge them when all are there."""
+    """``overlap DATA --against EVALS``: make the files that are missing, and merge them if all are there."""
     folder: Path = args.data_dir
     plan = need_plan(folder)
     wanted: Sequence[int] = range(plan.num_shards)
@@ -79,35 +107,31 @@ def overlap(args: argparse.Namespace) -> int:
     rule = _rule_of(args)
     check_tokenizer_files(folder, plan.tokenizer_files)
     findings = read_findings(folder, plan.plan_id)
-    manifests = {number: check_done(folder, number, plan.plan_id, findings) for number in wanted}
+    manifests = [check_done(folder, number, plan.plan_id, findings) for number in wanted]
     evals = read_evals(args.against, {name: vars(args)[name] for name in READ_OPTIONS if name in vars(args)})
-    out = Output(args.output or folder / "overlap", folder, plan, rule, evals)
-    todo = [number for number in wanted if not out.is_done(number, manifests[number])]
+    out = Output(args.output or folder / "overlap", plan, rule, evals)
+    todo = [manifest for manifest in manifests if not out.is_done(manifest)]
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {counted(len(wanted), 'shard')} are done already")
     if todo:
-        make_folder(out.folder, parents=True)
         search = Search(folder, plan, rule, evals)
-        progress = Progress(
-            "looking", sum(manifests[number].counts.num_tokens for number in todo), unit="tokens"
-        )
-        for number in todo:
-            out.publish(number, manifests[number], search.hits(manifests[number], progress))
-    # From the next shard on: in a job array, that is the one most likely missing.
-    behind = [*range(wanted[-1] + 1, plan.num_shards), *range(wanted[-1])]
-    missing = next((number for number in behind if size_of_file(out.path(number)) is None), None)
-    if missing is not None:
-        print_lines(
-            f"{out.folder}: the lists follow when all shards are done; shard {missing:05d} is not yet"
-        )
-        return 0
-    return out.merge()
+        make_folder(out.folder, parents=True)
+        progress = Progress("looking", sum(item.counts.num_tokens for item in todo), unit="tokens")
+        for manifest in todo:
+            out.publish(manifest, search.hits_of(manifest, progress))
+    # From the next shard on: of a job array's shards it is the one that is missing most likely.
+    others = [*range(wanted[-1] + 1, plan.num_shards), *range(wanted[-1])]
+    missing = next((number for number in others if size_of_file(out.path(number)) is None), None)
+    if missing is None:
+        out.merge(folder)
+    else:
+        print_lines(f"shard {missing:05d} is not done yet; the call that does the last one writes the lists")
+    return 0
 
 
 def _rule_of(args: argparse.Namespace) -> Rule:
-    given = {
-        name: vars(args)[name] for name in ("ngram", "unit", "min_share") if vars(args)[name] is not None
-    }
+    given = {name: vars(args)[name] for name in ("ngram", "unit", "min_share")}
+    given = {name: value for name, value in given.items() if value is not None}
     rule = dataclasses.replace(RULES[args.rule], **given)
     if not 2 <= rule.ngram <= MOST_NGRAM:
         raise UsageError.of_value("--ngram", rule.ngram, f"2 to {MOST_NGRAM}")
@@ -117,185 +141,156 @@ def _rule_of(args: argparse.Namespace) -> Rule:
 
 
 class Search:
-    """Finds the hits of shards, one after another. Raises BadInput where no evaluation text is long enough."""
+    """Finds the hits of shards. Raises BadInput where no document of the evaluation is long enough."""
 
     def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: Evals) -> None:
         self._folder, self._plan, self._rule, self._evals = folder, plan, rule, evals
-        self._token_texts = TokenTexts(folder, plan)
+        self._texts = TokenTexts(folder, plan)
         if rule.unit == "words":
             units = words_as_units(evals.texts)
         else:
-            engine = load_engine(plan, folder, "auto", say).bare()
-            tokens = engine.encode_texts(evals.texts)
-            units = tokens_as_units(tokens.ids, tokens.offsets)
-        num_short = int((units.lengths() < rule.ngram).sum())
-        if num_short == len(evals.texts):
+            tokens = load_engine(plan, folder, "auto", say).bare().encode_texts(evals.texts)
+            units = _tokens_as_units(tokens.ids, tokens.offsets)
+        lengths = np.diff(units.offsets)
+        num_short = int((lengths < rule.ngram).sum())
+        num_evals = counted(len(lengths), "evaluation document")
+        found = f"{num_short} of {num_evals} have fewer than {rule.ngram} {rule.unit}"
+        if num_short == len(lengths):
+            remedy = f"--ngram {lengths.max()}"
             raise BadInput(
-                f"none of {counted(num_short, 'evaluation document')} has {rule.ngram} {rule.unit}; give a "
-                "lesser --ngram",
-                found=f"at most {units.lengths().max()} {rule.unit}",
-                expected=f"{rule.ngram} {rule.unit}",
-                remedy="--ngram",
+                f"{found}: nothing can be found; the longest would need {remedy}", found=found, remedy=remedy
             )
         if num_short:
-            say(
-                f"note: {num_short} of {counted(len(evals.texts), 'evaluation document')} have fewer than "
-                f"{rule.ngram} {rule.unit} and cannot be found"
-            )
+            say(f"note: {found} and cannot be found")
         self._index = EvalIndex(units, rule.ngram)
-        say(f"{counted(len(evals.texts), 'evaluation document')}, {len(self._index):,} {rule.ngram}-grams")
+        say(f"{num_evals}, {len(self._index):,} different n-grams")
 
-    def hits(self, manifest: Manifest, progress: Progress) -> list[dict[str, Any]]:
-        """Return the hits of a shard, in the order of its documents, as overlap.jsonl has them."""
-        rule, found = self._rule, []
+    def hits_of(self, manifest: Manifest, progress: Progress) -> list[dict[str, Any]]:
+        """Return the hits of a shard, in the order of its samples, as overlap.jsonl has them."""
+        rule, hits = self._rule, dict[int, list[dict[str, Any]]]()
         with ShardSamples(self._folder, self._plan.spec, manifest.shard_id) as samples:
             documents = ShardDocuments(self._folder, self._plan, manifest, samples)
             for block in documents.blocks():
-                units = self._units_of(block)
-                eval_lengths = self._index.units.lengths()
+                if rule.unit == "words":
+                    units = words_as_units(self._texts.texts(block.ids, block.offsets))
+                else:
+                    units = _tokens_as_units(block.ids, block.offsets)
                 for hit in find_hits(units, self._index, num_gaps=rule.num_gaps, min_share=rule.min_share):
-                    number = int(block.numbers[hit.document])
-                    if number < 0:
-                        continue
-                    record, address = documents.address(number)
+                    number = block.first + hit.document
+                    begin, end = block.offsets[hit.document : hit.document + 2]
                     spelled = units.spell(hit.begin, hit.begin + hit.num_units)
-                    if rule.unit == "words":
-                        text = " ".join(spelled)
-                    else:
-                        text = self._token_texts.text(np.array(spelled, np.uint32))
-                    place = self._evals.places[hit.eval_document]
+                    text = " ".join(spelled) if rule.unit == "words" else self._texts.text(list(spelled))
+                    eval_name = self._evals.names[hit.eval_document]
                     entry = {
-                        "shard": manifest.shard_id,
-                        "record": record,
-                        "document": address,
-                        "place": _place_json(documents.place(number)),
+                        **documents.names(number),
                         "id": None,
-                        "sha256": self._token_texts.digest(block.ids_of(hit.document)) or None,
-                        "eval": {"name": self._evals.names[hit.eval_document], "place": _place_json(place)},
-                        "longest": hit.num_units,
+                        "sha256": self._texts.digest(block.ids[begin:end].tolist()),
+                        "eval": {"name": eval_name, "place": self._evals.places[hit.eval_document]},
                         "unit": rule.unit,
-                        "share": round(hit.num_covered / int(eval_lengths[hit.eval_document]), 4),
+                        "longest": hit.num_units,
+                        "share": round(hit.share, 4),
                         "text": text[:_MOST_TEXT_CHARS],
                     }
-                    found.append((number, entry))
+                    hits.setdefault(number, []).append(entry)
                 progress.add(len(block.ids))
-            ids, digests = documents.ids_and_digests() if found else ({}, None)
-        for number, entry in found:
-            if digests is not None:
-                entry["sha256"] = digests[number].tobytes().hex()
-            if place := entry["place"]:
-                entry["id"] = ids.get((place["file"], place["byte"]))
-        return [entry for _, entry in sorted(found, key=lambda item: item[0])]
-
-    def _units_of(self, block: Block) -> Units:
-        if self._rule.unit == "tokens":
-            return tokens_as_units(block.ids, block.offsets)
-        return words_as_units(self._token_texts.texts(block.ids, block.offsets))
+            ids, digests = (documents.ids_by_place(), documents.digests()) if hits else ({}, None)
+        for number, entries in hits.items():
+            for entry in entries:
+                if entry["place"]:
+                    entry["id"] = ids.get((entry["place"]["file"], entry["place"]["byte"]))
+                if digests is not None:
+                    entry["sha256"] = digests[number].tobytes().hex()
+        return [entry for entries in hits.values() for entry in entries]
 
 
-def _place_json(place: tuple[str, int] | None) -> dict[str, Any] | None:
-    return None if place is None else {"file": place[0], "byte": place[1]}
+def _tokens_as_units(ids: Any, offsets: Any) -> Units:
+    return Units(
+        keys=scattered(ids.astype(np.uint64)),
+        offsets=offsets,
+        spell=lambda begin, end: ids[begin:end].tolist(),
+    )
 
 
 class Output:
     """The folder of the lists."""
 
-    def __init__(self, folder: Path, data_dir: Path, plan: Plan, rule: Rule, evals: Evals) -> None:
-        self.folder, self._data_dir, self._plan, self._evals = folder, data_dir, plan, evals
-        self._settings = {"plan_id": plan.plan_id, "evals_sha256": evals.sha256(), **rule.to_json()}
+    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: Evals) -> None:
+        self.folder, self._num_shards = folder, plan.num_shards
+        self._settings = {"plan_id": plan.plan_id, "evals_sha256": evals.sha256(), **vars(rule)}
 
     def path(self, shard_id: int) -> Path:
-        """Return the path of a shard's file."""
         return self.folder / f"{shard_name(shard_id)}.jsonl"
 
-    def is_done(self, shard_id: int, manifest: Manifest) -> bool:
-        """Whether a shard's file is there, and made of this tar. Raises Refused for one of other settings."""
-        if size_of_file(self.path(shard_id)) is None:
+    def is_done(self, manifest: Manifest) -> bool:
+        """Return whether the file of a shard is there, of this tar. Raises Refused for other settings."""
+        if size_of_file(self.path(manifest.shard_id)) is None:
             return False
-        return (
-            self._head(next(read_lines(self.path(shard_id)), b""), shard_id)["tar_sha256"]
-            == manifest.tar.sha256
-        )
+        head, _ = self._read(manifest.shard_id)
+        return bool(head["tar_sha256"] == manifest.tar.sha256)
 
-    def publish(self, shard_id: int, manifest: Manifest, hits: list[dict[str, Any]]) -> None:
+    def publish(self, manifest: Manifest, hits: list[dict[str, Any]]) -> None:
         """Write the file of a shard. Raises CannotWrite, ReadWriteError."""
         head = {
             "format": _FORMAT,
+            "shard": manifest.shard_id,
             **self._settings,
-            "shard": shard_id,
             "tar_sha256": manifest.tar.sha256,
             "num_documents": manifest.counts.num_documents,
-            "num_tokens": manifest.counts.num_tokens,
             "num_hits": len(hits),
         }
-        publish_bytes(self.path(shard_id), b"".join(map(_line_of, [head, *hits])))
+        publish_bytes(self.path(manifest.shard_id), b"".join(map(_line_of, [head, *hits])))
 
-    def _head(self, line: bytes, shard_id: int) -> dict[str, Any]:
+    def _read(self, shard_id: int) -> tuple[dict[str, Any], Iterator[bytes]]:
+        """Return the first line of a shard's file, and the others. Raises BrokenShard, Refused."""
         path, head = self.path(shard_id), None
-        try:
-            head = load_json(line)
-        except ValueError:
-            pass
-        if not isinstance(head, dict) or head.get("format") != _FORMAT or head.get("shard") != shard_id:
-            remedy = f"rm {quoted(path)}"
-            raise BrokenShard(path=path, found="no list of overlaps", expected=_FORMAT, remedy=remedy)
-        others = [name for name, value in self._settings.items() if head.get(name) != value]
-        if others:
+        lines = read_lines(path)
+        with contextlib.suppress(ValueError):
+            head = load_json(next(lines, b""))
+        if not isinstance(head, dict) or (head.get("format"), head.get("shard")) != (_FORMAT, shard_id):
+            expected, remedy = f"the hits of shard {shard_id:05d}", f"rm {quoted(path)}"
+            raise BrokenShard(path=path, found="something else", expected=expected, remedy=remedy)
+        if others := [name for name, value in self._settings.items() if head.get(name) != value]:
             raise Refused(
-                f"{path} was made with another {', '.join(others)}; give --output a new folder",
+                f"{path} was made with other settings ({', '.join(others)}); give another folder as --output",
                 path=path,
-                found=", ".join(f"{name} {head.get(name)}" for name in others),
-                expected="a new folder",
+                found=", ".join(others),
                 remedy="--output",
             )
-        return head
+        return head, lines
 
-    def merge(self) -> int:
-        """Write the lists of all shards; equal files give equal lists. Raises BrokenShard, Refused."""
-        merged, names_path = self.folder / "overlap.jsonl", self.folder / "names.txt"
-        summary, names = Summary(len(self._evals.texts)), dict[str, None]()
-        with PublishedFile(merged) as file:
-            for shard_id in range(self._plan.num_shards):
-                for entry in self._entries(shard_id, summary):
-                    file.write(_line_of(entry))
-                    summary.add(entry)
-                    if entry["sha256"]:
-                        names[f"sha256:{entry['sha256']}"] = None
-                    elif place := entry["place"]:
-                        names[f"at:{place['file']}:{place['byte']}"] = None
+    def merge(self, data_dir: Path) -> None:
+        """Write the lists, of the files of all shards. Raises BrokenShard, Refused, ReadWriteError."""
+        summary, names, names_path = Summary(), dict[str, None](), self.folder / "names.txt"
+        with PublishedFile(self.folder / "overlap.jsonl") as file:
+            for shard_id in range(self._num_shards):
+                head, lines = self._read(shard_id)
+                summary.num_documents += head["num_documents"]
+                for line in lines:
+                    hit = json.loads(line)
+                    summary.add(hit)
+                    file.write(line)
+                    if hit["sha256"]:
+                        names[f"sha256:{hit['sha256']}\n"] = None
+                    elif hit["place"]:
+                        names[f"at:{hit['place']['file']}:{hit['place']['byte']}\n"] = None
                     else:
                         summary.num_unnamed += 1
             file.sync()
             file.publish()
-        publish_bytes(names_path, "".join(f"{name}\n" for name in names).encode())
         publish_bytes(self.folder / "overlap.html", summary.page(self._settings).encode())
-        sync_folder(self.folder)
-        print_lines(*summary.lines(), f"lists: {merged}, {self.folder / 'overlap.html'}")
+        publish_bytes(names_path, "".join(names).encode())
+        for path in [item for item in self.folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:
+            remove_tree(path)  # of calls that were killed: what a living one would write is there
+        print_lines(f"{summary.line()}; lists and overlap.html are in {self.folder}")
         if summary.num_unnamed:
             say(
-                f"warning: {summary.num_unnamed:,} hits are of documents that no list can name: plan with "
-                "--digests"
+                f"warning: {counted(summary.num_unnamed, 'hit')} are of documents that no list can name; "
+                "plan with --digests"
             )
         if names:
-            print_lines(
-                f"next: shardprep plan --exclude {quoted(names_path)} ...  # or: shardprep blank "
-                f"{quoted(self._data_dir)} --ids {quoted(names_path)} --output NEW"
-            )
-        return 0
-
-    def _entries(self, shard_id: int, summary: Summary) -> Iterator[dict[str, Any]]:
-        path, num_hits = self.path(shard_id), 0
-        lines = read_lines(path)
-        head = self._head(next(lines, b""), shard_id)
-        summary.num_documents += head["num_documents"]
-        summary.num_tokens += head["num_tokens"]
-        for line in lines:
-            num_hits += 1
-            yield json.loads(line)
-        if num_hits != head["num_hits"]:
-            remedy = f"rm {quoted(path)}"
-            raise BrokenShard(path=path, found=f"{num_hits} hits", expected=head["num_hits"], remedy=remedy)
+            blank = f"shardprep blank {quoted(data_dir)} --ids {quoted(names_path)} --output NEW"
+            print_lines(f"next: {blank}  # or plan anew: --exclude {quoted(names_path)}")
 
 
-def _line_of(entry: dict[str, Any]) -> bytes:
-    return json.dumps(entry, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+def _line_of(values: dict[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"

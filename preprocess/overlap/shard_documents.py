@@ -44,7 +44,7 @@ class ShardDocuments:
         records = samples.records
         rows = np.arange(len(records))
         starts = (
-            [samples.starts(row) for row in rows]
+            [samples.starts(row) for row in rows.tolist()]
             if plan.spec.has_rows
             else [np.zeros(1, np.int64)] * len(rows)
         )

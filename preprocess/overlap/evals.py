@@ -7,8 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from preprocess.overlap.shard_documents import ShardDocuments
-from preprocess.overlap.token_texts import TokenTexts
+from preprocess.overlap.documents import ShardDocuments, TokenTexts
 from preprocess.plan.divide import stamp_inputs
 from preprocess.plan.listing import find_inputs
 from preprocess.read.documents import read_documents

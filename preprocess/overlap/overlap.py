@@ -10,21 +10,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import heapq
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from preprocess.make.worker import load_engine
+from preprocess.overlap.documents import ShardDocuments, TokenTexts
 from preprocess.overlap.evals import READ_OPTIONS, Evals, read_evals
-from preprocess.overlap.ngrams import MOST_NGRAM, EvalIndex, Units, find_hits, scattered
-from preprocess.overlap.page import Summary
-from preprocess.overlap.shard_documents import ShardDocuments
-from preprocess.overlap.token_texts import TokenTexts
-from preprocess.overlap.words import words_as_units
+from preprocess.overlap.ngrams import MOST_NGRAM, EvalIndex, find_hits, tokens_as_units, words_as_units
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, Refused, UsageError
@@ -46,6 +46,7 @@ from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 
 _FORMAT = "shardprep-overlap"
 _MOST_TEXT_CHARS = 2000  # of a hit
+_MOST_SHOWN = 50  # hits on the page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,15 +151,14 @@ class Search:
             units = words_as_units(evals.texts)
         else:
             tokens = load_engine(plan, folder, "auto", say).bare().encode_texts(evals.texts)
-            units = _tokens_as_units(tokens.ids, tokens.offsets)
+            units = tokens_as_units(tokens.ids, tokens.offsets)
         lengths = np.diff(units.offsets)
-        num_short = int((lengths < rule.ngram).sum())
-        num_evals = counted(len(lengths), "evaluation document")
+        num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
         found = f"{num_short} of {num_evals} have fewer than {rule.ngram} {rule.unit}"
         if num_short == len(lengths):
             remedy = f"--ngram {lengths.max()}"
             raise BadInput(
-                f"{found}: nothing can be found; the longest would need {remedy}", found=found, remedy=remedy
+                f"{found}: nothing can be found; the longest needs {remedy}", found=found, remedy=remedy
             )
         if num_short:
             say(f"note: {found} and cannot be found")
@@ -167,48 +167,36 @@ class Search:
 
     def hits_of(self, manifest: Manifest, progress: Progress) -> list[dict[str, Any]]:
         """Return the hits of a shard, in the order of its samples, as overlap.jsonl has them."""
-        rule, hits = self._rule, dict[int, list[dict[str, Any]]]()
+        rule, hits = self._rule, list[dict[str, Any]]()
         with ShardSamples(self._folder, self._plan.spec, manifest.shard_id) as samples:
             documents = ShardDocuments(self._folder, self._plan, manifest, samples)
             for block in documents.blocks():
                 if rule.unit == "words":
                     units = words_as_units(self._texts.texts(block.ids, block.offsets))
                 else:
-                    units = _tokens_as_units(block.ids, block.offsets)
+                    units = tokens_as_units(block.ids, block.offsets)
                 for hit in find_hits(units, self._index, num_gaps=rule.num_gaps, min_share=rule.min_share):
-                    number = block.first + hit.document
                     begin, end = block.offsets[hit.document : hit.document + 2]
-                    spelled = units.spell(hit.begin, hit.begin + hit.num_units)
-                    text = " ".join(spelled) if rule.unit == "words" else self._texts.text(list(spelled))
-                    eval_name = self._evals.names[hit.eval_document]
-                    entry = {
-                        **documents.names(number),
-                        "id": None,
-                        "sha256": self._texts.digest(block.ids[begin:end].tolist()),
-                        "eval": {"name": eval_name, "place": self._evals.places[hit.eval_document]},
-                        "unit": rule.unit,
-                        "longest": hit.num_units,
-                        "share": round(hit.share, 4),
-                        "text": text[:_MOST_TEXT_CHARS],
+                    names = documents.names(block.first + hit.document)
+                    names["sha256"] = names["sha256"] or self._texts.digest(block.ids[begin:end].tolist())
+                    run = units.spell(hit.begin, hit.begin + hit.num_units)
+                    text = " ".join(run) if rule.unit == "words" else self._texts.text(list(run))
+                    evaluated = {
+                        "name": self._evals.names[hit.eval_document],
+                        "place": self._evals.places[hit.eval_document],
                     }
-                    hits.setdefault(number, []).append(entry)
+                    hits.append(
+                        {
+                            **names,
+                            "eval": evaluated,
+                            "share": round(hit.share, 4),
+                            "longest": hit.num_units,
+                            "unit": rule.unit,
+                            "text": text[:_MOST_TEXT_CHARS],
+                        }
+                    )
                 progress.add(len(block.ids))
-            ids, digests = (documents.ids_by_place(), documents.digests()) if hits else ({}, None)
-        for number, entries in hits.items():
-            for entry in entries:
-                if entry["place"]:
-                    entry["id"] = ids.get((entry["place"]["file"], entry["place"]["byte"]))
-                if digests is not None:
-                    entry["sha256"] = digests[number].tobytes().hex()
-        return [entry for entries in hits.values() for entry in entries]
-
-
-def _tokens_as_units(ids: Any, offsets: Any) -> Units:
-    return Units(
-        keys=scattered(ids.astype(np.uint64)),
-        offsets=offsets,
-        spell=lambda begin, end: ids[begin:end].tolist(),
-    )
+        return hits
 
 
 class Output:
@@ -236,9 +224,9 @@ class Output:
             **self._settings,
             "tar_sha256": manifest.tar.sha256,
             "num_documents": manifest.counts.num_documents,
-            "num_hits": len(hits),
         }
-        publish_bytes(self.path(manifest.shard_id), b"".join(map(_line_of, [head, *hits])))
+        lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in (head, *hits)]
+        publish_bytes(self.path(manifest.shard_id), "".join(lines).encode("utf-8", "surrogatepass"))
 
     def _read(self, shard_id: int) -> tuple[dict[str, Any], Iterator[bytes]]:
         """Return the first line of a shard's file, and the others. Raises BrokenShard, Refused."""
@@ -260,37 +248,72 @@ class Output:
 
     def merge(self, data_dir: Path) -> None:
         """Write the lists, of the files of all shards. Raises BrokenShard, Refused, ReadWriteError."""
-        summary, names, names_path = Summary(), dict[str, None](), self.folder / "names.txt"
+        names, names_path = dict[str, None](), self.folder / "names.txt"
+        num_documents = num_hits = num_unnamed = 0
+        documents, evals = set[str](), Counter[str]()
+        largest: list[tuple[float, int, dict[str, Any]]] = []
         with PublishedFile(self.folder / "overlap.jsonl") as file:
             for shard_id in range(self._num_shards):
                 head, lines = self._read(shard_id)
-                summary.num_documents += head["num_documents"]
+                num_documents += head["num_documents"]
                 for line in lines:
-                    hit = json.loads(line)
-                    summary.add(hit)
                     file.write(line)
+                    hit = json.loads(line)
+                    num_hits += 1
+                    documents.add(hit["document"])
+                    evals[hit["eval"]["name"]] += 1
+                    heapq.heappush(largest, (hit["share"], -num_hits, hit))
+                    if len(largest) > _MOST_SHOWN:
+                        heapq.heappop(largest)
                     if hit["sha256"]:
                         names[f"sha256:{hit['sha256']}\n"] = None
-                    elif hit["place"]:
-                        names[f"at:{hit['place']['file']}:{hit['place']['byte']}\n"] = None
+                    elif place := hit["place"]:
+                        names[f"at:{place['file']}:{place['byte']}\n"] = None
                     else:
-                        summary.num_unnamed += 1
+                        num_unnamed += 1
             file.sync()
             file.publish()
-        publish_bytes(self.folder / "overlap.html", summary.page(self._settings).encode())
         publish_bytes(names_path, "".join(names).encode())
+        found = (
+            f"{len(documents):,} of {counted(num_documents, 'document')} hold text of "
+            f"{counted(len(evals), 'evaluation document')}: {counted(num_hits, 'hit')}"
+        )
+        hits = [hit for *_, hit in sorted(largest, key=lambda item: item[:2], reverse=True)]
+        publish_bytes(self.folder / "overlap.html", _page(found, hits, evals, self._settings).encode())
         for path in [item for item in self.folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:
             remove_tree(path)  # of calls that were killed: what a living one would write is there
-        print_lines(f"{summary.line()}; lists and overlap.html are in {self.folder}")
-        if summary.num_unnamed:
-            say(
-                f"warning: {counted(summary.num_unnamed, 'hit')} are of documents that no list can name; "
-                "plan with --digests"
-            )
+        print_lines(f"{found}; the lists and overlap.html are in {self.folder}")
+        if num_unnamed:
+            unnamed = counted(num_unnamed, "hit")
+            say(f"warning: {unnamed} of documents that no list can name; plan with --digests")
         if names:
             blank = f"shardprep blank {quoted(data_dir)} --ids {quoted(names_path)} --output NEW"
             print_lines(f"next: {blank}  # or plan anew: --exclude {quoted(names_path)}")
 
 
-def _line_of(values: dict[str, Any]) -> bytes:
-    return json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+_HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Overlap with an evaluation</title>
+<style>body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto}
+td,th{text-align:left;vertical-align:top;padding:.3em .6em;border-bottom:1px solid #ccc}</style>
+"""
+
+
+def _page(found: str, hits: list[dict[str, Any]], evals: Counter[str], settings: dict[str, Any]) -> str:
+    """Return a page of HTML, without scripts: the largest hits, and which evaluation documents are common."""
+    rows = [
+        (hit["document"], hit["eval"]["name"], f"{hit['share']:.0%}", hit["longest"], hit["text"][:300])
+        for hit in hits
+    ]
+    common = evals.most_common(_MOST_SHOWN)
+    return (
+        f"{_HEAD}<h1>Overlap with an evaluation</h1><p>{found}.<h2>Largest overlaps</h2>"
+        + _table([("document, for peek", "evaluation document", "share", "longest", "text"), *rows])
+        + "<h2>Evaluation documents that are found most often</h2><p>What many documents hold may be a "
+        "phrase that everybody uses: look at the texts, and give a larger --min_share."
+        + _table([("evaluation document", "hits"), *common])
+        + f"<h2>Settings</h2>{_table(settings.items())}</html>\n"
+    )
+
+
+def _table(rows: Iterable[Iterable[object]]) -> str:
+    lines = ("<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in row) + "\n" for row in rows)
+    return f"<table>\n{''.join(lines)}</table>\n"

@@ -34,6 +34,7 @@ COMMANDS = {
     "peek": "preprocess",
     "export": "preprocess",
     "blank": "preprocess",
+    "overlap": "preprocess.overlap",
     "duplicates": "preprocess.overlap",
     "clean": "preprocess",
     "train_tokenizer": "preprocess",

@@ -11,6 +11,11 @@ PROGRAM = Program(
     name="python -m preprocess.overlap",
     description="Documents that must not be trained on.",
     commands={
+        "overlap": Command(
+            "find the documents that hold text of an evaluation",
+            "preprocess.overlap.overlap:add_flags",
+            "preprocess.overlap.overlap:overlap",
+        ),
         "duplicates": Command(
             "find equal documents, and list those that go",
             "preprocess.overlap.duplicates:add_flags",

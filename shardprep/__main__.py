@@ -34,6 +34,8 @@ COMMANDS = {
     "peek": "preprocess",
     "export": "preprocess",
     "blank": "preprocess",
+    "overlap": "preprocess.overlap",
+    "duplicates": "preprocess.overlap",
     "clean": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",
@@ -84,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _program(package: str) -> Program:
-    check_not_hidden(package)
+    check_not_hidden(package.partition(".")[0])
     program: Program = importlib.import_module(f"{package}.__main__").PROGRAM
     return program
 

@@ -164,7 +164,10 @@ class Program:
         parser = _Parser(prog=name, description=self.description, epilog=self.epilog)
         parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
         own: dict[str, _Parser] = {}
+        # Of a command that is called the others need no parser: each costs a task 12 looks for translations.
         for word, command in self.commands.items():
+            if called and word not in called and called[0] in self.commands:
+                continue
             shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
             prog = name if command.is_nameless and name == self.name else f"{name} {word}"
             own[word] = parsers.add_parser(word, prog=prog, **shown)

@@ -20,10 +20,8 @@ import logging
 import mmap
 import os
 import re
-import secrets
 import shlex
 import shutil
-import socket
 import stat
 import sys
 import time
@@ -597,7 +595,7 @@ class PublishedFolder:
 
 
 def _temporary_name(path: Path) -> Path:
-    attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    attempt = f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"
     return path.with_name(f".{path.name}.{attempt}.tmp")
 
 

@@ -18,7 +18,7 @@ from shardprep.format.submissions import FLAG_GROUPS, JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
+    """Run one command and return its exit code. Errors are a line on standard error, never a traceback."""
     return PROGRAM.run(given_words(argv))
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -116,7 +115,7 @@ class AttemptRecord(Struct, kw_only=True):
 
     def is_alive(self) -> bool | None:
         """Return whether the process of a ``run`` still lives, or None where this host cannot see it."""
-        if not self.pid or self.node != socket.gethostname():
+        if not self.pid or self.node != os.uname().nodename:
             return None
         return _ticks_of(self.pid) == self.pid_began
 
@@ -244,7 +243,7 @@ class RunRecord:
         environ = os.environ
         if environ.get(RECORD_VARIABLE):
             return
-        now, host = time.time(), socket.gethostname()
+        now, host = time.time(), os.uname().nodename
         facts: dict[str, object] = {
             "plan_id": plan_id,
             "identity": folder_identity(folder),

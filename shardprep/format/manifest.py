@@ -237,7 +237,7 @@ def manifest_ids(folder: Path) -> list[int]:
 def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     """Return the manifest of a shard, if it is of this plan, and tar and idx are there with their sizes.
 
-    Whether the shard is done also depends on what verify found, see ``done.check_done``.
+    Whether the shard is done also depends on what verify found, see ``check_done``.
     Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
     """
     manifest = read_manifest(folder, shard_id)

@@ -147,7 +147,7 @@ class Plan(_Decisions):
     # Of a plan that was read these are Rows, which read what they are asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
-    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see planning.InputListing
+    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see listing.InputListing
 
     @property
     def num_shards(self) -> int:

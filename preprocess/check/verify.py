@@ -195,7 +195,7 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
     others = [each for each in problems if not is_of_shard(each[1])]
     try:
         not_read = {shard_id for shard_id, _ in others}
-        publish_findings(folder, plan.plan_id, wrong, check=check, not_read=not_read)
+        publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)
     except ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
     for some, what in (

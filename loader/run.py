@@ -268,6 +268,11 @@ class Run:
         epoch, tick = self.epoch_and_tick(position)
         return epoch * self.ticks_per_epoch + tick
 
+    def step_at(self, tick: int) -> int:
+        """Return the step that holds a tick, or the last one before an unused tick."""
+        # A step has one tick at least.
+        return bisect_right(range(tick + 1), tick, key=lambda step: self.tick_of(Position(step))) - 1
+
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:

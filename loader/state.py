@@ -336,7 +336,7 @@ class Progress:
 
     def load(self, position: Position, num_left: int) -> None:
         """Stand where a state stands."""
-        self._jump(position)
+        self._go_to(position)
         self.num_left, self.left_at, self.is_loaded = num_left, 0, True
 
     def leave_for(self, epoch: int, run: Run) -> None:
@@ -362,11 +362,10 @@ class Progress:
             )
         before = self.delivered.step
         self.left_at = before - self.num_left
-        self._jump(Position(run.first_step(epoch)))
+        self._go_to(Position(run.first_step(epoch)))
         self.num_left += self.delivered.step - before
 
-    def _jump(self, position: Position) -> None:
-        """Stand at a position that the loop did not come to by batches."""
+    def _go_to(self, position: Position) -> None:
         self.delivered = position
         if self.trained is not None:
             self.trained = position

@@ -132,7 +132,7 @@ def test_each_argument_is_explained_in_one_group_and_the_reference_page_says_it(
     groups = loader_reference.arguments_by_group()
     explained = [name for arguments in groups.values() for name in arguments]
     assert sorted(explained) == sorted(inspect.signature(get_llama3_dataloader).parameters)
-    assert len(groups) == 6
+    assert len(groups) == 5
     assert all(text.endswith((".", "``.")) for arguments in groups.values() for text in arguments.values())
     found = loader_reference.PAGE.read_text("utf-8")
     assert found == loader_reference.page(), "run: python -m tests.loader_reference"

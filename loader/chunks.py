@@ -81,8 +81,10 @@ class Ragged:
 
     def ticks(self, first: int, end: int) -> Ragged:
         """Return the ticks from ``first`` up to ``end`` of one that was put together."""
-        flat_of, begins, counts = (each[:, first:end] for each in (self.flat_of, self.begins, self.counts))
-        return replace(self, flat_of=flat_of, begins=begins, counts=counts)
+        places = (slice(None), slice(first, end))
+        return replace(
+            self, flat_of=self.flat_of[places], begins=self.begins[places], counts=self.counts[places]
+        )
 
     def joined(self) -> Ragged:
         """Return a copy, int32, whose samples stand one after another, one tick after another."""

@@ -177,9 +177,9 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         found.append(with_retries(f"{folder} cannot be read", attempt))
         with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
             names = set(names_in(Path(folder)))
-            for path in (tar_path(Path(folder), shard_id) for shard_id in ids):
-                if path.name not in names:
-                    raise _nothing_at(str(path))
+            for shard_id in ids:
+                if (tar := tar_path(Path(folder), shard_id)).name not in names:
+                    raise _nothing_at(str(tar))
     return found
 
 

@@ -129,8 +129,9 @@ class _Numbers:
         origins = np.zeros((len(parts), len(ORIGIN)), np.int32)
         origins[:, ORIGIN.index("document")] = parts
         none = np.zeros(by_tick.T.shape, np.int32)
-        chunk = Chunk(lengths=none, ids=Ragged.of_joined(none.reshape(-1)[:0], none))
-        return chunk.with_origins((high - low).reshape(by_tick.shape).T, origins)
+        counts = (high - low).reshape(by_tick.shape).T * len(ORIGIN)
+        told = Ragged.of_joined(origins.reshape(-1), counts)
+        return Chunk(lengths=none, ids=Ragged.of_joined(none.reshape(-1)[:0], none), origins=told)
 
 
 def _steps(run: Run, named: Mapping[str, Parts], num_steps: int) -> dict[int, dict[str, set[int]]]:

@@ -130,11 +130,8 @@ class _Numbers:
         origins[:, ORIGIN.index("document")] = parts
         none = np.zeros(by_tick.T.shape, np.int32)
         counts = (high - low).reshape(by_tick.shape).T * len(ORIGIN)
-        return Chunk(
-            lengths=none,
-            ids=Ragged.of_joined(none.reshape(-1)[:0], none),
-            origins=Ragged.of_joined(origins.reshape(-1), counts),
-        )
+        told = Ragged.of_joined(origins.reshape(-1), counts)
+        return Chunk(lengths=none, ids=Ragged.of_joined(none.reshape(-1)[:0], none), origins=told)
 
 
 def _steps(run: Run, named: Mapping[str, Parts], num_steps: int) -> dict[int, dict[str, set[int]]]:

@@ -24,7 +24,7 @@ from loader.chunks import ORIGIN, Chunk, Ragged
 from loader.decode import places_of
 from loader.order import Int64s
 from loader.rounds import RunReader
-from loader.run import Run
+from loader.run import Position, Run
 from loader.samples import JoinedRows, Samples, Window
 from loader.shards import ShardSet
 from loader.token_loader import TokenLoader
@@ -129,8 +129,9 @@ class _Numbers:
         origins = np.zeros((len(parts), len(ORIGIN)), np.int32)
         origins[:, ORIGIN.index("document")] = parts
         none = np.zeros(by_tick.T.shape, np.int32)
-        chunk = Chunk(lengths=none, ids=Ragged.of_joined(none.reshape(-1)[:0], none))
-        return chunk.with_origins((high - low).reshape(by_tick.shape).T, origins)
+        counts = (high - low).reshape(by_tick.shape).T * len(ORIGIN)
+        told = Ragged.of_joined(origins.reshape(-1), counts)
+        return Chunk(lengths=none, ids=Ragged.of_joined(none.reshape(-1)[:0], none), origins=told)
 
 
 def _steps(run: Run, named: Mapping[str, Parts], num_steps: int) -> dict[int, dict[str, set[int]]]:
@@ -143,9 +144,9 @@ def _steps(run: Run, named: Mapping[str, Parts], num_steps: int) -> dict[int, di
         documents_of.append(documents)
         sources.append(replace(source, samples=_Numbers(source.samples, bounds)))  # type: ignore[arg-type]
     reader = RunReader(replace(run, sources=tuple(sources)), range(run.order.num_slots))
-    last_epoch, last_tick = run.begin(num_steps)
+    last_epoch, last_tick = run.epoch_and_tick(Position(num_steps))
     found: dict[int, dict[str, set[int]]] = {}
-    progress = Progress("looking through the order", run.tick_of_step(num_steps), unit="ticks")
+    progress = Progress("looking through the order", run.tick_of(Position(num_steps)), unit="ticks")
     for epoch in range(last_epoch + 1):
         at, end = 0, run.ticks_in(epoch) if epoch < last_epoch else last_tick
         for chunk in reader.chunks(epoch, 0, _CHUNK_TICKS, endless=False) if end else ():
@@ -157,8 +158,7 @@ def _steps(run: Run, named: Mapping[str, Parts], num_steps: int) -> dict[int, di
                 ticks = np.repeat(at + np.arange(chunk.num_ticks), counts).tolist()
                 for tick, number, part in zip(ticks, *columns, strict=True):
                     if tick < end:
-                        # The step that holds a tick: the one before the first that begins behind it.
-                        step = run.step_from(epoch * run.ticks_per_epoch + tick + 1) - 1
+                        step = run.step_at(epoch * run.ticks_per_epoch + tick)
                         of_step = found.setdefault(step, {}).setdefault(run.sources[number].name, set())
                         of_step.add(int(documents_of[number][part]))
             at += chunk.num_ticks
@@ -195,8 +195,8 @@ def _bounds_of(samples: Samples, named: Parts) -> tuple[Bounds, Int64s]:
     begins, ends = (np.concatenate([each[kept], each[kept] + size]) for each in (begins, ends))
 
     def bounds(asked: Int64s, offset: int) -> tuple[Int64s, Int64s]:
-        first = (offset + asked * samples.seq_len) % size
-        last = first + samples.seq_len
+        first = (offset + asked * samples.row_tokens) % size
+        last = first + samples.row_tokens
         if samples.keeps_tail:  # the last row is not full
             last = np.minimum(last, size)
         return np.searchsorted(ends, first, "right"), np.searchsorted(begins, last, "left")

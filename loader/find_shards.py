@@ -178,8 +178,9 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
             names = set(names_in(Path(folder)))
             for shard_id in ids:
-                if (tar := tar_path(Path(folder), shard_id)).name not in names:
-                    raise _nothing_at(str(tar))
+                wanted = tar_path(Path(folder), shard_id)
+                if wanted.name not in names:
+                    raise _nothing_at(str(wanted))
     return found
 
 

@@ -68,7 +68,10 @@ class JobRequest:
 
     partition: str | None = option(None, "partition (default: the site's)", group=_NODES)
     cpus_per_task: int | str = option(
-        8, "CPUs of a task (default: 8); node: all of a node that no other job is on", group=_RESOURCES
+        1,
+        "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: all of a node that no "
+        "other job is on",
+        group=_RESOURCES,
     )
     mem_gb: float | None = option(None, "memory of a task (default: the site's)", group=_RESOURCES)
     mem_per_cpu_gb: float | None = option(

@@ -84,7 +84,10 @@ class JobRequest:
     constraint: str | None = option(None)
     exclude: str | None = option(None)
     setup: str | None = option(
-        None, "a file that tasks source first: modules, conda, a virtual environment", group=_RUNS
+        None,
+        "a file that tasks source first: modules, conda, a virtual environment; with more than some hundred "
+        "tasks, slurm/environment_on_node.sh",
+        group=_RUNS,
     )
     container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'", group=_RUNS)
     srun_args: str | None = option(

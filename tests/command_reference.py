@@ -17,8 +17,8 @@ HEAD = """\
 
 On this page you can look up each flag of each command, with its default, and the exit codes.
 A flag that several commands have is explained once. A flag without a default is off, or has no value.
-`shardprep help plan` shows all flags of a command in a terminal. [reference.md](reference.md) says which page explains
-which command. `python -m tests.command_reference` writes this page.
+`shardprep help plan` shows all flags of a command in a terminal. [reference.md](reference.md) says which page
+explains which command. `python -m tests.command_reference` writes this page.
 
 ## Exit codes
 
@@ -48,7 +48,7 @@ def helps() -> Iterator[tuple[str, str]]:
 
 
 def section_of(title: str, text: str, explained: dict[str, str]) -> str:
-    """A command's help, without what stands under an earlier command, and without defaults that say nothing."""
+    """A command's help, without what stands under an earlier command, and defaults that say nothing."""
     text = re.sub(r"\s+\(default:\s+(off|none)\)", "", text)
     kept: list[str] = []
     repeated: dict[str, list[str]] = defaultdict(list)

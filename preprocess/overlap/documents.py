@@ -1,0 +1,224 @@
+"""The documents of a shard, read back from its tar: their ids, by what names people know them, their texts.
+
+A document that goes on in other rows comes whole. Held at a time are about 130,000 tokens, or one document.
+
+A byte-level tokenizer (Llama 3, GPT-2, Qwen) gives back exactly what it encoded, so a table of the bytes of
+each token is enough: 5 ns a byte. Of others the text is what ``tokenizers`` decodes, and may differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from preprocess.make.engines import Ids, Numbers, ids_around, load_tokenizer, split_tokenizer
+from shardprep.errors import BrokenShard
+from shardprep.files import read_regular, size_of_file
+from shardprep.format.documents import DIGEST, kept_ids
+from shardprep.format.idx import ShardSamples
+from shardprep.format.input_formats import name_of_input
+from shardprep.format.manifest import Manifest
+from shardprep.format.names import (
+    DIGEST_BYTES,
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_DIR,
+    TOKENIZER_FILE,
+    digests_path,
+    remake_command,
+)
+from shardprep.format.plan import Plan
+
+_BLOCK_TOKENS = 1 << 17  # few enough that what is worked out of them stays in a core's cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Consecutive documents of a shard."""
+
+    first: int  # number of the first one
+    ids: Ids  # uint32[tokens]
+    offsets: Numbers  # int64[documents + 1]
+
+
+class ShardDocuments:
+    """The documents that begin in a shard, numbered as they are read."""
+
+    def __init__(self, folder: Path, plan: Plan, manifest: Manifest, samples: ShardSamples) -> None:
+        self._folder, self._plan, self._manifest, self._samples = folder, plan, manifest, samples
+        self._paths = [item.path for item in plan.inputs]
+        records = samples.records
+        rows = np.arange(len(records))
+        starts = (
+            [samples.starts(row) for row in rows.tolist()]
+            if plan.spec.has_rows
+            else [np.zeros(1, np.int64)] * len(rows)
+        )
+        goes_on = np.array([not len(each) or each[0] > 0 for each in starts], np.bool_)
+        counts = np.array([len(each) for each in starts], np.int64)
+        firsts = np.cumsum(counts) - counts
+        if plan.options.pack == "best_fit" and goes_on.any():
+            # What goes on stands in rows further on, of the same place as its beginning: read them behind it.
+            places = records[["source", "source_offset"]].tolist()
+            begins_at = {places[row]: row for row in np.flatnonzero(~goes_on).tolist()}
+            heads = [begins_at.get(places[row], row) if goes_on[row] else row for row in rows.tolist()]
+            rows = np.argsort(heads, kind="stable")
+            records = samples.records = records[rows]
+        lengths = records["num_tokens"].astype(np.int64)
+        row_begins = np.cumsum(lengths) - lengths
+        turns = np.arange(counts.sum()) - np.repeat((np.cumsum(counts[rows]) - counts[rows]), counts[rows])
+        at = np.repeat(np.arange(len(rows)), counts[rows])  # where among the rows that are read
+        within = np.concatenate([np.empty(0, np.int64), *(starts[row] for row in rows)])
+        self._bounds = np.append(row_begins[at] + within, lengths.sum())
+        self._records = rows[at]
+        self._positions = turns + goes_on[self._records]  # peek counts what goes on in a row as its first
+        self._digest_numbers = firsts[self._records] + turns
+        # A record says where the document of its first token lies.
+        self._place_records = np.full(len(at), -1)
+        of_first = np.searchsorted(self._bounds[:-1], row_begins, side="right") - 1
+        self._place_records[of_first if plan.spec.has_rows else at] = np.arange(len(rows))
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield all documents, some at a time. Raises BrokenShard, ReadWriteError."""
+        bounds, held = self._bounds, np.empty(0, np.uint32)
+        first, last = 0, len(bounds) - 1
+        for piece in self._samples.pieces():
+            held = np.concatenate([held, piece])
+            until = int(np.searchsorted(bounds, bounds[first] + len(held), side="right")) - 1
+            while first < until:
+                cut = int(np.searchsorted(bounds, bounds[first] + _BLOCK_TOKENS, side="right")) - 1
+                cut = min(max(cut, first + 1), until)
+                offsets = bounds[first : cut + 1] - bounds[first]
+                yield Block(first=first, ids=held[: offsets[-1]], offsets=offsets)
+                held, first = held[offsets[-1] :], cut
+        if first < last:  # documents without a token
+            yield Block(first=first, ids=held, offsets=bounds[first:] - bounds[first])
+
+    def names(self, number: int) -> dict[str, Any]:
+        """Return by what a document is known; None stands for what the shard does not keep.
+
+        The idx tells the place of a document that a record begins with.
+        """
+        shard_id, record = self._samples.shard_id, int(self._records[number])
+        position = f":{self._positions[number]}" if self._plan.spec.has_rows else ""
+        place = name = None
+        if (at := self._place_records[number]) >= 0:
+            found = self._samples.records[at]
+            source, offset = int(found["source"]), int(found["source_offset"])
+            place = {"file": name_of_input(self._paths, source), "byte": offset}
+            name = self._kept_ids.get((source, offset))
+        digest = (
+            None if self._digests is None else self._digests[self._digest_numbers[number]].tobytes().hex()
+        )
+        return {
+            "shard": shard_id,
+            "record": record,
+            "document": f"{shard_id}:{record}{position}",
+            "place": place,
+            "id": name,
+            "sha256": digest,
+        }
+
+    @cached_property
+    def _kept_ids(self) -> dict[tuple[int, int], str]:
+        if not self._plan.options.id_field:
+            return {}
+        kept = kept_ids(self._folder, self._samples.shard_id)
+        return {(source, offset): name for source, offset, name in kept}
+
+    @cached_property
+    def _digests(self) -> npt.NDArray[np.void] | None:
+        """The digests of the documents, in the order of the idx; None where the plan keeps none."""
+        shard_id, stamp = self._samples.shard_id, self._manifest.digests
+        if stamp is None:
+            return None
+        path, expected = digests_path(self._folder, shard_id), len(self._digest_numbers) * DIGEST_BYTES
+        raw = read_regular(path, max_bytes=stamp.num_bytes) if size_of_file(path) else b""
+        if len(raw) != expected:
+            remedy = remake_command(shard_id, self._folder)
+            raise BrokenShard(path=path, found=f"{len(raw)} bytes", expected=expected, remedy=remedy)
+        return np.frombuffer(raw, DIGEST)
+
+
+class TokenTexts:
+    """The texts of a data set's ids. Raises ReadWriteError where its tokenizer cannot be read."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        path = folder / TOKENIZER_DIR / TOKENIZER_FILE
+        self._tokenizer = load_tokenizer(path)
+        head, _ = split_tokenizer(read_regular(path, max_bytes=MAX_TOKENIZER_BYTES))
+        self._pieces = _bytes_of_tokens(self._tokenizer, head)
+        special = {token["id"] for token in head.get("added_tokens") or [] if token["special"]}
+        # Between words a control token stands like white space.
+        words = [b"\n" if number in special else piece for number, piece in enumerate(self._pieces)]
+        self._flat = np.frombuffer(b"".join(words), np.uint8)
+        self._lengths = np.array([len(word) for word in words], np.int64)
+        self._begins = np.cumsum(self._lengths) - self._lengths
+        # What stands around each text; None where the text of a digest cannot be told from the ids.
+        self._around: tuple[list[int], list[int]] | None = None
+        with contextlib.suppress(ValueError):
+            adds = plan.options.add_special_tokens
+            before, after = ids_around(head.get("post_processor") if adds else None)
+            after = after if plan.end_id is None else [*after, plan.end_id]
+            if self._pieces and not plan.options.is_chat:  # a conversation's digest is of its messages
+                self._around = before, after
+
+    def texts(self, ids: Ids, offsets: Numbers) -> list[str]:
+        """Return the text of each document; document i has ``ids[offsets[i]:offsets[i + 1]]``."""
+        if not self._pieces:
+            known = np.where(ids < self._tokenizer.get_vocab_size(with_added_tokens=True), ids, 0)
+            lists = [known[begin:end].tolist() for begin, end in itertools.pairwise(offsets.tolist())]
+            return list(self._tokenizer.decode_batch(lists, skip_special_tokens=True))
+        ids = np.minimum(ids, len(self._pieces) - 1)  # of blanked documents there is no text
+        lengths = self._lengths[ids]
+        ends = np.cumsum(np.concatenate([[0], lengths]))
+        raw = self._flat[np.repeat(self._begins[ids] - ends[:-1], lengths) + np.arange(ends[-1])].tobytes()
+        bounds = itertools.pairwise(ends[offsets].tolist())
+        return [raw[begin:end].decode("utf-8", "replace") for begin, end in bounds]
+
+    def text(self, ids: list[int]) -> str:
+        """Return the text of some ids, control tokens included."""
+        if not self._pieces:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return b"".join(self._pieces[number] for number in ids).decode("utf-8", "replace")
+
+    def digest(self, ids: list[int]) -> str | None:
+        """Return the digest, in hex, of the text that a document was made of; None if it cannot be known."""
+        if self._around is None:
+            return None
+        before, after = self._around
+        begin, end = len(before), len(ids) - len(after)
+        if ids[:begin] != before or ids[end:] != after:
+            return None
+        text = b"".join(self._pieces[number] for number in ids[begin:end])
+        return hashlib.sha256(text).digest()[:DIGEST_BYTES].hex()
+
+
+def _bytes_of_tokens(tokenizer: Any, head: dict[str, Any]) -> list[bytes]:
+    """Return the bytes of each token, with none behind the last one; nothing if it is not byte-level."""
+    step = head.get("pre_tokenizer") or {}
+    has_prefix = any(each.get("add_prefix_space") for each in [step, *step.get("pretokenizers", [])])
+    if (head.get("decoder") or {}).get("type") != "ByteLevel" or head.get("normalizer") or has_prefix:
+        return []
+    # GPT-2's letters for bytes: the printable ones of Latin-1 are themselves, the others follow from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    bytes_of_letters = {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    if not all(chr(letter) in vocabulary for letter in bytes_of_letters):
+        return []
+    added = {token["id"]: token["content"].encode() for token in head.get("added_tokens") or []}
+    pieces = [b""] * (max([*vocabulary.values(), *added]) + 2)
+    for token, number in vocabulary.items():
+        pieces[number] = token.translate(bytes_of_letters).encode("latin-1", "ignore")
+    for number, content in added.items():
+        pieces[number] = content
+    return pieces

@@ -1,4 +1,4 @@
-"""``PYTHONPATH=. python benchmarks/duplicates_scale.py [MILLIONS]``: CPU and memory of ``shardprep duplicates``.
+"""``PYTHONPATH=. python benchmarks/duplicates_scale.py [MILLIONS]``: the price of ``shardprep duplicates``.
 
 The data set is forged: digests at random, one in ten of them twice, and an idx that has a place for each.
 """

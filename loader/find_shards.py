@@ -51,11 +51,6 @@ _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
 _INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
 
 
-def find_shards(input_shards: InputShards, **options: Any) -> ShardSet:
-    """Find the shards of one source, as ``find_sources`` does with these options."""
-    return find_sources({"all": input_shards}, **options)["all"]
-
-
 def find_sources(
     sources: Mapping[str, InputShards],
     *,
@@ -71,7 +66,7 @@ def find_sources(
         raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
     found = {}
     for name, input_shards in sources.items():
-        paths = find_paths(input_shards, cache_dir)
+        paths = _find_paths(input_shards, cache_dir)
         shards = found[name] = ShardSet(_shards_of(paths, count_tokens=count_tokens), split)
         if shards.num_samples == 0:
             side = "" if shards.split is None else f" for {shards.split}"
@@ -80,27 +75,26 @@ def find_sources(
     return found
 
 
-def find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
+def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
     """Return every absolute path that was named, brace patterns and globs expanded, in the order given.
 
     What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
     """
-    named: list[Any] = [input_shards]
+    named: Iterable[Any] = [input_shards]
     if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, bytes, os.PathLike)):
-        named = list(input_shards)
+        named = input_shards
+    listed: dict[str, frozenset[str] | None] = {}
+    paths: list[str] = []
     for each in named:
         if not isinstance(each, (str, bytes, os.PathLike)):
             expected = "the path of a folder, an index.json or a tar"
             raise UsageError(found=f"input_shards={each!r}", expected=expected)
-    names = [os.fsdecode(each) for each in named]
-    check_names_are_utf8(*names)
-    names_in: dict[str, frozenset[str] | None] = {}
-    paths: list[str] = []
-    for name in names:
+        name = os.fsdecode(each)
+        check_names_are_utf8(name)
         if is_url(name):
-            paths += [copy_url(url, cache_dir) for url in expand_braces(name)]
+            paths += [copy_url(url, cache_dir) for url in _expand_braces(name)]
         else:
-            paths += _expand(name, names_in)
+            paths += _expand(name, listed)
     check_names_are_utf8(*paths)
     if not paths:
         raise UsageError(found="input_shards=[]", expected=NAMEABLE)
@@ -110,14 +104,14 @@ def find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | No
     return paths
 
 
-def _expand(name: str, names_in: dict[str, frozenset[str] | None]) -> list[str]:
+def _expand(name: str, listed: dict[str, frozenset[str] | None]) -> list[str]:
     """Return the paths that a name stands for: itself, if it is there, before any pattern."""
-    if _exists(path := os.path.abspath(name), names_in):  # noqa: PTH100  Path.resolve would follow links
+    if _exists(path := os.path.abspath(name), listed):  # noqa: PTH100  Path.resolve would follow links
         return [path]
     found: list[str] = []
-    for pattern in expand_braces(name):
+    for pattern in _expand_braces(name):
         path = os.path.abspath(pattern)  # noqa: PTH100
-        if _exists(path, names_in):
+        if _exists(path, listed):
             found.append(path)
             continue
         matches = sorted(map(str, Path("/").glob(path[1:]))) if glob.has_magic(pattern) else []
@@ -128,22 +122,22 @@ def _expand(name: str, names_in: dict[str, frozenset[str] | None]) -> list[str]:
     return found
 
 
-def _exists(path: str, names_in: dict[str, frozenset[str] | None]) -> bool:
+def _exists(path: str, listed: dict[str, frozenset[str] | None]) -> bool:
     """Return whether a path is there, by one listing of its folder.
 
     100,000 shards would else cost as many requests of a parallel file system.
     """
     folder, name = os.path.split(path)
-    if folder not in names_in:
+    if folder not in listed:
         try:
-            names_in[folder] = frozenset(entry.name for entry in os.scandir(folder))
+            listed[folder] = frozenset(entry.name for entry in os.scandir(folder))
         except OSError:  # it may still be entered where it may not be listed
-            names_in[folder] = None
-    names = names_in[folder]
+            listed[folder] = None
+    names = listed[folder]
     return Path(path).exists() if names is None or not name else name in names
 
 
-def expand_braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> list[str]:
     """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest.
 
     Zeros in front are kept, and each name comes once. Raises UsageError for braces that hold neither a range
@@ -171,7 +165,9 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
         shard = _SHARD_TAR.fullmatch(name)
         if shard and folder not in is_ours:
             is_ours[folder] = _is_dataset(Path(folder))
-        if shard and (is_ours[folder] or _has_manifest(Path(folder), int(shard[1]))):
+        if shard and (
+            is_ours[folder] or size_of_file(manifest_path(Path(folder), int(shard[1]))) is not None
+        ):
             named.setdefault(folder, []).append(int(shard[1]))
         elif name == INDEX_NAME:
             found.append(_dataset(Path(folder)))
@@ -206,10 +202,6 @@ def _tars_in(folder: Path) -> list[str]:
         expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"
         raise NotFound(path=folder, found="no shards", expected=expected, remedy=remedy)
     return tars
-
-
-def _has_manifest(folder: Path, shard_id: int) -> bool:
-    return size_of_file(manifest_path(folder, shard_id)) is not None
 
 
 def _has_index(folder: Path) -> bool:

@@ -5,6 +5,11 @@ A command imports what it needs when it runs: ``--help`` takes 0.1 s, and a work
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
 import argparse
 import contextlib
 import dataclasses
@@ -43,7 +48,7 @@ _HUB = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
+    """Run one command and return its exit code. Errors are a line on standard error, never a traceback."""
     code = PROGRAM.run(command_words(given_words(argv)))
     if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):  # of a job's task, which succeeded
         with contextlib.suppress(OSError):
@@ -306,7 +311,7 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
-    text = "list of the documents: ids of --id_field, or sha256:HEX of texts, one per line"
+    text = "list of the documents: an id of --id_field, sha256:HEX of a text or at:FILE:BYTE per line"
     add("--ids", metavar="FILE", type=Path, required=True, help=text)
     text = "folder of the new data set; one on the same file system shares the other shards' files"
     add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)
@@ -315,7 +320,7 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _elsewhere(module: str, summary: str) -> Command:
-    """Return a command of another module, imported when it is called; its ``run`` is named after it."""
+    """Return a command of another module, imported when it is called. Its ``run`` is named after it."""
     name = f"preprocess.{module}"
     return Command(summary, f"{name}:add_flags", f"{name}:{module.rpartition('.')[2]}")
 
@@ -357,11 +362,7 @@ PROGRAM = Program(
             _clean_flags,
             "preprocess.check.clean:clean",
         ),
-        "train_tokenizer": Command(
-            "train a byte-level BPE like Llama 3's",
-            "preprocess.look.train_tokenizer:add_arguments",
-            "preprocess.look.train_tokenizer:main",
-        ),
+        "train_tokenizer": _elsewhere("look.train_tokenizer", "train a byte-level BPE like Llama 3's"),
     },
 )
 

@@ -20,13 +20,7 @@ from preprocess.read.documents import find_names
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
-from shardprep.files import (
-    PublishedFolder,
-    make_folder,
-    publish_link,
-    read_regular,
-    sync_folder,
-)
+from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
 from shardprep.format.documents import (
     DIGEST,
     BlankedDocuments,
@@ -34,6 +28,7 @@ from shardprep.format.documents import (
     kept_ids,
     keys_of_ids,
     lines_of,
+    named_places,
     publish_blanked,
     read_blanked,
     read_names,
@@ -126,29 +121,30 @@ def _named_places(
     found: npt.NDArray[np.bool_],
     transform: Transform | None,
 ) -> Places:
-    """Return where the named documents of a shard begin, ascending; note in ``found`` which these are.
+    """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
-    Texts are looked for in digests/, and where it has one that is named, or is not kept, in the input.
+    Texts are looked for in digests/, and where it has one that is named, or is not kept, in the input. So are
+    places that may be of this shard.
     """
+    shard = plan.shard(shard_id)
     parts = [np.empty((0, 2), np.int64)]
-    if names.has_ids:
+    if "id" in names.kinds:
         kept = list(kept_ids(folder, shard_id))
         places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
         of = names.find(keys_of_ids(name for *_, name in kept))
         parts.append(places[of >= 0])
         found[of[of >= 0]] = True
-    has_text = names.has_texts
-    if has_text and plan.options.digests:
+    is_named = "text" in names.kinds
+    if is_named and plan.options.digests:
         stamp = read_manifest(folder, shard_id).digests
         raw = read_regular(digests_path(folder, shard_id), max_bytes=stamp.num_bytes) if stamp else b""
-        has_text = bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
-    if has_text:
-        shard = plan.shard(shard_id)
+        is_named = bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
+    if is_named or any(named_places(names, shard.ranges)):
         digest = None if shard.sha256 is None else hashlib.sha256()
         for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
-            of = find_names(documents, names)
+            of = find_names(documents, names, plan.inputs[documents.input_number].path)
             found[of[of >= 0]] = True
-            offsets = documents.offsets[of >= 0]
+            offsets = documents.offsets[(of >= 0).any(axis=0)]
             parts.append(np.stack([np.full_like(offsets, documents.input_number), offsets], axis=1))
     return np.unique(np.concatenate(parts), axis=0)
 
@@ -171,7 +167,7 @@ def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> Blanked
 
 
 def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedDocuments]) -> None:
-    """Write what the shards are made by, the plan last; or check that an earlier attempt wrote the same."""
+    """Write what the shards are made by, the plan last, or check that an earlier attempt wrote the same."""
     if (found := read_plan(new)) is not None:
         is_ours = (found.plan_id, found.options) == (planned.plan_id, planned.options)
         if not is_ours or any(
@@ -198,7 +194,7 @@ def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedD
 
 
 def _take_over_shard(folder: Path, new: Path, shard_id: int) -> None:
-    """Give the files of a shard a second name; the manifest last."""
+    """Give the files of a shard a second name, the manifest last."""
     for path, _ in shard_files(folder, read_manifest(folder, shard_id)):
         target = new / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)

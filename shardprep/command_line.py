@@ -79,7 +79,7 @@ class Program:
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, words: Sequence[str], *, name: str | None = None) -> int:
-        """Run the command that ``words`` name; returns its exit code. ``name``: how it was called."""
+        """Run the command that ``words`` name and return its exit code. ``name``: how it was called."""
         guard_streams()
         try:
             check_names_are_utf8()
@@ -103,7 +103,7 @@ class Program:
             return ReadWriteError.exit_code
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
-        """Parse the words; ``command`` is a key of ``commands``.
+        """Parse the words. ``command`` of the result is a key of ``commands``.
 
         Raises UsageError for an unknown command or a NUL, SystemExit with 2 for flags that cannot be parsed.
         """
@@ -162,7 +162,10 @@ class Program:
         parser = _Parser(prog=name, description=self.description, epilog=self.epilog)
         parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
         own: dict[str, _Parser] = {}
+        # Of a command that is called the others need no parser: each costs a task 12 looks for translations.
         for word, command in self.commands.items():
+            if called and word not in called and called[0] in self.commands:
+                continue
             shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
             prog = name if command.is_nameless and name == self.name else f"{name} {word}"
             own[word] = parsers.add_parser(word, prog=prog, **shown)
@@ -194,7 +197,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
 
     def settle(self) -> None:
-        """Tell each flag's default in its help; name in the usage what must be given, and no other flag."""
+        """Tell each flag's default in its help. Name in the usage what must be given, and no other flag."""
         words = ["%(prog)s"]
         for action in self._actions:
             name = str(action.metavar or action.dest.upper())
@@ -234,7 +237,7 @@ def needs(what: str, library: str) -> str:
 
 
 def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
-    """Return what to say where ``what`` needs a library that is not there; None for a fault of ours."""
+    """Return what to say where ``what`` needs a library that is not there, or None for a fault of ours."""
     missing = str(error.name).partition(".")[0]
     if importlib.util.find_spec(missing) is not None:  # a module of it is missing
         return None
@@ -260,7 +263,7 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
 
 
 def option(default: Any, help: str = "", **facts: Any) -> Any:  # noqa: A002 - argparse's word
-    """Declare an option as a field of a frozen dataclass; one without ``help`` is no flag.
+    """Declare an option as a field of a frozen dataclass. One without ``help`` is no flag.
 
     Facts of a flag are ``group``, the title that it is listed under, and ``shown``, the default in words.
     """

@@ -68,7 +68,7 @@ class Progress:
             _bars.append(self._bar)
 
     def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
-        """Count more as done; less than none where something must be done again.
+        """Count more as done, or less than none where something must be done again.
 
         ``counts``: other things that were done with it, by their plural, whose speeds are told, too.
         """
@@ -108,7 +108,7 @@ def progress_line(
 
 
 def short_number(value: float) -> str:
-    """Return ``12.3 M`` for 12345678: three digits and a decimal prefix; 512 stays as it is."""
+    """Return ``12.3 M`` for 12345678: three digits and a decimal prefix. 512 stays as it is."""
     return " ".join(filter(None, _scaled(value)))
 
 
@@ -145,7 +145,7 @@ _MOST_NAMED = 12  # sources that have a line of their own
 
 
 def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> list[str]:
-    """Return a line per source, those of most tokens first; none where there is one source alone.
+    """Return a line per source, those of most tokens first, or none where there is one source alone.
 
     ``sources``: the fields of a manifest's SourceCounts, by name. ``all_in`` has those that get no line.
     """
@@ -206,7 +206,7 @@ def print_lines(*lines: str) -> None:
 
 
 def draw(codes: str) -> None:
-    """Send a terminal the codes that draw a screen; its lines are ``printable`` already."""
+    """Send a terminal the codes that draw a screen. Its lines are ``printable`` already."""
     io.TextIOWrapper.write(sys.stdout, codes)  # type: ignore[arg-type]  # past what _Guarded escapes
     sys.stdout.flush()
 
@@ -225,7 +225,7 @@ def guard_streams() -> None:
 
 
 def output_is_read() -> bool:
-    """Return whether standard output has a reader; for a command that would go on printing."""
+    """Return whether standard output has a reader. For a command that would go on printing."""
     poll = select.poll()
     poll.register(1, 0)  # errors are told unasked
     return not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -253,7 +253,7 @@ class _Guarded(io.TextIOWrapper):
 
 
 def _guarded(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
-    """Return a stream anew over its descriptor; the null device for one that was closed before the start."""
+    """Return a stream anew over its descriptor, the null device for one that was closed before the start."""
     if stream is None:
         return open(os.devnull, "w")  # noqa: PTH123 - a TextIO, which lives as long as the process
     raw = _Outlasting(stream.fileno(), dropped)

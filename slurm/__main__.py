@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
 import argparse
 import os
 import sys
@@ -13,7 +18,7 @@ from shardprep.format.submissions import FLAG_GROUPS, JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
+    """Run one command and return its exit code. Errors are a line on standard error, never a traceback."""
     return PROGRAM.run(given_words(argv))
 
 

@@ -18,14 +18,7 @@ from pathlib import Path
 
 from shardprep.console import counted, print_lines, say, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
-from shardprep.files import (
-    STALE_AFTER_S,
-    TEMPORARY_NAME,
-    is_link,
-    names_in,
-    remove_tree,
-    size_of_file,
-)
+from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_link, names_in, remove_tree, size_of_file
 from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, PLAN_NAME, QUARANTINE_DIR
@@ -36,7 +29,7 @@ _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
 def clean(args: argparse.Namespace) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises NotFound where there is no data set, ReadWriteError where a folder cannot be listed, CannotWrite
     where some could not be looked at or removed; all others are gone by then.

@@ -1,7 +1,10 @@
 """``verify``: prove a data set whole and write index.json.
 
 The fast tier compares manifests, sizes and coverage. The full one reads every byte back, once: hashes, places
-and every token id, at 4 to 20 s of CPU per gigabyte (one core; the most for JSON).
+and every token id, at 4 to 20 s of CPU per gigabyte (one core; the most for JSON). ``--deep`` also makes some
+shards again, with the reference engine and the worker's own path, in a temporary folder. So shards are found
+that agree with their manifest and not with their input: of another engine, of another version, or written by
+a machine that errs. What this version itself reads wrongly, it reads wrongly again.
 """
 
 from __future__ import annotations
@@ -9,8 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,6 +28,7 @@ from shardprep.files import (
     NOT_THERE,
     RETRIED,
     HashedFile,
+    PublishedFolder,
     errors_named,
     publish_bytes,
     read_regular,
@@ -43,6 +48,7 @@ from shardprep.format.manifest import (
     check_sizes,
     is_of_shard,
     publish_findings,
+    read_manifest,
     refuse_found,
     remove_findings,
     standing_findings,
@@ -52,6 +58,7 @@ from shardprep.format.names import (
     DIGEST_BYTES,
     INDEX_NAME,
     TAR_END,
+    VOUCHED_PATHS,
     blank_id,
     id_ranges,
     remake_command,
@@ -62,6 +69,7 @@ from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 Records = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
 _MOST_TOLD = 5  # problems of one kind that are printed
+_MADE_AGAIN = ("tar", "idx", "ids", "digests")  # quarantine/ has words of a library's version
 
 
 class _Wrong(Exception):
@@ -76,7 +84,7 @@ Problem = tuple[int, ShardprepError]  # a shard that is missing or broken, and h
 
 
 def verify(args: argparse.Namespace) -> int:
-    """``verify DATA``: check all shards, write index.json, or tell what is wrong; returns the exit code."""
+    """Check all shards, write index.json, or tell what is wrong. Return the exit code."""
     if args.deep is not None and args.deep < 1:
         raise UsageError.of_value("--deep", args.deep, "a number of shards from 1")
     folder: Path = args.output_dir
@@ -113,17 +121,62 @@ def verify(args: argparse.Namespace) -> int:
     )
     counts = {name: dataclasses.asdict(of) for name, of in index.sources.items()}
     print_lines(*source_lines(counts, all_in=INDEX_NAME))
-    if args.deep is not None:
-        from preprocess.check.deep_verify import verify_deep  # a worker's libraries
-
-        if problems := verify_deep(folder, plan, args, again=standing):
-            return _tell_problems(folder, plan, problems, "deep")
+    if args.deep is not None and (problems := _make_again(folder, plan, args, again=standing)):
+        return _tell_problems(folder, plan, problems, "deep")
     if not_written is not None:
         say(f"error: all shards are right, and {INDEX_NAME} is not written: {not_written}")
         return not_written.exit_code
     remove_findings(folder)
     remove_finished(read_attempts(folder, plan.plan_id).own, [True] * plan.num_shards)
     return 0
+
+
+def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: Iterable[int]) -> list[Problem]:
+    """Return the shards that come out otherwise when they are made again.
+
+    ``args.deep`` shards that have input are chosen, the same ones for a plan each time; those of ``again``
+    come on top. Raises what loading the tokenizer raises, and Refused where a library that changes or renders
+    text has another version than planned.
+    """
+    from preprocess.make.resources import bind_to_task_cpus, worker_settings
+    from preprocess.make.worker import load_worker  # with the libraries of a worker
+
+    num_cpus = bind_to_task_cpus(offset=0)
+    full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
+    chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
+    chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
+    settings = dataclasses.replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
+    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
+    problems: list[Problem] = []
+    progress = Progress("making shards again", len(chosen), unit="shards")
+    for shard_id in chosen:
+        try:
+            # Of no shard's name: whoever finishes a shard removes the temporaries of its name.
+            with PublishedFolder(folder / "verify") as scratch:
+                made = worker.make_into(scratch.temporary, worker.plan.shard(shard_id))
+            found = read_manifest(folder, shard_id)
+            differing = [
+                f"{VOUCHED_PATHS[name](Path(), shard_id)} has another sha256"
+                for name in _MADE_AGAIN
+                if getattr(found, name) != getattr(made, name)
+            ]
+            for name, expected in vars(made.counts).items():
+                if (there := getattr(found.counts, name)) != expected:
+                    differing.append(f"{name} is {there}, expected {expected}")
+            if differing:
+                raise BrokenShard(
+                    f"it is not what the reference engine makes of its input: {'; '.join(differing)}; run: "
+                    f"{remake_command(shard_id, folder)} --engine tokenizers"
+                )
+        except ShardprepError as error:
+            problems.append((shard_id, error))
+        progress.add(1)
+    if not problems:
+        print_lines(
+            f"the reference engine makes the same of the input of {counted(len(chosen), 'shard')} "
+            f"({id_ranges(chosen)}), byte for byte"
+        )
+    return problems
 
 
 def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check: Check) -> int:
@@ -223,7 +276,7 @@ def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
 
 
 def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
-    """Compare every byte of a shard's files with its hash, and what they hold; the tar is read once.
+    """Compare every byte of a shard's files with its hash, and what they hold. The tar is read once.
 
     A wrong hash is told before what follows from it. Raises BrokenShard, MissingShard or ReadWriteError.
     """
@@ -239,7 +292,7 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
 
 
 def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
-    """Check that an idx agrees with manifest, plan and size of the tar; return its records."""
+    """Check that an idx agrees with manifest, plan and size of the tar, and return its records."""
     shard_id, counts, name = manifest.shard_id, manifest.counts, f"the idx of shard {manifest.shard_id:05d}"
     records = read_idx(folder, plan.spec, shard_id)
     found = (len(records), int(records["num_tokens"].sum(dtype=np.int64)))

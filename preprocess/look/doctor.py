@@ -21,8 +21,8 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
 from preprocess.make.worker import load_worker
-from preprocess.plan.cost_estimate import scratch_folder
 from preprocess.plan.divide import Sharding
+from preprocess.plan.estimate import scratch_folder
 from preprocess.plan.planning import make_plan
 from preprocess.plan.tokenizer import document_ends_line
 from shardprep import __version__
@@ -87,7 +87,7 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """Return the CPUs' worth of time that the cgroups allow, the least of all above; None without a limit."""
+    """Return the CPUs' worth of time that the cgroups allow, the least of all above, None without a limit."""
     quotas = []
     for path in resources.cgroup_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         with suppress(OSError, ValueError, IndexError):  # "max" is no limit
@@ -112,7 +112,7 @@ def export_lines(num_cpus: int, num_ranks: int) -> list[str]:
 
 
 def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
-    """Tell the versions that are installed; what a task needs must be there. On a GPU torch is asked, too."""
+    """Tell the versions that are installed. What a task needs must be there. On a GPU torch is asked, too."""
     found: dict[str, str] = {}
     for name in (*_NEEDED, "torch", "webdataset"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -172,7 +172,6 @@ def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the command; ``doctor`` takes what the parser makes of them."""
     parser.description = (
         "Look at this machine, its variables and a tokenizer before the work begins. In a job: srun "
         "shardprep doctor. Exit code: 0 all good, 1 warnings, else that of the first error."
@@ -187,7 +186,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print the findings; returns 0 where all is good, 1 for warnings, else the code of the first bad one."""
+    """Print the findings. Return 0 where all is good, 1 for warnings, else the code of the first bad one."""
     affinity = os.sched_getaffinity(0)
     num_cpus = len(resources.allowed_cpus(os.environ, affinity, offset=0))
     if args.export:

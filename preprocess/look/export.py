@@ -59,7 +59,7 @@ class Layout:
     """What another tool reads. A shard becomes files that appear whole, the last of which says it is done."""
 
     def __init__(self, folder: Path, vocab_size: int, first_token: list[int]) -> None:
-        """``first_token``: where each shard begins in the whole stream, EOS included; num_shards + 1."""
+        """``first_token``: where each shard begins in the whole stream, EOS included (num_shards + 1)."""
         self.folder, self.vocab_size, self.first_token = folder, vocab_size, first_token
         self.num_shards = len(first_token) - 1
 
@@ -282,7 +282,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Iterator[Ids]:
-    """Yield ids with EOS behind each document, of which ``lengths`` has the tokens; None puts none."""
+    """Yield ids with EOS behind each document, of which ``lengths`` has the tokens. None puts none."""
     if eos is None:
         yield from pieces
         return
@@ -346,7 +346,7 @@ def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Say whose export the folder is, once; of two at the same time the first one does.
+    """Say whose export the folder is, once. Of two at the same time the first one does.
 
     Raises Refused where it is another's, CannotWrite, ReadWriteError.
     """

@@ -173,7 +173,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
 
 
 def _left_out_line(folder: Path, shard_ids: Sequence[int], path: str, offset: int) -> str:
-    """Say what is known of a document that was left out; nothing where none begins there."""
+    """Say what is known of a document that was left out, or nothing where none begins there."""
     for shard_id in shard_ids:
         with contextlib.suppress(ShardprepError):  # of a file that cannot be read nothing is known
             raw = read_beginning(quarantine_path(folder, shard_id), _MAX_QUARANTINE_BYTES)
@@ -243,7 +243,7 @@ def _num_validation(folder: Path, shard_id: int) -> int:
 
 
 def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str]:
-    """Return the texts of a sample; of a row, the end of one that began before it, if any, comes first."""
+    """Return the texts of a sample. Of a row, the end of one that began before it, if any, comes first."""
     ids, mask = samples.ids(number), samples.loss_mask(number)
     if not len(ids):  # a document that the tokenizer drops wholly
         return [""]
@@ -261,7 +261,7 @@ def _print_sample(
     chars: int,
     only: set[int],
 ) -> None:
-    """Print a sample, of each document ``chars`` characters at most (0: all); ``only`` these (none: all)."""
+    """Print a sample, of each document ``chars`` characters at most (0: all), ``only`` these (none: all)."""
     record = samples.records[number]
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())

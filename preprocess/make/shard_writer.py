@@ -21,6 +21,7 @@ import orjson
 from preprocess.make.engines import Numbers
 from preprocess.make.members import Batch, Members, Piece
 from preprocess.read.documents import BadDocument, Documents
+from preprocess.read.format import BETWEEN, Texts
 from shardprep.errors import BadInput
 from shardprep.files import (
     STALE_AFTER_S,
@@ -69,11 +70,12 @@ class _Source:
         self.num_text_bytes = self.num_chars = 0
         self.lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens, see TextCounts
 
-    def add_texts(self, texts: list[bytes], num_tokens: Numbers) -> None:
-        joined = b"".join(texts)
-        self.num_text_bytes += len(joined)
+    def add_texts(self, texts: Sequence[bytes], num_tokens: Numbers) -> None:
+        joined = texts.joined if isinstance(texts, Texts) else BETWEEN.join(texts)
+        num_between = len(BETWEEN) * max(0, len(texts) - 1)
+        self.num_text_bytes += len(joined) - num_between
         # The bytes of UTF-8 that go on with a character are 10xxxxxx.
-        self.num_chars += int(np.count_nonzero(np.frombuffer(joined, np.int8) >= -64))
+        self.num_chars += int(np.count_nonzero(np.frombuffer(joined, np.int8) >= -64)) - num_between
         dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)
         place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
         self.lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)

@@ -16,6 +16,11 @@ PROGRAM = Program(
             "preprocess.overlap.overlap:add_flags",
             "preprocess.overlap.overlap:overlap",
         ),
+        "duplicates": Command(
+            "find equal documents, and list those that go",
+            "preprocess.overlap.duplicates:add_flags",
+            "preprocess.overlap.duplicates:duplicates",
+        ),
     },
 )
 

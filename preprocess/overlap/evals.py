@@ -66,7 +66,7 @@ def read_evals(path: Path, options: dict[str, Any]) -> Evals:
 def _of_files(path: Path, options: PlanOptions) -> Evals:
     folder, paths = path.parent, [path]
     if is_folder(path):
-        folder, paths = path, find_inputs(path, recursive=options.recursive).paths
+        folder, paths = path, find_inputs(path, options).paths
     inputs, _ = stamp_inputs(folder, paths, options)
     evals, bad = Evals(), Counter[str]()
     progress = Progress("reading the evaluation", sum(item.num_bytes for item in inputs))

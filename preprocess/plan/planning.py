@@ -12,8 +12,8 @@ import msgspec
 
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.divide import NUM_THREADS, Division, Sharding, divide, stamp_inputs
+from preprocess.plan.estimate import CostEstimate, measure, sample_texts, scratch_folder
 from preprocess.plan.listing import InputListing, find_inputs, left_out_lines, split_line
 from preprocess.plan.template_check import template_warnings
 from preprocess.plan.tokenizer import (
@@ -34,15 +34,7 @@ from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.options import PrepConfig
-from shardprep.format.plan import (
-    Plan,
-    file_cuts,
-    plan_id,
-    publish_plan,
-    read_plan,
-    refuse_another_plan,
-    stamp_tokenizer,
-)
+from shardprep.format.plan import Plan, file_cuts, plan_id, publish_plan, read_plan, refuse_another_plan
 
 Say = Callable[[str], None]
 
@@ -74,13 +66,7 @@ def make_plan(
         transform = Transform(config.transform, config.transform_files)
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
     names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
-    listing = find_inputs(
-        config.input_dir,
-        recursive=config.recursive,
-        follow_links=config.follow_links,
-        also=config.also,
-        split=config.split,
-    )
+    listing = find_inputs(config.input_dir, config)
     division = _divided(config, listing, sharding, say)
     with scratch_folder() as files:
         resolved = resolve_tokenizer(
@@ -119,11 +105,10 @@ def make_plan(
         if dry_run:
             return plan, estimate
         if frozen is None:
-            stamps = publish_tokenizer(files, config.output_dir, None)
-            plan = dataclasses.replace(plan, tokenizer_files=stamps)
+            publish_tokenizer(resolved, config.output_dir, resolved.files)
         frozen = publish_plan(plan, config.output_dir)
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
-        publish_tokenizer(files, config.output_dir, frozen.tokenizer_files)
+        publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
         if names is not None:
@@ -196,7 +181,7 @@ def _plan_of(
         options=dataclasses.replace(options, **found_out),
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=resolved.spec,
-        tokenizer_files=stamp_tokenizer(resolved.folder),
+        tokenizer_files=resolved.files,
         probe=resolved.probe,
         probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,
@@ -204,25 +189,24 @@ def _plan_of(
         cuts=division.cuts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
-    if config.hash_inputs:
+    if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
+
+        def sha256_of_input(shard_id: int) -> str:
+            digest = hashlib.sha256()
+            for part in plan.ranges(shard_id):
+                reader = RangeReader(part, digest)
+                reader.hash_rest()
+                reader.file.check_unchanged()
+            return digest.hexdigest()
+
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            hashes = list(pool.map(lambda number: _sha256_of_input(plan, number), range(plan.num_shards)))
+            hashes = list(pool.map(sha256_of_input, range(plan.num_shards)))
         cuts = [
             msgspec.structs.replace(cut, sha256=sha256)
             for cut, sha256 in zip(plan.cuts, [*hashes, ""], strict=True)
         ]
         plan = dataclasses.replace(plan, cuts=cuts)
     return dataclasses.replace(plan, plan_id=plan_id(plan))
-
-
-def _sha256_of_input(plan: Plan, shard_id: int) -> str:
-    """Hash a shard's input bytes: reads all of them, about a second per core and gigabyte."""
-    digest = hashlib.sha256()
-    for part in plan.ranges(shard_id):
-        reader = RangeReader(part, digest)
-        reader.hash_rest()
-        reader.file.check_unchanged()
-    return digest.hexdigest()
 
 
 def _with_engine(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from preprocess.plan.cost_estimate import sample_of_plan
+from preprocess.plan.estimate import sample_of_plan
 from preprocess.read.transform import Transform
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.plan import Plan

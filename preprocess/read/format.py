@@ -6,9 +6,10 @@ shard. Where a part may begin is the format's to say: at a line, a row group, a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +38,61 @@ class Start(NamedTuple):
     text_byte: int = 0  # of the text, where that is compressed; else 0
 
 
+# Stands between two texts that are joined. None of its beginnings is an end of it, so it cannot overlap
+# itself. The quotes are those of two strings of JSON, which are joined as they are.
+BETWEEN = b'"\0\1document\2"'
+
+
+class Texts(Sequence[bytes]):
+    """Texts of consecutive documents, as UTF-8: one by one, and all joined, the other when asked for.
+
+    Args:
+        each: the texts.
+        joined: all texts in one buffer, with BETWEEN between two of them, and in none of them.
+        num_texts: in ``joined``.
+        characters: any string that holds each character of the texts, for who looks for some of them.
+    """
+
+    def __init__(
+        self,
+        each: list[bytes] | None = None,
+        *,
+        joined: bytes = b"",
+        num_texts: int = 0,
+        characters: str | None = None,
+    ) -> None:
+        self._num_texts = num_texts if each is None else len(each)
+        if each is None:
+            self.joined = joined
+        else:
+            self.each = each
+        if characters is not None:
+            self.characters = characters
+
+    @functools.cached_property
+    def each(self) -> list[bytes]:
+        return self.joined.split(BETWEEN) if self._num_texts else []
+
+    @functools.cached_property
+    def joined(self) -> bytes:
+        return BETWEEN.join(self.each)
+
+    @functools.cached_property
+    def characters(self) -> str:
+        return self.joined.decode()
+
+    def __len__(self) -> int:
+        return self._num_texts
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.each[number]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Records:
     """Consecutive lines or rows of a file: what each says, and where it lies."""
 
-    texts: Sequence[bytes | UnusableText]  # as UTF-8; an empty one is no document
+    texts: Texts | Sequence[bytes | UnusableText]  # as UTF-8; of a list an empty one is no document
     starts: npt.NDArray[np.int64]  # int64[n]: byte of the file's text, or row, of each
     sizes: npt.NDArray[np.int64]  # int64[n]: bytes of each, or 1 for a row
     num_bytes: int  # of the file, that these account for

@@ -26,6 +26,7 @@ from preprocess.read.format import (
     Inspected,
     Records,
     Start,
+    Texts,
     no_records,
     starts_among,
     too_long,
@@ -35,7 +36,11 @@ from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.format.options import PlanOptions
 
 Numbers = npt.NDArray[np.int64]
-Texts = list[bytes | UnusableText]
+# Of lines, the byte where each starts in them, and the byte of the text where the first one starts: their
+# texts, and what they tell beside them.
+ReadLines = Callable[
+    [bytes, Numbers, int], tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]
+]
 _FIRST_SCAN_BYTES, _NEXT_SCAN_BYTES, _MOST_SCAN_BYTES = 16 << 10, 64 << 10, 1 << 20
 _TAIL_BYTES = 16 << 10
 _HEAD_TEXT_BYTES = 256 << 10  # of a compressed file, of which planning judges how much text there is
@@ -171,7 +176,7 @@ class LineFormat:
         options: PlanOptions,
         pieces: Iterator[TextPiece],
         batch_bytes: int,
-        read_lines: Callable[[bytes, Numbers, int], tuple[Texts, dict[str, list[Any]]]],
+        read_lines: ReadLines,
         *,
         num_skipped: int = 0,
     ) -> Iterator[Records]:
@@ -224,7 +229,7 @@ class LineFormat:
             for number in range(begin, end, most):
                 bounds_here = bounds[number : min(number + most, end) + 1]
                 at, sizes = int(bounds_here[0]), np.diff(bounds_here)
-                texts: Texts
+                texts: Texts | Sequence[bytes | UnusableText]
                 columns: dict[str, list[Any]] = {}
                 if data is None:
                     texts = [too_long("the line")]
@@ -346,7 +351,9 @@ def _whole_text(pieces: Iterator[TextPiece], start: int, codec: str) -> Records:
     return Records(texts=[text], starts=np.array([start]), sizes=np.array([size]), num_bytes=num_bytes)
 
 
-def _texts_of(codec: str, block: bytes, starts: Numbers, at: int) -> tuple[Texts, dict[str, list[Any]]]:
+def _texts_of(
+    codec: str, block: bytes, starts: Numbers, at: int
+) -> tuple[Texts | Sequence[bytes | UnusableText], dict[str, list[Any]]]:
     """Return the lines of a block. It nearly always is UTF-8; any other one is decoded line by line."""
     if codec == "utf-8":
         with contextlib.suppress(UnicodeDecodeError):
@@ -355,7 +362,7 @@ def _texts_of(codec: str, block: bytes, starts: Numbers, at: int) -> tuple[Texts
     return [_text_of(block[begin:end], at + begin, codec) for begin, end in bounds], {}
 
 
-def _stripped(block: bytes, text: str) -> Texts:
+def _stripped(block: bytes, text: str) -> list[bytes]:
     """Strip the lines of a block that is UTF-8, given as ``text``, too; behind the last end stands one more.
 
     bytes.strip does it, in half the time, where the block has no white space but that of ASCII.

@@ -84,7 +84,7 @@ class DatasetIndex:
 
 
 def _read_index_file(path: Path) -> DatasetIndex:
-    """Raises BrokenShard, also where the numbers of a shard do not agree; FileNotFoundError."""
+    """Raises BrokenShard, also where the numbers of a shard do not agree, and FileNotFoundError."""
     with without_garbage_collection():
         file = read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
         columns = np.array([row[:-1] for row in file.shards], np.int64).reshape(-1, len(COLUMNS))

@@ -93,7 +93,7 @@ class InputKind(NamedTuple):
 
 
 def known_input_kind(path: str) -> InputKind | None:
-    """The kind of a file by its name, upper or lower case; None for a suffix that is not known."""
+    """Return the kind of a file by its name, upper or lower case, or None for a suffix that is not known."""
     stem, dot, suffix = path.rpartition("/")[2].lower().rpartition(".")
     compression = COMPRESSION_SUFFIXES.get(dot + suffix, "")
     if compression:
@@ -121,7 +121,7 @@ def name_of_input(names: Sequence[str], number: int) -> str:
 
 
 def known_suffixes() -> str:
-    """``.txt, .jsonl or .json, each also as .gz ...; .parquet; .arrow``, for messages."""
+    """Return the suffixes of all formats, for messages."""
     can_be, cannot_be = (
         [each.suffixes[0] for each in INPUT_FORMATS if each.can_be_compressed == wanted]
         for wanted in (True, False)

@@ -45,14 +45,7 @@ from shardprep.files import (
     size_of_file,
     stamp_file,
 )
-from shardprep.format.json_files import (
-    Count,
-    Seconds,
-    Text,
-    as_type,
-    read_file,
-    with_content_hash,
-)
+from shardprep.format.json_files import Count, Seconds, Text, as_type, read_file, with_content_hash
 from shardprep.format.names import (
     INDEX_NAME,
     MAX_MANIFEST_BYTES,
@@ -179,7 +172,7 @@ class Manifest:
     made_from: Digest | None = None  # sha256 of the tar before documents of it were blanked: see documents.py
 
     def to_json(self) -> bytes:
-        """Return the bytes on disk. The part before ``run`` is equal for equal shards; each has its hash."""
+        """Return the bytes on disk. The part before ``run`` is equal for equal shards. Each has its hash."""
         content = dataclasses.asdict(self)
         if self.made_from is None:
             del content["made_from"]
@@ -287,7 +280,7 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
 
 
 def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> None:
-    """Read a shard's files whole and compare sha256; of the tar ``tar_sha256``, where that is known.
+    """Read a shard's files whole and compare sha256, of the tar ``tar_sha256``, where that is known.
 
     Raises BrokenShard, MissingShard or ReadWriteError.
     """
@@ -547,7 +540,7 @@ def publish_findings(
 
 
 def remove_findings(folder: Path) -> None:
-    """Remove them after a verify that found nothing; what fails is left."""
+    """Remove findings.json after a verify that found nothing. What fails is left."""
     with contextlib.suppress(OSError):
         (folder / FINDINGS_NAME).unlink()
 

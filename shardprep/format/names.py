@@ -135,7 +135,7 @@ _PART = re.compile(r"\s*([0-9]{1,7})(?:-([0-9]{1,7}))?\s*")
 
 
 def id_ranges(ids: Iterable[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2,5``, in ascending order; nothing for none."""
+    """Return ``0-2,5`` for [0, 1, 2, 5], in ascending order, and nothing for none."""
     parts: list[list[int]] = []
     for number in sorted(ids):
         if parts and number == parts[-1][1] + 1:
@@ -146,7 +146,7 @@ def id_ranges(ids: Iterable[int]) -> str:
 
 
 def ids_of_ranges(text: str, *, end: int = 10**7) -> list[int]:
-    """``0-2,5`` -> [0, 1, 2, 5], each below ``end``, in the order written; one named twice comes twice.
+    """Return [0, 1, 2, 5] for ``0-2,5``, each below ``end``, as written: one named twice comes twice.
 
     Raises ValueError for anything else: no ids, more than ``end``, or a range that runs backwards.
     """
@@ -175,7 +175,7 @@ BLANK = 2**31 - 1
 
 
 def blank_id(vocab_size: int) -> int:
-    """Return BLANK as binary ids say it; those of two bytes have their largest value for it."""
+    """Return BLANK as binary ids say it. Those of two bytes have their largest value for it."""
     return BLANK if token_bytes(vocab_size) == 4 else 2**16 - 1
 
 

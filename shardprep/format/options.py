@@ -130,7 +130,7 @@ class PlanOptions:
     blanked: str = option("", is_in_id=False)
 
     def __post_init__(self) -> None:
-        """Check the options and settle those that are None; a settled object passes unchanged."""
+        """Check the options and settle those that are None. A settled object passes unchanged."""
         self._check()
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
             raise UsageError(
@@ -241,7 +241,8 @@ class PrepConfig(PlanOptions):
         None, "Python file whose function transform(record) returns the text, or None to leave it out"
     )
     exclude: Path | None = _text(
-        None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
+        None,
+        "list of documents to leave out: an id of --id_field, sha256:HEX of a text or at:FILE:BYTE per line",
     )
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 
@@ -270,7 +271,7 @@ class PrepConfig(PlanOptions):
 
 
 def option_differences(planned: PlanOptions, now: PlanOptions, names: set[str] | None = None) -> list[str]:
-    """How options differ, in words; of ``names`` only those that change bytes."""
+    """Return how options differ, in words. Of ``names`` only those that change bytes."""
     return [
         f"--{item.name} was {before}, now {after}"
         for item in PLAN_FIELDS

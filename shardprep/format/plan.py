@@ -187,7 +187,7 @@ class Plan(_Decisions):
         return bool(self.cuts[0].sha256)
 
     def at(self, input_dir: Path | None) -> Plan:
-        """Return the same plan where its inputs lie in another folder by now; None: where they were."""
+        """Return the same plan where its inputs lie in another folder by now (None: where they were)."""
         return self if input_dir is None else dataclasses.replace(self, input_dir=input_dir)
 
     def shard(self, shard_id: int) -> PlannedShard:
@@ -401,7 +401,7 @@ def plan_json(plan: Plan) -> bytes:
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
-    """Freeze a plan as plan.json; returns the plan that is frozen there. Raises Refused for another."""
+    """Freeze a plan as plan.json. Return the plan that is frozen there. Raises Refused for another."""
     with PublishedFile(output_dir / PLAN_NAME) as file:
         file.write(plan_json(plan))
         file.sync()
@@ -446,7 +446,7 @@ def read_plan(output_dir: Path) -> Plan | None:
 
 
 def need_plan(output_dir: Path) -> Plan:
-    """Return the plan of a data set. Raises NotFound, with the command that makes one; as ``read_plan``."""
+    """Return the plan of a data set. Raises as ``read_plan``, or NotFound with the command for one."""
     plan = read_plan(output_dir)
     if plan is None:
         found = f"no {PLAN_NAME}" if is_folder(output_dir) else "no such folder"
@@ -460,7 +460,7 @@ def need_plan(output_dir: Path) -> Plan:
 
 
 def read_input_names(folder: Path) -> list[str]:
-    """Return the inputs of a data set's plan, relative to its input folder; an idx names them by position.
+    """Return the inputs of a data set's plan, relative to its input folder. An idx names them by position.
 
     Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion, ReadWriteError.
     """
@@ -541,7 +541,7 @@ def plan_differences(frozen: Plan, other: Plan) -> list[str]:
 
 
 def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:
-    """Return size and sha256 of each file in a tokenizer's folder, by name; hidden files are left out.
+    """Return size and sha256 of each file in a tokenizer's folder, by name. Hidden files are left out.
 
     Llama 3's 17.2 MB cost a worker 18 ms of CPU. Raises BrokenShard for what is no regular file.
     """

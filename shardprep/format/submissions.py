@@ -139,7 +139,7 @@ class JobRequest:
 
     @property
     def num_cpus(self) -> int | None:
-        """Return the CPUs of a task; None for those of a whole node, however many it has."""
+        """Return the CPUs of a task, or None for those of a whole node, however many it has."""
         return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
 
     @property
@@ -148,12 +148,12 @@ class JobRequest:
         return self.mem_gb or (self.mem_per_cpu_gb or 0) * (self.num_cpus or 1)
 
     def changed(self, **changes: Any) -> JobRequest:
-        """Return a copy with other values; memory of one kind replaces memory of the other kind."""
+        """Return a copy with other values. Memory of one kind replaces memory of the other kind."""
         return JobRequest(**with_changes(dataclasses.asdict(self), changes))
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a request with changes; memory of one kind replaces memory of the other kind."""
+    """Return fields of a request with changes. Memory of one kind replaces memory of the other kind."""
     replaced = MEMORY_FIELDS if any(changes.get(name) is not None for name in MEMORY_FIELDS) else ()
     return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
 
@@ -238,7 +238,7 @@ def user_name() -> str:
 
 
 def append_event(folder: Path, kind: str, **facts: Any) -> None:
-    """Append what a command did to DATA/jobs/history.jsonl; what fails is left out."""
+    """Append what a command did to DATA/jobs/history.jsonl. What fails is left out."""
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
     with contextlib.suppress(CannotWrite, OSError):
         append_bytes(make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from preprocess.make.engines import Ids, Numbers, ids_around, load_tokenizer, split_tokenizer
 from shardprep.errors import BrokenShard
 from shardprep.files import read_regular, size_of_file
-from shardprep.format.documents import DIGEST, kept_ids
+from shardprep.format.documents import DIGEST, kept_ids, pieces_of
 from shardprep.format.idx import ShardSamples
 from shardprep.format.input_formats import name_of_input
 from shardprep.format.manifest import Manifest
@@ -44,47 +44,32 @@ _BLOCK_TOKENS = 1 << 17  # few enough that what is worked out of them stays in a
 class Block:
     """Consecutive documents of a shard."""
 
-    first: int  # number of the first one
+    first: int  # how many were read before
     ids: Ids  # uint32[tokens]
     offsets: Numbers  # int64[documents + 1]
 
 
 class ShardDocuments:
-    """The documents that begin in a shard, numbered as they are read."""
+    """The documents that begin in a shard."""
 
     def __init__(self, folder: Path, plan: Plan, manifest: Manifest, samples: ShardSamples) -> None:
         self._folder, self._plan, self._manifest, self._samples = folder, plan, manifest, samples
         self._paths = [item.path for item in plan.inputs]
-        records = samples.records
-        rows = np.arange(len(records))
-        starts = (
-            [samples.starts(row) for row in rows.tolist()]
-            if plan.spec.has_rows
-            else [np.zeros(1, np.int64)] * len(rows)
-        )
-        goes_on = np.array([not len(each) or each[0] > 0 for each in starts], np.bool_)
-        counts = np.array([len(each) for each in starts], np.int64)
-        firsts = np.cumsum(counts) - counts
-        if plan.options.pack == "best_fit" and goes_on.any():
-            # What goes on stands in rows further on, of the same place as its beginning: read them behind it.
-            places = records[["source", "source_offset"]].tolist()
-            begins_at = {places[row]: row for row in np.flatnonzero(~goes_on).tolist()}
-            heads = [begins_at.get(places[row], row) if goes_on[row] else row for row in rows.tolist()]
-            rows = np.argsort(heads, kind="stable")
-            records = samples.records = records[rows]
-        lengths = records["num_tokens"].astype(np.int64)
-        row_begins = np.cumsum(lengths) - lengths
-        turns = np.arange(counts.sum()) - np.repeat((np.cumsum(counts[rows]) - counts[rows]), counts[rows])
-        at = np.repeat(np.arange(len(rows)), counts[rows])  # where among the rows that are read
-        within = np.concatenate([np.empty(0, np.int64), *(starts[row] for row in rows)])
-        self._bounds = np.append(row_begins[at] + within, lengths.sum())
-        self._records = rows[at]
-        self._positions = turns + goes_on[self._records]  # peek counts what goes on in a row as its first
-        self._digest_numbers = firsts[self._records] + turns
+        self._idx = samples.records
+        pieces = pieces_of(samples)
+        # With --pack best_fit a document goes on in rows further on; read them behind the one it begins in.
+        firsts = np.searchsorted(pieces.record, np.arange(len(self._idx)))  # pieces that begin a record
+        in_order = np.argsort(pieces.document[firsts], kind="stable")
+        samples.records = self._idx[in_order]
+        order = np.argsort(np.argsort(in_order)[pieces.record], kind="stable")
+        begins = np.flatnonzero(np.diff(pieces.document[order], prepend=-1))
+        ends = np.cumsum(pieces.num_tokens[order])
+        self._bounds = np.append(ends[begins] - pieces.num_tokens[order][begins], ends[-1:])
+        self._numbers = pieces.document[order][begins]  # in the order of the idx
+        self._records = pieces.record[order][begins]
+        self._positions = order[begins] - firsts[self._records]
         # A record says where the document of its first token lies.
-        self._place_records = np.full(len(at), -1)
-        of_first = np.searchsorted(self._bounds[:-1], row_begins, side="right") - 1
-        self._place_records[of_first if plan.spec.has_rows else at] = np.arange(len(rows))
+        self._placed_by = dict(zip(pieces.document[firsts].tolist(), range(len(self._idx)), strict=True))
 
     def blocks(self) -> Iterator[Block]:
         """Yield all documents, some at a time. Raises BrokenShard, ReadWriteError."""
@@ -102,29 +87,26 @@ class ShardDocuments:
         if first < last:  # documents without a token
             yield Block(first=first, ids=held, offsets=bounds[first:] - bounds[first])
 
-    def names(self, number: int) -> dict[str, Any]:
+    def names(self, turn: int) -> dict[str, Any]:
         """Return by what a document is known; None stands for what the shard does not keep.
 
-        The idx tells the place of a document that a record begins with.
+        ``turn``: how many were read before it. The idx has the place of a document that begins a record.
         """
-        shard_id, record = self._samples.shard_id, int(self._records[number])
-        position = f":{self._positions[number]}" if self._plan.spec.has_rows else ""
+        shard_id, number, record = self._samples.shard_id, int(self._numbers[turn]), int(self._records[turn])
+        position = f":{self._positions[turn]}" if self._plan.spec.has_rows else ""
         place = name = None
-        if (at := self._place_records[number]) >= 0:
-            found = self._samples.records[at]
+        if number in self._placed_by:
+            found = self._idx[self._placed_by[number]]
             source, offset = int(found["source"]), int(found["source_offset"])
             place = {"file": name_of_input(self._paths, source), "byte": offset}
             name = self._kept_ids.get((source, offset))
-        digest = (
-            None if self._digests is None else self._digests[self._digest_numbers[number]].tobytes().hex()
-        )
         return {
             "shard": shard_id,
             "record": record,
             "document": f"{shard_id}:{record}{position}",
             "place": place,
             "id": name,
-            "sha256": digest,
+            "sha256": None if self._digests is None else self._digests[number].tobytes().hex(),
         }
 
     @cached_property
@@ -140,7 +122,7 @@ class ShardDocuments:
         shard_id, stamp = self._samples.shard_id, self._manifest.digests
         if stamp is None:
             return None
-        path, expected = digests_path(self._folder, shard_id), len(self._digest_numbers) * DIGEST_BYTES
+        path, expected = digests_path(self._folder, shard_id), len(self._numbers) * DIGEST_BYTES
         raw = read_regular(path, max_bytes=stamp.num_bytes) if size_of_file(path) else b""
         if len(raw) != expected:
             remedy = remake_command(shard_id, self._folder)

@@ -37,6 +37,7 @@ from shardprep.files import (
     remove_tree,
     size_of_file,
 )
+from shardprep.format.documents import name_of_place
 from shardprep.format.idx import ShardSamples
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import Manifest, check_done, read_findings
@@ -268,7 +269,7 @@ class Output:
                     if hit["sha256"]:
                         names[f"sha256:{hit['sha256']}\n"] = None
                     elif place := hit["place"]:
-                        names[f"at:{place['file']}:{place['byte']}\n"] = None
+                        names[name_of_place(place["file"], place["byte"]) + "\n"] = None
                     else:
                         num_unnamed += 1
             file.sync()

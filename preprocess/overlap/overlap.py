@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import heapq
 import json
 from collections import Counter
@@ -23,7 +24,7 @@ import numpy as np
 
 from preprocess.make.worker import load_engine
 from preprocess.overlap.documents import ShardDocuments, TokenTexts
-from preprocess.overlap.evals import READ_OPTIONS, Evals, read_evals
+from preprocess.overlap.evals import READ_OPTIONS, EvalDocument, read_evals
 from preprocess.overlap.ngrams import MOST_NGRAM, EvalIndex, find_hits, tokens_as_units, words_as_units
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
@@ -145,13 +146,13 @@ def _rule_of(args: argparse.Namespace) -> Rule:
 class Search:
     """Finds the hits of shards. Raises BadInput where no document of the evaluation is long enough."""
 
-    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: Evals) -> None:
+    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[EvalDocument]) -> None:
         self._folder, self._plan, self._rule, self._evals = folder, plan, rule, evals
         self._texts = TokenTexts(folder, plan)
         if rule.unit == "words":
-            units = words_as_units(evals.texts)
+            units = words_as_units([each.text for each in evals])
         else:
-            tokens = load_engine(plan, folder, "auto", say).bare().encode_texts(evals.texts)
+            tokens = load_engine(plan, folder, "auto", say).bare().encode_texts(each.text for each in evals)
             units = tokens_as_units(tokens.ids, tokens.offsets)
         lengths = np.diff(units.offsets)
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
@@ -182,14 +183,11 @@ class Search:
                     names["sha256"] = names["sha256"] or self._texts.digest(block.ids[begin:end].tolist())
                     run = units.spell(hit.begin, hit.begin + hit.num_units)
                     text = " ".join(run) if rule.unit == "words" else self._texts.text(list(run))
-                    evaluated = {
-                        "name": self._evals.names[hit.eval_document],
-                        "place": self._evals.places[hit.eval_document],
-                    }
+                    evaluated = self._evals[hit.eval_document]
                     hits.append(
                         {
                             **names,
-                            "eval": evaluated,
+                            "eval": {"name": evaluated.name, "place": evaluated.place},
                             "share": round(hit.share, 4),
                             "longest": hit.num_units,
                             "unit": rule.unit,
@@ -200,12 +198,19 @@ class Search:
         return hits
 
 
+def _sha256_of(evals: list[EvalDocument]) -> str:
+    digest = hashlib.sha256()
+    for each in evals:
+        digest.update(f"{len(each.name)} {len(each.text)} {each.name}{each.text}".encode())
+    return digest.hexdigest()
+
+
 class Output:
     """The folder of the lists."""
 
-    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: Evals) -> None:
+    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[EvalDocument]) -> None:
         self.folder, self._num_shards = folder, plan.num_shards
-        self._settings = {"plan_id": plan.plan_id, "evals_sha256": evals.sha256(), **vars(rule)}
+        self._settings = {"plan_id": plan.plan_id, "evals_sha256": _sha256_of(evals), **vars(rule)}
 
     def path(self, shard_id: int) -> Path:
         return self.folder / f"{shard_name(shard_id)}.jsonl"
@@ -300,18 +305,16 @@ td,th{text-align:left;vertical-align:top;padding:.3em .6em;border-bottom:1px sol
 
 def _page(found: str, hits: list[dict[str, Any]], evals: Counter[str], settings: dict[str, Any]) -> str:
     """Return a page of HTML, without scripts: the largest hits, and which evaluation documents are common."""
+    columns = [("document, for peek", "evaluation document", "share", "longest", "text")]
     rows = [
         (hit["document"], hit["eval"]["name"], f"{hit['share']:.0%}", hit["longest"], hit["text"][:300])
         for hit in hits
     ]
-    common = evals.most_common(_MOST_SHOWN)
     return (
         f"{_HEAD}<h1>Overlap with an evaluation</h1><p>{found}.<h2>Largest overlaps</h2>"
-        + _table([("document, for peek", "evaluation document", "share", "longest", "text"), *rows])
-        + "<h2>Evaluation documents that are found most often</h2><p>What many documents hold may be a "
-        "phrase that everybody uses: look at the texts, and give a larger --min_share."
-        + _table([("evaluation document", "hits"), *common])
-        + f"<h2>Settings</h2>{_table(settings.items())}</html>\n"
+        f"{_table([*columns, *rows])}<h2>Evaluation documents that are found most often</h2><p>What many "
+        "documents hold may be a phrase that all use: look at the texts, and give a larger --min_share."
+        f"{_table(evals.most_common(_MOST_SHOWN))}<h2>Settings</h2>{_table(settings.items())}</html>\n"
     )
 
 

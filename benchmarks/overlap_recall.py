@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -138,11 +139,10 @@ def report(folder: Path, rule: str, kinds: dict[str, tuple[int, str]]) -> None:
     out = folder / rule
     words = ["overlap", folder / "data", "--against", folder / "evals.jsonl", "--rule", rule, "--output", out]
     usage = run(folder, *words)
-    items = [json.loads(line)["text"] for line in (folder / "evals.jsonl").open(encoding="utf-8")]
-    starts, number_of = 0, {}
-    for number, line in enumerate((folder / "evals.jsonl").read_bytes().splitlines(keepends=True)):
-        number_of[f"evals.jsonl:{starts}"] = number
-        starts += len(line)
+    lines = (folder / "evals.jsonl").read_bytes().splitlines(keepends=True)
+    items = [json.loads(line)["text"] for line in lines]
+    starts = itertools.accumulate(map(len, lines), initial=0)
+    number_of = {f"evals.jsonl:{start}": number for number, start in enumerate(starts)}
     found, others = set(), []
     for line in (out / "overlap.jsonl").open(encoding="utf-8"):
         hit = json.loads(line)

@@ -158,10 +158,8 @@ class Search:
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
         found = f"{num_short} of {num_evals} have fewer than {rule.ngram} {rule.unit}"
         if num_short == len(lengths):
-            remedy = f"--ngram {lengths.max()}"
-            raise BadInput(
-                f"{found}: nothing can be found; the longest needs {remedy}", found=found, remedy=remedy
-            )
+            longest = f"the longest has {lengths.max()}"
+            raise BadInput(f"{found}: {longest}; give a lesser --ngram", found=longest, remedy="--ngram")
         if num_short:
             say(f"note: {found} and cannot be found")
         self._index = EvalIndex(units, rule.ngram)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from shardprep.errors import BadInput, MissingShard, NotFound, Refused, UsageError
 from tests.killed_calls import killed_at
@@ -217,6 +218,29 @@ def test_the_names_are_taken_by_exclude_and_by_blank_and_nothing_is_found_afterw
     assert blanked.code == 0, blanked.text
     left = World(tmp_path, raw_dir=world.raw_dir, data_dir=tmp_path / "blanked")
     assert search(left, evals, tmp_path / "left", rule="llama") == []
+
+
+def test_documents_whose_ids_do_not_give_back_their_text_are_named_by_place(tmp_path: Path) -> None:
+    words = sorted({word for text in [*EVALS, *DOCUMENTS] for word in text.split()})
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate([*words, "<end>"])}, "<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "words")
+    (tmp_path / "quiz.txt").write_text("\n".join(EVALS), encoding="utf-8")
+    for form, options in {"documents": {}, "packed": {"record": "packed", "seq_len": 300}}.items():
+        world = World(tmp_path, tokenizer=tmp_path / "words", data_dir=tmp_path / form)
+        world.raw({"a.txt": "\n".join(text.replace("\t", " ") for text in DOCUMENTS)}).make(**options)
+        out = tmp_path / f"{form}_out"
+        hits = search(world, tmp_path / "quiz.txt", out, text_field=None)
+        assert len(hits) > 20
+        assert all(hit["sha256"] is None for hit in hits)
+        places = {f"at:a.txt:{hit['place']['byte']}" for hit in hits if hit["place"]}
+        assert set((out / "names.txt").read_text().split()) == places
+    assert len(places) < len(hits)  # of rows the idx says less
+    excluded = World(tmp_path, tokenizer=tmp_path / "words").plan(
+        exclude=tmp_path / "documents_out/names.txt"
+    )
+    excluded.run().verify()
+    assert search(excluded, tmp_path / "quiz.txt", tmp_path / "again", text_field=None) == []
 
 
 def test_an_evaluation_may_be_a_data_set(worlds: dict[str, World], evals: Path, tmp_path: Path) -> None:

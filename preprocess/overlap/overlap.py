@@ -30,12 +30,12 @@ from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, Refused, UsageError
 from shardprep.files import (
-    TEMPORARY_NAME,
+    STALE_AFTER_S,
     PublishedFile,
     make_folder,
     publish_bytes,
     read_lines,
-    remove_tree,
+    remove_temporaries,
     size_of_file,
 )
 from shardprep.format.documents import name_of_place
@@ -239,8 +239,7 @@ class Output:
         with contextlib.suppress(ValueError):
             head = load_json(next(lines, b""))
         if not isinstance(head, dict) or (head.get("format"), head.get("shard")) != (_FORMAT, shard_id):
-            expected, remedy = f"the hits of shard {shard_id:05d}", f"rm {quoted(path)}"
-            raise BrokenShard(path=path, found="something else", expected=expected, remedy=remedy)
+            raise self._damaged(shard_id)
         if others := [name for name, value in self._settings.items() if head.get(name) != value]:
             raise Refused(
                 f"{path} was made with other settings ({', '.join(others)}); give another folder as --output",
@@ -250,31 +249,38 @@ class Output:
             )
         return head, lines
 
+    def _damaged(self, shard_id: int) -> BrokenShard:
+        path, expected = self.path(shard_id), f"the hits of shard {shard_id:05d}"
+        return BrokenShard(path=path, found="something else", expected=expected, remedy=f"rm {quoted(path)}")
+
     def merge(self, data_dir: Path) -> None:
         """Write the lists, of the files of all shards. Raises BrokenShard, Refused, ReadWriteError."""
         names, names_path = dict[str, None](), self.folder / "names.txt"
         num_documents = num_hits = num_unnamed = 0
         documents, evals = set[str](), Counter[str]()
-        largest: list[tuple[float, int, dict[str, Any]]] = []
+        largest: list[tuple[float, int, dict[str, Any]]] = []  # a heap
         with PublishedFile(self.folder / "overlap.jsonl") as file:
             for shard_id in range(self._num_shards):
                 head, lines = self._read(shard_id)
-                num_documents += head["num_documents"]
-                for line in lines:
-                    file.write(line)
-                    hit = json.loads(line)
-                    num_hits += 1
-                    documents.add(hit["document"])
-                    evals[hit["eval"]["name"]] += 1
-                    heapq.heappush(largest, (hit["share"], -num_hits, hit))
-                    if len(largest) > _MOST_SHOWN:
-                        heapq.heappop(largest)
-                    if hit["sha256"]:
-                        names[f"sha256:{hit['sha256']}\n"] = None
-                    elif place := hit["place"]:
-                        names[name_of_place(place["file"], place["byte"]) + "\n"] = None
-                    else:
-                        num_unnamed += 1
+                try:
+                    num_documents += head["num_documents"]
+                    for line in lines:
+                        hit = json.loads(line)
+                        num_hits += 1
+                        documents.add(hit["document"])
+                        evals[hit["eval"]["name"]] += 1
+                        heapq.heappush(largest, (hit["share"], -num_hits, hit))
+                        if len(largest) > _MOST_SHOWN:
+                            heapq.heappop(largest)
+                        if hit["sha256"]:
+                            names[f"sha256:{hit['sha256']}\n"] = None
+                        elif place := hit["place"]:
+                            names[name_of_place(place["file"], place["byte"]) + "\n"] = None
+                        else:
+                            num_unnamed += 1
+                        file.write(line)
+                except (ValueError, LookupError, TypeError):
+                    raise self._damaged(shard_id) from None
             file.sync()
             file.publish()
         publish_bytes(names_path, "".join(names).encode())
@@ -284,8 +290,9 @@ class Output:
         )
         hits = [hit for *_, hit in sorted(largest, key=lambda item: item[:2], reverse=True)]
         publish_bytes(self.folder / "overlap.html", _page(found, hits, evals, self._settings).encode())
-        for path in [item for item in self.folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:
-            remove_tree(path)  # of calls that were killed: what a living one would write is there
+        # Of calls that were killed: what a living one would write is there, unless it merges, too.
+        remove_temporaries(self.folder, *map(shard_name, range(self._num_shards)), older_than_s=0)
+        remove_temporaries(self.folder, "overlap", "names", older_than_s=STALE_AFTER_S)
         print_lines(f"{found}; the lists and overlap.html are in {self.folder}")
         if num_unnamed:
             unnamed = counted(num_unnamed, "hit")

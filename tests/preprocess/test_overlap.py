@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shardprep.errors import BadInput, MissingShard, NotFound, Refused, UsageError
+from shardprep.errors import BadInput, BrokenShard, MissingShard, NotFound, Refused, UsageError
 from tests.killed_calls import killed_at
 from tests.world import World, tokenizer_dir
 
@@ -317,7 +317,23 @@ def test_a_kill_at_any_call_of_the_system_leaves_whole_files_and_a_second_call_g
             assert path.name.startswith(".") or path.read_bytes() == whole[path.name], number
         number += 3
     assert number > 20
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    assert {path.name: path.read_bytes() for path in out.glob("[!.]*")} == whole
+    assert not list(out.glob(".shard-*"))
+
+
+def test_a_damaged_file_of_a_shard_is_refused_with_what_to_type(
+    worlds: dict[str, World], evals: Path, tmp_path: Path
+) -> None:
+    world, out = worlds["documents"], tmp_path / "out"
+    search(world, evals, out)
+    path = out / "shard-00001.jsonl"
+    whole = path.read_bytes()
+    for damaged in (b"", b"[]\n", whole.partition(b"\n")[0] + b"\n{}\n", whole + b"no json\n"):
+        path.write_bytes(damaged)
+        ended = world.main("overlap", world.data_dir, against=evals, text_field="question", output=out)
+        assert ended.code == BrokenShard.exit_code
+        assert ended.error
+        assert ended.error.remedy == f"rm {path}"
 
 
 def test_the_page_shows_the_texts_and_runs_nothing(worlds: dict[str, World], tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def dolma(folder: Path, texts: list[str]) -> tuple[Usage, set[str]]:
     shutil.rmtree(folder / "attributes", ignore_errors=True)
     documents = folder / "documents" / "a.jsonl"
     script = PEERS / "with_dolma_decont.py"
-    words = [peer_python("dolma"), script, documents, folder / "evals.jsonl", out, 100_000]
+    words = [peer_python("dolma"), script, documents, folder / "evals.jsonl", out, 1_000_000]
     usage = run_pinned([str(word) for word in words], cwd=folder, log=folder / "log")
     (marks,) = (folder / "attributes").rglob("*.jsonl")
     named = set()

@@ -135,8 +135,8 @@ def make_plan(args: argparse.Namespace) -> int:
     print_lines(
         f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
         f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
-        f"{cost.core_hours:.2g} core hours, the longest shard {short_time(round(cost.longest_shard_s))} on "
-        "one core",
+        f"{cost.core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
+        f"{short_time(round(cost.longest_shard_s))} on it",
         *space_lines(config.output_dir, Need(num_bytes=cost.output_bytes, num_shards=num_shards)),
         *(f"warning: {warning}" for warning in warnings),
     )

@@ -69,7 +69,10 @@ class JobRequest:
 
     partition: str | None = option(None, "partition (default: the site's)", group=_NODES)
     cpus_per_task: int | str = option(
-        8, "CPUs of a task (default: 8); node: all of a node that no other job is on", group=_RESOURCES
+        1,
+        "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: all of a node that no "
+        "other job is on",
+        group=_RESOURCES,
     )
     mem_gb: float | None = option(None, "memory of a task (default: the site's)", group=_RESOURCES)
     mem_per_cpu_gb: float | None = option(
@@ -82,7 +85,10 @@ class JobRequest:
     constraint: str | None = option(None)
     exclude: str | None = option(None)
     setup: str | None = option(
-        None, "a file that tasks source first: modules, conda, a virtual environment", group=_RUNS
+        None,
+        "a file that tasks source first: modules, conda, a virtual environment; with more than some hundred "
+        "tasks, slurm/environment_on_node.sh",
+        group=_RUNS,
     )
     container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'", group=_RUNS)
     srun_args: str | None = option(

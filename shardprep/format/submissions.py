@@ -35,10 +35,12 @@ from shardprep.files import (
     NOT_THERE,
     PublishedFile,
     append_bytes,
+    is_folder,
     make_subfolder,
     names_in,
     read_regular,
     read_with_status,
+    size_of_file,
     sync_folder,
 )
 from shardprep.format.json_files import Count, Text, as_type, checked_object, load_json, with_content_hash
@@ -219,11 +221,15 @@ def read_submissions(folder: Path) -> list[Submission]:
     Raises BrokenShard or ReadWriteError for one that cannot be read: were it left out, its shards would be
     made a second time.
     """
+    jobs = folder / JOBS_FOLDER
+    names = names_in(jobs)
+    if not names and size_of_file(jobs) is not None and not is_folder(jobs):
+        raise ReadWriteError(path=jobs, found="no folder", expected="the folder of what was submitted")
     found = []
-    for name in names_in(folder / JOBS_FOLDER):
+    for name in names:
         if not re.fullmatch(r"[0-9]{4}\.json", name):
             continue
-        path = folder / JOBS_FOLDER / name
+        path = jobs / name
         try:
             raw, status = read_with_status(path, max_bytes=_MAX_BYTES)
             submission = as_type(path, checked_object(path, raw, _FORMAT), Submission)

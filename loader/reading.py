@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -278,22 +278,24 @@ class ShardReader:
         is_cut |= row[1:] - row[:-1] != 1
         if self._shards.has_planned:  # samples of the other side may lie between two of one side
             is_cut |= offset[1:] - (offset + found.num_bytes)[:-1] > _MOST_GAP_BYTES
-        found.start[:] = self._read_spans(places, "ids", offset, found.num_bytes, is_cut)
+        found.start[:] = self._read_spans(places, "samples", offset, found.num_bytes, is_cut)
         if starts:
             sizes = 4 * found.num_starts
             is_cut_here = is_cut | (starts_offset[1:] != (starts_offset + sizes)[:-1])
-            found.starts_at[:] = self._read_spans(places, "starts", starts_offset, sizes, is_cut_here)
+            found.starts_at[:] = self._read_spans(
+                places, "document starts", starts_offset, sizes, is_cut_here
+            )
         has_mask = found.mask_at == 0
         if has_mask.any():
             sizes = np.where(has_mask, self._shards.row_tokens, 0)
             is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])
-            at = self._read_spans(places, "mask", mask_offset, sizes, is_cut_here)
+            at = self._read_spans(places, "loss masks", mask_offset, sizes, is_cut_here)
             found.mask_at[has_mask] = at[has_mask]
 
     def _read_spans(
         self,
         places: _Places,
-        column: Literal["ids", "starts", "mask"],
+        what: str,
         offset: Int64s,
         num_bytes: Int64s,
         is_cut: npt.NDArray[np.bool_],
@@ -309,7 +311,7 @@ class ShardReader:
         wrong[1:] |= places.is_behind[1:] & (offset[1:] < ends[:-1])
         if wrong.any():
             at = wrong.argmax()
-            raise _misplaced(self.opened(int(places.shard[at])), column, int(offset[at]), int(ends[at]))
+            raise self._misplaced(int(places.shard[at]), f"{what} at bytes {offset[at]} to {ends[at]}")
         first = _first_of_parts(is_cut)
         begin, end = offset[first], ends[np.append(first[1:], len(ends)) - 1]
         held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -342,10 +344,17 @@ class ShardReader:
         if wrong.any():
             sample = found.sample[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
-            row = int(self._shards.records_of(sample, number))
-            offset = int(self._records(number, slice(row, row + 1))["offset"][0])
-            end = offset + int(found.num_bytes[wrong.argmax()])
-            raise _misplaced(self.opened(number), "ids", offset, end)
+            raise self._misplaced(number, f"sample {self._shards.records_of(sample, number)}")
+
+    def _misplaced(self, number: int, what: str) -> BrokenShard:
+        """Return the error to raise for an idx that cannot be that of its tar."""
+        tar = self.opened(number).tar
+        return BrokenShard(
+            path=tar.path,
+            found=f"an idx that places {what}, of a wrong size or order",
+            expected=f"places apart in {tar.num_bytes} bytes",
+            remedy=f"shardprep verify {quoted(tar.path.parent)}",
+        )
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
@@ -357,13 +366,3 @@ def _stretches(rows: Int64s) -> list[slice]:
     """Return ascending rows as stretches of consecutive ones."""
     bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
     return [slice(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(bounds)]
-
-
-def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenShard:
-    what = {"ids": "samples", "starts": "document starts", "mask": "loss masks"}[column]
-    return BrokenShard(
-        path=shard.tar.path,
-        found=f"an idx that places {what} at bytes {first} to {last}, of a wrong size or order",
-        expected=f"places apart in {shard.tar.num_bytes} bytes",
-        remedy=f"shardprep verify {quoted(shard.tar.path.parent)}",
-    )

@@ -30,6 +30,7 @@ from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
 from shardprep.format.idx import RecordFile, open_idx
+from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
 
@@ -64,7 +65,8 @@ class OpenShard:
 
 def open_shard(source: DatasetShards, row: int) -> OpenShard:
     """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
-    path, remedy = source.path_of(row), source.remedy_of(row)
+    path, shard_id = source.path_of(row), int(source.shard_ids[row])
+    remedy = None if source.scanned_tar else rerun_command(shard_id, source.folder)
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
         try:
             tar = opened.enter_context(ReadFile(path))
@@ -77,7 +79,7 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
             raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
         records, idx, dtype = source.records, None, None
         if records is None:
-            idx = open_idx(source.folder, source.spec, int(source.shard_ids[row]))
+            idx = open_idx(source.folder, source.spec, shard_id)
             opened.enter_context(idx.file)
             expected = int(source.num_samples[row])
             if idx.num_samples != expected:
@@ -316,19 +318,16 @@ class ShardReader:
         begin, end = offset[first], ends[np.append(first[1:], len(ends)) - 1]
         held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
         to_buffer = self._used + np.cumsum(held) - held
-        self._grow(int(held.sum()))
+        used, self._used = self._used, self._used + int(held.sum())
+        if self._used > len(self._buffer):
+            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
+            grown[:used] = self._buffer[:used]
+            self._buffer = grown
         for number, at, size, to in zip(
             *(each.tolist() for each in (places.shard[first], begin, end - begin, to_buffer)), strict=True
         ):
             self._fill(number, at, self._buffer.data[to : to + size])
         return offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
-
-    def _grow(self, num_bytes: int) -> None:
-        used, self._used = self._used, self._used + num_bytes
-        if self._used > len(self._buffer):
-            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
-            grown[:used] = self._buffer[:used]
-            self._buffer = grown
 
     def _check_sizes(self, found: SampleBytes) -> None:
         """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.

@@ -99,7 +99,7 @@ class DocumentMembers:
             id_bytes = self._json.lengths(tokens)
         else:
             id_bytes = lengths * self._spec.dtype.itemsize + self._npy_header_bytes
-        texts = documents.texts if self._options.keep_text else []
+        texts = documents.texts.each if self._options.keep_text else []
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
         if largest > MAX_MEMBER_BYTES:
@@ -288,7 +288,7 @@ class RowMembers:
         documents alone, however they are batched, and consecutive ones for training are packed together.
         """
         documents, tokens = batch.documents, batch.tokens
-        starts = np.zeros(len(documents.texts), START)
+        starts = np.zeros(len(documents.lines), START)
         starts["source"], starts["source_offset"] = documents.input_number, documents.offsets
         if len(batch.digests):
             starts["digest"] = batch.digests

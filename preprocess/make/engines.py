@@ -457,9 +457,10 @@ def texts_with_new_code_points(texts: Texts) -> list[int]:
     num_beyond = np.count_nonzero(is_beyond_ascii)
     if not num_beyond:
         return []
-    characters = texts.characters
     if num_beyond < len(is_beyond_ascii) // 8:
         characters = np.frombuffer(texts.joined, np.uint8)[is_beyond_ascii].tobytes().decode()
+    else:
+        characters = texts.characters or texts.joined.decode()
     units = np.frombuffer(characters.encode("utf-16-le"), "<u2")
     # Comparing takes a tenth of a look-up, and of Korean most characters are syllables, from U+AC00 on.
     others = units[(units >= 0x80) & (units - np.uint16(0xAC00) >= 11172)]

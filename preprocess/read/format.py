@@ -65,7 +65,7 @@ class Texts(Sequence[bytes]):
         if each is not None:
             self.each, self.joined, self.num_texts = each, BETWEEN.join(each), len(each)
         self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # of the texts alone
-        self.characters = self.joined.decode() if characters is None else characters
+        self.characters = characters
 
     @functools.cached_property
     def each(self) -> list[bytes]:

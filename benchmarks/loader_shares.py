@@ -73,7 +73,9 @@ def weighted_variances(weight: float, global_batch_size: int, spans: tuple[int, 
     share = round(weight * CYCLE) / CYCLE
     mixed = Run(
         sources=tuple(Source(name=name, data="", order=order) for name in ("one", "other")),
-        stages=(Stage(step=0, ticks_per_step=1, weights={"one": share, "other": 1 - share}),),
+        stages=(
+            Stage(step=0, global_batch_size=global_batch_size, weights={"one": share, "other": 1 - share}),
+        ),
         batches_per_tick=1,
         seed=1,
         is_mixture=True,

@@ -1,6 +1,11 @@
-"""``python -m loader DATA`` prints the first batch; ``stage`` copies shards, ``where`` names documents."""
+"""``python -m loader DATA`` prints the first batch, ``stage`` copies shards, ``where`` names documents."""
 
 from __future__ import annotations
+
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 import argparse
 import sys
@@ -15,13 +20,9 @@ _NAMED = ("stage", "where")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show what a training script would get, or stage. Returns an exit code, as preprocess does."""
-    return PROGRAM.run(command_words(given_words(argv)))
-
-
-def command_words(argv: Sequence[str]) -> list[str]:
-    """Return the words with their command. What is no name of a command names shards to show."""
-    return list(argv) if argv[:1] and argv[0] in _NAMED else ["show", *argv]
+    """Run ``stage`` or ``where``, or show the shards that the words name. Returns an exit code."""
+    words = given_words(argv)
+    return PROGRAM.run(words if words[:1] and words[0] in _NAMED else ["show", *words])
 
 
 def show(args: argparse.Namespace) -> int:
@@ -37,16 +38,13 @@ def show(args: argparse.Namespace) -> int:
         for row, (ids, labels) in enumerate(zip(batch["input_ids"], batch["labels"], strict=True)):
             real = ids[batch["attention_mask"][row].bool()]
             print_lines("", f"sample {row}: {len(real)} tokens, {len(ids) - len(real)} of padding")
-            print_lines(f"  input_ids {_shown(ids.tolist())}")
-            print_lines(f"  labels    {_shown(labels.tolist())}")
+            for name, numbers in (("input_ids", ids.tolist()), ("labels   ", labels.tolist())):
+                shown = str(numbers)
+                if len(numbers) > 2 * SHOWN_IDS:
+                    shown = f"{str(numbers[:SHOWN_IDS])[:-1]}, ..., {str(numbers[-SHOWN_IDS:])[1:]}"
+                print_lines(f"  {name} {shown}")
             print_lines(f"  text      {loader.tokenizer.decode(real)[:SHOWN_CHARS]!r}")
     return 0
-
-
-def _shown(ids: list[int]) -> str:
-    if len(ids) <= 2 * SHOWN_IDS:
-        return str(ids)
-    return f"{str(ids[:SHOWN_IDS])[:-1]}, ..., {str(ids[-SHOWN_IDS:])[1:]}"
 
 
 def _show_flags(parser: argparse.ArgumentParser) -> None:

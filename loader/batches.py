@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, NoReturn, TypedDict
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from loader.boundaries import HostNumber, boundary_fields
-from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids
+from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Integers, Ragged
 from loader.shards import check_choice
 from shardprep.errors import UsageError
 from shardprep.format.names import BLANK
@@ -119,7 +118,7 @@ class PaddedBatches:
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
     num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
 
-    def of_documents(self, joined: Ids, lengths: Lengths, *, has_blanks: bool = False) -> Batch:
+    def of_documents(self, joined: Integers, lengths: Lengths, *, has_blanks: bool = False) -> Batch:
         """Pad samples, whose ids stand one after another, to the longest, or as the fields say.
 
         ``has_blanks``: BLANK may stand among the ids.
@@ -133,7 +132,7 @@ class PaddedBatches:
         return self._batch(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED), has_blanks)
 
     def of_rows(
-        self, rows: Ids, lengths: Lengths | None, *, has_masks: bool = False, has_blanks: bool = False
+        self, rows: Integers, lengths: Lengths | None, *, has_masks: bool = False, has_blanks: bool = False
     ) -> Batch:
         """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
 
@@ -219,9 +218,6 @@ class LoaderMetrics:
         self.num_padding += num_padding
 
 
-Piece = tuple[Chunk, int, int]  # some samples of a chunk's tick: the first one, and behind the last one
-
-
 @dataclass(kw_only=True)
 class StepBatches:
     """Cuts a rank's part of a global batch into batches and collates them."""
@@ -245,64 +241,46 @@ class StepBatches:
                 raise UsageError(f"{name} are for the loader's own batches; leave out collate_fn or {name}")
 
     def of_tick(
-        self, chunks: list[Chunk], tick: int, first_batch: int, is_filler: npt.NDArray[np.bool_] | None = None
+        self, chunk: Chunk, tick: int, first_batch: int, is_filler: npt.NDArray[np.bool_] | None = None
     ) -> Iterator[tuple[Any, tuple[int, int]]]:
         """Yield the batches of one tick from one of them on, each with its numbers of tokens and of padding.
 
-        The chunks have the samples of the tick one under another. ``is_filler``: which of these fill a last
-        batch up, if there are any: they have no labels. What ``collate_fn`` makes may be anything.
+        ``is_filler``: which samples of the tick fill a last batch up, if there are any: they have no labels.
+        What ``collate_fn`` makes may be anything.
         """
-        num_samples = sum(chunk.num_samples for chunk in chunks)
-        is_full = self.row_tokens > 0 and all(chunk.is_full(tick) for chunk in chunks)
-        for part in _batch_parts(self.batch_size, num_samples, first_batch):
-            pieces = [(chunks[0], part.start, part.stop)] if len(chunks) == 1 else _pieces(chunks, part)
-            ids = _concatenated([chunk.ids.of(tick, first, end) for chunk, first, end in pieces])
-            lengths: Lengths | None = None
-            if not is_full:
-                lengths = _concatenated([chunk.lengths[first:end, tick] for chunk, first, end in pieces])
+        is_full = self.row_tokens > 0 and chunk.is_full(tick)
+        for first in range(first_batch * self.batch_size, chunk.num_samples, self.batch_size):
+            end = min(first + self.batch_size, chunk.num_samples)
+            ids = chunk.ids.of(tick, first, end)
+            lengths = None if is_full else chunk.lengths[first:end, tick]
             batch: Any
             if self.row_tokens or lengths is None:
-                batch = self._rows(pieces, tick, ids, lengths)
+                batch = self.padded.of_rows(
+                    ids, lengths, has_masks=self.has_masks, has_blanks=self.has_blanks
+                )
             else:
-                batch = self._documents(ids, lengths)
+                batch = self.padded.of_documents(ids, lengths, has_blanks=self.has_blanks)
+            if self.boundaries:
+                self._add_boundaries(
+                    batch, chunk.edges_of(tick, first, end, batch["input_ids"].shape[1]), lengths
+                )
             if not self.is_own:
                 batch = self._collated(batch, lengths)
             elif self.shifts_targets:
-                _shift(batch)
-            if self.origins:
-                batch["origins"] = self._origins(pieces, tick, batch["labels"].shape[1])
-            if is_filler is not None and is_filler[part].any():
-                blank_labels(batch, is_filler[part])
+                for name in ("input_ids", "attention_mask"):
+                    batch[name] = batch[name][:, :-1].contiguous()
+                batch["labels"] = batch["labels"][:, 1:].contiguous()
+            if chunk.origins is not None:
+                batch["origins"] = self._origins(chunk.origins, tick, first, end, batch["labels"].shape[1])
+            if is_filler is not None and is_filler[first:end].any():
+                blank_labels(batch, is_filler[first:end])
             elif self.has_masks or self.has_blanks or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            if lengths is None:
-                yield batch, (ids.size, 0)
-                continue
+            num_tokens = num_places = ids.size if lengths is None else int(lengths.sum())
             made = batch.get("input_ids") if hasattr(batch, "get") else None
-            num_tokens = num_places = int(lengths.sum())
             if isinstance(made, torch.Tensor):  # a user's own batch may be anything
                 num_places = made.numel()
             yield batch, (num_tokens, max(num_places - num_tokens, 0))
-
-    def _documents(self, ids: Ids, lengths: Lengths) -> Batch:
-        batch = self.padded.of_documents(ids, lengths, has_blanks=self.has_blanks)
-        if self.boundaries:  # each row is one document
-            num_rows, width = batch["input_ids"].shape
-            no_starts = np.zeros(0, np.int32), np.zeros(num_rows, np.int64)
-            self._add_boundaries(batch, Edges.of_rows(*no_starts, lengths, width), lengths)
-        return batch
-
-    def _rows(self, pieces: list[Piece], tick: int, ids: Ids, lengths: Lengths | None) -> Batch:
-        batch = self.padded.of_rows(ids, lengths, has_masks=self.has_masks, has_blanks=self.has_blanks)
-        if self.boundaries:
-            begins, sizes, place = [], [], 0
-            for chunk, first, end in pieces:
-                edges = chunk.edges_of(tick, first, end)
-                begins.append(edges.begins + place if place else edges.begins)
-                sizes.append(edges.sizes)
-                place += (end - first) * self.row_tokens
-            self._add_boundaries(batch, Edges(_concatenated(begins), _concatenated(sizes)), lengths)
-        return batch
 
     def _add_boundaries(self, fields: Batch, edges: Edges, lengths: Lengths | None) -> None:
         """Add the fields of ``boundaries``. The first id of a document is no label."""
@@ -326,19 +304,14 @@ class StepBatches:
         assert self.collate_fn is not None
         return self.collate_fn(samples)
 
-    def _origins(self, pieces: list[Piece], tick: int, width: int) -> torch.Tensor:
+    def _origins(self, origins: Ragged, tick: int, first: int, end: int, width: int) -> torch.Tensor:
         """Return the origins of a batch's documents, int64[documents, ORIGIN], whose rows count from 0.
 
         Of ``shifted`` targets a document that begins at the place which is lost is not in the batch.
         """
-        found, row = [], 0
-        for chunk, first, end in pieces:
-            assert chunk.origins is not None
-            found.append(chunk.origins.of(tick, first, end).reshape(-1, len(ORIGIN)).astype(np.int64))
-            found[-1][:, 0] += row - first
-            row += end - first
-        origins = _concatenated(found)
-        return torch.from_numpy(origins[origins[:, 1] < width])
+        found = origins.of(tick, first, end).reshape(-1, len(ORIGIN)).astype(np.int64)
+        found[:, 0] = np.repeat(np.arange(end - first), origins.counts[first:end, tick] // len(ORIGIN))
+        return torch.from_numpy(found[found[:, 1] < width])
 
     def _warn_of_no_labels(self, batch: Any) -> None:
         """Warn, once for a loader, of a batch of which a model has nothing to predict."""
@@ -355,13 +328,6 @@ class StepBatches:
             )
 
 
-def _shift(fields: Batch) -> None:
-    """Take the last place off ``input_ids`` and mask, and the first one off ``labels``."""
-    for name in ("input_ids", "attention_mask"):
-        fields[name] = fields[name][:, :-1].contiguous()
-    fields["labels"] = fields["labels"][:, 1:].contiguous()
-
-
 def _without_last_place(edges: Edges, width: int) -> Edges:
     """Return the edges of the same rows, ``width`` places wide, one place narrower."""
     row, within = np.divmod(edges.begins, width)
@@ -369,28 +335,6 @@ def _without_last_place(edges: Edges, width: int) -> Edges:
     # A document that ends its row loses a place.
     is_last = (within + edges.sizes == width)[is_kept]
     return Edges((row * (width - 1) + within)[is_kept], edges.sizes[is_kept] - is_last)
-
-
-@lru_cache
-def _batch_parts(batch_size: int, num_samples: int, first_batch: int) -> tuple[slice, ...]:
-    """Return which samples of a tick each batch has. Kept, as ticks are alike."""
-    firsts = range(first_batch * batch_size, num_samples, batch_size)
-    return tuple(slice(first, min(first + batch_size, num_samples)) for first in firsts)
-
-
-def _pieces(chunks: list[Chunk], part: slice) -> list[Piece]:
-    """Return some of a tick's samples, which the chunks have one under another: of each chunk which ones."""
-    found, before = [], 0
-    for chunk in chunks:
-        first, end = max(part.start - before, 0), min(part.stop - before, chunk.num_samples)
-        if first < end:
-            found.append((chunk, first, end))
-        before += chunk.num_samples
-    return found
-
-
-def _concatenated(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:

@@ -41,12 +41,8 @@ def boundary_names(boundaries: Boundary | Sequence[Boundary]) -> tuple[str, ...]
     """Return the names as a tuple. Raises UsageError for an unknown one."""
     is_one = isinstance(boundaries, str) or not isinstance(boundaries, Iterable)
     names: tuple[Any, ...] = (boundaries,) if is_one else tuple(boundaries)
-    unknown = [name for name in names if name not in get_args(Boundary)]
-    if unknown:
-        expected = f"some of {', '.join(get_args(Boundary))}"
-        raise UsageError(
-            f"boundaries has {unknown}, expected {expected}", found=f"boundaries={unknown}", expected=expected
-        )
+    if unknown := [name for name in names if name not in get_args(Boundary)]:
+        raise UsageError(found=f"boundaries={unknown}", expected=f"some of {', '.join(get_args(Boundary))}")
     if set(names) == {"position_ids"}:
         logger.warning(
             "boundaries='position_ids' alone keeps no document apart where a transformers model gets the "
@@ -83,8 +79,12 @@ def boundary_fields(
         np.subtract(_places(num_places), positions, out=positions)
         fields["position_ids"] = torch.from_numpy(positions.reshape(shape))
     if "segment_ids" in names:
-        segments = np.repeat(_segment_numbers(edges, shape[1], lengths), edges.sizes)
-        fields["segment_ids"] = torch.from_numpy(segments.reshape(shape))
+        rows, within = np.divmod(edges.begins, shape[1])
+        numbers = np.arange(len(rows))
+        numbers -= np.maximum.accumulate(np.where(within == 0, numbers, 0)) - 1  # from 1 in each row
+        if lengths is not None:
+            numbers[within >= lengths[rows]] = 0
+        fields["segment_ids"] = torch.from_numpy(np.repeat(numbers, edges.sizes).reshape(shape))
     if "cu_seqlens" in names or "transformers" in names:
         ends = np.empty(len(edges.begins) + 1, np.int32)
         ends[:-1], ends[-1] = edges.begins, num_places
@@ -95,16 +95,6 @@ def boundary_fields(
             fields |= {"cu_seq_lens_q": edge_tensor, "cu_seq_lens_k": edge_tensor}
             fields |= {"max_length_q": longest, "max_length_k": longest, "use_cache": HostNumber(0)}
     return fields
-
-
-def _segment_numbers(edges: Edges, width: int, lengths: npt.NDArray[Any] | None) -> Int64s:
-    """Return the number of each document in its row, from 1, or 0 for padding: int64[edges]."""
-    rows, within = np.divmod(edges.begins, width)
-    numbers = np.arange(len(rows))
-    numbers -= np.maximum.accumulate(np.where(within == 0, numbers, 0)) - 1
-    if lengths is not None:
-        numbers[within >= lengths[rows]] = 0
-    return numbers
 
 
 def sdpa_mask(batch: Mapping[str, Any], *, window: int | None = None) -> torch.Tensor:
@@ -258,10 +248,13 @@ def why_unchecked(
     is_real = numbers >= 0
     # The second token of a document stays, unless it is the last one, too: its logits must move when the
     # first one changes, or the model looks at no token before another.
-    positions = _positions(numbers)
+    places = torch.arange(numbers.shape[1], device=numbers.device).expand(numbers.shape)
+    is_start = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
+    positions = places - torch.where(is_start, places, 0).cummax(1).values  # of tokens in their documents
     stays = is_real & (positions == 1)
     stays[:, -1] = False
     stays[:, :-1] &= numbers[:, 1:] == numbers[:, :-1]
+    inner = _unwrapped(model)
     num_moved, most, looks_back, num_other = 0, 0.0, False, 0
     with _evaluated(model):
         before = _some_logits(model, fields)
@@ -278,22 +271,32 @@ def why_unchecked(
                 num_moved += int((~(others <= noise)).sum())
                 most = max(most, float(others.amax()))
             looks_back |= bool((moved[(half & stays).to(moved.device)] > noise).any())
-        if _has_mask_of_ones_own(_unwrapped(model), fields):
-            moved = moved_by(attention_mask=_transformers_masks(_unwrapped(model), positions))
+        if _has_mask_of_ones_own(inner, fields):
+            moved = moved_by(attention_mask=_transformers_masks(inner, positions))
             num_other = int((~(moved <= noise))[is_real.to(moved.device)].sum())
     found = before.new_tensor([has_two, looks_back, num_moved, most, num_other])
     if is_distributed:
         dist.all_reduce(found, dist.ReduceOp.MAX)
     has_several, does_look_back, num_leaks, most, num_other = found.tolist()
+    num_tokens = int(is_real.sum())
     if num_leaks:
-        raise Refused(_leak(model, int(num_leaks), int(is_real.sum()), most))
+        attention = getattr(getattr(inner, "config", None), "_attn_implementation", "of its own")
+        raise Refused(
+            f"documents of a packed row see each other in {type(inner).__name__} (attention {attention}): "
+            f"when every second document changed, and then the others, the logits of {int(num_leaks)} of "
+            f"{num_tokens} tokens of other documents moved, by up to {most:.2%} of their spread; expected "
+            'none. Make the loader with boundaries="transformers" and pass its batches without an '
+            "attention_mask, or call loader.mask_documents(model) once before training, or take another "
+            "attn_implementation. If none of them helps, this model cannot be trained on packed rows: leave "
+            "out seq_len= and boundaries="
+        )
     if num_other:
         raise Refused(
-            f"the attention_mask of the batch is not that of {type(_unwrapped(model)).__name__}: with the "
-            f"model's own {int(num_other)} of {int(is_real.sum())} tokens have other logits. transformers "
-            "takes a mask as it is, so it switches the windows of layers off, or puts them on all layers. "
-            'Pass batches of boundaries="transformers" without an attention_mask, and call '
-            "loader.mask_documents(model) once before training",
+            f"the attention_mask of the batch is not that of {type(inner).__name__}: with the model's own "
+            f"{int(num_other)} of {num_tokens} tokens have other logits. transformers takes a mask as it is, "
+            "so it switches the windows of layers off, or puts them on all layers. Pass batches of "
+            'boundaries="transformers" without an attention_mask, and call loader.mask_documents(model) once '
+            "before training",
             remedy="loader.mask_documents(model)",
         )
     if not has_several:
@@ -308,13 +311,6 @@ def _has_mask_of_ones_own(model: Any, batch: Mapping[str, Any]) -> bool:
     mask = batch.get("attention_mask")
     is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
     return is_made and hasattr(getattr(model, "config", None), "get_text_config")
-
-
-def _positions(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the place of each token in its document: int64[batch, seq]."""
-    places = torch.arange(numbers.shape[1], device=numbers.device).expand(numbers.shape)
-    is_start = numbers.diff(dim=1, prepend=numbers[:, :1] - 1) != 0
-    return places - torch.where(is_start, places, 0).cummax(1).values
 
 
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"
@@ -377,18 +373,3 @@ def _some_logits(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
             "(to LoaderMixin check_boundaries=False)"
         )
     return logits[..., :: max(logits.shape[-1] // 512, 1)].to(torch.float32, copy=True)
-
-
-def _leak(model: Any, num_moved: int, num_compared: int, most: float) -> str:
-    inner = _unwrapped(model)
-    attention = getattr(getattr(inner, "config", None), "_attn_implementation", None)
-    return (
-        f"documents of a packed row see each other in {type(inner).__name__}"
-        f"{f' (attention {attention})' if attention else ''}: when every second document changed, and then "
-        f"the others, the logits of {num_moved} of {num_compared} tokens of documents that stayed moved, by "
-        f"up to {most:.2%} of their spread; expected none. Make the loader with "
-        'boundaries="transformers" and pass its batches without an attention_mask, '
-        "or call loader.mask_documents(model) once before training, or take "
-        "another attn_implementation. If none of them helps, this model cannot be trained on packed rows: "
-        "leave out seq_len= and boundaries="
-    )

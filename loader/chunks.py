@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.order import Int32s, Int64s
@@ -18,7 +17,6 @@ NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id
 ID_BITS = 2**31 - 1  # the id without it
 
 ORIGIN = ("row", "place", "source", "shard", "sample", "document")  # what a batch tells of a document
-_HEAD = 5  # samples per tick, ticks, tokens cut, document starts and origins (-1: none were asked for)
 
 Ids = npt.NDArray[np.signedinteger[Any]]
 Integers = npt.NDArray[np.integer[Any]]
@@ -33,9 +31,9 @@ class Ragged:
     """
 
     flats: list[Integers]
-    counts: Integers  # [samples per tick, ticks]: how many numbers
+    flat_of: Int32s  # int32[samples per tick, ticks]: which of these arrays
     begins: Int64s  # [samples per tick, ticks]
-    flat_of: npt.NDArray[np.intp] | None = None  # [samples per tick, ticks]; None: all in the first array
+    counts: Integers  # [samples per tick, ticks]: how many numbers
     width: int = 0  # numbers of each sample where all have equally many, else 0
     is_joined: bool = False  # samples stand one after another, one tick after another, and nothing else does
 
@@ -44,43 +42,56 @@ class Ragged:
         """Return samples that stand one after another, one tick after another."""
         by_tick = counts.T
         begins = np.cumsum(by_tick, dtype=np.int64).reshape(by_tick.shape).T - counts
-        return Ragged(flats=[flat], counts=counts, begins=begins, width=width, is_joined=True)
+        flat_of = np.zeros(counts.shape, np.int32)
+        return Ragged(
+            flats=[flat], flat_of=flat_of, begins=begins, counts=counts, width=width, is_joined=True
+        )
 
     @staticmethod
     def of_rows(flat: Integers, begins: Int64s, width: int) -> Ragged:
         """Return rows of one width that begin anywhere in an array: int64[samples per tick, ticks]."""
-        return Ragged(flats=[flat], counts=np.full(begins.shape, width), begins=begins, width=width)
+        flat_of, counts = np.zeros(begins.shape, np.int32), np.full(begins.shape, width)
+        return Ragged(flats=[flat], flat_of=flat_of, begins=begins, counts=counts, width=width)
 
     @staticmethod
     def empty(shape: tuple[int, int], width: int = 0) -> Ragged:
         """Return one whose samples are ``put`` there later."""
-        begins, flat_of = np.zeros(shape, np.int64), np.zeros(shape, np.intp)
-        return Ragged(flats=[], counts=np.zeros(shape, np.int32), begins=begins, flat_of=flat_of, width=width)
+        flat_of, begins, counts = (
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int64),
+            np.zeros(shape, np.int32),
+        )
+        return Ragged(flats=[], flat_of=flat_of, begins=begins, counts=counts, width=width)
+
+    @staticmethod
+    def stacked(parts: list[Ragged]) -> Ragged:
+        """Return the samples of some chunks of equally many ticks, one under another."""
+        ends = np.cumsum([len(part.counts) for part in parts])
+        stacked = Ragged.empty((int(ends[-1]), parts[0].counts.shape[1]), parts[0].width)
+        for part, end in zip(parts, ends, strict=True):
+            stacked.put(slice(end - len(part.counts), end), part)
+        return stacked
 
     def put(self, places: Any, other: Ragged) -> None:
         """Let the samples at some places lie where those of another chunk lie."""
-        assert self.flat_of is not None
-        self.flat_of[places] = len(self.flats) + (0 if other.flat_of is None else other.flat_of)
+        self.flat_of[places] = len(self.flats) + other.flat_of
         self.begins[places] = other.begins
         self.counts[places] = other.counts
         self.flats.extend(other.flats)
 
     def ticks(self, first: int, end: int) -> Ragged:
         """Return the ticks from ``first`` up to ``end`` of one that was put together."""
-        assert self.flat_of is not None
+        places = (slice(None), slice(first, end))
         return replace(
-            self,
-            counts=self.counts[:, first:end],
-            begins=self.begins[:, first:end],
-            flat_of=self.flat_of[:, first:end],
+            self, flat_of=self.flat_of[places], begins=self.begins[places], counts=self.counts[places]
         )
 
     def joined(self) -> Ragged:
         """Return a copy, int32, whose samples stand one after another, one tick after another."""
         if self.is_joined:
             return self
-        flat = self._gathered(self.begins.T, None if self.flat_of is None else self.flat_of.T, self.counts.T)
-        return Ragged.of_joined(flat.reshape(-1).astype(np.int32, copy=False), self.counts, self.width)
+        flat = self._gathered(self.flat_of.T, self.begins.T, self.counts.T).reshape(-1)
+        return Ragged.of_joined(flat.astype(np.int32, copy=False), self.counts, self.width)
 
     def of(self, tick: int, first: int, end: int) -> Integers:
         """Return the numbers of some samples of a tick, one after another: a copy, or a part of the array.
@@ -90,19 +101,15 @@ class Ragged:
         if self.is_joined:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
-        elif self.width and self.flat_of is None:
-            return self._windows[self.begins[first:end, tick]]
         else:
             places = (slice(first, end), tick)
-            flat_of = None if self.flat_of is None else self.flat_of[places]
-            found = self._gathered(self.begins[places], flat_of, self.counts[places])
+            found = self._gathered(self.flat_of[places], self.begins[places], self.counts[places])
         return found.reshape(-1, self.width) if self.width else found
 
-    def _gathered(self, begins: Int64s, flat_of: npt.NDArray[np.intp] | None, counts: Integers) -> Integers:
-        if flat_of is None and self.width:
+    def _gathered(self, flat_of: Int32s, begins: Int64s, counts: Integers) -> Integers:
+        if self.width and len(self.flats) == 1:
             return self._windows[begins]
-        numbers = [0] * begins.size if flat_of is None else flat_of.reshape(-1).tolist()
-        places = zip(numbers, begins.reshape(-1).tolist(), counts.reshape(-1).tolist(), strict=True)
+        places = zip(*(each.reshape(-1).tolist() for each in (flat_of, begins, counts)), strict=True)
         return np.concatenate([self.flats[number][begin : begin + count] for number, begin, count in places])
 
     @cached_property
@@ -137,7 +144,7 @@ class Chunk:
     row_tokens: int = 0  # of every sample where all are rows
     num_cut: int = 0  # tokens left out behind max_length
     starts: Ragged | None = None  # places in each row where a document begins
-    origins: Ragged | None = None  # ORIGIN numbers for each document
+    origins: Ragged | None = None  # ORIGIN numbers for each document, whose rows are not known yet
 
     @property
     def num_ticks(self) -> int:
@@ -157,8 +164,11 @@ class Chunk:
         shortest: list[int] = self.lengths.min(axis=0).tolist()
         return shortest
 
-    def edges_of(self, tick: int, first: int, end: int) -> Edges:
-        """Return where documents begin in some rows of a tick, as a batch of their own."""
+    def edges_of(self, tick: int, first: int, end: int, width: int) -> Edges:
+        """Return where documents begin in some samples of a tick, as a batch of their own of some width."""
+        if self.starts is None:  # each sample is one document
+            no_starts = np.zeros(0, np.int32), np.zeros(end - first, np.int64)
+            return Edges.of_rows(*no_starts, self.lengths[first:end, tick], width)
         edges, bounds = self._edges
         row = tick * self.num_samples + first
         part = slice(bounds[row], bounds[row + end - first])
@@ -177,48 +187,27 @@ class Chunk:
         bounds = np.searchsorted(edges.begins, np.arange(len(lengths) + 1) * self.row_tokens)
         return edges, bounds.tolist()
 
-    def with_origins(self, num_documents: Integers, origins: Int32s) -> Chunk:
-        """Return the chunk with the origins of its documents, int32[documents, ORIGIN], tick after tick.
-
-        ``num_documents``: int[samples per tick, ticks]. The documents' rows are put in here.
-        """
-        rows = np.tile(np.arange(self.num_samples, dtype=np.int32), self.num_ticks)
-        origins[:, 0] = np.repeat(rows, num_documents.T.reshape(-1))
-        counts = num_documents.astype(np.int32) * len(ORIGIN)
-        return replace(self, origins=Ragged.of_joined(origins.reshape(-1), counts))
-
-    def pack(self) -> torch.Tensor:
-        """Return all of it as one int32 tensor: every tensor that is sent costs a file handle."""
-        told = [None if each is None else each.joined() for each in (self.starts, self.origins)]
-        sizes = [-1 if each is None else len(each.flats[0]) for each in told]
-        head = np.array([*self.lengths.shape, self.num_cut, *sizes], np.int32)
-        arrays: list[Integers] = [head, self.lengths.reshape(-1)]
-        for each in told:
-            if each is not None:
-                arrays += [each.counts.reshape(-1), each.flats[0]]
-        arrays.append(self.ids.joined().flats[0])
-        return torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
+    def joined(self) -> Chunk:
+        """Return a chunk that lies in no window: what a worker sends."""
+        return replace(
+            self,
+            ids=self.ids.joined(),
+            starts=None if self.starts is None else self.starts.joined(),
+            origins=None if self.origins is None else self.origins.joined(),
+        )
 
     @staticmethod
-    def unpack(packed: torch.Tensor, row_tokens: int) -> Chunk:
-        """Return what ``pack`` packed. ``row_tokens`` is 0 where samples have lengths of their own."""
-        flat = packed.numpy()
-        slots, ticks, num_cut, *sizes = flat[:_HEAD].tolist()
-        lengths, rest = np.split(flat[_HEAD:], [slots * ticks])
-        lengths = lengths.reshape(slots, ticks)
-        told: list[Ragged | None] = []
-        for size in sizes:
-            if size < 0:
-                told.append(None)
-                continue
-            counts, part, rest = np.split(rest, [slots * ticks, slots * ticks + size])
-            told.append(Ragged.of_joined(part, counts.reshape(slots, ticks)))
-        counts = np.full(lengths.shape, row_tokens) if row_tokens else lengths
+    def stacked(chunks: list[Chunk]) -> Chunk:
+        """Return chunks of the same ticks as one, with their samples one under another. Copies no ids."""
+        if len(chunks) == 1:
+            return chunks[0]
+        starts = [chunk.starts for chunk in chunks if chunk.starts is not None]  # of all chunks, or of none
+        origins = [chunk.origins for chunk in chunks if chunk.origins is not None]
         return Chunk(
-            lengths=lengths,
-            ids=Ragged.of_joined(rest, counts, row_tokens),
-            row_tokens=row_tokens,
-            num_cut=num_cut,
-            starts=told[0],
-            origins=told[1],
+            lengths=np.concatenate([chunk.lengths for chunk in chunks]),
+            ids=Ragged.stacked([chunk.ids for chunk in chunks]),
+            row_tokens=chunks[0].row_tokens,
+            num_cut=sum(chunk.num_cut for chunk in chunks),
+            starts=Ragged.stacked(starts) if starts else None,
+            origins=Ragged.stacked(origins) if origins else None,
         )

@@ -7,7 +7,6 @@ import functools
 import inspect
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, TypeVar, cast
@@ -28,7 +27,7 @@ from loader.batches import (
 from loader.boundaries import Boundary, boundary_names
 from loader.find_shards import InputShards, find_sources
 from loader.ranks import find_process_rank
-from loader.samples import SampleRules, make_samples
+from loader.samples import make_samples
 from loader.shards import ShardSet, SplitName, check_choice
 from loader.sources import (
     Sizes,
@@ -50,18 +49,8 @@ logger = logging.getLogger(__name__)
 
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def arguments_by_group(docstring: str) -> dict[str, dict[str, str]]:
-    """Return the arguments that a docstring of this module explains: group -> name -> text."""
-    groups: dict[str, dict[str, str]] = {}
-    text = inspect.cleandoc(docstring).partition("\nArgs:\n")[2].partition("\nReturns:\n")[0]
-    for group in re.split(r"^ {4}(?=\S)", text, flags=re.MULTILINE)[1:]:
-        name, _, arguments = group.partition(":\n")
-        items = re.split(r"^ {8}(?=\S)", arguments, flags=re.MULTILINE)[1:]
-        explained = (item.partition(": ") for item in items)
-        groups[name] = {argument: " ".join(words.split()) for argument, _, words in explained}
-    return groups
+_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
+_PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
 
 def _with_checks(make: _Function) -> _Function:
@@ -76,9 +65,10 @@ def _with_checks(make: _Function) -> _Function:
                 raise TypeError(f"get_llama3_dataloader has no argument {name!r} any more: {ARGUMENTS[name]}")
             near = difflib.get_close_matches(name, known, 1)
             hint = f", did you mean {near[0]!r}" if near else ""
-            groups = arguments_by_group(make.__doc__ or "").items()
-            every = "; ".join(f"{group.lower()}: {', '.join(names)}" for group, names in groups)
-            raise TypeError(f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {every}")
+            raise TypeError(
+                f"get_llama3_dataloader has no argument {name!r}{hint}; its arguments: {', '.join(known)}; "
+                "help(get_llama3_dataloader) explains them"
+            )
         bound = signature.bind(*args, **options)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _checked(name, value, known[name].annotation)
@@ -87,33 +77,30 @@ def _with_checks(make: _Function) -> _Function:
     return cast(_Function, call)
 
 
-_FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
-_TYPES: dict[str, tuple[Any, str]] = {
-    "seed": (Integral, "a whole number"),
-    "model_id": ((str, os.PathLike), "a model's folder or its name on the hub"),
-    "cache_dir": ((str, os.PathLike), "a folder"),
-}
-
-
 def _checked(name: str, value: Any, annotation: str) -> Any:
     """Return an argument as the type that it is declared with. Raises UsageError for another one."""
     kind = annotation.removesuffix(" | None")
     if value is None and kind != annotation:
         return None
-    if kind == "int" and name != "seed":
-        return whole_number(name, value, least=int(name not in _FROM_0))
-    if name == "collate_fn":
-        is_right, expected = callable(value), "a function of a list of samples"
+    if name == "seed":
+        if isinstance(value, Integral):
+            return int(value)
+        expected = "a whole number"
+    elif kind == "int":
+        return whole_number(name, value, least=0 if name in _FROM_0 else 1)
     elif kind == "bool":
-        is_right, expected = value in (True, False), "True or False"
+        if value in (True, False):
+            return bool(value)
+        expected = "True or False"
+    elif name in _PATHS:
+        if isinstance(value, (str, os.PathLike)):
+            return value
+        expected = _PATHS[name]
+    elif name != "collate_fn" or callable(value):
+        return value
     else:
-        types, expected = _TYPES.get(name, (object, ""))
-        is_right = isinstance(value, types)
-    if not is_right:
-        raise UsageError.of_value(name, value, expected)
-    if kind == "bool":
-        return bool(value)
-    return int(value) if name == "seed" else value
+        expected = "a function of a list of samples"
+    raise UsageError.of_value(name, value, expected)
 
 
 @_with_checks
@@ -163,73 +150,66 @@ def get_llama3_dataloader(
     Args:
         What data:
             input_shards: a folder, an index.json, a tar, a pattern (``shard-{00000..00009}.tar``, ``*``), or
-                a list of these. A folder is the whole data set; an incomplete one is refused. Or several
-                sources to mix, by name: ``{"web": ..., "code": ...}``.
-            model_id: for tars that shardprep did not write, the model whose tokenizer made them. A data set
-                brings its own tokenizer; if you pass the model too, it must be the same.
-            split: ``"train"`` leaves out the documents that ``"validation"`` gives: those that
-                ``plan --validation_fraction`` chose. Of data sets that were planned without it
-                ``"validation"`` gives all. A validation loader has one fixed order and gives each document
-                once. It fills its last global batch up with samples whose labels are all -100, so that all
-                ranks get equally many batches.
+                a list of these; of a mixture each source by name, ``{"web": ..., "code": ...}``. An
+                incomplete folder is refused.
+            model_id: the model whose tokenizer made tars that shardprep did not write. A data set brings its
+                own, and another one is refused.
+            cache_dir: where webdataset copies tars that are no local files.
+            split: ``"validation"`` gives the documents that ``plan --validation_fraction`` chose (all of a
+                data set that was planned without it), ``"train"`` the others. A validation loader has one
+                fixed order and gives each document once. Samples whose labels are all -100 fill its last
+                global batch up, so that ranks get equally many batches.
 
         What a batch is:
             batch_size: samples per batch on each rank.
-            global_batch_size: samples of one optimizer step, on all ranks, accumulation included. It alone
-                fixes the order: keep it when the number of ranks changes, or see ``amend``. Or its sizes by
-                step: ``[(0, 256), (1000, 512)]``. Batches stay of ``batch_size``, and more of them are
-                accumulated: see ``loader.num_accumulated`` and ``loader.ends_step``. Default: batch_size x
+            global_batch_size: samples per optimizer step, on all ranks, accumulation included; or sizes by
+                step, ``[(0, 256), (1000, 512)]``, which change ``loader.num_accumulated``. It alone fixes the
+                order: keep it when the number of ranks changes, or see ``amend``. Default: batch_size x
                 world_size.
-            group_by_length: documents of similar length side by side, in groups of this many samples; True:
-                of ``batch_size``. It is part of the order: pass the number if you resume with another
+            group_by_length: put documents of similar length side by side, in groups of this many samples;
+                True: of ``batch_size``. It is part of the order: keep the number when you change
                 ``batch_size``.
             padding: ``"longest"`` pads to the longest sample of a batch, ``"max_length"`` to one width.
             pad_to_multiple_of: round the width of padded batches up to a multiple of this.
-            collate_fn: called with a list of ``{"input_ids": list[int]}``, in the training process. Default:
-                ``input_ids``, ``attention_mask`` and ``labels``, bit for bit as transformers'
-                DataCollatorForLanguageModeling makes them.
-            origins: True: batches have ``origins`` int64[documents, 6]: row and place in the batch, then
-                source, shard, sample and document, which ``loader.origin`` resolves to file and byte. Take
-                them out before ``model(**batch)``.
+            collate_fn: called with a list of ``{"input_ids": list[int]}``, in the training process. The
+                default makes the same batches as transformers' DataCollatorForLanguageModeling.
+            origins: add ``origins`` int64[documents, 6] to batches: row and place in the batch, then source,
+                shard, sample and document, which ``loader.origin`` resolves to file and byte. Take them out
+                before ``model(**batch)``.
 
         Order and mixing:
             seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
             shuffle: False: global batch k is samples ``[k L, (k + 1) L)``, L being ``global_batch_size``.
             weights: share of each source, ``{"web": 0.7, "code": 0.3}``, or the shares by step: ``[(0,
-                {...}), (80_000, {...})]``. A source without a weight has none. Each source has its own
-                epochs, see ``loader.source_epochs``.
-            weights_in: weights are shares of ``"tokens"``, by the mean of each source, or of ``"samples"``.
-            amend: go on from a state of other weights, sources or global batch sizes. What this loader was
-                given holds from the next border on, at most 64 steps later; the loader logs the step. Each
-                source goes on at its own place. Keep a source that you drop in ``input_shards``, without a
-                weight, until then. Global batches must be multiples of the run's first one. The default
-                refuses such a state, and says what differs.
+                {...}), (80_000, {...})]``. A source has its own epochs, see ``loader.source_epochs``.
+            weights_in: unit of the weights: ``"tokens"``, by the mean of each source, or ``"samples"``.
+            amend: go on from a state of other weights, sources or global batch sizes, which the default
+                refuses. The new ones hold from the next border on, at most 64 steps later; the loader logs
+                the step. Each source goes on at its own place. A source that you drop must stay in
+                ``input_shards`` until then, without a weight. Sizes must be multiples of the run's first.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
             boundaries: keep attention inside each document of packed rows. ``"transformers"``: the fields
-                that ``model(**batch)`` of a transformers model needs, no ``attention_mask``, and
-                ``use_cache`` 0. Not every model keeps documents apart by them: ``check_boundaries(model,
-                batch)`` tells. For other models one or several of ``"position_ids"``, ``"segment_ids"``,
-                ``"cu_seqlens"``. The first label of each document is -100.
-            targets: ``"same"``: labels are the ids, and the model shifts them, as transformers' models do.
-                ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops like those of
-                Megatron, nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
-            max_length: tokens at which documents that are not packed are cut. ``loader.metrics`` counts what
-                is left out.
+                that ``model(**batch)`` of a transformers model needs, without ``attention_mask``; ask
+                ``check_boundaries(model, batch)`` whether your model heeds them. For other models one or
+                several of ``"position_ids"``, ``"segment_ids"``, ``"cu_seqlens"``. The first label of each
+                document is -100.
+            targets: ``"same"``: labels are the ids, for models that shift them, as transformers' do.
+                ``"shifted"``: ``labels[:, t]`` is what follows ``input_ids[:, t]``, for loops as in Megatron,
+                nanoGPT and torchtitan. Plan packed rows with a ``--seq_len`` that is one larger.
+            max_length: cut documents that are not packed to this many tokens; ``loader.metrics`` counts the
+                rest.
 
         Processes and workers:
-            num_workers: processes that read, on each rank; more than ``global_batch_size / (world_size x
-                group_by_length)`` would idle.
-            prefetch_factor: chunks (up to 1 MiB of batches) that each worker reads ahead. Default: 2.
-            pin_memory: batches in pinned memory. Default: where there is CUDA.
+            num_workers: processes that read, per rank. At most ``global_batch_size / (world_size x
+                group_by_length)`` have work.
+            prefetch_factor: chunks (up to 1 MiB) that each worker reads ahead. Default: 2.
+            pin_memory: put batches into pinned memory. Default: where there is CUDA.
             persistent_workers: keep workers between epochs; they read on into the next one.
-            rank: of data parallelism, with ``world_size``. Default: of torch.distributed, or of the launcher.
-                Of a DeviceMesh: ``rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size()``.
-            world_size: number of ranks of data parallelism.
-
-        Storage:
-            cache_dir: where webdataset copies tars that are no local files.
+            rank: of data parallelism, with ``world_size``. Default: torch.distributed's or the launcher's. Of
+                a DeviceMesh: ``rank=mesh["dp"].get_local_rank(), world_size=mesh["dp"].size()``.
+            world_size: ranks of data parallelism.
 
     Returns:
         A TokenLoader; see there for epochs and for the state. Batches hold int64[batch_size, seq]
@@ -244,13 +224,11 @@ def get_llama3_dataloader(
     who = find_process_rank(rank, world_size)
     fields = boundary_names(boundaries)
     shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
-    rules = SampleRules(
-        seq_len=None if seq_len is None else seq_len + shifts,
-        max_length=None if max_length is None else max_length + shifts,
-        group=group_size(group_by_length, batch_size),
-    )
+    seq_len = None if seq_len is None else seq_len + shifts
+    max_length = None if max_length is None else max_length + shifts
+    group = group_size(group_by_length, batch_size)
     tick_samples, sizes = choose_sizes(
-        global_batch_size, rules.group, batch_size=batch_size, world_size=who.world_size
+        global_batch_size, group, batch_size=batch_size, world_size=who.world_size
     )
     if is_validation and len(sizes) > 1:
         raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
@@ -261,7 +239,7 @@ def get_llama3_dataloader(
     shards_of = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         cache_dir=cache_dir,
-        count_tokens=rules.needs_lengths or (is_mixture and weights_in == "tokens"),
+        count_tokens=seq_len is not None or group > 1 or (is_mixture and weights_in == "tokens"),
         split=split,
     )
     shards = ShardSet([part for of_source in shards_of.values() for part in of_source.sources], split)
@@ -269,7 +247,9 @@ def get_llama3_dataloader(
     samples = {
         name: make_samples(
             of_source,
-            rules,
+            seq_len=seq_len,
+            max_length=max_length,
+            group=group,
             eos_token_id=tokenizer.eos_token_id,
             vocab_size=tokenizer.vocab_size if of_source.has_external else None,
             starts=bool(fields),
@@ -287,21 +267,21 @@ def get_llama3_dataloader(
         of_samples,
         tick_samples=tick_samples,
         batches_per_tick=tick_samples // (batch_size * who.world_size),
-        group=rules.group,
+        group=group,
         seed=seed,
         shuffle=shuffle and not is_validation,
         keeps_tail=is_validation,
         is_mixture=is_mixture,
         settings={
             "tokenizer": tokenizer.fingerprint,
-            "seq_len": shards.row_tokens or rules.seq_len or 0,
-            "max_length": rules.max_length or 0,
+            "seq_len": shards.row_tokens or seq_len or 0,
+            "max_length": max_length or 0,
             "split": shards.split,
         },
     )
     num_slots = run.order.num_slots // who.world_size
     workers = _worker_options(num_workers, num_slots, prefetch_factor, persistent_workers)
-    has_blanks = any(of_source.blank_id is not None for of_source in shards_of.values())
+    has_blanks = shards.blank_id is not None
     padded = getattr(collate_fn, "batches", None)  # of a CausalLMCollator
     if not isinstance(padded, PaddedBatches):
         # Before a collate_fn gets samples their padding is cut off again, but where it stands for blanks.
@@ -311,7 +291,7 @@ def get_llama3_dataloader(
         padded = PaddedBatches(
             pad=pad,
             pad_to_multiple_of=pad_to_multiple_of,
-            pad_to_length=rules.max_length if padding == "max_length" else None,
+            pad_to_length=max_length if padding == "max_length" else None,
             num_beyond=int(shifts),
         )
         if collate_fn is None:
@@ -324,7 +304,7 @@ def get_llama3_dataloader(
         padded=padded,
         collate_fn=collate_fn,
         boundaries=fields,
-        has_masks=any(of_source.has_masks for of_source in shards_of.values()),
+        has_masks=shards.has_masks,
         has_blanks=has_blanks,
         shifts_targets=shifts,
         origins=origins,

@@ -19,15 +19,29 @@ from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
 
-class LossMean:
-    """Adds up the losses of this rank's batches by their labels; ``mean()`` is that of all ranks.
+class _LossSums:
+    """Sums of losses, and counts of labels, of this rank."""
 
-    ``targets``: as for the loader. With ``"same"`` the model shifts labels, so the first of a row counts not.
+    def __init__(self, num_means: int, targets: Targets) -> None:
+        self._first = int(targets == "same")  # the model shifts labels, so the first of a row does not count
+        self._sums = torch.zeros(2, num_means, dtype=torch.float64)
+
+    def _all_means(self) -> list[float]:
+        """Return the means over the labels of all ranks, NaN where there are none."""
+        sums = self._sums.clone()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(sums)
+        return [loss / count if count else math.nan for loss, count in sums.T.tolist()]
+
+
+class LossMean(_LossSums):
+    """Adds up this rank's losses by their labels. ``mean()`` is of all ranks.
+
+    ``targets``: as for the loader.
     """
 
     def __init__(self, targets: Targets = "same") -> None:
-        self._first = int(targets == "same")
-        self._sums = torch.zeros(2, 1, dtype=torch.float64)  # of losses, and labels
+        super().__init__(1, targets)
 
     @staticmethod
     def of_loader(loader: TokenLoader) -> LossMean:
@@ -35,33 +49,30 @@ class LossMean:
         return LossMean(_targets_of(loader))
 
     def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
-        """Count a batch: ``loss`` is the mean over those of its labels int64[batch, seq] that are not -100. A
-        batch without such labels, whose loss is NaN in transformers, counts nothing."""
+        """Count a batch: ``loss`` is the mean over the labels int64[batch, seq] that are not -100. A batch
+        without such labels, whose loss is NaN in transformers, counts nothing."""
         num_labels = int((labels[:, self._first :] != IGNORED).sum())
         if num_labels:
-            sums = torch.stack(
-                [loss.detach().mean().double() * num_labels, loss.new_tensor(num_labels).double()]
-            )
-            self._sums = self._sums.to(loss.device) + sums[:, None]
+            sums = [loss.detach().mean().double() * num_labels, loss.new_tensor(num_labels).double()]
+            self._sums = self._sums.to(loss.device) + torch.stack(sums)[:, None]
 
     def mean(self) -> float:
         """Return the mean over all labels of all ranks, which must all call it. It is NaN without labels."""
-        return _means(self._sums)[0]
+        return self._all_means()[0]
 
 
-class SourceLosses:
-    """Adds up the losses of this rank's batches by source; ``means()`` are those of all ranks.
+class SourceLosses(_LossSums):
+    """Adds up this rank's losses by source. ``means()`` are of all ranks.
 
         losses = SourceLosses.of_loader(loader)
         losses.add(model(**batch).logits, labels, origins)
 
-    ``targets``: as for the loader. A label counts for the document whose token it is predicted at.
+    ``targets``: as for the loader. A label counts for the document that holds the predicting token.
     """
 
     def __init__(self, names: tuple[str, ...], targets: Targets = "same") -> None:
+        super().__init__(len(names), targets)
         self.names = names
-        self._first = int(targets == "same")
-        self._sums = torch.zeros(2, len(names), dtype=torch.float64)  # of losses, and labels
 
     @staticmethod
     def of_loader(loader: TokenLoader) -> SourceLosses:
@@ -72,13 +83,11 @@ class SourceLosses:
         """Count a batch: logits[batch, seq, vocabulary], int64[batch, seq] and int64[documents, 6]."""
         logits, labels = logits[:, : logits.shape[1] - self._first], labels[:, self._first :]
         with torch.no_grad():  # a row at a time: float32 of all logits may not fit beside the step's own
-            losses = torch.stack(
-                [
-                    cross_entropy(of_row.float(), wanted.to(of_row.device), reduction="none")
-                    for of_row, wanted in zip(logits, labels, strict=True)
-                ]
-            )
-        self.add_losses(losses, labels, source_ids(origins, labels.shape))
+            losses = [
+                cross_entropy(of_row.float(), wanted.to(of_row.device), reduction="none")
+                for of_row, wanted in zip(logits, labels, strict=True)
+            ]
+        self.add_losses(torch.stack(losses), labels, source_ids(origins, labels.shape))
 
     def add_losses(self, losses: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor) -> None:
         """Count losses by labels and ``source_ids``, [batch, seq], at the places where they are predicted."""
@@ -89,7 +98,7 @@ class SourceLosses:
     def means(self, *, reset: bool = False) -> dict[str, float]:
         """Return the mean loss of each source over the labels of all ranks, which must all call it: NaN where
         there are none. ``reset``: count from 0 again."""
-        means = _means(self._sums)
+        means = self._all_means()
         if reset:
             self._sums.zero_()
         return dict(zip(self.names, means, strict=True))
@@ -99,19 +108,12 @@ def _targets_of(loader: TokenLoader) -> Targets:
     return "shifted" if loader.step_batches.shifts_targets else "same"
 
 
-def _means(sums: torch.Tensor) -> list[float]:
-    """Return mean losses over all ranks, of sums float64[2, n] of losses and labels."""
-    sums = sums.clone()
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(sums)
-    return [loss / count if count else math.nan for loss, count in sums.T.tolist()]
-
-
 def evaluation_loss(model: Any, loader: TokenLoader) -> float:
-    """Return the mean loss over all labels of a validation loader. All ranks must call it.
+    """Return the mean loss over all labels of a validation loader, on all ranks.
 
-    ``model(**batch).loss`` must be the mean over the labels of a batch. Takes one epoch of ``loader``.
-    Raises UsageError for ``targets="shifted"`` and a model of transformers, which shifts labels itself.
+    All of them must call it, and it takes one epoch of ``loader``. ``model(**batch).loss`` must be the mean
+    over the labels of a batch. Raises UsageError for ``targets="shifted"`` and a model of transformers, which
+    shifts labels itself.
     """
     inner = getattr(model, "module", model)  # of DDP
     inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT

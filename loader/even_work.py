@@ -1,4 +1,4 @@
-"""Rows of a step, dealt anew to the ranks so that attention costs all of them about the same."""
+"""Deals the rows of a step to the ranks so that attention costs all of them about the same."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch.distributed as dist
 
 from loader.batches import Batch
 from loader.boundaries import document_numbers
-from loader.order import Int64s
 from shardprep.errors import UsageError
 
 
 def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) -> list[Batch]:
-    """Return as many batches of the same shape, whose rows are those of all ranks' batches of a step.
+    """Exchange rows with the other ranks, and return as many batches of the same shape.
 
-    Attention inside documents costs the sum of their squared lengths. Ranks tell each other that of their
-    rows, and exchange rows until the sums are about even; the step's rows stay the same set. A rank's most
-    expensive rows come first, so that the n-th batches of all ranks cost about the same, too.
+    Attention inside documents costs the sum of their squared lengths. The ranks deal the rows of a step so
+    that the sums are about even; the step's rows stay the same set. A rank's most expensive rows come first,
+    so that the n-th batches of all ranks cost about the same, too.
 
     Args:
         batches: of this rank in one step, with tensors int64[batch, seq] alone, ``segment_ids`` or
@@ -41,10 +40,21 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     group = group or dist.group.WORLD
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = torch.cat([torch.stack([batch[name] for name in names], 1) for batch in batches])
+    own_work = []
+    for batch in batches:
+        numbers = document_numbers(batch) + 1
+        lengths = torch.bincount(numbers.flatten())
+        lengths[0] = 0  # padding
+        own_work.append(lengths[numbers].sum(1))  # each token counts the length of its document
     works = [torch.empty(len(rows), dtype=torch.int64, device=rows.device) for _ in range(size)]
-    dist.all_gather(works, torch.cat([attention_work(batch) for batch in batches]), group=group)
+    dist.all_gather(works, torch.cat(own_work), group=group)
     work = torch.cat(works).cpu().numpy()
-    owners = even_owners(work, size)
+    # From the most work on, the next rows go to a rank each, the largest to the one with the least.
+    owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
+    for of_each_rank in np.argsort(-work, kind="stable").reshape(-1, size):
+        ranks = np.argsort(totals, kind="stable")
+        owners[of_each_rank] = ranks
+        totals[ranks] += work[of_each_rank]
     own = np.flatnonzero(owners == rank)
     place_of = {row: place for place, row in enumerate(own[np.argsort(-work[own], kind="stable")].tolist())}
     dealt, messages = torch.empty_like(rows), []
@@ -64,24 +74,3 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     return [
         Batch(zip(names, (field.contiguous() for field in part.unbind(1)), strict=True)) for part in parts
     ]
-
-
-def attention_work(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the sum of the squared lengths of each row's documents, int64[batch]."""
-    numbers = document_numbers(batch) + 1
-    lengths = torch.bincount(numbers.flatten())
-    lengths[0] = 0  # padding
-    return lengths[numbers].sum(1)  # each token counts the length of its document
-
-
-def even_owners(work: Int64s, size: int) -> Int64s:
-    """Return the rank of each row, int64[rows], equally many of each rank.
-
-    From the most work on, the next ``size`` rows go to a rank each, the largest to the one with the least.
-    """
-    owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
-    for rows in np.argsort(-work, kind="stable").reshape(-1, size):
-        ranks = np.argsort(totals, kind="stable")
-        owners[rows] = ranks
-        totals[ranks] += work[rows]
-    return owners

@@ -65,19 +65,13 @@ class TarBytes(io.BufferedReader):
     def read(self, num_bytes: int | None = -1, /) -> bytes:
         """Read a header, or what one says of the next member, as tarfile asks."""
         if num_bytes is None or not 0 <= num_bytes <= _MOST_EXTENDED_BYTES:
-            raise self.broken(
-                f"is damaged: the long name at byte {self.tell() - BLOCK_BYTES} has {num_bytes or 0:,} "
-                f"bytes, expected at most {_MOST_EXTENDED_BYTES:,}"
-            )
+            found = f"a long name of {num_bytes or 0:,} bytes at byte {self.tell() - BLOCK_BYTES}"
+            raise self.broken(found, f"at most {_MOST_EXTENDED_BYTES:,} bytes")
         return super().read(num_bytes)
 
-    def broken(
-        self, found: str, remedy: str = "write or copy it again", *, expected: str | None = None
-    ) -> BrokenShard:
-        """Return the error to raise for a tar that cannot be read."""
-        wanted = "" if expected is None else f", expected {expected}"
-        message = f"{self.path} {found}{wanted}; {remedy}"
-        return BrokenShard(message, path=self.path, found=found, expected=expected)
+    def broken(self, found: str, expected: str, kind: type[BrokenShard] = BrokenShard) -> BrokenShard:
+        """Return the error to raise for a tar that cannot be loaded."""
+        return kind(path=self.path, found=found, expected=expected)
 
 
 def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
@@ -88,30 +82,28 @@ def tar_members(tar: TarBytes) -> Iterator[tuple[str, int, int]]:
     # tarfile looks for members as soon as it has a file, so it gets the tar behind that.
     archive = tarfile.TarFile(fileobj=io.BytesIO(2 * _ZERO_BLOCK), encoding="utf-8", errors="surrogateescape")
     archive.fileobj = tar
+    whole = "a whole tar, closed by two zero blocks; write or copy it again"
     position = 0
     while (block := tar.at(position, position + BLOCK_BYTES)) != _ZERO_BLOCK:
         if len(block) < BLOCK_BYTES:
-            raise tar.broken(
-                f"is cut short at byte {tar.num_bytes}", expected="the two zero blocks that close a tar"
-            )
+            raise tar.broken(f"cut short at byte {tar.num_bytes}", whole)
         # PAX records of the whole tar may change any member.
         plain = None if archive.pax_headers else _plain_member(tar, position)
         name, first, end = plain or _unusual_member(tar, archive, position)
         if end > tar.num_bytes:
-            raise tar.broken(
-                f"is cut short: the member at byte {position} needs {end} bytes, the file has {tar.num_bytes}"
+            found = (
+                f"cut short: the member at byte {position} ends at byte {end}, the file at {tar.num_bytes}"
             )
+            raise tar.broken(found, whole)
         position = first + (end - first + BLOCK_BYTES - 1) // BLOCK_BYTES * BLOCK_BYTES
         if name is not None:
             yield name, first, end
     if position + 2 * BLOCK_BYTES > tar.num_bytes:
-        raise tar.broken("is cut short: only one of the two zero blocks that close a tar is there")
+        raise tar.broken("cut short: it has one zero block", whole)
     for begin in range(position, tar.num_bytes, _PIECE_BYTES):
         if tar.at(begin, begin + _PIECE_BYTES).strip(b"\0"):
-            raise tar.broken(
-                f"goes on behind its end at byte {position}, so samples would be lost",
-                "were tars joined with cat? Unpack and pack them again",
-            )
+            found = f"goes on behind its end at byte {position}, and samples would be lost"
+            raise tar.broken(found, "one tar; of tars joined with cat, unpack and pack them again")
 
 
 def _plain_member(tar: TarBytes, position: int) -> tuple[str, int, int] | None:
@@ -151,19 +143,18 @@ def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> t
         member = tarfile.TarInfo.fromtarfile(archive)
     except (tarfile.TarError, ValueError) as error:
         if tar.at(0, 2) == b"\x1f\x8b" or tar.at(0, 4) == b"\x28\xb5\x2f\xfd":
-            raise tar.broken("is compressed", "decompress it, as the loader reads at random") from None
-        raise tar.broken(
-            f"is no tar, or is damaged: no whole header with its checksum stands at byte {position} ({error})"
-        ) from None
+            raise tar.broken("compressed", "a tar; decompress it, as the loader reads at random") from None
+        found = f"no tar, or a damaged one: no header with its checksum at byte {position} ({error})"
+        raise tar.broken(found, "a whole tar; write or copy it again") from None
     # tarfile takes a size in PAX records that is no number for 0.
     said = member.pax_headers.get("size", str(member.size))
     if said != str(member.size):
-        raise tar.broken(f"has PAX records at byte {position} with a size of {said!r}")
+        raise tar.broken(f"PAX records at byte {position} with a size of {said!r}", "a number")
     if member.type not in _KINDS or member.issparse() or member.size < 0:
+        kind = member.type.decode("latin1")
         raise tar.broken(
-            f"has a member of kind {member.type.decode('latin1')!r} and {member.size} bytes at byte "
-            f"{position}, expected files, folders and links",
-            "sparse files and parts of volumes cannot be read: unpack and pack them again",
+            f"a member of kind {kind!r} and {member.size} bytes at byte {position}",
+            "files, folders and links; of sparse files or parts of volumes, unpack and pack them again",
         )
     if not member.isreg():
         return None, member.offset_data, member.offset_data
@@ -201,6 +192,7 @@ Records = npt.NDArray[np.void]
 _KEY_AND_FIELD = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's base_plus_ext
 _META = re.compile(r"__[^/]*__($|/)")  # webdataset skips such names
 _MOST_DIGITS = 10  # of an id
+_KEYS = "what stands before a name's first dot is the sample's key, and keys must differ"
 _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 
 
@@ -213,11 +205,10 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> DatasetShards:
     """
     with TarBytes(path) as tar:
         samples = _samples(tar)
-        row_tokens = 0
+        records, row_tokens = np.zeros(len(samples), _RECORD), 0
         if samples and {IDS_FIELD, DOC_STARTS_FIELD} <= samples[0].fields.keys():
             records, row_tokens = _packed_records(samples)
         else:
-            records = np.zeros(len(samples), _RECORD)
             for number, sample in enumerate(samples):
                 records[number] = _document_record(sample, count_tokens=count_tokens)
         # Hash sizes, places and the bytes of some samples.
@@ -271,21 +262,9 @@ def _samples(tar: TarBytes) -> list[_Sample]:
         if not found or key != found[-1].key:
             found.append(_Sample(tar, key, {}))
         if field in found[-1].fields:
-            raise tar.broken(
-                f"has two members {field!r} for sample {key!r}",
-                "what stands before a name's first dot is the sample's key, and keys must differ",
-            )
+            raise tar.broken(f"two members {field!r} for sample {key!r}", f"one; {_KEYS}")
         found[-1].fields[field] = (first, end)
     return found
-
-
-class _Array(NamedTuple):
-    """Where the numbers of a .npy member lie."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    first: int  # byte of the tar
-    end: int
 
 
 class _Sample(NamedTuple):
@@ -295,8 +274,13 @@ class _Sample(NamedTuple):
     key: str
     fields: dict[str, tuple[int, int]]  # first byte and end of each member
 
-    def array(self, field: str, dtypes: tuple[str, ...], num_dimensions: int) -> _Array:
-        """Return an array of one of some types, which must have the member's size. Raises BrokenShard."""
+    def array(
+        self, field: str, dtypes: tuple[str, ...], num_dimensions: int
+    ) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+        """Return type and shape of a .npy member, and the byte of the tar where its numbers begin.
+
+        They must be of one of some types, and have the member's size. Raises BrokenShard.
+        """
         first, end = self.fields[field]
         raw = self.tar.at(first, min(end, first + _HEADER_BYTES))
         header_bytes = 10 + int.from_bytes(raw[8:10], "little")
@@ -312,25 +296,23 @@ class _Sample(NamedTuple):
         num_bytes = header_bytes + math.prod(shape) * dtype.itemsize
         if end - first != num_bytes:
             raise self.broken(field, f"{end - first} bytes", f"{num_bytes}, as its header says")
-        return _Array(dtype, shape, first + header_bytes, end)
+        return dtype, shape, first + header_bytes
 
     def numbers(self, field: str) -> tuple[npt.NDArray[np.uint32], int]:
         """Return the numbers of a small member, uint32[n], and the byte of the tar where they begin."""
-        array = self.array(field, ("<u4",), 1)
-        return np.frombuffer(self.tar.at(array.first, array.end), "<u4"), array.first
+        _, _, first = self.array(field, ("<u4",), 1)
+        return np.frombuffer(self.tar.at(first, self.fields[field][1]), "<u4"), first
 
     def broken(
         self, field: str, found: object, expected: str, kind: type[BrokenShard] = BrokenShard
     ) -> BrokenShard:
         """Return the error to raise for a member, or for all of them."""
-        message = f"{self.tar.path}: {field} of sample {self.key!r} has {found}, expected {expected}"
-        return kind(message, path=self.tar.path, found=str(found), expected=expected)
+        return self.tar.broken(f"{field} of sample {self.key!r} has {found}", expected, kind)
 
     def unknown(self, expected: str) -> BrokenShard:
         """Return the error to raise for members of which one left out could change the training."""
-        return self.broken(
-            "a member", f"the fields {', '.join(sorted(self.fields))}", expected, UnknownMember
-        )
+        found = f"the fields {', '.join(sorted(self.fields))}"
+        return self.broken("a member", found, expected, UnknownMember)
 
 
 def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
@@ -344,16 +326,14 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
             num_tokens, last_id = _count_json(sample.tar.at(first, end))
         return first, end - first, num_tokens, 0, 0, 0, JSON, last_id
     if IDS_FIELD not in sample.fields:
-        raise sample.tar.broken(
-            f"has the fields {', '.join(sorted(sample.fields))} for sample {sample.key!r}",
-            "what stands before a name's first dot is the sample's key",
-            expected=f"{JSON_FIELD} or {IDS_FIELD}",
-        )
-    ids = sample.array(IDS_FIELD, _WIDTHS, 1)
-    if count_tokens and ids.shape[0]:
-        last = int(np.frombuffer(sample.tar.at(ids.end - ids.dtype.itemsize, ids.end), ids.dtype)[0])
+        found = f"the fields {', '.join(sorted(sample.fields))}"
+        raise sample.broken("a member", found, f"{JSON_FIELD} or {IDS_FIELD}; {_KEYS}")
+    dtype, (num_tokens,), first = sample.array(IDS_FIELD, _WIDTHS, 1)
+    end = sample.fields[IDS_FIELD][1]
+    if count_tokens and num_tokens:
+        last = int(np.frombuffer(sample.tar.at(end - dtype.itemsize, end), dtype)[0])
         last_id = last if 0 <= last < 2**31 else -1
-    return ids.first, ids.end - ids.first, ids.shape[0], 0, 0, 0, TOKEN_DTYPES.index(ids.dtype), last_id
+    return first, end - first, num_tokens, 0, 0, 0, TOKEN_DTYPES.index(dtype), last_id
 
 
 def _count_json(raw: bytes) -> tuple[int, int]:
@@ -367,49 +347,43 @@ def _count_json(raw: bytes) -> tuple[int, int]:
 
 
 def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:
-    """Return the _RECORD of each row, and the tokens of a row. No ids are read."""
-    parts, forms = [], set()
+    """Return the _RECORD of each row, and the tokens of a row. No ids are read. Raises BrokenShard."""
+    parts: list[Records] = []
+    forms = set()
     for sample in samples:
         if not {IDS_FIELD, DOC_STARTS_FIELD} <= sample.fields.keys() <= _ROW_FIELDS:
-            raise sample.unknown(
-                f"{IDS_FIELD}, {DOC_STARTS_FIELD} and some of {', '.join(sorted(_ROW_FIELDS))}"
-            )
-        ids = sample.array(IDS_FIELD, ("<u2", "<u4"), 2)
-        num_rows, seq_len = ids.shape
-        forms.add((seq_len, ids.dtype, LOSS_MASK_FIELD in sample.fields))
-        if len(forms) > 1 or not num_rows or not 0 < seq_len * ids.dtype.itemsize < 2**32:
-            mask = f"{'a' if LOSS_MASK_FIELD in sample.fields else 'no'} {LOSS_MASK_FIELD}"
-            raise sample.broken(IDS_FIELD, f"rows of {list(ids.shape)} and {mask}", "rows as before it")
-        parts.append(_rows_of_member(sample, ids))
-    return np.concatenate(parts), forms.pop()[0]
-
-
-def _rows_of_member(sample: _Sample, ids: _Array) -> Records:
-    """Return the _RECORD of each row of one member. Raises BrokenShard."""
-    num_rows, seq_len = ids.shape
-    row, row_bytes = np.arange(num_rows), seq_len * ids.dtype.itemsize
-    records = np.zeros(num_rows, _RECORD)
-    records["offset"] = ids.first + row * row_bytes
-    records["num_bytes"] = row_bytes
-    records["num_tokens"] = seq_len
-    records["dtype"] = TOKEN_DTYPES.index(ids.dtype)
-    records["last_id"] = -1
-    starts, starts_at = sample.numbers(DOC_STARTS_FIELD)
-    if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
-        expected = f"ascending numbers below {num_rows * seq_len}"
-        raise sample.broken(DOC_STARTS_FIELD, f"{starts[:4].tolist()} ...", expected)
-    bounds = np.searchsorted(starts, np.arange(num_rows + 1) * seq_len)
-    records["num_starts"] = np.diff(bounds)
-    records["starts_offset"] = starts_at + bounds[:-1] * starts.itemsize
-    if ROW_TOKENS_FIELD in sample.fields:
-        tokens, _ = sample.numbers(ROW_TOKENS_FIELD)
-        if tokens.shape != (num_rows,) or not 0 < tokens.min() <= tokens.max() <= seq_len:
-            expected = f"{num_rows} numbers from 1 to {seq_len}"
-            raise sample.broken(ROW_TOKENS_FIELD, f"{tokens[:4].tolist()} ...", expected)
-        records["num_tokens"] = tokens
-    if LOSS_MASK_FIELD in sample.fields:
-        mask = sample.array(LOSS_MASK_FIELD, ("u1",), 2)
-        if mask.shape != ids.shape:
-            raise sample.broken(LOSS_MASK_FIELD, list(mask.shape), str(list(ids.shape)))
-        records["mask_offset"] = mask.first + row * seq_len
-    return records
+            fields = ", ".join(sorted(_ROW_FIELDS))
+            raise sample.unknown(f"{IDS_FIELD}, {DOC_STARTS_FIELD} and some of {fields}")
+        dtype, (num_rows, seq_len), first = sample.array(IDS_FIELD, ("<u2", "<u4"), 2)
+        has_mask, row_bytes = LOSS_MASK_FIELD in sample.fields, seq_len * dtype.itemsize
+        forms.add((seq_len, dtype, has_mask))
+        if len(forms) > 1 or not num_rows or not 0 < row_bytes < 2**32:
+            mask = f"{'a' if has_mask else 'no'} {LOSS_MASK_FIELD}"
+            raise sample.broken(IDS_FIELD, f"rows of {[num_rows, seq_len]} and {mask}", "rows as before it")
+        row = np.arange(num_rows)
+        records = np.zeros(num_rows, _RECORD)
+        records["offset"] = first + row * row_bytes
+        records["num_bytes"] = row_bytes
+        records["num_tokens"] = seq_len
+        records["dtype"] = TOKEN_DTYPES.index(dtype)
+        records["last_id"] = -1
+        starts, starts_at = sample.numbers(DOC_STARTS_FIELD)
+        if not (starts < num_rows * seq_len).all() or (starts[1:] <= starts[:-1]).any():
+            expected = f"ascending numbers below {num_rows * seq_len}"
+            raise sample.broken(DOC_STARTS_FIELD, f"{starts[:4].tolist()} ...", expected)
+        bounds = np.searchsorted(starts, np.arange(num_rows + 1) * seq_len)
+        records["num_starts"] = np.diff(bounds)
+        records["starts_offset"] = starts_at + bounds[:-1] * starts.itemsize
+        if ROW_TOKENS_FIELD in sample.fields:
+            tokens, _ = sample.numbers(ROW_TOKENS_FIELD)
+            if tokens.shape != (num_rows,) or not 0 < tokens.min() <= tokens.max() <= seq_len:
+                expected = f"{num_rows} numbers from 1 to {seq_len}"
+                raise sample.broken(ROW_TOKENS_FIELD, f"{tokens[:4].tolist()} ...", expected)
+            records["num_tokens"] = tokens
+        if has_mask:
+            _, mask_shape, mask_at = sample.array(LOSS_MASK_FIELD, ("u1",), 2)
+            if mask_shape != (num_rows, seq_len):
+                raise sample.broken(LOSS_MASK_FIELD, list(mask_shape), f"{[num_rows, seq_len]}")
+            records["mask_offset"] = mask_at + row * seq_len
+        parts.append(records)
+    return np.concatenate(parts), seq_len

@@ -12,16 +12,16 @@ from typing import Any
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
-# The same library by its two names.
+# The library has two names.
 _library: Any = import_module("lightning.pytorch" if find_spec("lightning") else "pytorch_lightning")
 
 
 class LoaderCallback(_library.Callback):
-    """Lets each checkpoint be of the optimizer's steps that are done, wherever inside of a step it is saved.
+    """Lets each checkpoint be of the optimizer's last step, wherever inside of a step it is saved.
 
     Lightning saves inside of a step where Slurm requeues the job, where an exception ends the training, and
-    by ``train_time_interval`` of ModelCheckpoint. It counts batches from the last whole one then, and
-    gradients of an accumulated step are not kept: the step begins again with its first batch.
+    by ``train_time_interval`` of ModelCheckpoint. It keeps no gradients of an accumulated step, so the step
+    begins again with its first batch.
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
@@ -56,9 +56,7 @@ class LoaderCallback(_library.Callback):
                 counts["processed"] = counts["ready"]
             return
         # The next batch is the first of a step, and Lightning tells by its number where the step ends.
-        run, within = loader.run, trained.num_micro % loader.run.batches_per_tick
-        difference = run.epoch_and_tick(trained)[1] * run.batches_per_tick + within - current["completed"]
-        if difference:
+        if difference := loader.run.batches_before(trained) - current["completed"]:
             for counts in (current, total):
                 counts.update(dict.fromkeys(counts, counts["completed"] + difference))
             batches["is_last_batch"] = False

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -111,18 +111,16 @@ class Order:
         num_real = self.tick_samples - self.num_fillers
         return np.arange(slots.start, slots.stop) * num_real % self.tick_samples >= num_real
 
-    @property
-    def window_ticks(self) -> int:
-        """Return the ticks after which every slot goes on to its next window."""
-        return max(self.window_samples // self.group, 1)
-
     def offset(self, epoch: int, count: int) -> int:
         """Return the token below ``count`` at which an epoch's rows begin, if they are cut from a stream."""
         return hash_ints(self.seed, epoch, _OFFSET) % count if self.shuffle else 0
 
     def windows(self, first_tick: int) -> Iterator[tuple[int, int]]:
-        """Yield the windows of an epoch from the one that holds ``first_tick``: (first tick, end)."""
-        size = self.window_ticks
+        """Yield the windows of an epoch from the one that holds ``first_tick``: (first tick, end).
+
+        Where one ends, every slot goes on to its next window.
+        """
+        size = max(self.window_samples // self.group, 1)
         for start in range(first_tick // size * size, self.ticks_per_epoch, size):
             yield start, min(start + size, self.ticks_per_epoch)
 
@@ -211,15 +209,11 @@ def hash_ints(*values: int) -> int:
     """Hash a row of integers to 64 bits: splitmix64, chained."""
     state = 0
     for value in values:
-        state = _mix((state + _GOLDEN ^ value) & _MASK)
+        state = ((state + _GOLDEN ^ value) + _GOLDEN) & _MASK
+        state = ((state ^ state >> 30) * _FIRST) & _MASK
+        state = ((state ^ state >> 27) * _SECOND) & _MASK
+        state ^= state >> 31
     return state
-
-
-def _mix(state: int) -> int:
-    state = (state + _GOLDEN) & _MASK
-    state = ((state ^ state >> 30) * _FIRST) & _MASK
-    state = ((state ^ state >> 27) * _SECOND) & _MASK
-    return state ^ state >> 31
 
 
 def hash_array(key: npt.NDArray[np.uint64] | int, values: Int64s) -> npt.NDArray[np.uint64]:
@@ -241,38 +235,31 @@ def permute(positions: Int64s, count: int, key: int) -> Int64s:
         return positions.copy()
     if count <= _TABLE_SIZE:
         return _permutation(count, key)[positions]
-    return _walk(positions.reshape(-1), count, partial(_feistel, count=count, key=key)).reshape(
-        positions.shape
-    )
+    return _walk(positions.reshape(-1), count, key).reshape(positions.shape)
 
 
 @lru_cache(maxsize=8)
 def _permutation(count: int, key: int) -> Int64s:
-    """Compute all of a small permutation, int64[count]. Cached: all windows of an epoch use the same."""
-    whole = _feistel(np.arange(1 << 2 * _half_bits(count)), count, key)
-    return _walk(np.arange(count), count, whole.__getitem__)
+    """Compute a small permutation, int64[count]. Cached: all windows of an epoch use the same."""
+    return _walk(np.arange(count), count, key)
 
 
-def _walk(positions: Int64s, count: int, sent: Callable[[Int64s], Int64s]) -> Int64s:
-    """Send positions on until each is below ``count``: int64[n] -> int64[n]."""
-    found = sent(positions)
+def _walk(positions: Int64s, count: int, key: int) -> Int64s:
+    """Send positions through the network until each is below ``count``: int64[n] -> int64[n]."""
+    found = _feistel(positions, count, key)
     walking = np.flatnonzero(found >= count)
     while walking.size:
-        found[walking] = sent(found[walking])
+        found[walking] = _feistel(found[walking], count, key)
         walking = walking[found[walking] >= count]
     return found
 
 
 def _feistel(values: Int64s, count: int, key: int) -> Int64s:
-    """Apply the network to values below the power of four: int64[n] -> int64[n]."""
-    half = np.int64(_half_bits(count))
+    """Apply the network once to values below the power of four: int64[n] -> int64[n]."""
+    half = np.int64(((count - 1).bit_length() + 1) // 2)
     mask = (np.int64(1) << half) - 1
     left, right = values >> half, values & mask
     for round_ in range(FEISTEL_ROUNDS):
         sent = hash_array(hash_ints(key, round_), right).astype(np.int64) & mask
         left, right = right, left ^ sent
     return left << half | right
-
-
-def _half_bits(count: int) -> int:
-    return ((count - 1).bit_length() + 1) // 2

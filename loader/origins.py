@@ -40,7 +40,7 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
             "samples are numbered in each from 0; pass columns 2 to 5 of origins"
         )
     data, row = shards.locate(shard)
-    place, address = "", ""
+    place = address = ""
     if data.records is None:
         shard_id = int(data.shard_ids[row])
         address = f"{shard_id}:{sample}:{document}" if data.row_tokens else f"{shard_id}:{sample}"
@@ -48,14 +48,8 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
             record = _records(data.folder, data.spec, shard_id)[sample]
             name_of = name_of_input(_input_names(data.folder), int(record["source"]))
             place = place_text(name_of, int(record["source_offset"]))
-    return Origin(
-        source=name,
-        tar=data.path_of(row),
-        sample=sample,
-        document=document,
-        place=place,
-        address=address,
-    )
+    tar = data.path_of(row)
+    return Origin(source=name, tar=tar, sample=sample, document=document, place=place, address=address)
 
 
 # A loop may ask for each document of each batch.
@@ -64,9 +58,9 @@ _records = lru_cache(maxsize=16)(read_idx)
 
 
 def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the source of each place of a batch, int64[batch, seq], by its ``origins``. Padding has any.
+    """Return the source of each place of a batch, int64[batch, seq], by its ``origins``.
 
-    Put into the batch, it goes along where rows or places are dealt to ranks.
+    Padding has any source. Put into the batch, it goes along where rows or places are dealt to ranks.
     """
     width = shape[1]
     kept = origins[origins[:, 1] < width]

@@ -1,9 +1,9 @@
 """``ensure_prepared``: a training job that makes its own data set first, on its rank 0.
 
 Rank 0 plans, makes the shards and verifies them, in processes of its own. The other ranks wait for index.json
-and compare plan and inputs with their own arguments. They need nothing but the file system: where rank 0
-fails, it says so in ``.NAME.failed.json`` beside the data set's folder. Two jobs at once would only cost
-time: shards are equal bytes, and done ones are skipped.
+and compare plan and inputs with their own arguments. Ranks coordinate through the file system only: where
+rank 0 fails, it writes ``.NAME.failed.json`` beside the data set's folder. Two jobs at once waste time alone,
+since shards are equal bytes and done ones are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from loader.ranks import find_process_rank
 from shardprep.console import say
@@ -40,10 +40,7 @@ _LAUNCH = (  # the same in all processes of one start of a job, others in the ne
     "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
 )  # fmt: skip
-_ERRORS: dict[int, type[ShardprepError]] = {
-    kind.exit_code: kind for kind in (UsageError, BadInput, NotFound, CannotWrite, ReadWriteError, Refused)
-}
-# What is told to ``plan`` alone: it decides no byte of a document, so the other commands do not know it.
+# Options of ``plan`` alone: they change no byte of a document, so the other commands do not have them.
 _FOR_PLAN = ("num_shards", "shard_bytes", "stripe", "hash_inputs")
 _ERROR_LINE = re.compile(r"(?:shardprep \w+: )?error: (.+)")  # argparse puts the command before it
 
@@ -59,7 +56,7 @@ def ensure_prepared(
     world_size: int | None = None,
     **options: Any,
 ) -> str:
-    """Return ``output_dir`` with a whole and verified data set in it, made before if it is not there.
+    """Make and verify a data set in ``output_dir``, unless it is there, and return that folder.
 
     Every rank calls it, before the process group is made (its timeout is short) or after. Rank 0 runs
     ``shardprep plan``, ``run`` and ``verify``, which go on where an earlier attempt ended. The launcher must
@@ -75,10 +72,10 @@ def ensure_prepared(
     """
     if not limit_s > 0:
         raise UsageError.of_value("limit_s", limit_s, "more than 0")
-    folder = Path(output_dir).absolute()
-    check_names_are_utf8(str(folder), str(Path(input_dir).absolute()), model_id)
+    folder, raw = Path(output_dir).absolute(), Path(input_dir).absolute()
+    check_names_are_utf8(str(folder), str(raw), model_id)
     who = find_process_rank(rank, world_size)
-    given = {"input_dir": Path(input_dir).absolute(), "output_dir": folder, "model_id": model_id, **options}
+    given = {"input_dir": raw, "output_dir": folder, "model_id": model_id, **options}
     launch = " ".join(f"{name}={os.environ[name]}" for name in _LAUNCH if os.environ.get(name))
     note = folder.with_name(f".{folder.name}.failed.json")
     if who.rank != 0:
@@ -88,26 +85,21 @@ def ensure_prepared(
     with contextlib.suppress(OSError):
         note.unlink(missing_ok=True)
     try:
-        _prepare(folder, given, num_proc)
+        if size_of_file(folder / PLAN_NAME) is None:
+            _run("plan", given)
+        else:
+            _compare(given)
+        if size_of_file(folder / INDEX_NAME) is None:
+            _run("run", {"num_proc": num_proc}, str(folder))
+            _run("verify", {}, str(folder))
     except BaseException as error:
         if who.world_size > 1:
             code = error.exit_code if isinstance(error, ShardprepError) else ReadWriteError.exit_code
-            said = str(error) or type(error).__name__
-            content = json.dumps({"launch": launch, "exit_code": code, "error": said})
+            failure = {"launch": launch, "exit_code": code, "error": str(error) or type(error).__name__}
             with contextlib.suppress(ShardprepError, OSError):  # the error itself is of more weight
-                publish_bytes(note, content.encode())
+                publish_bytes(note, json.dumps(failure).encode())
         raise
     return os.fspath(output_dir)
-
-
-def _prepare(folder: Path, given: Mapping[str, Any], num_proc: int | None) -> None:
-    if size_of_file(folder / PLAN_NAME) is None:
-        _run("plan", given)
-    else:
-        _compare(given)
-    if size_of_file(folder / INDEX_NAME) is None:
-        _run("run", {"num_proc": num_proc}, str(folder))
-        _run("verify", {}, str(folder))
 
 
 def _compare(given: Mapping[str, Any]) -> None:
@@ -117,13 +109,13 @@ def _compare(given: Mapping[str, Any]) -> None:
 
 
 def _wait_for_index(folder: Path, note: Path, launch: str, limit_s: float, rank: int) -> None:
-    """Wait until rank 0 has verified the data set, or raise what it failed with in this start of the job."""
+    """Wait until rank 0 has verified the data set. Raises its error, if it fails in this start of the job."""
     began = time.monotonic()
     next_line_s = 0.0
     while size_of_file(folder / INDEX_NAME) is None:
         if failure := _read_failure(note, launch):
             exit_code, error = failure
-            _raise(exit_code, f"rank 0 could not prepare {folder}: {error}")
+            raise _error_of(exit_code, f"rank 0 could not prepare {folder}: {error}")
         waited_s = time.monotonic() - began
         if waited_s > limit_s:
             raise ReadWriteError(
@@ -143,7 +135,14 @@ def _read_failure(note: Path, launch: str) -> tuple[int, str] | None:
         found = json.loads(read_regular(note, max_bytes=1 << 20))
         return (int(found["exit_code"]), str(found["error"])) if found["launch"] == launch else None
     except (ShardprepError, OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None  # none is there, or nobody can read it
+        return None  # no note, or a damaged one
+
+
+def _error_of(exit_code: int, message: str) -> ShardprepError:
+    """Return the error that ends a command with an exit code."""
+    kinds = (UsageError, BadInput, NotFound, CannotWrite, Refused)
+    kind = next((kind for kind in kinds if kind.exit_code == exit_code), ReadWriteError)
+    return kind(message)
 
 
 # Ours come before a preprocess.py in the current folder. The process dies with the one that started it.
@@ -163,24 +162,17 @@ def _run(name: str, given: Mapping[str, Any], *words: str) -> None:
         elif value is not None:
             flags.append(f"--{option}={value}")
     command = [sys.executable, "-c", _CODE, str(HOME), str(os.getpid()), name, *words, *flags]
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     last_error = ""
-    null, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-    with subprocess.Popen(
-        command, stdin=null, stdout=pipe, stderr=both, text=True, errors="replace"
-    ) as process:
+    with subprocess.Popen(command, text=True, errors="replace", **pipes) as process:
         try:
-            assert process.stdout is not None
-            for line in process.stdout:
+            for line in process.stdout or ():
                 say(line.rstrip("\n"))
                 if found := _ERROR_LINE.match(line):
-                    last_error = found[1]
+                    last_error = f": {found[1]}"
         except BaseException:
             process.terminate()
             raise
     if code := process.returncode:
         shown = f"signal {-code}" if code < 0 else f"exit code {code}"
-        _raise(code, f"shardprep {name} ended with {shown}" + (f": {last_error}" if last_error else ""))
-
-
-def _raise(exit_code: int, message: str) -> NoReturn:
-    raise _ERRORS.get(exit_code, ReadWriteError)(message)
+        raise _error_of(code, f"shardprep {name} ended with {shown}{last_error}")

@@ -1,4 +1,4 @@
-"""Which of how many processes this one is."""
+"""Finds the rank of this process, and the number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRank:
-    """Rank and world size of data parallelism, and where they were found.
+    """Rank and world size of data parallelism, and who said so.
 
     Ranks that share data (tensor or pipeline parallelism) pass the same data-parallel rank.
     """
@@ -30,7 +30,7 @@ class ProcessRank:
     rank: int
     world_size: int
     source: str
-    is_passed: bool = False  # not found, but said by who knows better
+    is_passed: bool = False  # by the caller, so nothing else is asked
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -45,7 +45,7 @@ def find_process_rank(
     world_size: int | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessRank:
-    """Return what was passed, else torch.distributed, else what a launcher set, else alone.
+    """Return the rank that was passed, else torch.distributed's, else the launcher's, else 0 of 1.
 
     Launchers: RANK/WORLD_SIZE (torchrun), OMPI_COMM_WORLD_*, PMI_* (MPICH, Intel MPI), an srun step. Call it
     in the process that trains. Raises UsageError where half of a pair is given, a value is no number, or a
@@ -60,7 +60,7 @@ def find_process_rank(
 
 
 def check_process_rank(who: ProcessRank, environ: Mapping[str, str] | None = None) -> None:
-    """Raise UsageError where this process is by now known to be another rank than ``who``.
+    """Raise UsageError where this process has become another rank than ``who``.
 
     A loader that was made before the process group would give all ranks the same batches.
     """
@@ -80,30 +80,29 @@ def _found(environ: Mapping[str, str]) -> ProcessRank | None:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         return ProcessRank(rank=rank, world_size=world_size, source="torch.distributed")
     for rank_name, size_name, setter in _LAUNCHERS:
-        if rank_name in environ and size_name in environ:
-            return _of_variables(environ, rank_name, size_name)
-        if rank_name in environ or size_name in environ:
+        if (rank_name in environ) != (size_name in environ):
             raise UsageError(
                 found=f"{rank_name}={environ.get(rank_name)} and {size_name}={environ.get(size_name)}",
                 expected=f"both, as {setter}, or neither, or rank= and world_size=",
             )
-    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-    if size_name not in environ and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
-        raise UsageError(
-            found=f"PMIX_RANK={environ['PMIX_RANK']} without a number of processes",
-            expected="rank= and world_size=, or RANK and WORLD_SIZE in each process",
-        )
-    if size_name not in environ or _number(environ, size_name) == 1 or not _is_task_of_srun(environ):
-        return None
-    if "SLURM_PROCID" not in environ:
-        raise UsageError(
-            found=f"{size_name}={environ[size_name]} without SLURM_PROCID",
-            expected="a training that srun starts, or rank= and world_size=",
-        )
-    return _of_variables(environ, "SLURM_PROCID", size_name)
-
-
-def _of_variables(environ: Mapping[str, str], rank_name: str, size_name: str) -> ProcessRank:
+        if rank_name in environ:
+            break
+    else:
+        rank_name = "SLURM_PROCID"
+        size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        if size_name not in environ and "PMIX_RANK" in environ:  # srun --mpi=pmix sets Slurm's, too
+            raise UsageError(
+                found=f"PMIX_RANK={environ['PMIX_RANK']} without a number of processes",
+                expected="rank= and world_size=, or RANK and WORLD_SIZE in each process",
+            )
+        is_alone = size_name not in environ or _number(environ, size_name) == 1
+        if is_alone or not _is_task_of_srun(environ):
+            return None
+        if rank_name not in environ:
+            raise UsageError(
+                found=f"{size_name}={environ[size_name]} without {rank_name}",
+                expected="a training that srun starts, or rank= and world_size=",
+            )
     return ProcessRank(
         rank=_number(environ, rank_name),
         world_size=_number(environ, size_name),
@@ -112,10 +111,10 @@ def _of_variables(environ: Mapping[str, str], rank_name: str, size_name: str) ->
 
 
 def _is_task_of_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process, one of a task each.
+    """Return whether srun started this process as one of its tasks.
 
-    A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there. Without any job id the
-    variables were handed into a container, by somebody who means them.
+    A batch script and salloc's shell are alone, whatever SLURM_NTASKS says there. Variables without any job
+    id were handed into a container on purpose.
     """
     for name in ("SLURM_STEP_ID", "SLURM_STEPID"):
         if name in environ:

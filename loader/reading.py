@@ -92,61 +92,6 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
     return OpenShard(source=source, tar=tar, idx=idx, records=records, dtype=dtype, remedy=remedy)
 
 
-class OpenShards:
-    """The shards that a process has open, by their number through all sources: the latest ones.
-
-    At most MAX_OPEN_SHARDS, and an eighth of the process's handles: an open shard holds three at most.
-    """
-
-    def __init__(self, shards: ShardSet) -> None:
-        self._shards = shards
-        self._open: OrderedDict[int, OpenShard] = OrderedDict()
-        self.max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
-
-    def opened(self, number: int) -> OpenShard:
-        """Return a shard, counted through all sources. It is opened if it is not."""
-        shard = self._open.get(number)
-        if shard is not None:
-            self._open.move_to_end(number)
-            return shard
-        while len(self._open) >= self.max_open:
-            self._open.popitem(last=False)[1].close()
-        source, row = self._shards.locate(number)
-        what = f"{source.path_of(row)} cannot be opened"
-        self._open[number] = with_retries(what, partial(open_shard, source, row))
-        return self._open[number]
-
-    def fill(self, number: int, offset: int, target: memoryview) -> None:
-        """Read bytes of a shard's tar, all of them."""
-
-        def read(shard: OpenShard) -> None:
-            done = 0
-            while done < len(target):
-                done += shard.tar.read_some(target[done:], offset + done)
-
-        self._retried(number, "tar", f" at byte {offset}", read)
-
-    def records(self, number: int, rows: slice | Int64s) -> Any:
-        """Return columns of a shard's idx for some samples, ascending."""
-        return self._retried(number, "idx", "", lambda shard: shard.records_of(rows))
-
-    def _retried(self, number: int, suffix: str, where: str, read: Callable[[OpenShard], T]) -> T:
-        """Read from a shard, again after an error that may go away, with its files opened anew."""
-        for delay_s in (*RETRY_DELAYS_S, None):
-            shard = self.opened(number)
-            try:
-                return read(shard)
-            except (OSError, BrokenShard) as error:
-                path = shard.tar.path.with_suffix(f".{suffix}")
-                wait_to_retry(f"{path} cannot be read{where}", error, delay_s)
-                self._open.pop(number).close()  # a stale handle stays stale
-        raise AssertionError("the last attempt returns or raises")
-
-    def close(self) -> None:
-        while self._open:
-            self._open.popitem()[1].close()
-
-
 _ALIGN_BYTES = 64
 _TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOKEN_DTYPES])  # 0: JSON text
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
@@ -187,17 +132,64 @@ class _Places(NamedTuple):
 
 
 class ShardReader:
-    """Reads samples of the shards that its process has open: that of rank ``rank``, or one of its workers."""
+    """Reads samples of the shards that its process has open: that of rank ``rank``, or one of its workers.
+
+    The latest shards stay open: at most MAX_OPEN_SHARDS, and an eighth of the process's handles, as an open
+    shard holds three at most.
+    """
 
     def __init__(self, shards: ShardSet, rank: int = 0, world_size: int = 1) -> None:
         self._shards = shards
         worker = get_worker_info()
         worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         self._reader, self._num_readers = rank * num_workers + worker_id, world_size * num_workers
-        self._files = OpenShards(shards)
-        self.opened = self._files.opened  # no call more: it is asked several times per read
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by their number through all sources
+        self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
         self._used = 0
+
+    def opened(self, number: int) -> OpenShard:
+        """Return a shard, counted through all sources. It is opened if it is not."""
+        shard = self._open.get(number)
+        if shard is not None:
+            self._open.move_to_end(number)
+            return shard
+        while len(self._open) >= self._max_open:
+            self._open.popitem(last=False)[1].close()
+        source, row = self._shards.locate(number)
+        what = f"{source.path_of(row)} cannot be opened"
+        self._open[number] = with_retries(what, partial(open_shard, source, row))
+        return self._open[number]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _records(self, number: int, rows: slice | Int64s) -> Any:
+        """Return columns of a shard's idx for some samples, ascending."""
+        return self._retried(number, "idx", "", lambda shard: shard.records_of(rows))
+
+    def _fill(self, number: int, offset: int, target: memoryview) -> None:
+        """Read bytes of a shard's tar, all of them."""
+
+        def read(shard: OpenShard) -> None:
+            done = 0
+            while done < len(target):
+                done += shard.tar.read_some(target[done:], offset + done)
+
+        self._retried(number, "tar", f" at byte {offset}", read)
+
+    def _retried(self, number: int, suffix: str, where: str, read: Callable[[OpenShard], T]) -> T:
+        """Read from a shard, again after an error that may go away, with its files opened anew."""
+        for delay_s in (*RETRY_DELAYS_S, None):
+            shard = self.opened(number)
+            try:
+                return read(shard)
+            except (OSError, BrokenShard) as error:
+                path = shard.tar.path.with_suffix(f".{suffix}")
+                wait_to_retry(f"{path} cannot be read{where}", error, delay_s)
+                self._open.pop(number).close()  # a stale handle stays stale
+        raise AssertionError("the last attempt returns or raises")
 
     def read(self, samples: Int64s, *, starts: bool = False) -> SampleBytes:
         """Return the bytes of some samples: int64[n] -> n rows in the same order.
@@ -205,7 +197,11 @@ class ShardReader:
         ``starts``: where documents begin in packed rows, too. The buffer is the reader's own: the next
         ``read`` overwrites it.
         """
-        order, shard = self._in_opening_order(samples)
+        order = np.argsort(samples)
+        shard = self._shards.shard_of(samples[order])
+        first = _first_of_parts(shard[1:] != shard[:-1])
+        begin = int(first[self._num_before(len(first))])  # as in opening_order
+        order, shard = np.roll(order, -begin), np.roll(shard, -begin)
         ordered = samples[order]
         row = self._shards.records_of(ordered, shard)
         table = np.zeros((_NUM_COLUMNS, len(samples)), np.int64)
@@ -213,8 +209,8 @@ class ShardReader:
         if not len(self._buffer):  # all of it at once: what is not touched costs nothing, what is copied does
             num_bytes = len(samples) * self._shards.tar_bytes // self._shards.num_samples
             self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)
-        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]
-        for bounds in pairwise([*first[:: min(_SHARDS_AT_ONCE, self._files.max_open)].tolist(), len(shard)]):
+        first = _first_of_parts(shard[1:] != shard[:-1])[: len(shard)]  # none, where there are no samples
+        for bounds in pairwise([*first[:: min(_SHARDS_AT_ONCE, self._max_open)].tolist(), len(shard)]):
             part = slice(*bounds)
             found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
             self._read_shards(shard[part], row[part], found, starts=starts)
@@ -237,7 +233,7 @@ class ShardReader:
         if "num_tokens" not in self.opened(number).sums:
             num_records = int(self._shards.num_records[number])
             cuts = [*range(0, num_records, _IDX_ROWS), num_records]
-            parts = [self._files.records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
+            parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
             counts = np.concatenate([np.empty(0, np.int64), *parts])
             if self._shards.split is not None:
                 first, end = self._shards.first_sample[number : number + 2].tolist()
@@ -245,24 +241,13 @@ class ShardReader:
             self.opened(number).sums["num_tokens"] = counts
         return self.opened(number).sums["num_tokens"]
 
-    def close(self) -> None:
-        self._files.close()
-
     def opening_order(self, shards: Int64s) -> Int64s:
         """Rotate shards, ascending, so that each process begins in another part: int64[n] -> int64[n]."""
-        first = len(shards) * self._reader // self._num_readers
-        return np.concatenate([shards[first:], shards[:first]])
+        return np.roll(shards, -self._num_before(len(shards)))
 
-    def _in_opening_order(self, samples: Int64s) -> tuple[npt.NDArray[np.intp], Int64s]:
-        """Return the order in which this process reads samples, ascending in each shard, and their shards."""
-        order = np.argsort(samples)
-        shard = self._shards.shard_of(samples[order])
-        first = _first_of_parts(shard[1:] != shard[:-1])
-        if len(first) > 1:
-            by_shard = dict(zip(shard[first].tolist(), np.split(order, first[1:]), strict=True))
-            order = np.concatenate([by_shard[each] for each in self.opening_order(shard[first]).tolist()])
-            shard = self._shards.shard_of(samples[order])
-        return order, shard
+    def _num_before(self, num_shards: int) -> int:
+        """Return how many of some shards this process opens last."""
+        return num_shards * self._reader // self._num_readers
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""
@@ -273,7 +258,7 @@ class ShardReader:
         for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
             here, number = slice(*bounds), int(shard_of[bounds[0]])
             rows = row[here]
-            records = self._files.records(number, rows)
+            records = self._records(number, rows)
             shard = self.opened(number)
             limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
@@ -333,7 +318,7 @@ class ShardReader:
         for number, at, size, to in zip(
             *(each.tolist() for each in (places.shard[first], begin, end - begin, to_buffer)), strict=True
         ):
-            self._files.fill(number, at, self._buffer.data[to : to + size])
+            self._fill(number, at, self._buffer.data[to : to + size])
         return offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
 
     def _grow(self, num_bytes: int) -> None:
@@ -358,7 +343,7 @@ class ShardReader:
             sample = found.sample[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
             row = int(self._shards.records_of(sample, number))
-            offset = int(self._files.records(number, slice(row, row + 1))["offset"][0])
+            offset = int(self._records(number, slice(row, row + 1))["offset"][0])
             end = offset + int(found.num_bytes[wrong.argmax()])
             raise _misplaced(self.opened(number), "ids", offset, end)
 

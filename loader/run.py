@@ -1,8 +1,8 @@
-"""A run of training: its sources, what holds from which step on, and which samples each step takes.
+"""A run of training: its sources, its stages, and which samples each step takes.
 
 A run has one source or several, each with an order of its own (order.py). A **tick** takes L samples, one for
-each of its L places; a training **step** is one tick or several. A **stage** says from which step on the
-sources have which weights, and how many ticks a step has. Everything else follows from the list of stages:
+each of its L places; a training **step** is one tick or several. A **stage** sets the
+weights of the sources and the global batch size from a step on. Everything else follows from the stages:
 
 * An epoch has R ticks: as many as one epoch of each source that the run began with, together. It ends where
   the next step would not fit, and the ticks that are left are not used. Ticks are counted through all epochs,
@@ -23,7 +23,7 @@ some rounds only.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 ROUND = 64  # ticks
 CYCLE = 1 << 16  # ticks
 _PATTERN, _SEED = 6, 7  # what a hash is for, beside those of order.py
-_NEVER = 1 << 62  # the step at which the last stage ends
+_NEVER = 1 << 62  # the step, and the tick, at which the last stage ends
 
 
 class Position(NamedTuple):
-    """Where a run stands: whole steps through all epochs, and batches of a rank in the step after them."""
+    """Where a run stands: steps through all epochs, and batches of a rank in the next one."""
 
     # No frozen dataclass: a new position for every batch takes 0.4 us, there 1.2.
     step: int = 0
@@ -60,7 +60,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A source of a run: what it is called, which data it is, and its order."""
+    """A source of a run: its name, its data and its order."""
 
     name: str
     data: str  # fingerprint of its shards, 16 hex digits
@@ -72,25 +72,17 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What holds from a step on."""
-
-    step: int
-    ticks_per_step: int
-    # Shares of the samples by the source's name, 1 in all. None: as before, and the round goes on.
-    weights: Mapping[str, float] | None
-    is_amended: bool = False  # an amendment begins here
-
-
-class Held(NamedTuple):
-    """What holds from a step on, so that two runs can be compared."""
+    """The weights and the global batch size from a step on."""
 
     step: int
     global_batch_size: int
-    shares: dict[str, int]  # ticks of a cycle by the source's name, those above 0
+    weights: Mapping[str, float]  # parts of the samples by the source's name, 1 in all
+    begins_round: bool = True  # False: the weights are the last stage's, whose round goes on
+    is_amended: bool = False  # an amendment begins here
 
     def __str__(self) -> str:
-        shares = [f"{name} {share / CYCLE:.4g}" for name, share in self.shares.items()]
-        return f"from step {self.step}: {', '.join(shares)}, global_batch_size {self.global_batch_size}"
+        weights = [f"{name} {weight:.4g}" for name, weight in self.weights.items()]
+        return f"from step {self.step}: {', '.join(weights)}, global_batch_size {self.global_batch_size}"
 
 
 class _Stretch(NamedTuple):
@@ -104,12 +96,18 @@ class _Stretch(NamedTuple):
 
 
 class _Mix(NamedTuple):
-    """Ticks with the same shares, from one on up to another; ``end`` is None for the last ones."""
+    """Consecutive ticks with the same shares."""
 
     first: int
-    end: int | None
+    end: int  # _NEVER for the last ones
     shares: tuple[int, ...]  # of all sources
     taken: Int64s  # ticks of each source before it
+
+    def taken_before(self, tick: int) -> Int64s:
+        """Count the ticks of each source before a tick of this mix: int64[sources]."""
+        num_cycles, rest = divmod(tick - self.first, CYCLE)
+        in_cycle = np.bincount(spread(self.shares)[:rest], minlength=len(self.shares))
+        return self.taken + num_cycles * np.array(self.shares, np.int64) + in_cycle
 
 
 class Round(NamedTuple):
@@ -138,29 +136,23 @@ def spread(shares: tuple[int, ...]) -> Int64s:
     return source[np.lexsort((source, (2 * number + 1) / counts[source]))]
 
 
-def _count_ticks(shares: tuple[int, ...], num_ticks: int) -> Int64s:
-    """Count the ticks of each source among the first ticks of shares: int64[sources]."""
-    num_cycles, rest = divmod(num_ticks, CYCLE)
-    return num_cycles * np.array(shares, np.int64) + np.bincount(spread(shares)[:rest], minlength=len(shares))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Which samples each step of a run takes. Raises UsageError where a step is more than an epoch."""
 
     sources: tuple[Source, ...]
-    stages: tuple[Stage, ...]  # ascending; the first one is at step 0 and has weights
+    stages: tuple[Stage, ...]  # ascending from step 0
     batches_per_tick: int  # of each rank
     seed: int = 0
     is_mixture: bool = False  # sources are named, and have seeds of their own
     settings: Mapping[str, Any] = field(default_factory=dict)  # what else a sample depends on
 
     def __post_init__(self) -> None:
-        largest = max(stage.ticks_per_step for stage in self.stages)
-        if largest > self.ticks_per_epoch:
+        largest = max(stage.global_batch_size for stage in self.stages)
+        most = self.ticks_per_epoch * self.tick_samples
+        if largest > most:
             raise UsageError(
-                found=f"a global batch of {largest * self.tick_samples} samples",
-                expected=f"at most those of an epoch, {self.ticks_per_epoch * self.tick_samples}",
+                found=f"a global batch of {largest} samples", expected=f"at most those of an epoch, {most}"
             )
 
     @property
@@ -184,7 +176,7 @@ class Run:
 
     @property
     def samples(self) -> list[Samples]:
-        """Return what this loader reads of the sources."""
+        """Return the samples of the sources that this loader reads."""
         return [source.samples for source in self.sources if source.samples is not None]
 
     @cached_property
@@ -194,7 +186,7 @@ class Run:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Return what fixes which sample is where, beside sources and stages."""
+        """Return what determines the order beside sources and stages."""
         return {
             "order_version": ORDER_VERSION,
             "seed": self.seed,
@@ -213,7 +205,7 @@ class Run:
         epoch = tick = 0
         ends = [*(stage.step for stage in self.stages[1:]), _NEVER]
         for stage, end in zip(self.stages, ends, strict=True):
-            step, size = stage.step, stage.ticks_per_step
+            step, size = stage.step, stage.global_batch_size // self.tick_samples
             while step < end:
                 num_steps = (self.ticks_per_epoch - tick) // size
                 if not num_steps:  # the next step does not fit
@@ -236,14 +228,15 @@ class Run:
             return last
         return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
 
-    def begin(self, step: int) -> tuple[int, int]:
-        """Return the epoch in which a step begins, and the tick of that epoch."""
-        stretch = self._stretch(step)
-        num_epochs, within = divmod(step - stretch.step, stretch.num_steps)
-        return stretch.epoch + num_epochs, stretch.tick + within * stretch.size
+    def epoch_and_tick(self, position: Position) -> tuple[int, int]:
+        """Return the epoch of a position, and the ticks of that epoch before it."""
+        stretch = self._stretch(position.step)
+        num_epochs, within = divmod(position.step - stretch.step, stretch.num_steps)
+        tick = stretch.tick + within * stretch.size + position.num_micro // self.batches_per_tick
+        return stretch.epoch + num_epochs, tick
 
     def epoch_of(self, step: int) -> int:
-        return self.begin(step)[0]
+        return self.epoch_and_tick(Position(step))[0]
 
     def ticks_in_step(self, step: int) -> int:
         return self._stretch(step).size
@@ -263,24 +256,22 @@ class Run:
     def ticks_in(self, epoch: int) -> int:
         """Count the ticks that an epoch uses: all of them unless the steps do not fit."""
         last = self.first_step(epoch + 1) - 1
-        return self.begin(last)[1] + self.ticks_in_step(last)
+        return self.epoch_and_tick(Position(last))[1] + self.ticks_in_step(last)
 
-    def epoch_and_tick(self, position: Position) -> tuple[int, int]:
-        """Return the epoch of a position, and the ticks of that epoch before it."""
-        epoch, tick = self.begin(position.step)
-        return epoch, tick + position.num_micro // self.batches_per_tick
+    def batches_before(self, position: Position) -> int:
+        """Count the batches of a rank in the position's epoch before it."""
+        tick = self.epoch_and_tick(position)[1]
+        return tick * self.batches_per_tick + position.num_micro % self.batches_per_tick
 
     def tick_of(self, position: Position) -> int:
         """Count the ticks before a position through all epochs, unused ones included."""
         epoch, tick = self.epoch_and_tick(position)
         return epoch * self.ticks_per_epoch + tick
 
-    def tick_of_step(self, step: int) -> int:
-        return self.tick_of(Position(step))
-
-    def step_from(self, tick: int) -> int:
-        """Return the first step that begins at a tick or behind it."""
-        return bisect_left(range(tick), tick, key=self.tick_of_step)  # a step has one tick at least
+    def step_at(self, tick: int) -> int:
+        """Return the step that holds a tick, or the last one before an unused tick."""
+        # A step has one tick at least.
+        return bisect_right(range(tick + 1), tick, key=lambda step: self.tick_of(Position(step))) - 1
 
     # Rounds.
 
@@ -294,13 +285,13 @@ class Run:
     def _mixes(self) -> list[_Mix]:
         mixes: list[_Mix] = []
         for stage in self.stages:
-            if stage.weights is None:
+            if not stage.begins_round:
                 continue
-            first, taken = self.tick_of_step(stage.step), np.zeros(len(self.sources), np.int64)
+            first, taken = self.tick_of(Position(stage.step)), np.zeros(len(self.sources), np.int64)
             if mixes:
-                before = mixes[-1] = mixes[-1]._replace(end=first)
-                taken = before.taken + _count_ticks(before.shares, first - before.first)
-            mixes.append(_Mix(first, None, self.shares(stage.weights), taken))
+                taken = mixes[-1].taken_before(first)
+                mixes[-1] = mixes[-1]._replace(end=first)
+            mixes.append(_Mix(first, _NEVER, self.shares(stage.weights), taken))
         return mixes
 
     def _mix_at(self, tick: int) -> _Mix:
@@ -310,14 +301,15 @@ class Run:
         """Return the round that holds a tick. The last one before other shares ends where these begin."""
         mix = self._mix_at(tick)
         first = tick - (tick - mix.first) % ROUND
-        end = first + ROUND if mix.end is None else min(first + ROUND, mix.end)
+        end = min(first + ROUND, mix.end)
         within = (first - mix.first) % CYCLE  # a cycle is a multiple of a round
-        sources = spread(mix.shares)[within : within + end - first]
-        return Round(first, end, sources, mix.taken + _count_ticks(mix.shares, first - mix.first))
+        return Round(first, end, spread(mix.shares)[within : within + end - first], mix.taken_before(first))
 
-    def only_source_at(self, tick: int) -> tuple[int, int, int | None] | None:
-        """Return the source that has all ticks from this one on: its number, how many ticks it has had, and
-        the tick at which that ends, or None; None where several sources share the ticks."""
+    def only_source_at(self, tick: int) -> tuple[int, int, int] | None:
+        """Return the only source of the ticks from this one on, or None where several share them.
+
+        Its number, how many ticks it has had, and the tick at which that ends.
+        """
         mix = self._mix_at(tick)
         if CYCLE not in mix.shares:
             return None
@@ -362,39 +354,44 @@ class Run:
         ordered = sorted(self.sources, key=lambda source: places.get(source.name, len(places)))
         return replace(self, sources=tuple(ordered))
 
-    def held_from(self, step: int) -> list[Held]:
-        """Return what holds in the steps from one on. Equal neighbours are one."""
-        found: list[Held] = []
-        shares: dict[str, int] = {}
+    def held_from(self, step: int) -> list[Stage]:
+        """Return the stages from a step on, for a comparison of two runs.
+
+        Weights are rounded and above 0, and each stage differs from the one before it.
+        """
+        found: list[Stage] = []
         for stage in self.stages:
-            if stage.weights is not None:
-                of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
-                shares = {source.name: share for source, share in of_sources if share}
-            held = Held(max(stage.step, step), stage.ticks_per_step * self.tick_samples, shares)
+            of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
+            weights = {source.name: share / CYCLE for source, share in of_sources if share}
+            first, size = max(stage.step, step), stage.global_batch_size
+            held = Stage(step=first, global_batch_size=size, weights=weights)
             if stage.step <= step:
                 found = [held]
-            elif held[1:] != found[-1][1:]:
+            elif replace(held, step=found[-1].step) != found[-1]:
                 found.append(held)
         return found
 
-    def amended(self, position: Position, plan: Run) -> tuple[Run, int]:
-        """Return this run with what a plan holds from the next border on, and the step of that border.
+    def amended(self, step: int, plan: Run) -> tuple[Run, int]:
+        """Return this run, continued by a plan from the next border on, and the step of that border.
 
-        The border is the first step, from the position on, before which each round that has begun is over. An
-        amendment that has not begun is replaced, and its sources are gone: those of the plan are added in its
-        order. The plan has this run's L. The position is behind the first step.
+        The border is the first step, from ``step`` on, before which each round that has begun is over. An
+        amendment that has not begun is replaced, and its sources are gone: the plan's are added in its order.
+        The plan has this run's L, and ``step`` is above 0.
         """
-        tick, step = self.tick_of(position), position.step
+        tick = self.tick_of(Position(step))
         begun = self.round_at(tick)
         is_begun = begun.first < tick
         free_tick = begun.end if is_begun else tick  # from which on no round has begun
-        border = max(step, self.step_from(free_tick))
+        border = step
+        while self.tick_of(Position(border)) < free_tick:
+            border += 1
         while True:
             run = self._up_to(border, plan)
-            # With other sizes a step may begin elsewhere: smaller ones may fit into the end of an epoch. What
-            # is over stays so, and a round that has begun ends where it was to end.
-            stays = not is_begun or run.round_at(tick)[:2] == begun[:2]
-            if run.begin(step) == self.begin(step) and run.tick_of_step(border) >= free_tick and stays:
+            # With other sizes a step may begin elsewhere: smaller ones may fit into the end of an epoch. The
+            # past must stay, and a round that has begun must end where it was laid out to end.
+            round_stays = not is_begun or run.round_at(tick)[:2] == begun[:2]
+            step_stays = run.tick_of(Position(step)) == tick
+            if round_stays and step_stays and run.tick_of(Position(border)) >= free_tick:
                 return run, border
             border += 1
 
@@ -408,18 +405,12 @@ class Run:
                 sources.append(replace(source, order=order, added_at=step))
         plan = plan.in_order_of(sources)
         stages = [stage for stage in self.stages if stage.step < step]
-        shares = self.held_from(step - 1)[0].shares
-        # Where shares began to hold, a round may have been laid out to end: another one has to begin there.
-        begins_round = any(stage.step == step and stage.weights is not None for stage in self.stages)
+        before = self.held_from(step - 1)[0]
+        # The round before a change of shares was laid out to end there, so another one must begin there.
+        begins_round = any(stage.step == step and stage.begins_round for stage in self.stages)
         for held in plan.held_from(step):
-            goes_on = held.shares == shares and not (begins_round and held.step == step)
-            stage = Stage(
-                step=held.step,
-                ticks_per_step=held.global_batch_size // self.tick_samples,
-                weights=None if goes_on else {name: share / CYCLE for name, share in held.shares.items()},
-                is_amended=held.step == step,
-            )
-            if not goes_on or stage.ticks_per_step != stages[-1].ticks_per_step:
-                stages.append(stage)
-            shares = held.shares
+            goes_on = held.weights == before.weights and not (begins_round and held.step == step)
+            if not goes_on or held.global_batch_size != before.global_batch_size:
+                stages.append(replace(held, begins_round=not goes_on, is_amended=held.step == step))
+            before = held
         return replace(self, sources=tuple(sources), stages=tuple(stages))

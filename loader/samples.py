@@ -1,4 +1,4 @@
-"""What a sample is, and how its bytes become token ids.
+"""Samples: their numbers, and how their bytes become token ids.
 
 A sample is a stored document (``Samples``), a packed row, or a row that is joined at load (``seq_len``).
 ``make_samples`` chooses by the user's rules; each kind numbers its samples, and reads the windows that a
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import Chunk, Ragged
+from loader.chunks import ORIGIN, Chunk, Integers, Ragged
 from loader.decode import (
     Decoded,
     check_vocab,
@@ -37,9 +37,10 @@ Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Stored documents, one per sample. A process opens a reader once, and gives it with each question."""
+    """Stored documents, one per sample. A process opens a reader once, and passes it to each call."""
 
     shards: ShardSet
+    row_tokens: int = 0  # of every sample where all are rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
     rank: int = 0  # of the process, among those that read: it opens other shards first
     world_size: int = 1
@@ -48,13 +49,8 @@ class Samples:
     max_length: int | None = None
 
     @property
-    def row_tokens(self) -> int:
-        """Return the tokens of every sample where all are rows, else 0."""
-        return 0
-
-    @property
     def offsets(self) -> int:
-        """Return the number below which an epoch draws the one that it gives to ``read``."""
+        """Return the number of offsets, of which ``read`` gets one for each epoch."""
         return 1
 
     @property
@@ -64,7 +60,7 @@ class Samples:
     @property
     def mean_tokens(self) -> float:
         """Return the tokens of a sample, roughly."""
-        mean = self.shards.mean_tokens
+        mean = self.row_tokens or self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
     def open(self) -> ShardReader:
@@ -72,31 +68,32 @@ class Samples:
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Return the tokens of samples, int64[n], by the idx alone: int64[n]."""
+        if self.row_tokens:
+            return np.full(samples.shape, self.row_tokens, np.int64)
         lengths = reader.num_tokens(samples)
         return lengths if self.max_length is None else lengths.clip(max=self.max_length)
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
         rows = np.arange(samples.size).reshape(samples.shape)
-        data = reader.read(samples.reshape(-1), starts=self.row_tokens > 0 and (self.starts or self.origins))
+        wants_starts = self.row_tokens > 0 and (self.starts or self.origins)
+        data = reader.read(samples.reshape(-1), starts=wants_starts)
         return partial(self._chunk_of, data, rows)
 
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         by_tick = rows[:, first:end].T
-        found = self._decode(data, by_tick.reshape(-1), max_length=self.max_length)
+        found = self._decode(data, by_tick.reshape(-1))
         lengths = found.lengths.reshape(by_tick.shape).T
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(found.ids, lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
         ones = np.ones(by_tick.size, np.int64)
-        return self._told(chunk, ones, 0 * ones, 0 * ones, data.sample[by_tick.reshape(-1)])
+        return self._with_documents(chunk, ones, 0 * ones, 0 * ones, data.sample[by_tick.reshape(-1)])
 
-    def _decode(
-        self, data: SampleBytes, rows: Int64s, max_length: int | None = None, end_ids: Int64s | None = None
-    ) -> Decoded:
-        """Decode samples, and check ids that others made. Those of blanked documents are BLANK, and so is
-        an EOS that is put behind one. Raises BrokenShard."""
-        found = decode_samples(data, rows, max_length=max_length, end_ids=end_ids)
+    def _decode(self, data: SampleBytes, rows: Int64s, end_ids: Int64s | None = None) -> Decoded:
+        """Decode samples, and check ids that others made. Ids of blanked documents are BLANK, and so is an
+        EOS that is put behind one. Raises BrokenShard."""
+        found = decode_samples(data, rows, max_length=self.max_length, end_ids=end_ids)
         if (blank := self.shards.blank_id) is not None:
             found.ids[found.ids == blank] = BLANK
             if end_ids is not None:
@@ -106,45 +103,35 @@ class Samples:
         self._check_vocab(data, rows, found.ids, found.lengths)
         return found
 
-    def _check_vocab(
-        self, data: SampleBytes, rows: Int64s, ids: npt.NDArray[np.integer[Any]], lengths: Int32s
-    ) -> None:
+    def _check_vocab(self, data: SampleBytes, rows: Int64s, ids: Integers, lengths: Int32s) -> None:
         if self.vocab_size is not None:
             if self.shards.blank_id is not None:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _told(
-        self,
-        chunk: Chunk,
-        counts: Int64s,
-        places: npt.NDArray[np.integer[Any]],
-        numbers: Int64s,
-        samples: Int64s,
+    def _with_documents(
+        self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:
-        """Return a chunk that tells its documents as it was asked to: where they begin, where they are from.
+        """Add the documents' starts and origins to a chunk, where the loader wants them.
 
-        ``counts``: of each sample, tick by tick. Of each document the place in its sample, its number there,
-        and the sample that holds it. A document that goes on from another row is at place 0.
+        ``counts``: documents of each sample, tick by tick. Of each document: its place in the sample, its
+        number there, and the sample that holds it. A document that goes on from another row is at place 0.
         """
         by_sample = counts.reshape(chunk.lengths.T.shape).T
         if self.starts:
             chunk = replace(chunk, starts=Ragged.of_joined(places.astype(np.int32), by_sample))
         if self.origins:
             shard = self.shards.shard_of(samples)
-            later = np.zeros_like(shard)  # row and source are put in by others
+            later = np.zeros_like(shard)  # row and source are put in later
             columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
-            chunk = chunk.with_origins(by_sample, np.stack(columns, axis=1).astype(np.int32))
+            origins = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
+            chunk = replace(chunk, origins=Ragged.of_joined(origins, by_sample * len(ORIGIN)))
         return chunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows(Samples):
     """Rows of one length that ``plan`` packed. They are read where they lie, when their tick is asked for."""
-
-    @cached_property
-    def row_tokens(self) -> int:
-        return self.shards.row_tokens
 
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
@@ -169,19 +156,18 @@ class PackedRows(Samples):
         counts = num_starts + goes_on
         places = np.insert(starts, first_start[goes_on], 0)
         numbers = places_of(np.zeros_like(counts), counts)
-        return self._told(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
+        return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedRows(Samples):
     """Packing at load: all documents are joined to one stream of tokens, which is cut into full rows.
 
-    Row x is tokens ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. An EOS
-    is put behind documents that lack it, and counts. The price: an epoch leaves out T mod S tokens, others
-    each epoch, and a worker decodes a whole window at once: 4 bytes per token.
+    Row x of S tokens is ``[(offset + x S) mod T, + S)`` of the stream, found through the sums of the idx. An
+    EOS is put behind documents that lack it, and counts. The price: an epoch leaves out T mod S tokens,
+    others each epoch, and a worker decodes a whole window at once: 4 bytes per token.
     """
 
-    seq_len: int  # S
     eos_token_id: int | None
     keeps_tail: bool = False  # the tokens that fill no row are a row that is not full
 
@@ -193,11 +179,7 @@ class JoinedRows(Samples):
                 "with --append_eos, or set the tokenizer's eos_token"
             )
         if self.num_samples == 0:
-            raise UsageError(found=f"seq_len={self.seq_len}", expected=f"at most {self.offsets:,} tokens")
-
-    @property
-    def row_tokens(self) -> int:
-        return self.seq_len
+            raise UsageError(found=f"seq_len={self.row_tokens}", expected=f"at most {self.offsets:,} tokens")
 
     @property
     def offsets(self) -> int:
@@ -206,14 +188,8 @@ class JoinedRows(Samples):
 
     @property
     def num_samples(self) -> int:
-        return -(-self.offsets // self.seq_len) if self.keeps_tail else self.offsets // self.seq_len
-
-    @property
-    def mean_tokens(self) -> float:
-        return float(self.seq_len)
-
-    def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:  # noqa: ARG002
-        return np.full(samples.shape, self.seq_len, np.int64)
+        whole, rest = divmod(self.offsets, self.row_tokens)
+        return whole + (self.keeps_tail and rest > 0)
 
     @cached_property
     def first_token(self) -> Int64s:
@@ -253,14 +229,11 @@ class JoinedRows(Samples):
             shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), -1)
         return shard.sums["stream"]
 
-    def _shard_at(self, tokens: npt.NDArray[Any] | int) -> Any:
-        """Return the shards that hold tokens of the stream."""
-        return np.searchsorted(self.first_token, tokens, side="right") - 1
-
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
-        begins = (offset + rows * self.seq_len) % self.offsets
-        opening = reader.opening_order(np.unique(self._shard_at(begins))).tolist()
+        begins = (offset + rows * self.row_tokens) % self.offsets
+        shards = np.searchsorted(self.first_token, begins, side="right") - 1
+        opening = reader.opening_order(np.unique(shards)).tolist()
         place = {number: place for place, number in enumerate(opening)}
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
@@ -268,151 +241,111 @@ class JoinedRows(Samples):
         num_decoded = 0
         # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
         stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
-        for first, end in sorted(stretches, key=lambda part: place[int(self._shard_at(begins[part[0]]))]):
-            token, num_left = int(begins[first]), (end - first) * self.seq_len
-            at[first:end] = num_decoded + np.arange(end - first) * self.seq_len
-            is_first = True
+        for first, end in sorted(stretches, key=lambda part: place[int(shards[part[0]])]):
+            token, num_left = int(begins[first]), (end - first) * self.row_tokens
+            stretch_at = None  # where it begins in the decoded documents
             while num_left:
-                number = int(self._shard_at(token))
+                number = int(np.searchsorted(self.first_token, token, side="right")) - 1
                 begin = token - int(self.first_token[number])
                 num_taken = min(num_left, int(self.first_token[number + 1]) - token)
                 ends = self._ends(reader, number)
                 low = int(np.searchsorted(ends, begin, side="right")) - 1
                 high = int(np.searchsorted(ends, begin + num_taken, side="left"))
-                if is_first:  # the row may begin inside of a document
-                    at[first:end] += begin - ends[low]
+                if stretch_at is None:  # maybe inside of a document
+                    stretch_at = num_decoded + begin - int(ends[low])
+                    at[first:end] = stretch_at + np.arange(end - first) * self.row_tokens
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
                 end_ids.append(reader.opened(number).sums["end_ids"][low:high])
                 num_decoded += int(ends[high] - ends[low])
                 token, num_left = (token + num_taken) % self.offsets, num_left - num_taken
-                is_first = False
         asked = np.concatenate(documents)
-        found = self._decode(reader.read(asked), np.arange(len(asked)), end_ids=np.concatenate(end_ids))
+        found = self._decode(reader.read(asked), np.arange(len(asked)), np.concatenate(end_ids))
         if len(found.ids) != num_decoded:
             path, record = self.shards.path_and_record(int(asked[0]))
             found_here = f"{len(found.ids)} tokens in the samples from {record} on"
             raise BrokenShard(path=path, found=found_here, expected=num_decoded)
         starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
         has_tokens = found.lengths > 0
-        last = self.offsets - (self.num_samples - 1) * self.seq_len  # tokens of the last row
-        lengths = np.where(samples == self.num_samples - 1, min(last, self.seq_len), self.seq_len)
-        return partial(
-            self._chunk_at,
-            found.ids,
-            at[inverse.reshape(samples.shape)],
-            lengths.astype(np.int32),
-            starts[has_tokens],
-            asked[has_tokens],
-        )
+        last = self.offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
+        lengths = np.where(samples == self.num_samples - 1, min(last, self.row_tokens), self.row_tokens)
+        begin_at, lengths = at[inverse.reshape(samples.shape)], lengths.astype(np.int32)
+        return partial(self._chunk_at, found.ids, begin_at, lengths, starts[has_tokens], asked[has_tokens])
 
     def _chunk_at(
         self,
         ids: Int32s,
-        places: Int64s,
+        at: Int64s,
         lengths: Int32s,
         starts: Int64s,
         documents: Int64s,
         first: int,
         end: int,
     ) -> Chunk:
-        """Return some ticks of rows that begin at ``places`` of the ids, int64[samples per tick, ticks].
-
-        ``documents`` begin at ``starts`` of the ids.
-        """
-        at = places[:, first:end]
+        """Return the ticks from ``first`` up to ``end`` of rows that begin ``at`` places of the ids,
+        int64[samples per tick, ticks]. ``documents`` begin at ``starts`` of the ids."""
+        at, lengths = at[:, first:end], lengths[:, first:end]
         chunk = Chunk(
-            lengths=lengths[:, first:end],
-            ids=Ragged.of_rows(ids, at, self.seq_len),
-            row_tokens=self.seq_len,
+            lengths=lengths, ids=Ragged.of_rows(ids, at, self.row_tokens), row_tokens=self.row_tokens
         )
         if not (self.starts or self.origins):
             return chunk
         by_tick = at.T.reshape(-1)
         low = np.searchsorted(starts, by_tick, side="right") - 1
-        counts = np.searchsorted(starts, by_tick + chunk.lengths.T.reshape(-1)) - low
+        counts = np.searchsorted(starts, by_tick + lengths.T.reshape(-1)) - low
         taken = places_of(low, counts)
         places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-        return self._told(chunk, counts, places, np.zeros_like(places), documents[taken])
+        return self._with_documents(chunk, counts, places, np.zeros_like(places), documents[taken])
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleRules:
-    """What one sample is; the names are arguments of ``get_llama3_dataloader``. Raises UsageError."""
+def make_samples(
+    shards: ShardSet,
+    *,
+    seq_len: int | None,
+    max_length: int | None,
+    group: int,
+    eos_token_id: int | None,
+    keeps_tail: bool,
+    starts: bool,
+    **others: Any,
+) -> Samples:
+    """Return the samples of some shards. Raises UsageError where the arguments do not fit what these hold.
 
-    seq_len: int | None = None
-    max_length: int | None = None
-    group: int = 1  # samples of like length side by side
-
-    def __post_init__(self) -> None:
-        if self.seq_len is not None and self._of_documents:
-            raise UsageError(
-                found=f"seq_len={self.seq_len}, to pack documents, and {self._of_documents}, to pad them",
-                expected="one of the two",
-            )
-
-    @property
-    def _of_documents(self) -> str:
-        """Return the argument that is for padded documents alone, if one was given."""
-        if self.max_length is not None:
-            return f"max_length={self.max_length}"
-        return "group_by_length" if self.group > 1 else ""
-
-    @property
-    def needs_lengths(self) -> bool:
-        """Return whether the lengths of all documents must be known before the first batch."""
-        return self.seq_len is not None or self.group > 1
-
-    def check_rows(self, shards: ShardSet) -> None:
-        """Raise UsageError where shards hold packed rows that these rules are not for."""
-        if not shards.has_rows:
-            return
-        if not shards.row_tokens:
-            raise UsageError(
-                found="packed rows beside documents, or beside rows of another length",
-                expected="documents alone, or rows of one length: load them apart",
-            )
-        rows = f"packed rows of {shards.row_tokens} tokens"
-        given = self._of_documents
-        if self.seq_len is not None and self.seq_len != shards.row_tokens:
-            given = f"seq_len={self.seq_len}"
+    ``keeps_tail``: rows packed at load end with one that is not full. ``starts``: whether to say where
+    documents begin in rows. ``others``: fields of Samples.
+    """
+    for_documents = "group_by_length" if group > 1 else ""
+    if max_length is not None:
+        for_documents = f"max_length={max_length}"
+    if seq_len is not None and for_documents:
+        raise UsageError(
+            found=f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them",
+            expected="one of the two",
+        )
+    if shards.has_rows and not shards.row_tokens:
+        raise UsageError(
+            found="packed rows beside documents, or beside rows of another length",
+            expected="documents alone, or rows of one length: load them apart",
+        )
+    if shards.has_rows:
+        given = for_documents
+        if seq_len not in (None, shards.row_tokens):
+            given = f"seq_len={seq_len}"
         if given:
+            rows = f"packed rows of {shards.row_tokens} tokens"
             raise UsageError(
                 f"{given} does not go with {rows}; leave it out, or prepare them with another --seq_len",
                 found=given,
                 expected=rows,
                 remedy="--seq_len",
             )
-
-
-def make_samples(
-    shards: ShardSet,
-    rules: SampleRules,
-    *,
-    eos_token_id: int | None,
-    vocab_size: int | None,
-    starts: bool,
-    keeps_tail: bool,
-    origins: bool,
-    rank: int,
-    world_size: int,
-) -> Samples:
-    """Return the samples of some shards.
-
-    ``vocab_size``: ids are checked against it where it is given. ``starts``: whether to say where documents
-    begin in rows. ``keeps_tail``: rows packed at load end with one that is not full. ``origins``: chunks say
-    where documents come from. Raises UsageError where the rules do not fit what the shards hold.
-    """
-    rules.check_rows(shards)
-    shared: dict[str, Any] = {
-        "shards": shards,
-        "vocab_size": vocab_size,
-        "rank": rank,
-        "world_size": world_size,
-        "origins": origins,
-    }
-    if shards.row_tokens:
-        return PackedRows(starts=starts, **shared)
-    if rules.seq_len is not None:
-        shared |= {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
-        return JoinedRows(seq_len=rules.seq_len, starts=starts, **shared)
-    return Samples(max_length=rules.max_length, **shared)
+        return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
+    if seq_len is None:
+        return Samples(shards=shards, max_length=max_length, **others)
+    return JoinedRows(
+        shards=shards,
+        row_tokens=seq_len,
+        eos_token_id=eos_token_id,
+        keeps_tail=keeps_tail,
+        starts=starts,
+        **others,
+    )

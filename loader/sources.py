@@ -1,4 +1,4 @@
-"""What the arguments say of a run: the order of each source, weights, and the sizes of global batches."""
+"""Makes a run of the loader's arguments: the order of each source, weights, sizes of global batches."""
 
 from __future__ import annotations
 
@@ -81,26 +81,18 @@ def group_size(group_by_length: bool | int, batch_size: int) -> int:
     return whole_number("group_by_length", group_by_length, least=0) or 1
 
 
-def make_order(
-    samples: Samples, tick_samples: int, group: int, *, seed: int, shuffle: bool, keeps_tail: bool
-) -> Order:
-    """Return the sampling order of a source. Raises UsageError where it has too few samples."""
+def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
+    """Return the sizes in a source's order, by their names in Order."""
+    num_samples, num_bytes = samples.num_samples, samples.shards.tar_bytes
     block_samples, window_samples = choose_windows(
-        num_samples=samples.num_samples,
-        num_bytes=samples.shards.tar_bytes,
-        tick_samples=tick_samples,
-        group=group,
+        num_samples=num_samples, num_bytes=num_bytes, tick_samples=tick_samples, group=group
     )
-    return Order(
-        num_samples=samples.num_samples,
-        tick_samples=tick_samples,
-        block_samples=block_samples,
-        window_samples=window_samples,
-        group=group,
-        seed=seed,
-        shuffle=shuffle,
-        keeps_tail=keeps_tail,
-    )
+    return {
+        "num_samples": num_samples,
+        "tick_samples": tick_samples,
+        "block_samples": block_samples,
+        "window_samples": window_samples,
+    }
 
 
 def make_run(
@@ -109,36 +101,32 @@ def make_run(
     weights: Sequence[tuple[int, Mapping[str, float]]],
     *,
     tick_samples: int,
-    batches_per_tick: int,
     group: int,
     seed: int,
     shuffle: bool,
     keeps_tail: bool,
     is_mixture: bool,
-    settings: Mapping[str, Any],
+    **others: Any,
 ) -> Run:
-    """Return the run that the arguments say. Raises UsageError where it cannot be."""
+    """Return the run that the arguments say. ``others``: fields of Run. Raises UsageError."""
     sources = []
     for number, (name, of_source) in enumerate(samples.items()):
-        of_seed = source_seed(seed, number) if is_mixture else seed
-        order = make_order(
-            of_source, tick_samples, group, seed=of_seed, shuffle=shuffle, keeps_tail=keeps_tail
+        order = Order(
+            **sizes_of_order(of_source, tick_samples, group),
+            group=group,
+            seed=source_seed(seed, number) if is_mixture else seed,
+            shuffle=shuffle,
+            keeps_tail=keeps_tail,
         )
         data = of_source.shards.fingerprint[:16]
         sources.append(Source(name=name, data=data, order=order, samples=of_source))
     size_at, weights_at = dict(sizes), dict(weights)
-    stages, size = [], 0
+    stages, size, held = [], sizes[0][1], weights[0][1]
     for step in sorted({*size_at, *weights_at}):
-        size = size_at.get(step, size)
-        stages.append(Stage(step=step, ticks_per_step=size // tick_samples, weights=weights_at.get(step)))
-    return Run(
-        sources=tuple(sources),
-        stages=tuple(stages),
-        batches_per_tick=batches_per_tick,
-        seed=seed,
-        is_mixture=is_mixture,
-        settings=settings,
-    )
+        size, held = size_at.get(step, size), weights_at.get(step, held)
+        begins_round = step in weights_at
+        stages.append(Stage(step=step, global_batch_size=size, weights=held, begins_round=begins_round))
+    return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
 
 
 def check_mixing(
@@ -171,23 +159,23 @@ def weights_of_samples(
     means = dict.fromkeys(samples, 1.0)
     if weights_in == "tokens":
         means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
-    return [(step, _in_samples(of_stage, means)) for step, of_stage in _stages("weights", weights)]
+    return [(step, _shares(of_stage, means)) for step, of_stage in _stages("weights", weights)]
 
 
-def _in_samples(weights: object, means: Mapping[str, float]) -> dict[str, float]:
-    """Return the share of samples of each source, whose weight counts in the ``means`` of its samples."""
+def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of samples of each source. ``means``: tokens of a sample, or 1."""
     given = dict(weights) if isinstance(weights, Mapping) else {}
     values = [given.get(name, 0.0) for name in means]
     are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
     if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
-        names = ", ".join(means)
-        raise UsageError(
-            found=f"weights={weights!r}", expected=f"a dict of non-negative numbers for {names}, not all zero"
-        )
-    # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
-    exact = [Fraction(int(each) if isinstance(each, Integral) else str(float(each))) for each in values]
-    of_samples = [value / Fraction(mean) for value, mean in zip(exact, means.values(), strict=True)]
-    shares = {name: float(value / sum(of_samples)) for name, value in zip(means, of_samples, strict=True)}
+        expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
+        raise UsageError(found=f"weights={weights!r}", expected=expected)
+    of_samples = {}
+    for (name, mean), value in zip(means.items(), values, strict=True):
+        # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
+        exact = Fraction(int(value) if isinstance(value, Integral) else str(float(value)))
+        of_samples[name] = exact / Fraction(mean)
+    shares = {name: float(value / sum(of_samples.values())) for name, value in of_samples.items()}
     for name, share in shares.items():
         if 0 < share < 1 / CYCLE:
             raise UsageError(found=f"so small a weight of {name}", expected=f"one of {CYCLE} samples, or 0")

@@ -1,9 +1,9 @@
 """The state that a checkpoint keeps, and how a loader goes on behind one.
 
 A state has a position and the run that led there (run.py): its sources and its stages, as lists of plain
-values. A loader's arguments say a run, too: its *plan*. Where the plan holds the same as the state's run from
-the position on, the loader goes on by the state's. Else it refuses and says what differs, or, with ``amend``,
-goes on by the plan from the next border on.
+values. The loader's arguments describe a run, too: its *plan*. If both are equal from the position on, the
+loader goes on with the state's run. Else it says what differs, or, with ``amend``, follows the plan from the
+next border on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple
 from msgspec import Meta
 
 from loader.run import CYCLE, Position, Run, Source, Stage, source_seed
-from loader.sources import check_batch, make_order
+from loader.sources import check_batch, sizes_of_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
 from shardprep.format.json_files import as_type
 
@@ -52,7 +52,7 @@ class _StageRow(NamedTuple):
 
 @dataclass(frozen=True)
 class _State:
-    """The values of a state that another run may have other ones of."""
+    """The values of a state, but for its format, version and fingerprint."""
 
     epoch: _Count
     step: _Count
@@ -73,13 +73,12 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
     epoch = run.epoch_of(position.step)
     sources, stages = [], []
     for source in run.sources:
-        order = source.order
-        sizes = order.num_samples, order.block_samples, order.window_samples
-        sources.append([*_SourceRow(source.name, source.data, *sizes, source.added_at)])
+        of = source.order
+        sizes = of.num_samples, of.block_samples, of.window_samples
+        sources.append([source.name, source.data, *sizes, source.added_at])
     for stage in run.stages:
-        shares = None if stage.weights is None else list(run.shares(stage.weights))
-        size = stage.ticks_per_step * run.tick_samples
-        stages.append([*_StageRow(stage.step, size, shares, stage.is_amended)])
+        shares = list(run.shares(stage.weights)) if stage.begins_round else None
+        stages.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
     return {
         "format": STATE_FORMAT,
         "version": STATE_VERSION,
@@ -98,10 +97,10 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
 def go_on(
     plan: Run, state: Mapping[str, Any], layout: Mapping[str, int], *, amend: bool
 ) -> tuple[Run, Position, int, int | None]:
-    """Return what a loader of a plan delivers behind a state, from where on, how many steps were left, and
-    the step from which on the plan holds, if it does not already.
+    """Return what a loader with a plan delivers behind a state.
 
-    Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
+    Returns the run, the position, the steps that the loop left out, and the step at which an amendment
+    begins, or None. Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
     """
     saved = _read(state, plan)
     _check_fingerprint(saved, state["fingerprint"], plan)
@@ -112,15 +111,15 @@ def go_on(
     run = _run_of(saved, plan, layout)
     _check_data(run, plan)
     position = _position_of(saved, run, layout)
-    own, plan = plan, _in_ticks_of(run, plan)
-    step = position.step
-    # What was amended later is compared from there on: a step before it is gone on from as it was.
+    step, given = position.step, plan
+    plan = _in_ticks_of(run, plan)
+    # The arguments may be of after an amendment, and the state of before it: compare the steps behind it.
     since = max([step, *(stage.step for stage in run.stages if stage.is_amended)])
     found, wanted = run.held_from(since), plan.in_order_of(run.sources).held_from(since)
     border = None
     if found != wanted:
         if not amend or run.is_validation:
-            in_state, here = ("; ".join(map(str, held)) for held in (found, wanted))
+            in_state, here = ("; ".join(map(str, stages)) for stages in (found, wanted))
             remedy = None if run.is_validation else "amend=True"
             advice = f"{remedy}, to change the run from the next border on, or " if remedy else ""
             raise OtherRun(
@@ -136,38 +135,31 @@ def go_on(
                 expected="a state that was saved after the optimizer's step",
             )
         if is_new:
-            return own, position, saved.num_left, 0
-        run, border = run.amended(position, plan)
-    return _with_samples(run, own, step), position, saved.num_left, border
-
-
-def _is_equal(saved: Any, here: Any) -> bool:
-    """Return whether a value of a state, which may be anything, is that of this loader."""
-    return type(saved) is type(here) and bool(saved == here)
+            return given, position, saved.num_left, 0
+        run, border = run.amended(step, plan)
+    return _with_samples(run, given, step), position, saved.num_left, border
 
 
 def _read(state: Mapping[str, Any], plan: Run) -> _State:
-    """Return the values of a state that have a meaning of their own. Raises UsageError for what is no dict,
-    BrokenShard for what is no state, UnknownVersion for one of another version."""
+    """Return the values of a state. Raises UsageError, BrokenShard or UnknownVersion."""
     if not isinstance(state, Mapping):
         raise UsageError(
             found=f"the state is {state!r:.80}",
             expected="what state_dict() returned; of a file: loader.load_state_dict(torch.load(PATH))",
             remedy="loader.load_state_dict(torch.load(PATH))",
         )
-    if not _is_equal(state.get("format"), STATE_FORMAT):
+    if state.get("format") != STATE_FORMAT:
         raise BrokenShard(
             found=f"the state's format is {state.get('format')!r:.80}",
             expected=f"{STATE_FORMAT}, as state_dict() returns it",
             remedy="state_dict()",
         )
-    version, expected = state.get("version"), STATE_VERSION
-    if _is_equal(version, expected):
-        of_run = state.get("fingerprint")
+    version, expected, of_run = state.get("version"), STATE_VERSION, state.get("fingerprint")
+    if version == expected:
         if not isinstance(of_run, Mapping):
-            raise BrokenShard(found=f"the state's fingerprint is {of_run!r:.80}", expected="a dict")
+            raise _damaged(f"fingerprint is {of_run!r:.80}", "a dict")
         version, expected = of_run.get("order_version"), plan.fingerprint["order_version"]
-    if not _is_equal(version, expected):
+    if version != expected:
         raise UnknownVersion(
             found=f"the state, or the order of samples in it, has version {version!r:.80}",
             expected=f"{expected}; go on with the shardprep that saved it, or start without the state",
@@ -201,7 +193,7 @@ def _check_fingerprint(saved: _State, fingerprint: Mapping[str, Any], plan: Run)
     then, here = dict(fingerprint), plan.fingerprint
     if not plan.is_mixture:  # no source can be added: its only data is part of what it is
         then["data"], here["data"] = saved.sources[0].data, plan.sources[0].data
-    differing = [name for name in {**here, **then} if not _is_equal(then.get(name), here.get(name))]
+    differing = [name for name in {**here, **then} if then.get(name) != here.get(name)]
     if differing:
         found = "; ".join(f"{name} {then.get(name)!r:.20}" for name in differing)
         wanted = "; ".join(f"{name} {here.get(name)!r:.20}" for name in differing)
@@ -216,17 +208,18 @@ def _check_fingerprint(saved: _State, fingerprint: Mapping[str, Any], plan: Run)
 
 def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
     """Return the run of a state, in equal batches of this loader. Raises BrokenShard or OtherRun."""
-    size, like = saved.tick_samples, plan.order
+    size = saved.tick_samples
     try:
-        check_batch(size, like.group, **layout)
+        check_batch(size, plan.order.group, **layout)
     except UsageError as error:
         found = f"{error.found} in the state, whose order takes {size} samples at once"
         raise OtherRun(found=found, expected=error.expected) from None
     sources, stages = [], []
+    weights: dict[str, float] = {}
     try:
         for number, row in enumerate(saved.sources):
             order = replace(
-                like,
+                plan.order,
                 num_samples=row.num_samples,
                 tick_samples=size,
                 block_samples=row.block_samples,
@@ -234,12 +227,18 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
                 seed=source_seed(plan.seed, number) if plan.is_mixture else plan.seed,
             )
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
-        for step, global_batch_size, shares, is_amended in saved.stages:
-            weights = None
-            if shares is not None:
-                weights = {source.name: share / CYCLE for source, share in zip(sources, shares, strict=False)}
-            ticks = global_batch_size // size
-            stages.append(Stage(step=step, ticks_per_step=ticks, weights=weights, is_amended=is_amended))
+        for each in saved.stages:
+            if each.shares is not None:
+                of_names = zip(sources, each.shares, strict=False)
+                weights = {source.name: share / CYCLE for source, share in of_names}
+            stage = Stage(
+                step=each.step,
+                global_batch_size=each.global_batch_size,
+                weights=weights,
+                begins_round=each.shares is not None,
+                is_amended=each.is_amended,
+            )
+            stages.append(stage)
         return replace(
             plan,
             sources=tuple(sources),
@@ -270,8 +269,7 @@ def _check_data(run: Run, plan: Run) -> None:
 
 
 def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position:
-    """Return where a state stands. Raises BrokenShard for a position that the run does not have, UsageError
-    for one inside of a step of another layout."""
+    """Return the position of a state. Raises BrokenShard or UsageError where it does not fit the run."""
     if saved.num_micro and saved.layout != layout:
         raise UsageError(
             found=f"a state inside of a step, after {saved.num_micro} batches of {saved.layout}",
@@ -288,37 +286,29 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
 
 
 def _in_ticks_of(run: Run, plan: Run) -> Run:
-    """Return a plan in ticks of another run. Raises OtherRun where its sizes do not fit these."""
+    """Return a plan with the ticks of a run. Raises OtherRun where its sizes are no multiples of them."""
     size = run.tick_samples
     if size == plan.tick_samples:
         return plan
-    for held in plan.held_from(0):
-        if held.global_batch_size % size:
+    for stage in plan.stages:
+        if stage.global_batch_size % size:
             raise OtherRun(
-                found=f"global_batch_size={held.global_batch_size} from step {held.step} on",
+                found=f"global_batch_size={stage.global_batch_size} from step {stage.step} on",
                 expected=f"a multiple of {size}, which the order of the state takes at once",
             )
     sources = []
     for source in plan.sources:
         assert source.samples is not None
-        of = source.order
-        order = make_order(
-            source.samples, size, of.group, seed=of.seed, shuffle=of.shuffle, keeps_tail=of.keeps_tail
-        )
-        sources.append(replace(source, order=order))
-    stages = [
-        replace(stage, ticks_per_step=stage.ticks_per_step * plan.tick_samples // size)
-        for stage in plan.stages
-    ]
-    return replace(plan, sources=tuple(sources), stages=tuple(stages))
+        sizes = sizes_of_order(source.samples, size, source.order.group)
+        sources.append(replace(source, order=replace(source.order, **sizes)))
+    return replace(plan, sources=tuple(sources))
 
 
 def _with_samples(run: Run, plan: Run, step: int) -> Run:
-    """Return a run with the samples of a plan. Raises OtherRun where it lacks some that are needed from a
-    step on."""
+    """Return a run with the samples of a plan. Raises OtherRun where some from a step on are missing."""
     known = {source.name: source.samples for source in plan.sources}
     for held in run.held_from(step):
-        for name in held.shares.keys() - known.keys():
+        for name in held.weights.keys() - known.keys():
             raise OtherRun(
                 f"the run has samples of {name} from step {held.step} on; keep it in input_shards, without a "
                 "weight if it is to be dropped",
@@ -331,24 +321,22 @@ def _with_samples(run: Run, plan: Run, step: int) -> Run:
 
 @dataclass(kw_only=True)
 class Progress:
-    """Where a loader's loop stands. Nothing that only looks changes it."""
+    """Where a loader's loop stands. Looking at the loader does not change it."""
 
     delivered: Position = Position()  # noqa: RUF009  immutable
-    trained: Position | None = None  # of the optimizer's last step; None: the loop has not said it
-    # Steps of the run that the loop left out by set_epoch, minus those that it got again; and how many it had
-    # got when it last did so.
-    num_left: int = 0
-    left_at: int = 0
-    is_loaded: bool = False  # a state was loaded, and not iterated since
+    trained: Position | None = None  # of the optimizer's last step; None: the loop does not say it
+    num_left: int = 0  # steps of the run that set_epoch left out, minus those that came again
+    left_at: int = 0  # steps that the loop had when set_epoch last left an epoch
+    is_loaded: bool = False  # a state was loaded, and no iter() began since
 
     @property
     def to_save(self) -> Position:
-        """Return what a state has: what was trained, where the loop says it, else what was delivered."""
+        """Return the position that a state has: what was trained, or else what was delivered."""
         return self.delivered if self.trained is None else self.trained
 
     def load(self, position: Position, num_left: int) -> None:
-        """Go on behind what a state says was delivered."""
-        self._jump(position)
+        """Stand where a state stands."""
+        self._go_to(position)
         self.num_left, self.left_at, self.is_loaded = num_left, 0, True
 
     def leave_for(self, epoch: int, run: Run) -> None:
@@ -374,11 +362,10 @@ class Progress:
             )
         before = self.delivered.step
         self.left_at = before - self.num_left
-        self._jump(Position(run.first_step(epoch)))
+        self._go_to(Position(run.first_step(epoch)))
         self.num_left += self.delivered.step - before
 
-    def _jump(self, position: Position) -> None:
-        """Stand at a position that the loop did not come to by batches."""
+    def _go_to(self, position: Position) -> None:
         self.delivered = position
         if self.trained is not None:
             self.trained = position

@@ -1,4 +1,8 @@
-"""The batches of a rank, in order: starts the workers, receives their chunks and collates.
+"""The batches of a rank, in order: worker processes read chunks, and the training process collates them.
+
+A chunk is a few ticks of a worker's slots, so a worker sends 1 MiB at a time through its pipe, not a batch.
+Nothing lies in shared memory: a container's /dev/shm may be small. Workers share the slots of the rank: if
+every worker took each n-th tick instead, all of them together would read everything n times.
 
 Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end the
 process that trains, by an error of torch's DataLoader, before that one has saved its checkpoint. So workers
@@ -7,42 +11,92 @@ block these signals, and end with the process that trains.
 
 from __future__ import annotations
 
+import ast
 import contextlib
-import logging
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from multiprocessing.util import get_temp_dir
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
-from loader.run import Position
-from loader.workers import ChunkDataset, cannot_share, check_main_guard
+from loader.order import share
+from loader.rounds import RunReader
+from loader.run import Position, Run
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 
-logger = logging.getLogger(__name__)
-
+CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us beside its bytes
+MAX_CHUNK_TICKS = 256
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_EVERY_S = 1.0  # whether the process that trains is still there; 50 us of CPU each time
-_MOST_PATH_BYTES = 107  # of a Unix socket
-_SOCKET_BYTES = len("/pymp-12345678/listener-12345678")
+
+
+class ChunkDataset(IterableDataset[Any]):
+    """Chunks of this rank's slots from a position on: of one epoch, or without end.
+
+    ``position`` is int64[2], epoch and tick in it, shared with the workers. Items are a chunk of each worker
+    in turn. Each process keeps its reader until ``close``: opening shards anew costs more than reading a
+    window.
+    """
+
+    def __init__(self, run: Run, slots: range, *, endless: bool) -> None:
+        self.run = run
+        self.slots = slots
+        self.endless = endless
+        self.position = torch.zeros(2, dtype=torch.int64)
+        self._reader: RunReader | None = None
+        self._close_reader: Callable[[], object] | None = None
+
+    def __iter__(self) -> Iterator[Chunk | ShardprepError]:
+        worker = get_worker_info()
+        if self._reader is None:
+            slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
+            self._reader = RunReader(self.run, slots)
+            self._close_reader = weakref.finalize(self, self._reader.close)
+        epoch, tick = self.position.tolist()
+        chunks = self._reader.chunks(epoch, tick, self._chunk_ticks(), endless=self.endless)
+        if worker is None:
+            yield from chunks
+            return
+        try:
+            # A thread of torch's queue sends a chunk later, when the next window may lie where it lay.
+            yield from (chunk.joined() for chunk in chunks)
+        except ShardprepError as error:
+            # Raised here it would lose its fields: torch raises a new error of the traceback's text.
+            yield error
+
+    def close(self) -> None:
+        """Close the files that this process has open. The next ``iter`` opens them again."""
+        if self._close_reader is not None:
+            self._close_reader()
+        self._reader = self._close_reader = None
+
+    def _chunk_ticks(self) -> int:
+        """Choose the ticks of a chunk, from what all workers know alike: their chunks must agree. Rows that
+        are not sent take no memory until their tick, see Ragged."""
+        worker = get_worker_info()
+        row_tokens = self.run.row_tokens
+        if worker is None and row_tokens:
+            return MAX_CHUNK_TICKS
+        slots = -(-len(self.slots) // (worker.num_workers if worker else 1))
+        longest = max(samples.mean_tokens for samples in self.run.samples)
+        tick_bytes = 4 * slots * self.run.order.group * (row_tokens or longest)
+        return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
 
 class BatchStream:
     """A rank's batches, step by step; with workers a few chunks are read ahead. Waits are counted in
-    ``metrics``. Raises UsageError where TMPDIR is too long for workers."""
+    ``metrics``."""
 
     def __init__(
         self,
@@ -55,15 +109,9 @@ class BatchStream:
         self._step_batches = step_batches
         self._metrics = metrics
         self._num_workers: int = workers.get("num_workers", 0)
-        if self._num_workers:
-            _check_worker_sockets()
-            try:
-                chunks.position.share_memory_()
-            except (OSError, RuntimeError) as error:
-                raise cannot_share(error) from error
         # Items are passed on as they are: torch would turn what the workers send into something else.
         self._loader: DataLoader[Any] = DataLoader(
-            chunks, batch_size=None, collate_fn=_as_it_is, worker_init_fn=follow_main_process, **workers
+            chunks, batch_size=None, collate_fn=_as_it_is, worker_init_fn=_follow_main_process, **workers
         )
         self._arriving: Any = None  # the newest iterator of that
         self._stands_at: Position | None = None  # if that is the beginning of an epoch
@@ -88,12 +136,12 @@ class BatchStream:
         """Yield the batches of each tick of an epoch, from a batch of one tick on."""
         order, slots, of_tick = self._chunks.run.order, self._chunks.slots, self._step_batches.of_tick
         while True:
-            chunks = self._next_chunks()
-            for place in range(chunks[0].num_ticks):
+            chunk = self._next_chunk()
+            for place in range(chunk.num_ticks):
                 fillers = order.is_filler(tick, slots) if order.keeps_tail else None
-                yield list(of_tick(chunks, place, first_batch, fillers))
+                yield list(of_tick(chunk, place, first_batch, fillers))
                 tick, first_batch = tick + 1, 0
-            del chunks  # they may hold their window; the next one is read now
+            del chunk  # it may hold its window; the next one is read now
 
     def end(self) -> None:
         """End the workers and close the files. The next steps start them again."""
@@ -106,73 +154,57 @@ class BatchStream:
 
     def _send_workers_to(self, start: Position) -> None:
         """Make the next chunks those from a position on. Persistent workers may stand there already."""
-        if any(not worker.is_alive() for worker in self._workers()):  # as by Ctrl-C
+        if any(not worker.is_alive() for worker in getattr(self._arriving, "_workers", ())):  # as by Ctrl-C
             self.end()
         if self._stands_at != start:
             self._chunks.position[:] = torch.tensor(self._chunks.run.epoch_and_tick(start))
-            context = self._loader.multiprocessing_context or multiprocessing.get_context()
-            waits: Any = contextlib.nullcontext()
             if self._num_workers and self._loader._iterator is None:  # noqa: SLF001  they are started now
-                # They begin with the signals blocked, while they import, too.
-                spawns = context.get_start_method() != "fork"
-                waits = stop_signals_wait(_SIGNALS, spawns=spawns)
-                if spawns:
-                    check_main_guard()
-            try:
-                with waits:
-                    self._arriving = iter(self._loader)
-            except OSError as error:  # semaphores lie in shared memory, too
-                raise cannot_share(error) from error
+                self._start_workers()
+            else:
+                self._arriving = iter(self._loader)
         self._stands_at = None
 
-    def _workers(self) -> Any:
-        return getattr(self._arriving, "_workers", ())
-
-    def _next_chunks(self) -> list[Chunk]:
-        """Return the next chunk of every worker, in the order of their slots."""
-        began = time.perf_counter()
-        arriving = self._arriving
+    def _start_workers(self) -> None:
+        context = self._loader.multiprocessing_context or multiprocessing.get_context()
+        spawns = context.get_start_method() != "fork"
+        if spawns:
+            _check_main_guard()
         try:
-            chunks = [next(arriving) for _ in range(max(self._num_workers, 1))]
-        except RuntimeError as error:  # torch's, that a worker has ended
-            codes = [worker.exitcode for worker in self._workers()]
-            if ReadWriteError.exit_code in codes or isinstance(error.__cause__, ReadWriteError):
-                raise cannot_share(EOFError()) from error
-            raise
+            self._chunks.position.share_memory_()
+            # They begin with the signals blocked, while they import, too.
+            with stop_signals_wait(_SIGNALS, spawns=spawns):
+                self._arriving = iter(self._loader)
+        except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
+            raise ReadWriteError(
+                f"workers cannot be started: {error}. Raise what is full (ulimit -n, ulimit -u, memory), or "
+                "pass num_workers=0"
+            ) from error
+
+    def _next_chunk(self) -> Chunk:
+        """Return the next chunk of every worker as one, in the order of their slots."""
+        began = time.perf_counter()
+        chunks = [next(self._arriving) for _ in range(max(self._num_workers, 1))]
         for chunk in chunks:
             if isinstance(chunk, ShardprepError):  # of a worker
                 raise chunk
         self._metrics.wait_s += time.perf_counter() - began
-        if self._num_workers:
-            row_tokens = self._chunks.run.row_tokens
-            chunks = [Chunk.unpack(chunk, row_tokens) for chunk in chunks]
-        self._metrics.num_cut_tokens += sum(chunk.num_cut for chunk in chunks)
-        return chunks
+        chunk = Chunk.stacked(chunks)
+        self._metrics.num_cut_tokens += chunk.num_cut
+        return chunk
 
 
 def _as_it_is(item: Any) -> Any:
     return item
 
 
-def follow_main_process(_: int) -> None:
+def _follow_main_process(_: int) -> None:
     """Block the signals in a worker, and end it when the main process ends. torch does not look for
     it while a worker waits for room in a pipe, nor under forkserver."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
-    settings.pop("tempdir", None)  # a forked process has its parent's, which lives on
-    sys.excepthook = _end_without_files
-    folder = Path(get_temp_dir())  # of the sockets that send tensors
-    threading.Thread(target=_end_with_main_process, args=(os.getppid(), folder), daemon=True).start()
+    threading.Thread(target=_end_with_main_process, args=(os.getppid(),), daemon=True).start()
 
 
-def _end_without_files(_: object, error: BaseException, __: object) -> None:
-    """End a worker whose thread that sends tensors failed. That thread tells sys.excepthook, and would go on
-    failing, where no file can be opened, while the main process waits for it."""
-    logger.error("%s", cannot_share(error))
-    os._exit(ReadWriteError.exit_code)
-
-
-def _end_with_main_process(parent_pid: int, folder: Path) -> None:
+def _end_with_main_process(parent_pid: int) -> None:
     """End this process once the main one is gone or sends SIGTERM, as torch does to a worker that hangs."""
     main = multiprocessing.parent_process()
     assert main is not None
@@ -180,22 +212,31 @@ def _end_with_main_process(parent_pid: int, folder: Path) -> None:
         received = signal.sigtimedwait((signal.SIGTERM,), _LOOK_EVERY_S)
         if received is not None and received.si_pid == main.pid:
             break
-    for _ in range(100):
-        if not folder.exists():
-            break
-        shutil.rmtree(folder, ignore_errors=True)  # fails where the main thread adds a socket meanwhile
     os._exit(0)
 
 
-def _check_worker_sockets() -> None:
-    """Raise UsageError where TMPDIR is too long for a socket below it. A worker would say so on standard
-    error, lose its batches, and the loop would wait for them for ever."""
-    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+def _check_main_guard() -> None:
+    """Raise UsageError where each worker would run this loop again: spawn and forkserver import the script.
+
+    Call it in the training process. Else a worker would fail, and where all that it is given is more than a
+    pipe holds, the training process would wait for it for ever.
+    """
+    frame: Any = sys._getframe()  # noqa: SLF001
+    while frame is not None and (
+        frame.f_code.co_name != "<module>" or frame.f_globals.get("__name__") != "__main__"
+    ):
+        frame = frame.f_back
+    path = "" if frame is None else frame.f_globals.get("__file__") or ""
+    if not os.path.isfile(path):  # noqa: PTH113  typed in, or of a thread: it is imported by nobody
         return
-    folder, most = tempfile.gettempdir(), _MOST_PATH_BYTES - _SOCKET_BYTES
-    if len(os.fsencode(folder)) > most:
-        raise UsageError(
-            f"the folder for temporary files, {folder}, has a path of {len(os.fsencode(folder))} bytes, and "
-            f"workers can hand over their batches below one of {most} at most; set TMPDIR to a shorter one "
-            "(export TMPDIR=/tmp), or num_workers to 0"
-        )
+    for statement in ast.parse(Path(path).read_bytes()).body:
+        if isinstance(statement, ast.If) and "'__name__'" in ast.dump(statement.test):
+            return
+        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno):
+            raise UsageError(
+                f"line {frame.f_lineno} of {path} starts workers by spawn or forkserver, and each of them "
+                'would import this script and do so again; put it below `if __name__ == "__main__":`, or '
+                "pass num_workers=0",
+                path=path,
+                remedy='if __name__ == "__main__":',
+            )

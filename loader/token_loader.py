@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -15,22 +15,20 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from loader.batches import Batch, LoaderMetrics, StepBatches
 from loader.chunks import IGNORED
-from loader.describe import describe
 from loader.order import share
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.run import Position, Run
 from loader.sources import whole_number
 from loader.state import Progress, go_on, state_of
-from loader.stream import BatchStream
+from loader.stream import BatchStream, ChunkDataset
 from loader.tokenizer import LoaderTokenizer
-from loader.workers import ChunkDataset
 from shardprep.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Step:
     """This rank's part of the newest global batch. Attributes of a DataLoader take 0.5 us to set."""
 
@@ -40,19 +38,18 @@ class _Step:
 
 
 class TokenLoader(DataLoader[Batch]):
-    """One ``iter()`` gives an epoch, or the rest of one; epochs have different orders.
+    """Gives an epoch, or the rest of one, at each ``iter()``. Epochs have different orders.
 
-    Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch; the samples left out are
-    fewer than a global batch, others each epoch. After a ``break`` or Ctrl-C the next ``iter()`` goes on with
-    the batch that would have been next. ``set_epoch`` leaves an epoch. A loader with ``split="validation"``
-    begins anew at each ``iter()``. Only the newest iterator may be used. ``close()``, or leaving ``with``,
-    ends the workers.
+    Every rank gets ``len(loader)`` batches, and no sample comes twice in an epoch. An epoch leaves out fewer
+    samples than a global batch, others each time. After a ``break`` or Ctrl-C the next ``iter()`` goes on
+    with the next batch, and ``set_epoch`` leaves the epoch. A loader with ``split="validation"`` begins anew
+    at each ``iter()``. Only the newest iterator may be used. ``close()``, or leaving ``with``, ends the
+    workers.
 
-    ``state_dict()`` says what was delivered, whatever was read ahead; ``load_state_dict()`` makes the next
-    ``iter()`` the rest of that epoch, on any number of ranks and workers. accelerate and Lightning count
-    batches, not steps: set ``accelerator.step = 0`` after a ``load_state`` that accumulates another number of
-    them. A copy (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its
-    own.
+    ``state_dict()`` says what was delivered, whatever was read ahead. ``load_state_dict()`` makes the next
+    ``iter()`` the rest of that epoch, on any number of ranks and workers. accelerate counts batches: set
+    ``accelerator.step = 0`` after a ``load_state`` that changes how many a step accumulates. A copy
+    (``copy.deepcopy``, pickle) stands where the original stood, with workers and files of its own.
     """
 
     # accelerate looks for these. It then neither shares samples out itself nor skips batches by reading them.
@@ -85,41 +82,26 @@ class TokenLoader(DataLoader[Batch]):
             **workers,
         )
         del self.collate_fn  # torch's; ours is worked out when it is looked at
-        self._made_with: dict[str, Any] = {
-            "run": run,
-            "step_batches": step_batches,
-            "loader_tokenizer": loader_tokenizer,
-            "process_rank": process_rank,
-            "pin_memory": pin_memory,
-            "amend": amend,
-            **workers,
-        }
+        self.step_batches = step_batches
         self.loader_tokenizer = loader_tokenizer
         self.process_rank = process_rank
-        self.metrics = LoaderMetrics()
-        self.step_batches = step_batches
         self.can_amend = amend
-        self._layout = {"world_size": process_rank.world_size, "batch_size": step_batches.batch_size}
+        self.metrics = LoaderMetrics()
+        self.progress = Progress()
+        self._given = run  # by the arguments; an amended state may replace it
         self._worker_options = workers
-        self._pins = pin_memory and torch.cuda.is_available()
+        self._layout = {"world_size": process_rank.world_size, "batch_size": step_batches.batch_size}
         self._newest = 0  # number of the iterator that may be used
-        self.progress = Progress()  # positions in the run: of what was delivered, and of a state
-        self._step = _Step(num_batches=run.batches_in_step(0))
+        self._step = _Step(run.batches_in_step(0))
         self._go_by(run)
 
     def _go_by(self, run: Run) -> None:
-        """Deliver a run from now on: its sources, stages, and what each step is made of."""
+        """Deliver a run from now on."""
         self.run = run
-        who = self.process_rank
-        slots = share(range(run.order.num_slots), who.rank, who.world_size)
-        num_workers = min(self._worker_options.get("num_workers", 0), len(slots))
-        endless = self.persistent_workers or not self.num_workers
-        self._stream = BatchStream(
-            ChunkDataset(run, slots, endless=endless),
-            self.step_batches,
-            self.metrics,
-            {**self._worker_options, "num_workers": num_workers},
-        )
+        slots = share(range(run.order.num_slots), self.process_rank.rank, self.process_rank.world_size)
+        chunks = ChunkDataset(run, slots, endless=self.persistent_workers or not self.num_workers)
+        workers = {**self._worker_options, "num_workers": min(self.num_workers, len(slots))}
+        self._stream = BatchStream(chunks, self.step_batches, self.metrics, workers)
 
     def __len__(self) -> int:
         """Return the batches of the next epoch, on every rank. See ``first_batch`` for a resumed one."""
@@ -127,29 +109,27 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def _next(self) -> Position:
-        """Return where the next ``iter()`` begins."""
+        """Return where the next ``iter()`` begins: for validation at the beginning of the epoch."""
         at = self.progress.delivered
-        if self.run.is_validation and not self.progress.is_loaded:  # it begins anew
+        if self.run.is_validation and not self.progress.is_loaded:
             return Position(self.run.first_step(self.run.epoch_of(at.step)))
         return at
 
     @property
     def tokenizer(self) -> Any:
-        """Return transformers' tokenizer, the same object each time. Loading it takes 3 s for Llama 3's.
+        """Return transformers' tokenizer, the same object each time.
 
-        Raises OtherTokenizer where transformers makes another one of its files, ReadWriteError, or NotFound.
+        Loading it takes 3 s for Llama 3's. Raises OtherTokenizer where transformers makes another one of its
+        files, ReadWriteError, or NotFound.
         """
         return self.loader_tokenizer.load()
 
     @cached_property
     def collate_fn(self) -> Any:  # type: ignore[override]
-        """Return what collates: the user's, or a DataCollatorForLanguageModeling for the same batches.
-
-        The loader works without it, so transformers is imported when it is looked at.
-        """
+        """Return the user's function, or a DataCollatorForLanguageModeling that makes the same batches."""
         if self.step_batches.collate_fn is not None:
             return self.step_batches.collate_fn
-        from loader.collator import CausalLMCollator
+        from loader.collator import CausalLMCollator  # imports transformers, which the loader does without
 
         padded = self.step_batches.padded
         return CausalLMCollator(
@@ -158,31 +138,29 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def first_batch(self) -> int:
-        """Return the batches of its epoch that the next ``iter()`` leaves out: 0, but for a resumed epoch.
+        """Return how many batches of its epoch the next ``iter()`` leaves out: 0 unless it resumes.
 
         A bar of the whole epoch is ``tqdm(loader, initial=loader.first_batch)``.
         """
-        start, run = self._next, self.run
-        return run.epoch_and_tick(start)[1] * run.batches_per_tick + start.num_micro % run.batches_per_tick
+        return self.run.batches_before(self._next)
 
     @property
     def num_accumulated(self) -> int:
-        """Return the batches of this rank in the newest batch's global batch. To weigh their losses see
-        ``labels_per_rank``."""
+        """Return how many batches of this rank the newest global batch has."""
         return self._step.num_batches
 
     def labels_per_rank(self, device: torch.device | str = "cpu", group: Any = None) -> torch.Tensor:
-        """Return the labels of the newest batch's whole global batch, divided by the number of ranks.
+        """Return the labels in the newest global batch, divided by the number of ranks.
 
         A sum of losses divided by it is the mean over all labels of the global batch, on any number of ranks
-        and accumulated batches: DDP and FSDP average gradients over ranks. transformers' models take it:
+        and accumulated batches, since DDP and FSDP average gradients over ranks. transformers takes it:
 
             loss = model(**batch.to(device), num_items_in_batch=loader.labels_per_rank(device)).loss
 
-        All ranks must call it, the first time in a step they add up their labels: one number, with no wait
-        for the device. After a resume inside of a step only the rest of the step is counted. ``device``:
-        where the group's backend sends from. ``group``: default: that of all processes. Raises UsageError
-        where nothing was delivered yet, batches have no labels, or there is no process group.
+        All ranks must call it: once in a step they add up one number, without a wait for the device. After a
+        resume inside of a step only the rest of the step counts. ``device``: where the group's backend sends
+        from. ``group``: default: all processes. Raises UsageError before the first batch, where batches have
+        no labels, or without a process group.
         """
         step = self._step
         if step.labels_per_rank is not None:
@@ -206,45 +184,81 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def ends_step(self) -> bool:
-        """Return whether the newest batch was the last of its global batch: time for the optimizer's step."""
+        """Return whether the newest batch ends its global batch: call the optimizer now."""
         return self.progress.delivered.num_micro == 0
 
     @property
     def num_steps_delivered(self) -> int:
-        """Return the global batches that the loop got, counted through all epochs from 0."""
+        """Return how many global batches the loop got, through all epochs."""
         return self.progress.delivered.step - self.progress.num_left
 
     @property
     def epoch(self) -> float:
-        """Return the epochs that the loop got so far: 1.5 is the middle of the second."""
+        """Return how many epochs the loop got: 1.5 is the middle of the second."""
         step, num_micro = self.progress.delivered
         epoch = self.run.epoch_of(step)
         within = step - self.run.first_step(epoch) + num_micro / self.run.batches_in_step(step)
         return epoch + within / self.run.steps_in(epoch)
 
     def describe(self) -> str:
-        """Return the sources with their shares, tokens and fingerprints, and every stage, as text."""
-        return describe(self)
+        """Return the sources with their shares and fingerprints, and all stages, as text."""
+        run, now = self.run, self.progress.delivered
+        epochs, weights = run.source_epochs(now), run.held_from(now.step)[0].weights
+        tokens_of = {  # in a sample of the mixture
+            source.name: weights.get(source.name, 0) * source.samples.mean_tokens
+            for source in run.sources
+            if source.samples is not None
+        }
+        sample = f"a document, of at most {run.settings['max_length'] or 'any number of'} tokens"
+        if run.row_tokens:
+            fields = ", ".join(self.step_batches.boundaries)
+            apart = f"boundaries {fields}" if fields else "attention crosses documents (no boundaries)"
+            sample = f"a row of {run.row_tokens} tokens; {apart}"
+        order = f"shuffled with seed {run.seed}" if run.order.shuffle else "as the shards stand, not shuffled"
+        if run.order.group > 1:
+            order += f", samples of similar length in groups of {run.order.group}"
+        num_left_out = sum(source.order.num_left_out for source in run.sources)
+        num_steps = run.steps_in(run.epoch_of(now.step))
+        lines = [
+            f"{self!r}, at step {now.step}",
+            f"sample: {sample}",
+            f"order: {order}",
+            f"epoch: {num_steps:,} steps; {num_left_out:,} samples are left out, others each epoch",
+        ]
+        for source in run.sources:
+            name, share_text, num_tokens = source.name, "dropped", ""
+            if source.samples is not None:
+                of_tokens = tokens_of[name] / (sum(tokens_of.values()) or 1)
+                share_text = f"{weights.get(name, 0):.1%} of samples, {of_tokens:.1%} of tokens"
+                num_tokens = f" of about {source.samples.mean_tokens:.3g} tokens"
+            lines.append(
+                f"source {name}: {share_text}; {epochs[name]:.2f} epochs so far; "
+                f"{source.order.num_samples:,} samples{num_tokens}, data {source.data}"
+            )
+        amended = {stage.step for stage in run.stages if stage.is_amended}
+        lines += [f"{held}{' (amended)' if held.step in amended else ''}" for held in run.held_from(0)]
+        lines += filter(None, dict.fromkeys(samples.shards.split_words for samples in run.samples))
+        return "\n  ".join(lines)
 
     @property
     def source_samples(self) -> dict[str, int]:
-        """Return the samples of each source that were delivered so far, all ranks together."""
+        """Return how many samples of each source were delivered, on all ranks together."""
         return self.run.source_samples(self.progress.delivered)
 
     @property
     def source_epochs(self) -> dict[str, float]:
-        """Return the epochs of each source so far: 1.5 is the middle of its second."""
+        """Return how many epochs of each source were delivered, as in ``epoch``."""
         return self.run.source_epochs(self.progress.delivered)
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """Return the names that the sources of ``batch["origins"]`` count: "all" where one set is read."""
+        """Return the names of the sources in ``batch["origins"]``: ``("all",)`` without a mixture."""
         return tuple(source.name for source in self.run.sources)
 
     def origin(self, source: int, shard: int, sample: int, document: int = 0) -> Origin:
         """Return where a document of ``batch["origins"]`` lies: tar, and file and byte of the input.
 
-        ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError for numbers that are none.
+        ``loader.origin(*batch["origins"][0, 2:].tolist())``. Raises UsageError.
         """
         sources = self.run.sources
         samples = sources[source].samples if 0 <= source < len(sources) else None
@@ -254,7 +268,7 @@ class TokenLoader(DataLoader[Batch]):
 
     @property
     def has_loaded_state(self) -> bool:
-        """Return whether a state was loaded, and not iterated since."""
+        """Return whether a state was loaded and no ``iter()`` began since."""
         return self.progress.is_loaded
 
     def __repr__(self) -> str:
@@ -267,7 +281,21 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), **self._made_with), (), (self.progress, self.run)
+        return self._copy, (), (self.progress, self.run)
+
+    @property
+    def _copy(self) -> Callable[..., TokenLoader]:
+        """Return a function that makes a loader of the same arguments, at the beginning of its run."""
+        return partial(
+            type(self),
+            self._given,
+            step_batches=self.step_batches,
+            loader_tokenizer=self.loader_tokenizer,
+            process_rank=self.process_rank,
+            pin_memory=self.pin_memory,
+            amend=self.can_amend,
+            **self._worker_options,
+        )
 
     def __setstate__(self, now: tuple[Progress, Run]) -> None:
         """Stand where the original stood."""
@@ -276,21 +304,18 @@ class TokenLoader(DataLoader[Batch]):
         self._go_by(run)
 
     def __getitem__(self, _: Any) -> NoReturn:
-        _refuse(
-            "a TokenLoader was indexed like a data set of samples, as StatefulDataLoader(loader), "
-            "DataLoader(loader) and Trainer(train_dataset=loader) do"
-        )
+        _refuse()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the loop got so far: a few integers and the fingerprint of data and order.
+        """Return what the loop got, as a few integers and the fingerprint of data and order.
 
-        Save it with the optimizer's step: the batch that the loop holds counts as delivered, unless the
+        Save it after the optimizer's step: the batch that the loop holds counts as delivered, unless the
         loader was told to ``follow`` the optimizer.
         """
         return self._state_of(self.progress.to_save)
 
     def follow(self, optimizer: Any) -> None:
-        """Let ``state_dict()`` be of the optimizer's last step, wherever inside of a step it is saved.
+        """Let ``state_dict()`` be of the optimizer's last step, also inside of the next one.
 
         For frameworks that save when a signal or an error comes. ``optimizer``: torch's, or accelerate's
         around it. A step that a gradient scaler leaves out counts with the next one.
@@ -300,47 +325,45 @@ class TokenLoader(DataLoader[Batch]):
         self.mark_trained()
 
     def mark_trained(self) -> None:
-        """Say that all that was delivered is trained. From then on ``state_dict()`` is of the last such call,
-        as for a framework whose optimizer ``follow`` does not take."""
+        """Let ``state_dict()`` be of what was delivered by now.
+
+        For an optimizer that ``follow`` does not take: call it after each of its steps. Between two calls
+        the state stays.
+        """
         self.progress.trained = self.progress.delivered
 
     def _state_of(self, at: Position) -> dict[str, Any]:
         return state_of(self.run, at, self._layout, self.progress.num_left)
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them. Changes
-        nothing.
+        """Return the state after ``step`` global batches, as ``num_steps_delivered`` counts them.
 
-        For loops that something fetches ahead for, and to leave steps out, as after a spike of the loss:
+        For loops that prefetch batches, and to leave steps out, as after a spike of the loss:
         ``load_state_dict(state_at(step + 200))`` on all ranks. Raises UsageError for a step of an epoch that
         was left by ``set_epoch``.
         """
-        least = self.progress.left_at
-        if step < least:
-            raise UsageError(
-                found=f"step={step}", expected=f"at least {least}, where set_epoch left an epoch"
-            )
+        if step < (least := self.progress.left_at):
+            expected = f"at least {least}, where set_epoch left an epoch"
+            raise UsageError(found=f"step={step}", expected=expected)
         return self._state_of(Position(step + self.progress.num_left))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next ``iter()`` go on behind what ``state`` says was delivered. Reads nothing.
+        """Make the next ``iter()`` go on behind a state. Reads nothing.
 
         A loader that was made with ``amend=True`` takes a state of other weights, sources or sizes, and logs
-        the step from which on its own hold. Raises OtherRun, OtherTokenizer, UsageError or BrokenShard; see
-        loader/state.py.
+        the step from which on its own hold. Raises OtherRun, OtherTokenizer, UnknownVersion, UsageError or
+        BrokenShard.
         """
-        # The run that the arguments say, which an amended state may have replaced by its own.
-        given = self._made_with["run"]
-        run, position, num_left, amended_at = go_on(given, state, self._layout, amend=self.can_amend)
+        run, position, num_left, amended_at = go_on(self._given, state, self._layout, amend=self.can_amend)
         self._newest += 1
         # Compared as a state tells them, in which weights are rounded.
         if state_of(run, position, {}, 0) == state_of(self.run, position, {}, 0):
             self._end_unless_persistent()
         else:
-            self._stream.end()  # workers have the run of before
+            self._stream.end()  # its workers have the run of before
             self._go_by(run)
         self.progress.load(position, num_left)
-        self._step = _Step(num_batches=self.run.batches_in_step(position.step))
+        self._step = _Step(self.run.batches_in_step(position.step))
         if self.process_rank.rank == 0 and amended_at is not None:
             logger.warning(
                 "the run is amended from step %d on, and stands at step %d:\n%s",
@@ -350,11 +373,11 @@ class TokenLoader(DataLoader[Batch]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next ``iter()`` this epoch. All ranks must.
+        """Make the next ``iter()`` this epoch, on all ranks.
 
         If the loop stands inside of this epoch, ``iter()`` still gives the rest of it. Another epoch begins
         with its first step, also where this one was not over, and a loop that is still running is refused its
-        next batch. Raises UsageError where that would throw away a state that was just loaded.
+        next batch. Raises UsageError where that would discard a state that was just loaded.
         """
         if whole_number("epoch", epoch, least=0) != self.run.epoch_of(self.progress.delivered.step):
             self._leave_for(int(epoch))
@@ -365,18 +388,17 @@ class TokenLoader(DataLoader[Batch]):
         self._end_unless_persistent()
 
     def peek(self) -> Batch:
-        """Return the batch that the next ``iter()`` begins with. Nothing is changed or counted.
+        """Return the batch that the next ``iter()`` begins with. Changes nothing.
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        without_workers = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
-        with TokenLoader(**{**self._made_with, **without_workers}) as copy:
+        with self._copy(num_workers=0, prefetch_factor=None, persistent_workers=False) as copy:
             copy.__setstate__((self.progress, self.run))
             return next(iter(copy))
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)
-        if len({stage.ticks_per_step for stage in self.run.stages}) == 1:
+        if len({stage.global_batch_size for stage in self.run.stages}) == 1:
             _warn_of_accumulation(self.run.batches_in_step(0))
         if self._next != self.progress.delivered:
             self._leave_for(self.run.epoch_of(self._next.step))  # a validation set begins anew
@@ -391,7 +413,7 @@ class TokenLoader(DataLoader[Batch]):
         self.close()
 
     def close(self) -> None:
-        """End the workers and close the files. The next ``iter()`` would start them again."""
+        """End the workers and close the files. The next ``iter()`` starts them again."""
         self._newest += 1
         self._stream.end()
 
@@ -402,17 +424,22 @@ class TokenLoader(DataLoader[Batch]):
     def _epoch_batches(self, start: Position, number: int) -> Iterator[Any]:
         self._check_newest(number)
         position, progress, step = start, self.progress, self._step
+        pins = self.pin_memory and torch.cuda.is_available()
         try:
             # A whole step is there before its first batch, at which the loop may ask for the step's labels.
             for batches in self._stream.steps(start):
                 step.num_batches = position.num_micro + len(batches)
-                step.labels = [_labels_of(batch) for batch, _ in batches]
+                # A dict is known at once; a look whether another type is a Mapping takes 0.4 us.
+                step.labels = [
+                    batch.get("labels") if isinstance(batch, (dict, Mapping)) else None
+                    for batch, _ in batches
+                ]
                 step.labels_per_rank = None
                 while batches:  # each is let go when it was delivered
                     batch, counts = batches.pop(0)
                     position = progress.delivered = position.after(step.num_batches)
                     self.metrics.count(*counts)
-                    yield pinned(batch) if self._pins else batch
+                    yield pinned(batch) if pins else batch
                     self._check_newest(number)
         except GeneratorExit:
             raise
@@ -432,11 +459,6 @@ class TokenLoader(DataLoader[Batch]):
             )
 
 
-def _labels_of(batch: Any) -> Any:
-    # A dict is known at once; a look whether another type is a Mapping takes 0.4 us.
-    return batch.get("labels") if isinstance(batch, (dict, Mapping)) else None
-
-
 def _warn_of_accumulation(num_batches: int) -> None:
     """Log a warning where accelerate accumulates another number of batches than a step has."""
     accelerate = sys.modules.get("accelerate.state")  # never imported here: not in use then
@@ -454,24 +476,21 @@ def _warn_of_accumulation(num_batches: int) -> None:
         )
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse() -> NoReturn:
     raise UsageError(
-        f"{what}; iterate the TokenLoader itself, which shares samples out among the ranks, and keep its "
-        "state with loader.state_dict() and load_state_dict(). Under transformers' Trainer write class "
-        "LlamaTrainer(LoaderMixin, Trainer), with LoaderMixin of loader.trainer, and pass train_loader=loader"
+        "a TokenLoader is no data set of samples, as StatefulDataLoader, Trainer(train_dataset=loader) and "
+        "accelerate's skip_first_batches take it; iterate the TokenLoader itself, which shares samples out "
+        "among the ranks (loader.peek() is the next batch), and keep its state with loader.state_dict() and "
+        "load_state_dict(). Under transformers' Trainer write class LlamaTrainer(LoaderMixin, Trainer), with "
+        "LoaderMixin of loader.trainer, and pass train_loader=loader"
     )
 
 
 class _RefusedDataset(IterableDataset[Any]):
-    """What a TokenLoader shows as its ``dataset`` to those who would make a DataLoader of their own of it."""
+    """The ``dataset`` of a TokenLoader. It refuses to be read by another DataLoader."""
 
     def __iter__(self) -> NoReturn:
-        _refuse(
-            "the dataset of a TokenLoader was iterated by another loader, as accelerate's skip_first_batches "
-            "and Trainer(train_dataset=loader.dataset) do"
-        )
+        _refuse()
 
     def __getitem__(self, _: Any) -> NoReturn:
-        _refuse(
-            "loader.dataset holds no samples; next(iter(loader)) is a batch, and loader.peek() the next one"
-        )
+        _refuse()

@@ -32,16 +32,16 @@ else:
 
 
 class LoaderMixin(_Trainer):
-    """Write it before Trainer, or a subclass, among the bases, and pass ``train_loader=``.
+    """Makes Trainer, or a subclass behind it among the bases, train on ``train_loader``.
 
-    ``eval_loader=``: a loader with ``split="validation"``, or several by name. ``eval_loss``, or
-    ``eval_NAME_loss``, is then the mean over all labels, equal on every number of ranks. Of loaders with
-    ``origins=True`` the mean of each source is logged, too: ``loss/NAME``, and ``eval_loss/NAME``. Make the
-    TrainingArguments before the loader: they start the process group. Raises UsageError where Trainer's
-    numbers would not make a step of one global batch, and for ``targets="shifted"``, since Trainer's loss
-    shifts labels itself. ``max_steps`` are trained through as many epochs as it takes, and
-    ``num_train_epochs`` are epochs of the loader, also where it begins inside of one. With ``boundaries`` the
-    first step runs ``loader.check_boundaries`` on what the model gets, unless ``check_boundaries=False``.
+    Make the TrainingArguments before the loader: they start the process group. ``max_steps`` are trained
+    through as many epochs as it takes; ``num_train_epochs`` are epochs of the loader, also where it begins
+    inside of one. ``eval_loader``: a loader with ``split="validation"``, or several by name; ``eval_loss``,
+    or ``eval_NAME_loss``, is the mean over all labels, equal on every number of ranks. Of loaders with
+    ``origins=True`` it logs the mean of each source: ``loss/NAME`` and ``eval_loss/NAME``. With
+    ``boundaries`` the first step runs ``loader.check_boundaries`` on what the model gets, unless
+    ``check_boundaries=False``. Raises UsageError where Trainer's numbers would not make a step of one global
+    batch, and for ``targets="shifted"``, since Trainer's loss shifts labels itself.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -62,11 +62,10 @@ class LoaderMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         self.train_loader, self.eval_loader = train_loader, eval_loader
-        loaders: list[Any] = [train_loader]
+        self._eval_loaders: Mapping[Any, Any] = {} if eval_loader is None else {None: eval_loader}
         if isinstance(eval_loader, Mapping):
-            loaders += eval_loader.values()
-        elif eval_loader is not None:
-            loaders.append(eval_loader)
+            self._eval_loaders = eval_loader
+        loaders: list[Any] = [train_loader, *self._eval_loaders.values()]
         for loader in loaders:
             if not isinstance(loader, TokenLoader):
                 raise UsageError(
@@ -76,18 +75,24 @@ class LoaderMixin(_Trainer):
         # Trainer asks for data sets, which are never iterated.
         self._placeholder: Any = train_loader.dataset
         if any(base.__module__.startswith("trl.") for base in type(self).__mro__):
-            self._placeholder = kwargs["train_dataset"] = _trl_data_set(kwargs.get("args"))
-        if isinstance(eval_loader, Mapping):
-            kwargs["eval_dataset"] = dict.fromkeys(eval_loader, self._placeholder)
-        elif eval_loader is not None:
-            kwargs["eval_dataset"] = self._placeholder
+            from datasets import Dataset
+
+            if (config := kwargs.get("args")) is None:
+                raise UsageError("TRL's trainers need args=SFTConfig(...), by name")
+            # They look at a data set, and would tokenize it.
+            config.dataset_kwargs = {**(config.dataset_kwargs or {}), "skip_prepare_dataset": True}
+            self._placeholder = Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+            kwargs["train_dataset"] = self._placeholder
+        if self._eval_loaders:
+            of_names = dict.fromkeys(self._eval_loaders, self._placeholder)
+            kwargs["eval_dataset"] = of_names.get(None, of_names)
         super().__init__(*args, **kwargs)
         if type(self).compute_loss is LoaderMixin.compute_loss:
             for loader in loaders:
                 self._refuse_shifted(loader)
         step_batches = train_loader.step_batches
         self._steps = EpochsOfLoader(train_loader)
-        self._losses = _Losses(train_loader, None, _source_losses(train_loader))
+        self._losses = _Losses.of(train_loader)
         self._is_unchecked = bool(check_boundaries and step_batches.boundaries and step_batches.row_tokens)
         # Else a state may stand in another stage.
         if len(train_loader.run.stages) == 1 and not train_loader.can_amend:
@@ -102,10 +107,10 @@ class LoaderMixin(_Trainer):
         folder = resume_from_checkpoint
         if folder is True:
             folder = get_last_checkpoint(self.args.output_dir)
-        # Trainer itself says so where there is no checkpoint.
+        # Where there is no checkpoint Trainer raises the error.
         global_step = load_checkpoint(self.train_loader, Path(folder)) if folder else 0
         given = self.args.max_steps
-        # With the steps that epochs of the loader have, where num_train_epochs says how many.
+        # num_train_epochs are epochs of the loader, whose steps it counts.
         self.args.max_steps = self._steps.begin(self.args, global_step)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -125,11 +130,10 @@ class LoaderMixin(_Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return what ``evaluate()`` iterates. Whatever else is evaluated is Trainer's."""
-        if isinstance(self.eval_loader, Mapping):
-            if isinstance(eval_dataset, str) and eval_dataset in self.eval_loader:
-                return self.eval_loader[eval_dataset]
-        elif self.eval_loader is not None and (eval_dataset is None or eval_dataset is self._placeholder):
-            return self.eval_loader
+        name = None if eval_dataset is self._placeholder else eval_dataset
+        is_name = name is None or isinstance(name, str)
+        if is_name and name in self._eval_loaders:
+            return self._eval_loaders[name]
         return super().get_eval_dataloader(eval_dataset)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -149,23 +153,23 @@ class LoaderMixin(_Trainer):
         """Evaluate, with the mean over all labels in place of Trainer's mean over batches."""
         if not isinstance(dataloader, TokenLoader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
-        training, losses = self._losses, LossMean.of_loader(dataloader)
-        self._losses = _Losses(dataloader, losses, _source_losses(dataloader))
+        mean = LossMean.of_loader(dataloader)
+        training, self._losses = self._losses, _Losses.of(dataloader, mean)
+        losses = self._losses
         try:
             output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
-            of_sources = self._losses.of_sources
         finally:
             self._losses = training
         prefix = f"{kwargs.get('metric_key_prefix', 'eval')}_loss"
-        if not math.isnan(mean := losses.mean()):  # NaN where a compute_loss of the user's counts no labels
-            output.metrics[prefix] = mean
-        output.metrics.update(_named_means(prefix, of_sources))
+        if not math.isnan(loss := mean.mean()):  # NaN where a compute_loss of the user's counts no labels
+            output.metrics[prefix] = loss
+        output.metrics.update(losses.source_means(prefix))
         return output
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Log, with the mean of each source since the last time beside ``loss``."""
         if "loss" in logs:
-            logs |= _named_means("loss", self._losses.of_sources)
+            logs |= self._losses.source_means("loss")
         super().log(logs, *args, **kwargs)
 
     def compute_loss(
@@ -191,32 +195,21 @@ class LoaderMixin(_Trainer):
 
 
 class _Losses(NamedTuple):
-    """What is trained or evaluated now, and what counts its losses."""
+    """The loader that is trained or evaluated now, and the sums of its losses."""
 
     loader: TokenLoader
     mean: LossMean | None  # over all labels, where it is evaluated
-    of_sources: SourceLosses | None  # where batches tell them
+    of_sources: SourceLosses | None  # where batches tell their sources
 
+    @staticmethod
+    def of(loader: TokenLoader, mean: LossMean | None = None) -> _Losses:
+        of_sources = SourceLosses.of_loader(loader) if loader.step_batches.origins else None
+        return _Losses(loader, mean, of_sources)
 
-def _source_losses(loader: TokenLoader) -> SourceLosses | None:
-    """Return what counts the losses of a loader's sources, None where its batches do not tell them."""
-    return SourceLosses.of_loader(loader) if loader.step_batches.origins else None
-
-
-def _named_means(prefix: str, losses: SourceLosses | None) -> dict[str, float]:
-    """Return ``loss/web`` and the like, of sources that have labels, and count from 0 again."""
-    means = {} if losses is None else losses.means(reset=True)
-    return {f"{prefix}/{name}": mean for name, mean in means.items() if not math.isnan(mean)}
-
-
-def _trl_data_set(args: Any) -> Any:
-    """Return a data set that TRL's trainers look at when they are made, and do not tokenize."""
-    from datasets import Dataset
-
-    if args is None:
-        raise UsageError("TRL's trainers need args=SFTConfig(...), by name")
-    args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
-    return Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
+    def source_means(self, prefix: str) -> dict[str, float]:
+        """Return ``loss/web`` and the like, of sources that have labels, and count from 0 again."""
+        means = self.of_sources.means(reset=True) if self.of_sources else {}
+        return {f"{prefix}/{name}": mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 class EpochsOfLoader:
@@ -234,8 +227,7 @@ class EpochsOfLoader:
         self._is_finished = False
 
     def begin(self, args: Any, global_step: int) -> int:
-        """Return ``max_steps`` of a training that begins now. Raises UsageError where there is no step left,
-        or one would be no global batch."""
+        """Return ``max_steps`` of a training that begins now. Raises UsageError where it has no step."""
         run, first = self.loader.run, self.loader.progress.delivered.step
         max_steps: int = args.max_steps
         if max_steps <= 0:
@@ -266,8 +258,8 @@ class EpochsOfLoader:
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
-    """Raise UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
-    next steps."""
+    """Raise UsageError unless each of the next global batches is batch x accumulation x ranks of the
+    TrainingArguments."""
     run, (step, num_micro) = loader.run, loader.progress.delivered
     if num_micro:
         raise UsageError(
@@ -300,35 +292,30 @@ def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) 
 
 
 def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
-    """Give a loader the state in a checkpoint of Trainer, and return its global step. Raises
-    UsageError where there is none, and none was loaded before."""
+    """Give a loader the state in a checkpoint of Trainer, and return its global step. Raises UsageError."""
     path = folder / "trainer_state.json"
     if not path.is_file():
         return 0  # as Trainer takes it: weights alone
     state = TrainerState.load_from_json(str(path))
-    saved = _saved_attributes(state)
-    if saved.get("saved") is not None:
-        loader.load_state_dict(saved["saved"])
+    saved = (state.stateful_callbacks or {}).get(LoaderStateCallback.__name__, {})
+    attributes = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {})
+    if attributes.get("saved") is not None:
+        loader.load_state_dict(attributes["saved"])
     elif state.global_step and not loader.has_loaded_state:
         raise UsageError(
             f"the checkpoint of step {state.global_step} has no state of the loader: the run would see its "
             "first samples again; call train_loader.load_state_dict before train(), with the state that was "
             f"saved, or with train_loader.state_at({state.global_step}) if its steps were global batches"
         )
-    return int(saved.get("num_trained") or state.global_step)
-
-
-def _saved_attributes(state: Any) -> dict[str, Any]:
-    """Return what LoaderStateCallback put into a checkpoint."""
-    saved = (state.stateful_callbacks or {}).get(LoaderStateCallback.__name__, {})
-    attributes: dict[str, Any] = (saved[-1] if isinstance(saved, list) else saved).get("attributes", {})
-    return attributes
+    return int(attributes.get("num_trained") or state.global_step)
 
 
 class LoaderStateCallback(TrainerCallback, ExportableState):
-    """Puts the loader's state into trainer_state.json: that of the optimizer's steps that are done, wherever
-    inside of a step Trainer or another callback saves. After each step it sets ``epoch``, which Trainer
-    counts from 0 again after a resume inside of an epoch, and ends Trainer's epoch with the loader's."""
+    """Puts the loader's state into trainer_state.json, of the optimizer's last step.
+
+    Trainer and other callbacks may save inside of a step. After each step it sets ``epoch``, which Trainer
+    counts from 0 again after a resume inside of an epoch, and ends Trainer's epoch with the loader's.
+    """
 
     def __init__(self) -> None:
         self._steps: EpochsOfLoader | None = None

@@ -1,4 +1,4 @@
-"""What a training script sets before its first step, in one call; see docs/training_speed.md."""
+"""Sets up threads, precision and padding for training in one call (docs/training_speed.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """What was set."""
+    """The settings of ``set_up_training``."""
 
     bf16: bool
     num_threads: int  # of torch in this process
@@ -36,14 +36,17 @@ class TrainingSetup:
 def set_up_training(
     loader: TokenLoader | Any, *, bf16: bool = False, tf32: bool = True, num_threads: int | None = None
 ) -> TrainingSetup:
-    """Set what follows, for this process and those it starts, and say it once, at INFO on rank 0.
+    """Set threads, precision and padding for this process and those it starts.
 
-    ``loader``: a TokenLoader, or a tokenizer of transformers, which then pads to the right with a token of
-    its own. ``bf16``: ``autocast`` computes in bfloat16; weights stay float32. ``tf32``: float32 matrix
-    products in TF32 where there is CUDA. ``num_threads``: of torch in this process; default: OMP_NUM_THREADS,
-    unless that is torchrun's guess, else the CPUs of this process, shared among torchrun's ranks on this
-    node, less one a worker. OMP_NUM_THREADS, MKL_NUM_THREADS and TOKENIZERS_PARALLELISM are set where the
-    user has not. Raises UsageError.
+    Rank 0 logs them at INFO. Raises UsageError.
+
+    Args:
+        loader: a TokenLoader, or a tokenizer of transformers, which then pads to the right.
+        bf16: ``autocast`` computes in bfloat16; weights stay float32.
+        tf32: float32 matrix products in TF32 where there is CUDA.
+        num_threads: of torch in this process. Default: OMP_NUM_THREADS unless it is torchrun's guess, else
+            this process's share of the CPUs, less one a worker. Sets OMP_NUM_THREADS, MKL_NUM_THREADS and
+            TOKENIZERS_PARALLELISM where you have not.
     """
     if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
         raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave bf16 out, tf32 stays")
@@ -55,7 +58,14 @@ def set_up_training(
         log_pad_token(pad, tokenizer.eos_token_id)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if num_threads is None:
-        num_threads = _default_num_threads(loader.num_workers if is_loader else 0)
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        is_guess = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for several ranks
+        # torchrun's ranks see all CPUs of the node; srun's their own.
+        num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        num_workers = loader.num_workers if is_loader else 0
+        num_threads = max(len(os.sched_getaffinity(0)) // num_ranks - num_workers, 1)
+        if given.isdigit() and int(given) and not is_guess:
+            num_threads = int(given)
     if num_threads < 1:
         raise UsageError.of_value("num_threads", num_threads, "1 or more")
     torch.set_num_threads(num_threads)
@@ -65,15 +75,6 @@ def set_up_training(
     if not is_loader or loader.process_rank.rank == 0:
         precision = f"{'bfloat16' if bf16 else 'float32'}, TF32 on CUDA: {'yes' if tf32 else 'no'}"
         logger.info("set up for training: %s; attention: sdpa; %d threads", precision, num_threads)
-    options = {"attn_implementation": "sdpa"}
-    return TrainingSetup(bf16=bf16, num_threads=num_threads, pad=pad, model_options=options)
-
-
-def _default_num_threads(num_workers: int) -> int:
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    is_guess = text == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for several ranks
-    if text.isdigit() and int(text) and not is_guess:
-        return int(text)
-    # torchrun's ranks see all CPUs of the node; srun's their own.
-    num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    return max(len(os.sched_getaffinity(0)) // num_ranks - num_workers, 1)
+    return TrainingSetup(
+        bf16=bf16, num_threads=num_threads, pad=pad, model_options={"attn_implementation": "sdpa"}
+    )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -18,7 +23,7 @@ from shardprep.files import size_of_file
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code: 0, 2 wrong usage, 66 no such path, 73 if lfs fails."""
+    """Run one command and return its exit code: 0, 2 wrong usage, 66 no such path, 73 if lfs fails."""
     return PROGRAM.run(given_words(argv))
 
 

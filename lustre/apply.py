@@ -31,7 +31,7 @@ _WAY_ON = (
 
 
 def set_directory_layout(folder: Path, stripe: Layout | list[str], *, dry_run: bool = False) -> str:
-    """Make new files in ``folder``, on Lustre, get a layout; ``dry_run`` checks and sets nothing.
+    """Make new files in ``folder``, on Lustre, get a layout. ``dry_run`` checks and sets nothing.
 
     Returns a line about it. Raises LustreError, also where the layout is another one afterwards.
     """
@@ -137,7 +137,7 @@ def _kept(folder: Path) -> Iterator[None]:
 
 
 def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:
-    """Return whether ``found`` is what ``wanted`` asks for; what that leaves open is not compared.
+    """Return whether ``found`` is what ``wanted`` asks for. What that leaves open is not compared.
 
     Fewer stripes are taken, since OSTs may be fewer and sites cap the number, but 1 only where there is one
     OST. A place to start, which fills one OST with every file, is never asked for.
@@ -161,7 +161,7 @@ def is_as_asked(wanted: Layout, found: Layout, num_osts: int) -> bool:
 
 
 def stripe_line(folder: Path, stripe: str, *, is_planned: bool = False, dry_run: bool = False) -> str:
-    """Do what ``plan --stripe`` asks for the directory ``folder``; return one line to print.
+    """Do what ``plan --stripe`` asks for the directory ``folder``, and return one line to print.
 
     ``auto`` and ``none`` change nothing and never fail. Raises LustreError, UsageError.
     """

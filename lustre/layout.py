@@ -36,7 +36,7 @@ def size_text(num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Component:
-    """How the bytes of one extent of a file are spread; a plain layout is one component for all bytes."""
+    """How the bytes of one extent of a file are spread. A plain layout is one component for all bytes."""
 
     start_bytes: int = 0
     end_bytes: int | None = None  # None: to the end of the file
@@ -95,7 +95,7 @@ class Layout:
 
     @property
     def pools(self) -> set[str]:
-        """Return the pools of the components on OSTs; empty text: no pool."""
+        """Return the pools of the components on OSTs. An empty text is no pool."""
         return {part.pool for part in self.components if not part.is_on_mdt}
 
     @property
@@ -166,7 +166,7 @@ def parse_layout(output: str) -> Layout:
 
 
 def _component(values: dict[str, str], osts: list[str]) -> Component:
-    """Make a component; an empty number (a client without Lustre's parameters) is one that is not told."""
+    """Make a component. An empty number (a client without Lustre's parameters) is not told."""
     pattern, end = values.get("pattern", ""), values.get("extent.e_end", "EOF")
     return Component(
         start_bytes=int(values.get("extent.e_start", "0")),
@@ -222,7 +222,7 @@ def parse_stripe(text: str) -> Layout | list[str]:
 
 
 def _typed_options(text: str) -> list[str]:
-    """Return the words as lfs gets them; one that it would take for a path, or that clears, is refused."""
+    """Return the words as lfs gets them, and refuse one that it would take for a path, or that clears."""
     try:
         words = shlex.split(text)
         options, paths = getopt.getopt(words, _SHORT, _LONG.split())

@@ -28,7 +28,7 @@ class Mount(NamedTuple):
 
     @property
     def fs_name(self) -> str:
-        """``name`` of ``10.0.0.1@tcp:/name/folder``, which pools go by."""
+        """Return ``name`` of ``10.0.0.1@tcp:/name/folder``, which pools go by."""
         return self.source.rpartition(":/")[2].split("/")[0]
 
 
@@ -47,7 +47,7 @@ def mount_of(path: str, mounts_table: str) -> Mount | None:
 
 
 def read_mounts_table() -> str:
-    """Read the kernel's table as this process sees it; empty where there is no /proc."""
+    """Read the kernel's table as this process sees it. Without /proc it is empty."""
     try:
         return Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
@@ -55,7 +55,7 @@ def read_mounts_table() -> str:
 
 
 def file_system_of(path: Path) -> Mount | None:
-    """Return the mount that holds ``path``, symlinks resolved; the path need not exist yet."""
+    """Return the mount that holds ``path``, symlinks resolved. The path need not exist yet."""
     return mount_of(os.path.realpath(path), read_mounts_table())
 
 
@@ -69,7 +69,7 @@ def lustre_mount(path: Path) -> Mount:
 
 
 def why_not_usable(path: Path) -> str | None:
-    """Say why ``lfs`` can do nothing for ``path``; None where it can."""
+    """Say why ``lfs`` can do nothing for ``path``, or return None."""
     try:
         lustre_mount(path)
     except LustreError as error:
@@ -108,7 +108,7 @@ class LfsResult(NamedTuple):
 
 
 def run_lfs(command: str, *arguments: Path | str) -> LfsResult:
-    """Run ``lfs``; a Path becomes absolute and without links, of which lfs would say they have no layout.
+    """Run ``lfs``. A Path becomes absolute and without links, of which lfs would say they have no layout.
 
     Raises LustreError where it cannot be started, or gives no answer in time.
     """

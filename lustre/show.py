@@ -23,7 +23,7 @@ _SHARD = re.compile(r"shard-\d{5}\.tar")
 
 
 def report(path: Path) -> list[str]:
-    """Return the lines about ``path``; changes nothing. Raises LustreError."""
+    """Return the lines about ``path``, and change nothing. Raises LustreError."""
     mount = file_system_of(path)
     lines = [f"{path}: {mount.fs_type} at {mount.mount_point} ({mount.source})"] if mount else []
     if reason := why_not_usable(path):
@@ -44,7 +44,7 @@ def report(path: Path) -> list[str]:
 
 
 def _shard_lines(folder: Path) -> list[str]:
-    """Ask lfs where finished tars of a folder (not below it) lie; warn where one OST has most of them."""
+    """Ask lfs where finished tars of a folder (not below it) lie, and warn if one OST has most of them."""
     names = [name for name in names_in(folder) if _SHARD.fullmatch(name)] if is_folder(folder) else []
     if not names:
         return []

@@ -119,7 +119,7 @@ def read_targets(path: Path) -> Targets:
 
 
 def count_osts(path: Path, pool: str = "") -> int:
-    """Count the OSTs of the file system, or of a pool; or UNKNOWN.
+    """Return the number of OSTs of the file system or of a pool, or UNKNOWN.
 
     Raises LustreError for a pool that is not there or has no OST: lfs may take it, and the first write fails.
     """

@@ -20,13 +20,7 @@ from preprocess.read.documents import find_names
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
-from shardprep.files import (
-    PublishedFolder,
-    make_folder,
-    publish_link,
-    read_regular,
-    sync_folder,
-)
+from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
 from shardprep.format.documents import (
     DIGEST,
     BlankedDocuments,
@@ -34,6 +28,7 @@ from shardprep.format.documents import (
     kept_ids,
     keys_of_ids,
     lines_of,
+    named_places,
     publish_blanked,
     read_blanked,
     read_names,
@@ -104,18 +99,10 @@ def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
     for number in shard_ids:
         before, now = read_manifest(folder, number).counts, read_manifest(new, number).counts
         if before != now:
-            names = [
-                item.name
-                for item in dataclasses.fields(now)
-                if getattr(before, item.name) != getattr(now, item.name)
-            ]
-            raise Refused(
-                f"shard {number:05d}, made again in {new}, differs from that of {folder} in "
-                f"{', '.join(names)}: its input or a library changed since it was planned; bring both back, "
-                "remove the new folder, and run this again",
-                path=new,
-                found=", ".join(names),
-            )
+            names = [name for name, value in vars(now).items() if getattr(before, name) != value]
+            found = f"shard {number:05d}, made again, with other {', '.join(names)} than in {folder}"
+            expected = "the same: bring back input and libraries, remove this folder, and run this again"
+            raise Refused(path=new, found=found, expected=expected)
 
 
 def _named_places(
@@ -126,29 +113,30 @@ def _named_places(
     found: npt.NDArray[np.bool_],
     transform: Transform | None,
 ) -> Places:
-    """Return where the named documents of a shard begin, ascending; note in ``found`` which these are.
+    """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
-    Texts are looked for in digests/, and where it has one that is named, or is not kept, in the input.
+    Texts are looked for in digests/, and where it has one that is named, or is not kept, in the input. So are
+    places that may be of this shard.
     """
+    shard = plan.shard(shard_id)
     parts = [np.empty((0, 2), np.int64)]
-    if names.has_ids:
+    if "id" in names.kinds:
         kept = list(kept_ids(folder, shard_id))
         places = np.array([place for *place, _ in kept], np.int64).reshape(-1, 2)
         of = names.find(keys_of_ids(name for *_, name in kept))
         parts.append(places[of >= 0])
         found[of[of >= 0]] = True
-    has_text = names.has_texts
-    if has_text and plan.options.digests:
+    is_named = "text" in names.kinds
+    if is_named and plan.options.digests:
         stamp = read_manifest(folder, shard_id).digests
         raw = read_regular(digests_path(folder, shard_id), max_bytes=stamp.num_bytes) if stamp else b""
-        has_text = bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
-    if has_text:
-        shard = plan.shard(shard_id)
+        is_named = bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
+    if is_named or any(named_places(names, shard.ranges)):
         digest = None if shard.sha256 is None else hashlib.sha256()
         for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
-            of = find_names(documents, names)
+            of = find_names(documents, names, plan.inputs[documents.input_number].path)
             found[of[of >= 0]] = True
-            offsets = documents.offsets[of >= 0]
+            offsets = documents.offsets[(of >= 0).any(axis=0)]
             parts.append(np.stack([np.full_like(offsets, documents.input_number), offsets], axis=1))
     return np.unique(np.concatenate(parts), axis=0)
 
@@ -171,18 +159,15 @@ def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> Blanked
 
 
 def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedDocuments]) -> None:
-    """Write what the shards are made by, the plan last; or check that an earlier attempt wrote the same."""
-    if (found := read_plan(new)) is not None:
-        is_ours = (found.plan_id, found.options) == (planned.plan_id, planned.options)
+    """Write what the shards are made by, the plan last, or check that an earlier attempt wrote the same."""
+    if (begun := read_plan(new)) is not None:
+        is_ours = (begun.plan_id, begun.options) == (planned.plan_id, planned.options)
         if not is_ours or any(
-            read_blanked(new, found.plan_id, number) != each for number, each in documents.items()
+            read_blanked(new, begun.plan_id, number) != each for number, each in documents.items()
         ):
-            raise Refused(
-                f"{new} holds a data set that was not begun by blanking these documents of {folder}; choose "
-                "a new folder: blanking goes on only with the list that it began with",
-                path=new,
-                expected="a new folder",
-            )
+            found = f"a data set that was not begun by blanking these documents of {folder}"
+            expected = "a new folder, as blanking goes on only with the list that it began with"
+            raise Refused(path=new, found=found, expected=expected)
         return
     make_folder(new, parents=True)
     for each in documents.values():
@@ -198,7 +183,7 @@ def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedD
 
 
 def _take_over_shard(folder: Path, new: Path, shard_id: int) -> None:
-    """Give the files of a shard a second name; the manifest last."""
+    """Give the files of a shard a second name, the manifest last."""
     for path, _ in shard_files(folder, read_manifest(folder, shard_id)):
         target = new / path.relative_to(folder)
         target.parent.mkdir(exist_ok=True)

@@ -6,9 +6,17 @@ a ``PROGRAM`` whose commands these are; importing it imports nothing large (no n
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from shardprep import __version__
 from shardprep.command_line import Command, Program, given_words, unknown_command
@@ -26,6 +34,8 @@ COMMANDS = {
     "peek": "preprocess",
     "export": "preprocess",
     "blank": "preprocess",
+    "overlap": "preprocess.overlap",
+    "duplicates": "preprocess.overlap",
     "clean": "preprocess",
     "train_tokenizer": "preprocess",
     "submit": "slurm",
@@ -39,21 +49,10 @@ COMMANDS = {
     "lustre": "lustre",  # with commands of its own: show, apply
     "completion": "shardprep",
 }
-PROGRAM = Program(
-    name="shardprep",
-    description="Completion of commands and flags.",
-    commands={
-        "completion": Command(
-            "print a script with which a shell completes commands and flags; needs shtab",
-            "shardprep.completion:add_flags",
-            "shardprep.completion:completion",
-        )
-    },
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Without a command, ``--shard_id N`` makes a shard."""
+    """Run one command and return its exit code. Without a command, ``--shard_id N`` makes a shard."""
     words = given_words(argv)
     guard_streams()
     try:
@@ -87,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _program(package: str) -> Program:
-    check_not_hidden(package)
+    check_not_hidden(package.partition(".")[0])
     program: Program = importlib.import_module(f"{package}.__main__").PROGRAM
     return program
 
@@ -102,6 +101,47 @@ def _help() -> list[str]:
         lines.append(f"  {command:<17}{summary}")
     return [*lines, "", "shardprep COMMAND --help shows its flags; --version the version."]
 
+
+def _completion_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help="bash, zsh or tcsh")
+
+
+def _completion(args: argparse.Namespace) -> int:
+    """Print what shtab makes of the parsers of all commands."""
+    import shtab
+
+    def add(commands: Any, word: str, program: Program) -> None:
+        flags = program.parser_of(word, name=program.name)
+        for action in flags._actions:  # noqa: SLF001  argparse has no other list
+            if action.type is Path:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]  # for shtab
+        commands.add_parser(word, help=program.commands[word].summary, parents=[flags], add_help=False)
+
+    parser = argparse.ArgumentParser(prog="shardprep")
+    commands = parser.add_subparsers()
+    for word, package in COMMANDS.items():
+        program = _program(package)
+        if package == word:  # it has commands of its own
+            below = commands.add_parser(word, help=program.description).add_subparsers()
+            for each in program.commands:
+                add(below, each, program)
+        else:
+            add(commands, word, program)
+    print_lines(*shtab.complete(parser, args.shell).split("\n"))
+    return 0
+
+
+PROGRAM = Program(
+    name="shardprep",
+    description="Completion of commands and flags.",
+    commands={
+        "completion": Command(
+            "print a script with which a shell completes commands and flags; needs shtab",
+            _completion_flags,
+            _completion,
+        )
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(main())

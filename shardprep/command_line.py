@@ -79,7 +79,7 @@ class Program:
     hints: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, words: Sequence[str], *, name: str | None = None) -> int:
-        """Run the command that ``words`` name; returns its exit code. ``name``: how it was called."""
+        """Run the command that ``words`` name and return its exit code. ``name``: how it was called."""
         guard_streams()
         try:
             check_names_are_utf8()
@@ -97,13 +97,19 @@ class Program:
                 raise
             say(f"error: {message}")
             return UsageError.exit_code
-        except (OSError, MemoryError) as error:
-            what = f"out of memory ({error or 'no more is given'}); nothing that is done was lost"
-            say(f"error: {_unforeseen(error) if isinstance(error, OSError) else what}")
+        except MemoryError as error:
+            say(f"error: out of memory ({error or 'no more is given'}); nothing that is done was lost")
+            return ReadWriteError.exit_code
+        except OSError as error:  # that no stage has words for
+            path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
+            todo = "nothing that is done was lost: mend the cause, and run this again"
+            say(f"error: {path}{error.strerror or error}, at {where}; {todo}")
             return ReadWriteError.exit_code
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
-        """Parse the words; ``command`` is a key of ``commands``.
+        """Parse the words. ``command`` of the result is a key of ``commands``.
 
         Raises UsageError for an unknown command or a NUL, SystemExit with 2 for flags that cannot be parsed.
         """
@@ -135,10 +141,6 @@ class Program:
             own.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
         return args
 
-    def help_of(self, word: str, *, name: str) -> str:
-        """Return the help of one command, as ``name WORD --help`` prints it."""
-        return self.parser_of(word, name=name).format_help()
-
     def parser_of(self, word: str, *, name: str) -> argparse.ArgumentParser:
         """Return the parser of one command, with all its flags."""
         return self._parser([word], name)[1][word]
@@ -162,7 +164,10 @@ class Program:
         parser = _Parser(prog=name, description=self.description, epilog=self.epilog)
         parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
         own: dict[str, _Parser] = {}
+        # Of a command that is called the others need no parser: each costs a task 12 looks for translations.
         for word, command in self.commands.items():
+            if called and word not in called and called[0] in self.commands:
+                continue
             shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
             prog = name if command.is_nameless and name == self.name else f"{name} {word}"
             own[word] = parsers.add_parser(word, prog=prog, **shown)
@@ -194,7 +199,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n{self.format_usage()}all flags: {self.prog} --help\n")
 
     def settle(self) -> None:
-        """Tell each flag's default in its help; name in the usage what must be given, and no other flag."""
+        """Tell each flag's default in its help. Name in the usage what must be given, and no other flag."""
         words = ["%(prog)s"]
         for action in self._actions:
             name = str(action.metavar or action.dest.upper())
@@ -208,16 +213,6 @@ class _Parser(argparse.ArgumentParser):
             if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
                 action.help = f"{action.help} (default: {_shown(action.default)})"
         self.usage = " ".join([*words, "[flags]"])
-
-
-def _unforeseen(error: OSError) -> str:
-    """Return the words for an error of the system that no stage has words for, and where it came from."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return (
-        f"{path}{error.strerror or error}, at {Path(frame.filename).name}:{frame.lineno}; nothing that is "
-        "done was lost: mend the cause, and run this again"
-    )
 
 
 _EXTRAS = {
@@ -234,7 +229,7 @@ def needs(what: str, library: str) -> str:
 
 
 def missing_library(error: ModuleNotFoundError, what: str) -> str | None:
-    """Return what to say where ``what`` needs a library that is not there; None for a fault of ours."""
+    """Return what to say where ``what`` needs a library that is not there, or None for a fault of ours."""
     missing = str(error.name).partition(".")[0]
     if importlib.util.find_spec(missing) is not None:  # a module of it is missing
         return None
@@ -260,7 +255,7 @@ def unknown_command(word: str, commands: Sequence[str]) -> str:
 
 
 def option(default: Any, help: str = "", **facts: Any) -> Any:  # noqa: A002 - argparse's word
-    """Declare an option as a field of a frozen dataclass; one without ``help`` is no flag.
+    """Declare an option as a field of a frozen dataclass. One without ``help`` is no flag.
 
     Facts of a flag are ``group``, the title that it is listed under, and ``shown``, the default in words.
     """

@@ -68,7 +68,7 @@ class Progress:
             _bars.append(self._bar)
 
     def add(self, num_done: int, counts: Mapping[str, int] | None = None) -> None:
-        """Count more as done; less than none where something must be done again.
+        """Count more as done, or less than none where something must be done again.
 
         ``counts``: other things that were done with it, by their plural, whose speeds are told, too.
         """
@@ -83,32 +83,27 @@ class Progress:
                 self._bar.close()
         elif now - self._spoke >= LOG_EVERY_S:
             self._spoke = now
-            elapsed_s = now - self._began
-            say(progress_line(self._label, self._done, self._total, self._unit, elapsed_s, self._counts))
+            say(self._line(now - self._began))
+
+    def _line(self, elapsed_s: float) -> str:
+        """Return how far it is, how fast, also in what else is counted, and how long it will still take."""
+        rate, unit = self._done / elapsed_s, self._unit
+        of, speed = counted(self._total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
+        if unit == "bytes":
+            of, speed = short_bytes(self._total), f"{short_bytes(rate)}/s"
+        for name, number in self._counts.items():
+            speed += f", {short_number(number / elapsed_s)} {name}/s"
+        left = f", {short_time((self._total - self._done) / rate)} left" if rate > 0 else ""
+        return f"{self._label}: {self._done / max(1, self._total):.0%} of {of}, {speed}{left}"
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the work began."""
+        """Return the seconds since the work began."""
         return time.monotonic() - self._began
 
 
-def progress_line(
-    label: str, num_done: int, total: int, unit: str, elapsed_s: float, counts: Mapping[str, int] = {}
-) -> str:
-    """Return how far it is, how fast, also in what else is counted, and how long it will still take."""
-    elapsed_s = max(elapsed_s, 1e-9)
-    rate = num_done / elapsed_s
-    of, speed = counted(total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
-    if unit == "bytes":
-        of, speed = short_bytes(total), f"{short_bytes(rate)}/s"
-    for name, number in counts.items():
-        speed += f", {short_number(number / elapsed_s)} {name}/s"
-    left = f", {short_time((total - num_done) / rate)} left" if rate > 0 else ""
-    return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}{left}"
-
-
 def short_number(value: float) -> str:
-    """Return ``12.3 M`` for 12345678: three digits and a decimal prefix; 512 stays as it is."""
+    """Return ``12.3 M`` for 12345678: three digits and a decimal prefix. 512 stays as it is."""
     return " ".join(filter(None, _scaled(value)))
 
 
@@ -145,7 +140,7 @@ _MOST_NAMED = 12  # sources that have a line of their own
 
 
 def source_lines(sources: Mapping[str, Mapping[str, int]], *, all_in: str) -> list[str]:
-    """Return a line per source, those of most tokens first; none where there is one source alone.
+    """Return a line per source, those of most tokens first, or none where there is one source alone.
 
     ``sources``: the fields of a manifest's SourceCounts, by name. ``all_in`` has those that get no line.
     """
@@ -206,7 +201,7 @@ def print_lines(*lines: str) -> None:
 
 
 def draw(codes: str) -> None:
-    """Send a terminal the codes that draw a screen; its lines are ``printable`` already."""
+    """Send a terminal the codes that draw a screen. Its lines are ``printable`` already."""
     io.TextIOWrapper.write(sys.stdout, codes)  # type: ignore[arg-type]  # past what _Guarded escapes
     sys.stdout.flush()
 
@@ -225,7 +220,7 @@ def guard_streams() -> None:
 
 
 def output_is_read() -> bool:
-    """Return whether standard output has a reader; for a command that would go on printing."""
+    """Return whether standard output has a reader. For a command that would go on printing."""
     poll = select.poll()
     poll.register(1, 0)  # errors are told unasked
     return not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
@@ -253,7 +248,7 @@ class _Guarded(io.TextIOWrapper):
 
 
 def _guarded(stream: TextIO | None, dropped: type[OSError]) -> TextIO:
-    """Return a stream anew over its descriptor; the null device for one that was closed before the start."""
+    """Return a stream anew over its descriptor, the null device for one that was closed before the start."""
     if stream is None:
         return open(os.devnull, "w")  # noqa: PTH123 - a TextIO, which lives as long as the process
     raw = _Outlasting(stream.fileno(), dropped)

@@ -63,7 +63,7 @@ class ShardprepError(Exception):
         return f"{message}; run: {self.remedy}"
 
     def advise(self, advice: str) -> None:
-        """Add to the message what to do; the fields stay."""
+        """Add to the message what to do. The fields stay."""
         self.args = (f"{self}; {advice}",)
 
 

@@ -20,10 +20,8 @@ import logging
 import mmap
 import os
 import re
-import secrets
 import shlex
 import shutil
-import socket
 import stat
 import sys
 import time
@@ -101,7 +99,7 @@ def _read_error(path: Path | str, error: OSError) -> ReadWriteError:
 
 
 def with_retries(what: str, attempt: Callable[[], T]) -> T:
-    """Return ``attempt()``, made again after each error that may go away; ``what`` failed, for messages.
+    """Return ``attempt()``, made again after each error that may go away. ``what`` failed, for messages.
 
     Raises ReadWriteError, or what ``attempt`` raises for another reason.
     """
@@ -130,7 +128,7 @@ def wait_to_retry(what: str, error: Exception, delay_s: float | None) -> None:
 
 
 def open_regular(path: Path | str) -> int:
-    """Return a handle for reading; links are followed. Close it with ``close_read``.
+    """Return a handle for reading. Links are followed. Close it with ``close_read``.
 
     Raises BrokenShard for what is no regular file, without waiting for it; OSError otherwise.
     """
@@ -209,12 +207,12 @@ class ReadFile:
         return mmap.mmap(self._handle, 0, prot=mmap.PROT_READ)
 
     def read_beginning(self, offset: int, num_bytes: int) -> bytes:
-        """Return the first of some bytes, or all; none at the file's end. Raises OSError."""
+        """Return the first of some bytes, or all, and none at the file's end. Raises OSError."""
         # No more than there is: pread takes the memory before it reads.
         return os.pread(self._handle, min(num_bytes, max(self.status().st_size - offset, 0)), offset)
 
     def read_some(self, target: memoryview, offset: int) -> int:
-        """Read into ``target`` from a byte on; return how many bytes, as reads may be short."""
+        """Read into ``target`` from a byte on, and return how many bytes, as reads may be short."""
         try:
             count = os.preadv(self._handle, [target], offset)
         except OSError as error:
@@ -280,7 +278,7 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
 
 
 def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_result]:
-    """Do as ``read_regular``; also return what the file system says of the very file that was read."""
+    """Read as ``read_regular`` does. Also return what the file system says of the very file that was read."""
     try:  # not errors_named: of 10,000 manifests it would take a tenth of the time
         with ReadFile(path) as file:
             if file.num_bytes > max_bytes:
@@ -298,7 +296,7 @@ def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_resu
 
 
 def read_beginning(path: Path, num_bytes: int) -> bytes:
-    """Return a file's first bytes; none where it is not there. Raises BrokenShard or ReadWriteError."""
+    """Return a file's first bytes, none where it is not there. Raises BrokenShard or ReadWriteError."""
     try:
         with errors_named(path), ReadFile(path) as file:
             return file.read_beginning(0, num_bytes)
@@ -346,12 +344,12 @@ def _status_of(path: Path) -> os.stat_result | None:
 
 
 def is_link(path: Path) -> bool:
-    """Return whether a link has this name; False where that cannot be known, as a read there fails, too."""
+    """Return whether a link has this name. False where that cannot be known, as a read there fails, too."""
     return os.path.islink(path)  # noqa: PTH114 - Path's may raise OSError
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder, sorted; none where there is no such folder. Raises ReadWriteError."""
+    """Return the names in a folder, sorted, none where there is no such folder. Raises ReadWriteError."""
     try:
         with errors_named(folder):
             return sorted(os.listdir(folder))  # noqa: PTH208 - 10^5 Paths take 1 s
@@ -376,7 +374,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 def make_subfolder(folder: Path, name: str) -> Path:
-    """Make a folder inside of a data set unless it is there; return its path.
+    """Make a folder inside of a data set unless it is there, and return its path.
 
     Raises CannotWrite, also for a link in its place, or in that of a folder above it: what would be written
     there could take the place of another folder's files.
@@ -385,11 +383,8 @@ def make_subfolder(folder: Path, name: str) -> Path:
     for part in name.split("/"):
         path /= part
         if is_link(path):
-            raise CannotWrite(
-                f"{path} is a link to {os.readlink(path)!r}, and files of the same names in there would be "  # noqa: PTH115
-                "replaced; put a folder in its place",
-                path=path,
-            )
+            found = f"a link to {os.readlink(path)!r}, where files of the same names would be replaced"  # noqa: PTH115
+            raise CannotWrite(path=path, found=found, expected="a folder in its place")
         make_folder(path)
     return path
 
@@ -443,12 +438,12 @@ class PublishedFile:
         self.discard()
 
     def __del__(self) -> None:
-        """Clean up if a signal arrives before anybody holds the object; not in a fork, which has a copy."""
+        """Clean up if a signal arrives before anybody holds the object, though not in a fork, a copy."""
         if getattr(self, "_is_there", False) and self._owner == os.getpid():
             self.discard()
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes; they reach the file in pieces of WRITE_BYTES."""
+        """Append bytes. They reach the file in pieces of WRITE_BYTES."""
         view = memoryview(data).cast("B")
         self.num_bytes += len(view)
         self._digest.update(view)
@@ -473,7 +468,7 @@ class PublishedFile:
                         raise
 
     def _leave_direct(self) -> bool:
-        """Go on through the page cache; return whether the file was written past it until now."""
+        """Go on through the page cache. Return whether the file was written past it until now."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         return bool(flags & os.O_DIRECT)
@@ -492,7 +487,7 @@ class PublishedFile:
             ) from None
 
     def sync(self) -> FileStamp:
-        """Write out and fsync; the name is not yet given."""
+        """Write out and fsync. The name is not yet given."""
         try:
             with self._errors("synced"):
                 self._leave_direct()  # the last piece is not of a whole number of blocks
@@ -510,7 +505,7 @@ class PublishedFile:
         self._is_there = False
 
     def publish_first(self) -> bool:
-        """Give the synced file its name unless that is taken; return whether it was free."""
+        """Give the synced file its name unless that is taken. Return whether it was free."""
         try:
             with self._errors("linked"), contextlib.suppress(FileExistsError):
                 os.link(self.temporary, self.path)
@@ -530,7 +525,7 @@ class PublishedFile:
 
 
 def publish_bytes(path: Path, content: bytes) -> None:
-    """Make ``path`` hold ``content`` by one rename; synced, with its folder. Raises as PublishedFile does."""
+    """Make ``path`` hold ``content`` by one rename, synced, with its folder. Raises as PublishedFile does."""
     with PublishedFile(path) as file:
         file.write(content)
         file.sync()
@@ -539,7 +534,7 @@ def publish_bytes(path: Path, content: bytes) -> None:
 
 
 def publish_link(path: Path, source: Path) -> None:
-    """Make ``path`` another name of the file ``source``, or where that cannot be a copy; by one rename.
+    """Make ``path`` another name of the file ``source``, or where that cannot be a copy, by one rename.
 
     The folder is not synced. Raises as PublishedFile does; OSError where ``source`` cannot be read.
     """
@@ -580,7 +575,7 @@ class PublishedFolder:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def publish_first(self) -> bool:
-        """Sync, and give the folder its name unless a file or a full folder has it; whether it was free."""
+        """Sync, and give the folder its name unless a file or full folder has it. Return if it was free."""
         for folder, _, names in os.walk(self.temporary, topdown=False):
             for name in (*names, ""):
                 sync_folder(Path(folder, name))
@@ -604,7 +599,7 @@ class PublishedFolder:
 
 
 def _temporary_name(path: Path) -> Path:
-    attempt = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    attempt = f"{os.uname().nodename}-{os.getpid()}-{os.urandom(4).hex()}"
     return path.with_name(f".{path.name}.{attempt}.tmp")
 
 
@@ -613,7 +608,7 @@ def _not_creatable(path: Path, error: OSError) -> CannotWrite:
 
 
 def sync_folder(path: Path) -> None:
-    """Fsync a folder, so that its renames outlast a crash; or a file. Raises ReadWriteError."""
+    """Fsync a folder, so that its renames outlast a crash, or a file. Raises ReadWriteError."""
     try:
         fd = os.open(path, os.O_RDONLY)
         try:

@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def raise_on_stop_signals() -> None:
-    """Make the first of STOP_SIGNALS raise Stopped in the main thread; later ones are ignored.
+    """Make the first of STOP_SIGNALS raise Stopped in the main thread. Later ones are ignored.
 
     Slurm sends TERM at a time limit, a preemption and scancel, and KILL some seconds later; an
     unhandled TERM would end Python without any ``finally``.
@@ -43,7 +43,7 @@ def raise_on_stop_signals() -> None:
 def stop_signals_wait(
     numbers: Iterable[signal.Signals] = STOP_SIGNALS, *, spawns: bool = False
 ) -> Iterator[None]:
-    """Within, these signals wait; a process that is started here begins with them waiting.
+    """Let these signals wait, within ``with``. A process that is started here begins with them waiting.
 
     One that came while the child still imports would end it with a traceback, or as if it had been killed.
     ``spawns``: multiprocessing starts it, by another method than fork.

@@ -1,4 +1,4 @@
-"""Slurm jobs: ``prep_array.sh`` makes shards as a job array; ``python -m slurm`` submits and mends.
+"""Slurm jobs: ``prep_array.sh`` makes shards as a job array, ``python -m slurm`` submits and mends.
 
 Nothing else of this project imports it.
 """

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # Ctrl-C while Python still imports waits until the command can stop cleanly
+    import signal
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
 import argparse
 import os
 import sys
@@ -13,7 +18,7 @@ from shardprep.format.submissions import FLAG_GROUPS, JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors are a line on standard error, never a traceback."""
+    """Run one command and return its exit code. Errors are a line on standard error, never a traceback."""
     return PROGRAM.run(given_words(argv))
 
 
@@ -73,12 +78,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 # Modules are named, not imported: what a command needs is loaded when it is called.
 _COMMANDS = (
     ("submit", "submit the missing shards, and a verify job after them", _add_submit, "send"),
-    (
-        "retry",
-        "submit failed shards again, with more memory or time if they ran out of it",
-        _add_retry,
-        "retry",
-    ),
+    ("retry", "submit failed shards again, with more memory or time if it was short", _add_retry, "retry"),
     ("status", "show the state of every shard, and why shards failed", _add_status, "status"),
     ("report", "write a page of the data set: what it holds, how to make it again", _add_report, "report"),
     ("cancel", "cancel every job of this data set that waits or runs", _add_cancel, "cancel"),

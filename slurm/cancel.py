@@ -15,7 +15,7 @@ from slurm.state import DatasetState, chosen_shards, find_state
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """``cancel DATA``: every job of this data set that waits or runs. Shards that are done stay done."""
+    """Cancel every job of a data set that waits or runs: ``cancel DATA``. Shards that are done stay done."""
     state = find_state(args.output_dir, need_plan(args.output_dir))
     queue = state.queue
     if args.shards is None:
@@ -27,21 +27,25 @@ def cancel(args: argparse.Namespace) -> int:
         # Said before scancel ends this process, too, and with it whatever it would still print.
         job_id = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID", "")
         task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
-        if own := next((each for each in (job_id, task) if each in jobs), None):
-            say(f"warning: this runs in job {own}, which is one of {', '.join(jobs)}, and ends with it")
+        if here := next((each for each in (job_id, task) if each in jobs), None):
+            say(f"warning: this runs in job {here}, which is one of {', '.join(jobs)}, and ends with it")
+        named = {} if args.shards is None else {"shards": args.shards}
         try:
             slurm_output("scancel", *jobs)
         except SlurmRefused as error:
             if "denied" not in str(error):
                 raise
-            job_ids = {each.partition("_")[0] for each in jobs}
-            users = {job.user for job in queue.jobs.values() if job.job_id in job_ids}
-            whose = ", ".join(sorted(users - {user_name()})) or "another user"
+            # scancel has ended this user's jobs all the same. Controllers and unrecorded jobs are theirs.
+            user_of = {job.job_id: job.user for job in queue.jobs.values()}
+            owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
+            own = [each for each in jobs if owners[each] == user_name()]
+            if own:
+                append_event(args.output_dir, "cancel", jobs=own, **named)
+            whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
             raise SlurmRefused(
                 f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
-                f"them; {error}"
+                f"them; cancelled: {', '.join(own) or 'none'}; {error}"
             ) from None
-        named = {} if args.shards is None else {"shards": args.shards}
         append_event(args.output_dir, "cancel", jobs=jobs, **named)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)

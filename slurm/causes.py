@@ -113,7 +113,7 @@ def cause_of_record(record: AttemptRecord, shard_id: int) -> str:
 
 
 def cause_of_job(job: Job) -> str | None:
-    """Return why a task without a record ended; None where it was cancelled, or Slurm does not say."""
+    """Return why a task without a record ended, or None if it was cancelled or Slurm does not say."""
     if job.exit_code == LOG_NOT_OPENED:
         return NO_LOG
     if job.state in ("FAILED", "COMPLETED"):
@@ -143,7 +143,7 @@ def is_unexplained(record: AttemptRecord) -> bool:
 
 
 def cause_in_log(record: AttemptRecord, num_later: int) -> str:
-    """Return what the log says that Slurm did to an attempt, or ""; ``num_later`` starts came behind it.
+    """Return what Slurm did to an attempt by its log, or "". ``num_later``: how many starts came after it.
 
     A log goes on when Slurm starts a task again, or prep_array.sh moves it away.
     """
@@ -154,7 +154,7 @@ def cause_in_log(record: AttemptRecord, num_later: int) -> str:
 
 
 def log_tail(path: Path, num_later: int = 0) -> str:
-    """Return what the last attempt of a log wrote, or one with ``num_later`` behind it; "" without a log."""
+    """Return what an attempt wrote to a log, or "". ``num_later``: how many starts came after it."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
@@ -165,7 +165,7 @@ def log_tail(path: Path, num_later: int = 0) -> str:
 
 
 def last_lines(log: str, number: int = 3) -> list[str]:
-    """Return the last lines of a log that say something to a person; srun's only where srun itself failed."""
+    """Return the last lines of a log that tell a person something. Those of srun count only if it failed."""
     lines = [line.rpartition("\r")[2].rstrip() for line in log.split("\n")]
     lines = [line for line in lines if not _NOISE.match(line)]
     others = [line for line in lines if not line.startswith(("srun: ", "slurmstepd"))]

@@ -43,7 +43,7 @@ _DELAYS_S = (5, 10, 20, 40, *[60] * 56)  # about an hour
 
 
 class SlurmRefused(UsageError):
-    """Slurm will not run this as it was asked for; its own words are in the message."""
+    """Slurm will not run this as it was asked for. Its own words are in the message."""
 
 
 class SlurmAway(ReadWriteError):
@@ -75,7 +75,7 @@ def slurm_answer(parse: Callable[[str], T], *command: str) -> T:
 
 
 def slurm_output(*command: str, text: str | None = None) -> str:
-    """Return standard output of a Slurm command; ``text`` is its input.
+    """Return the standard output of a Slurm command whose input is ``text``.
 
     Raises SlurmRefused with Slurm's words, SlurmMissing where it is not installed, SlurmAway where the
     controller does not answer.
@@ -127,7 +127,7 @@ def _run(command: tuple[str, ...], text: str | None) -> subprocess.CompletedProc
 
 
 def seconds_of(text: str) -> int | None:
-    """Return the seconds of a time of Slurm's: ``60`` (minutes), ``2:03`` or ``1-02:03:04``; else None."""
+    """Return the seconds of a time of Slurm's (``60`` minutes, ``2:03``, ``1-02:03:04``), or None."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?(?:\.\d+)?", text)
     if not match:
         return None
@@ -138,13 +138,13 @@ def seconds_of(text: str) -> int | None:
 
 
 def minutes_of(text: str) -> int | None:
-    """Return the minutes of a time of Slurm's, rounded up as Slurm does; None for UNLIMITED."""
+    """Return the minutes of a time of Slurm's, rounded up as Slurm does, or None for UNLIMITED."""
     seconds = seconds_of(text)
     return None if seconds is None else math.ceil(seconds / 60)
 
 
 def megabytes_of(text: str) -> float | None:
-    """Return the MB of a size of Slurm's, such as ``300`` or ``1.50G``; None for UNLIMITED."""
+    """Return the MB of a size of Slurm's, such as ``300`` or ``1.50G``, or None for UNLIMITED."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGTP]?)B?", text, re.IGNORECASE)
     return float(match[1]) * 1024.0 ** "KMGTP".index(match[2].upper() or "M") / 1024 if match else None
 

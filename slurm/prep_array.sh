@@ -66,17 +66,19 @@ begin_record() {
   plan=$(head -c 400 "$root/plan.json" | sed -n 's/.*"plan_id": *"\([0-9a-f]*\)".*/\1/p') || true
   [[ -n $plan ]] || return 0
   [[ ! -f /proc/$$/fd/1 ]] || log=$(readlink "/proc/$$/fd/1")
-  folder=$(realpath -s -- "$root")/jobs/attempts
-  record=$folder/$task.r${SLURM_RESTART_COUNT:-0}
+  [[ $root = /* ]] || root=$PWD/$root
+  folder=$root/jobs/attempts record=$root/jobs/attempts/$task.r${SLURM_RESTART_COUNT:-0}
   # A link in a data set of somebody else may lead to a file of this user's.
-  [[ ! -L ${folder%/*} && ! -L $folder && ! -L $record ]] && { [[ -d $folder ]] || mkdir -p "$folder"; } &&
-    { echo begin
-      env | grep -E '^SLURM(D_NODENAME|_(ARRAY_|RESTART_|JOB_|CPUS_PER_|MEM_PER_)[A-Z_]*)='
-      printf '%s\n' "plan_id=$plan" "shards=${shards-${SLURM_ARRAY_TASK_ID:-}}" \
-        "identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}" "time=$(date +%s)" \
-        "log=${log//$'\n'/?}"
-    } >>"$record" || record=""
+  [[ ! -L $root/jobs && ! -L $folder && ! -L $record ]] &&
+    { print_begin >>"$record" || { mkdir -p "$folder" && print_begin >>"$record"; }; } || record=""
 } 2>/dev/null
+print_begin() {
+  echo begin
+  env | grep -E '^SLURM(D_NODENAME|_(ARRAY_|RESTART_|JOB_|CPUS_PER_|MEM_PER_)[A-Z_]*)='
+  printf '%s\n' "plan_id=$plan" "shards=${shards-${SLURM_ARRAY_TASK_ID:-}}" \
+    "identity=${shardprep_identity:-$(stat -Lc %i "$root").$(stat -fLc %i "$root")}" "time=$(date +%s)" \
+    "log=${log//$'\n'/?}"
+}
 # shellcheck disable=SC2317  # the trap calls it
 end_record() {
   local code=$1

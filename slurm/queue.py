@@ -37,7 +37,7 @@ PLAIN = -1  # number of no submission: index N makes shard N
 _CLOCKS_DIFFER_S = 600
 
 # Slurm's reason -> what it means, and what only a person can do: let it go on (release), send it anew, as it
-# never runs as it is (cancel), resume it, or ask an administrator (ask). The first that fits counts.
+# never runs as it is (cancel), or ask an administrator (ask). The first that fits counts.
 _LESS = "cancel, and ask for less"
 _REASONS = (
     ("Resources", "the next free nodes are for it", ""),
@@ -46,7 +46,7 @@ _REASONS = (
     ("JobHeldAdmin", "held by an administrator; ask them", "ask"),
     ("launch failed requeued held", "held, as its node could not start it (a prolog failed?)", "release"),
     ("JobHeld|job requeued in held|JobHoldMax|ReservationDel", "held until it is released", "release"),
-    ("suspended", "it was stopped for now", "resume"),
+    ("suspended", "an administrator stopped it, or Slurm did for other jobs; ask if it lasts", "ask"),
     ("BeginTime", "its start time has not come; one that was started again waits a little", ""),
     ("DependencyNever", "the job that it waits for failed: cancel, and submit anew", "cancel"),
     ("Dependency", "it waits for another job", ""),
@@ -65,13 +65,13 @@ _REASONS = (
 
 
 def meaning_of(reason: str) -> tuple[str, str]:
-    """Return what a reason means, and ``release``, ``cancel`` or ``ask`` where it needs a person."""
+    """Return what a reason means, and ``release``, ``cancel`` or ``ask`` if it needs a person."""
     return next(((means, who) for words, means, who in _REASONS if re.match(words, reason)), ("", ""))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job, or one task of an array, as squeue shows it; of a task that was started again the last start."""
+    """A job, or the last start of a task of an array, as squeue shows it."""
 
     job_id: str
     index: int  # 0 for a job that is no array
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def waits_for(self) -> str:
-        """Return Slurm's reason for which it waits, or "suspended"; "" where it does not."""
+        """Return Slurm's reason for which it waits, or "suspended", or ""."""
         return self.reason if self.is_waiting else "suspended" if self.state in _SUSPENDED else ""
 
     @property
@@ -120,7 +120,7 @@ def _exit_code(text: str) -> int:
 
 
 def _local_time(text: str) -> str:
-    """Return Slurm's ``2026-11-22T01:52:04``, in UTC, in the local time zone; "" where it is no time."""
+    """Return a time of Slurm's, ``2026-11-22T01:52:04`` in UTC, in the local time zone, or ""."""
     try:
         return datetime.strptime(f"{text}+0000", f"{_TIME}%z").astimezone().strftime(_TIME)
     except ValueError:

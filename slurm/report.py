@@ -56,7 +56,7 @@ _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature
 
 
 def report(args: argparse.Namespace) -> int:
-    """``report DATA``; an unfinished data set has one, too."""
+    """Write the report of a data set, finished or not: ``report DATA``."""
     folder = args.output_dir.absolute()
     state = find_state(folder, need_plan(folder), needs_slurm=False)
     data = _without_secrets(report_data(state))
@@ -123,7 +123,7 @@ def report_data(state: DatasetState) -> dict[str, Any]:
 
 
 def _read_manifests(folder: Path, shard_ids: Sequence[int]) -> list[Manifest]:
-    """Return the manifests of done shards; one that is gone or broken since they were listed is left out."""
+    """Return the manifests of done shards, without those that are gone or broken by now."""
 
     def read(shard_id: int) -> Manifest | None:
         try:
@@ -149,7 +149,7 @@ def _sums(counts: Iterable[Any]) -> dict[str, int]:
 
 
 def _sources(manifests: Sequence[Manifest], folder: Path) -> list[dict[str, Any]]:
-    """Return what each source gave, most tokens first; of several sources, all of them in front."""
+    """Return what each source gave, most tokens first. Several sources have their sum in front."""
     counts: dict[str, list[Any]] = {"all": []}
     texts: dict[str, list[TextCounts]] = {"all": []}
     for manifest in manifests:

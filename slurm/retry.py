@@ -34,7 +34,7 @@ _LATE_KILL_MIN = 2  # Slurm looks at limits every half minute, and then waits fo
 
 
 def retry(args: argparse.Namespace) -> int:
-    """``retry DATA``: what failed, each as its failure asks."""
+    """Send again what failed, each as its failure asks: ``retry DATA``."""
     try:
         return _retry(args)
     except ShardprepError as error:
@@ -70,7 +70,7 @@ def _retry(args: argparse.Namespace) -> int:
 
 
 def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict[str, Any]) -> Groups:
-    """Return what is missing and not queued, by what its failures ask for; the user's ``changes`` win."""
+    """Return what is missing and not queued, by what its failures ask for. The user's ``changes`` win."""
     shard_ids = chosen_shards(state.plan.num_shards, args.shards)
     check_queue(state, shard_ids)
     is_tried = state.submissions or any(shard.attempts for shard in state.shards)
@@ -102,7 +102,7 @@ def shards_to_retry(args: argparse.Namespace, state: DatasetState, changes: dict
 
 
 def _base_request(state: DatasetState) -> JobRequest:
-    """Return the newest submission's request; without one what a plain task had."""
+    """Return the newest submission's request, or else what a plain task had."""
     if state.submissions:
         return _without_dependency(state.submissions[-1].arrays[0].request)
     plain = [each for each in state.records.own if each.job_id and each.num_cpus]
@@ -173,7 +173,7 @@ def _request_after(shard: Shard, base: JobRequest, max_mem_mb: int | None) -> Jo
 
 
 def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
-    """Verify where all shards are made; return why that is not so, or "". Nothing is left to send."""
+    """Verify if all shards are made, and return why the data set is not verified, or ""."""
     if state.is_verified:
         return ""
     missing = set(range(state.plan.num_shards)) - state.made.done.keys()
@@ -195,7 +195,7 @@ def _why_not_verified(args: argparse.Namespace, state: DatasetState) -> str:
 
 
 def _end(state: DatasetState, why: str, request: JobRequest) -> int:
-    """End --until_done: write the report, or say why only a person can go on; tell whom --notify names."""
+    """End --until_done: write the report, or say why only a person can go on, and run --notify."""
     folder, code = state.folder, ReadWriteError.exit_code if why else 0
     if why:
         append_event(folder, "stopped", why=why)

@@ -1,4 +1,4 @@
-"""``submit``: which shards go to Slurm, in which tasks, with which resources; and their way there.
+"""``submit``: which shards go to Slurm, in which tasks, with which resources, and their way there.
 
 First everything is checked and every script is rendered: what ``--dry_run`` prints is what ``Sending.send``
 sends. A submission has two phases, so that no job runs unrecorded: its jobs are submitted held, their record
@@ -76,16 +76,10 @@ _VERIFIED_BYTES_PER_S = 5e6  # of the input, on one slow core
 
 
 def submit(args: argparse.Namespace) -> int:
-    """``submit DATA``: the missing shards as a job array, and a verify job after it."""
+    """Submit the missing shards as a job array, and a verify job after it: ``submit DATA``."""
     flags = given_of(args, JobRequest)
     given = with_variables(flags)
     request = JobRequest(**given)
-    if "cpus_per_task" not in given:
-        with contextlib.suppress(SlurmAway):  # a submission ends with this error later
-            most = find_site(request.partition).max_cpus
-            if most and most < (request.num_cpus or 0):
-                say(f"cpus_per_task is {most}: no node of the partition has more")
-                request = request.changed(cpus_per_task=most)
     if args.dry_run:
         for name, value in given.items():
             say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")
@@ -156,7 +150,7 @@ def _missing_shards(args: argparse.Namespace, request: JobRequest) -> tuple[Data
 
 
 def _tell_room(state: DatasetState, shard_ids: Sequence[int]) -> None:
-    """Say what these shards need, by those that are done, and what is left; nothing off Lustre."""
+    """Say what these shards need, by those that are done, and what is left on a Lustre."""
     if lustre.why_not_usable(state.folder):
         return
     done = state.made.done.values()
@@ -188,7 +182,7 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
 
 @dataclass(kw_only=True)
 class Sending:
-    """What one command is about to send; checked, and rendered as sbatch will get it."""
+    """What one command is about to send, checked and rendered as sbatch will get it."""
 
     state: DatasetState
     arrays: list[tuple[JobRequest, list[str], str]]  # request, tasks, script
@@ -202,7 +196,7 @@ class Sending:
         return [*(script for _, _, script in self.arrays), self.verify, *filter(None, [self.controller])]
 
     def send(self) -> tuple[Submission, str]:
-        """Submit all, held, and write the record; returns it and the controller's id.
+        """Submit all, held, write the record, and return it and the controller's id.
 
         If a step before the record fails, what was submitted is cancelled again. Raises SubmittedMeanwhile.
         """

@@ -59,7 +59,7 @@ class Attempt:
     array: JobArray | None = None  # of the submission; None for plain sbatch and run
 
     def cause(self, shard_id: int) -> str | None:
-        """Return why it did not make a shard; None while it goes on."""
+        """Return why it did not make a shard, or None while it goes on."""
         if self.state != "failed":
             return None
         if self.record:
@@ -77,7 +77,7 @@ class Attempt:
 
     @property
     def ended(self) -> float:
-        """Return when it ended, or else began; 0 where that is not known."""
+        """Return when it ended, or else began, or 0 if that is not known."""
         return (self.record.ended or self.record.began) if self.record else 0.0
 
     @property
@@ -153,7 +153,7 @@ class DatasetState:
 
 
 def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
-    """Return the shards of --shards; None for all. Raises UsageError."""
+    """Return the shards of --shards, or None for all. Raises UsageError."""
     if text is None:
         return None
     try:

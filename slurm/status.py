@@ -1,4 +1,4 @@
-"""``status``: where every shard is, as data (``--json``) or text, and again (``--watch``); ``logs``."""
+"""``status`` and ``logs``: where every shard is, as data (``--json``) or text, also with ``--watch``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _MOST_EVENTS = 5  # of the history
 
 
 def status(args: argparse.Namespace) -> int:
-    """``status DATA``: where every shard is, and why what failed did."""
+    """Tell where every shard is, and why what failed did: ``status DATA``."""
     plan, state = need_plan(args.output_dir), None
     while True:
         state = find_state(args.output_dir, plan, needs_slurm=False, before=state)
@@ -79,7 +79,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def wait_for_jobs(folder: Path) -> int:
-    """Show one bar over the data set until its jobs have ended, or wait for a person; 0 if it is verified."""
+    """Show a bar until a data set's jobs have ended or wait for a person. Returns 0 if it is verified."""
     plan = need_plan(folder)
     state: DatasetState | None = None
     sizes, done = plan.shard_bytes(), set[int]()
@@ -105,7 +105,7 @@ def _waits_for_a_person(state: DatasetState) -> bool:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """``logs DATA N``: the attempts at one shard, newest last, with the ends of their logs."""
+    """Show the attempts at one shard, newest last, with the ends of their logs: ``logs DATA N``."""
     plan, shard_id = need_plan(args.output_dir), args.shard_id
     if not 0 <= shard_id < plan.num_shards:
         raise NotFound(
@@ -208,7 +208,7 @@ def _restarts(state: DatasetState) -> dict[str, int]:
 
 
 def _unexplained(state: DatasetState) -> str:
-    """Return the command that may tell how tasks ended of which no record does; "" where there are none."""
+    """Return the command that may tell how tasks ended of which no record does, or ""."""
     tasks = {shard.without_record for shard in state.shards if shard.without_record}
     for shard in state.shards:
         if shard.cause == VANISHED and (record := shard.attempts[-1].record) and record.job_id:
@@ -220,7 +220,7 @@ def _unexplained(state: DatasetState) -> str:
 
 
 def _verify_trouble(state: DatasetState) -> str:
-    """Return why the newest verify job did not or never will verify; "" where it may, or did."""
+    """Return why the newest verify job did not or never will verify, or ""."""
     if not state.submissions or state.is_verified or state.queue.away:
         return ""
     last = state.submissions[-1]
@@ -235,7 +235,7 @@ def _verify_trouble(state: DatasetState) -> str:
 
 
 def _accepting_args(state: DatasetState) -> str:
-    """Return the worker's arguments that let shards of bad input leave out what they must; "" for none."""
+    """Return the worker's arguments that let shards of bad input leave out what they must, or ""."""
     failed = state.failed_by_cause().get(BAD_INPUT, [])
     array = next((each.attempts[-1].array for each in failed), None)
     shares = [0.0]
@@ -262,8 +262,8 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
         # Where a person must do something first, it does not matter what Slurm expects.
         starts = "" if who else min((job.start_time for job in jobs if job.start_time), default="")
         to_type = ""
-        if who in ("release", "resume"):
-            to_type = f"scontrol {who} {ids}"
+        if who == "release":
+            to_type = f"scontrol release {ids}"
         elif who == "cancel":
             to_type = f"shardprep cancel {quoted(state.folder)}"
         facts = {"reason": reason, "means": means, "to_type": to_type, "starts": starts}
@@ -272,7 +272,7 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
 
 
 def _lost_controller(state: DatasetState, history: Sequence[dict[str, Any]]) -> str:
-    """Return the job of --until_done that is gone and has not said why it stopped; "" where there is none."""
+    """Return the job of --until_done that is gone and has not said why it stopped, or ""."""
     ends = [each for each in history if each["event"] in _ENDS_OF_CONTROLLERS]
     last = ends[-1] if ends else {}
     if not state.submissions or state.queue.away or last.get("user") != user_name():
@@ -299,7 +299,7 @@ def _speed(state: DatasetState, waits: Sequence[dict[str, Any]]) -> dict[str, An
     numbers["tokens_per_s"] = round(sum(each.num_tokens for each in recent) / took_s)
 
     running = [shard.attempts[-1].elapsed_s for shard in state.shards if shard.state == "running"]
-    is_stuck = not running or any(each["to_type"] for each in waits)
+    is_stuck = not running or any(meaning_of(each["reason"])[1] for each in waits)
     # A task that takes much longer than any so far: nobody knows how long.
     is_late = max(running, default=0) > 30 + 2 * max(each.wall_s for each in recent)
     num_bytes = sum(each.input_bytes for each in recent)

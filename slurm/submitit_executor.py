@@ -33,13 +33,13 @@ _WORKER = (
 
 
 class ShardsFailed(ReadWriteError):
-    """A job's worker ended with an error; the job's own log has its words."""
+    """A job's worker ended with an error. The job's own log has its words."""
 
 
 def submit_with_submitit(
     output_dir: str | Path, executor: Any, *, shards_per_task: int | None = None
 ) -> list[Any]:
-    """Submit the missing shards to a submitit executor, as one ``map_array``; return its jobs.
+    """Submit the missing shards to a submitit executor, as one ``map_array``, and return its jobs.
 
     ``shards_per_task`` (default 1) is raised where Slurm's MaxArraySize asks for it. The result of a job is
     the list of its shards' manifests; it raises ShardsFailed. ``verify`` is left to the caller. Raises

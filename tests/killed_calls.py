@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import Any
 
-from preprocess.__main__ import main
+from shardprep.__main__ import main
 
 _CALLS = {"mkdir", "open", "write", "fsync", "link", "unlink", "rename"}
 

@@ -18,16 +18,15 @@ PAGE = ROOT / "docs" / "loader.md"
 HEAD = """\
 # Loader reference
 
-On this page you can look up each argument of `get_llama3_dataloader` and each member of the loader that it
-returns. [training.md](training.md) says how to use them. `python -m tests.loader_reference` writes this page.
+Each argument of `get_llama3_dataloader` and each member of the loader that it returns;
+[training.md](training.md) says how to use them. `python -m tests.loader_reference` writes this page.
 
 ```python
 from loader import get_llama3_dataloader  # or: from shardprep import get_llama3_dataloader
 ```
 
-`input_shards`, `batch_size` and `model_id` may be passed by position, all others by name. `seq_len` and
-`max_length` go with different samples: `seq_len` is the width of packed rows, `max_length` a limit for
-documents that are not packed.
+Pass `input_shards`, `batch_size` and `model_id` by position, all others by name. `seq_len` is the width of
+packed rows, `max_length` a limit for documents that are not packed.
 
 ## Arguments of get_llama3_dataloader
 """
@@ -55,11 +54,11 @@ def _arguments() -> Iterator[str]:
     parameters = inspect.signature(loader.get_llama3_dataloader).parameters
     for group, arguments in arguments_by_group().items():
         yield f"### {group}\n"
-        yield "| argument | default | meaning |\n|---|---|---|"
+        yield "| argument | meaning |\n|---|---|"
         for name, text in arguments.items():
             default = parameters[name].default
-            shown = "" if default in (None, (), inspect.Parameter.empty) else f"`{default!r}`"
-            yield f"| `{name}` | {shown} | {_in_table(text)} |"
+            shown = "" if default in (None, (), inspect.Parameter.empty) else f"={default!r}"
+            yield f"| `{name}{shown}` | {_in_table(text)} |"
         yield ""
 
 
@@ -94,7 +93,8 @@ def _names() -> Iterator[str]:
 
 
 def _first_paragraph(item: Any) -> str:
-    return (inspect.getdoc(item) or "").partition("\n\n")[0]
+    """What a member or a name is; of what it does the verb stays."""
+    return (inspect.getdoc(item) or "").partition("\n\n")[0].removeprefix("Return ")
 
 
 def _in_table(text: str) -> str:

@@ -6,8 +6,9 @@ For each of them a process that has imported the libraries already is forked, wh
 and runs the tests of the oracle that ran the changed line, those first that caught its neighbours. The first
 failing test kills the mutant. Standing still, or taking far longer than the whole oracle, kills it, too.
 
-Survivors are printed as a diff; the end is the share that survived. ``equivalent_mutants.py`` lists changes
-that no test can notice, each with its reason.
+What survives the oracle is tried once more, with the tests of the rooms. Survivors of both are printed as a
+diff; the end is the share of them. ``equivalent_mutants.py`` lists changes that no test can notice, each with
+its reason.
 """
 
 from __future__ import annotations
@@ -54,6 +55,14 @@ TARGETS = (
     "preprocess/check/verify.py",
 )
 ORACLE = ("tests/oracle",)  # files and folders of tests
+ROOMS = (  # what tries survivors of the oracle
+    "tests/loader/test_amend.py",
+    "tests/loader/test_external_tars.py",
+    "tests/loader/test_order.py",
+    "tests/loader/test_reading.py",
+    "tests/loader/test_states.py",
+    "tests/preprocess/test_verify.py",
+)
 LIBRARIES = (
     "hypothesis.stateful", "numpy", "orjson", "pyarrow", "pytest", "tokenizers", "torch", "torch.utils.data",
     "transformers", "webdataset", "coverage", "_pytest.assertion.rewrite",
@@ -475,8 +484,8 @@ class Child:
         return (self.folder / "output").read_text("utf-8", "replace")
 
 
-def observe(folder: Path) -> Seen:
-    """Run the oracle on the product as it is. SystemExit where it is not green."""
+def observe(folder: Path, tests: Sequence[str]) -> Seen:
+    """Run tests on the product as it is. SystemExit where they are not green."""
 
     def work(inside: Path) -> int:
         import coverage
@@ -484,14 +493,14 @@ def observe(folder: Path) -> Seen:
         files = [str(path) for pattern in TARGETS for path in ROOT.glob(pattern)]
         measured = coverage.Coverage(data_file=None, include=files, config_file=False)
         measured.start()
-        return run_pytest(inside, Observer(inside / "seen", measured), ORACLE)
+        return run_pytest(inside, Observer(inside / "seen", measured), tests)
 
     child = Child(folder, work)
     child.start()
     while (ended := child.ended()) is None:
         time.sleep(0.2)
     if ended != 0:
-        sys.exit(f"the oracle is not green on the product as it is ({ended}):\n{child.output()[-5000:]}")
+        sys.exit(f"{tests} are not green on the product as it is ({ended}):\n{child.output()[-5000:]}")
     return Seen(**json.loads((folder / "seen").read_text("utf-8")))
 
 
@@ -597,19 +606,22 @@ def main() -> int:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         began = time.monotonic()
-        seen = observe(Path(folder) / "as_it_is")
-        total_s = sum(seen.seconds.values())
-        print(f"the oracle: {len(seen.seconds)} tests, {total_s:.0f} s of CPU time", flush=True)
-        campaign = Campaign(Path(folder), seen, args.processes)
-        try:
-            campaign.run(mutants)
-        except KeyboardInterrupt:
-            print("stopped")
-        num_tried = campaign.num_tried
-        share = len(campaign.survivors) / max(num_tried, 1)
-        print(f"\n{len(campaign.survivors)} of {num_tried} mutants survived, {share:.1%}", end="")
-        print(f", in {(time.monotonic() - began) / 60:.0f} minutes")
-        for mutant in campaign.survivors:
+        num_tried, survivors = len(mutants), mutants
+        for name, tests in (("oracle", ORACLE), ("rooms", ROOMS)):
+            seen = observe(Path(folder) / name / "as_it_is", tests)
+            total_s = sum(seen.seconds.values())
+            print(f"the {name}: {len(seen.seconds)} tests, {total_s:.0f} s of CPU time", flush=True)
+            campaign = Campaign(Path(folder) / name, seen, args.processes)
+            try:
+                campaign.run(survivors)
+            except KeyboardInterrupt:
+                print("stopped")
+                num_tried = num_tried if name == "rooms" else campaign.num_tried
+            survivors = campaign.survivors
+            print(f"{len(survivors)} of {num_tried} mutants survived the {name}", flush=True)
+        share = len(survivors) / max(num_tried, 1)
+        print(f"\n{share:.1%} survived, in {(time.monotonic() - began) / 60:.0f} minutes")
+        for mutant in survivors:
             print(f"\n{mutant}\n{mutant.diff()}")
         return int(share > 0.05)
 

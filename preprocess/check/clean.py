@@ -18,14 +18,7 @@ from pathlib import Path
 
 from shardprep.console import counted, print_lines, say, short_bytes
 from shardprep.errors import CannotWrite, NotFound, ShardprepError
-from shardprep.files import (
-    STALE_AFTER_S,
-    TEMPORARY_NAME,
-    is_link,
-    names_in,
-    remove_tree,
-    size_of_file,
-)
+from shardprep.files import STALE_AFTER_S, TEMPORARY_NAME, is_link, names_in, remove_tree, size_of_file
 from shardprep.format.attempts import LOGS_FOLDER
 from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import DIGESTS_DIR, IDS_DIR, INDEX_NAME, PLAN_NAME, QUARANTINE_DIR
@@ -35,8 +28,13 @@ _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
+
+
 def clean(args: argparse.Namespace) -> int:
-    """Run the command; returns its exit code.
+    """Run the command and return its exit code.
 
     Raises NotFound where there is no data set, ReadWriteError where a folder cannot be listed, CannotWrite
     where some could not be looked at or removed; all others are gone by then.
@@ -45,11 +43,8 @@ def clean(args: argparse.Namespace) -> int:
     plan = read_plan(folder)
     paths = [*_left_behind(folder)]
     if plan is None and not paths:
-        raise NotFound(
-            f"{folder} has no {PLAN_NAME} and no temporary file; name the folder of a data set",
-            path=folder,
-            expected="the folder of a data set",
-        )
+        found = f"no {PLAN_NAME} and no temporary file"
+        raise NotFound(path=folder, found=found, expected="the folder of a data set")
     verb = "would remove" if args.dry_run else "removed"
     removed: list[int] = []  # bytes of each
     num_kept, failed = 0, ""

@@ -18,15 +18,13 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from preprocess.make.engines import LLAMA3_REGEX
 from preprocess.plan.divide import stamp_inputs
+from preprocess.plan.estimate import sample_documents
 from preprocess.plan.listing import find_inputs
-from preprocess.plan.sampling import sample_documents
-from preprocess.read.documents import Documents
 from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
@@ -39,6 +37,7 @@ _PLACE_BYTES = 1 << 20  # of text that is taken at each place
 _MIN_NUM_PLACES = 256
 _MIN_MAX_BYTES = 1_000_000  # below it the samples would be shorter than lines
 _NUM_BYTE_TOKENS = 256
+_PLAN_OPTIONS = ("recursive", "encoding", "text_field", "text_template")
 
 # Llama 3.1's special tokens, by position; the others are reserved ones. Read off its tokenizer.json.
 _BOS, _EOS, _PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>"
@@ -46,35 +45,34 @@ _ROLES = ("step_id", "start_header_id", "end_header_id", "eom_id", "eot_id", "py
 _NAMED = {0: _BOS, 1: _EOS, 4: _PAD} | {5 + number: f"<|{name}|>" for number, name in enumerate(_ROLES)}
 
 
-def train_tokenizer(
-    *,
-    input_dir: Path,
-    output_dir: Path,
-    vocab_size: int = 128_000,
-    max_bytes: int = 256 << 20,
-    **options: Any,
-) -> None:
-    """Train a tokenizer on the inputs of a folder; write tokenizer.json and tokenizer_config.json.
+def train_tokenizer(args: argparse.Namespace) -> int:
+    """Train a tokenizer on the inputs of a folder. Write tokenizer.json and tokenizer_config.json.
 
-    ``vocab_size`` counts the base tokens, bytes included; 256 special tokens come on top. ``options`` are
-    those of a plan that say how inputs are read. Equal inputs and arguments give equal bytes.
-
-    Errors: UsageError, NotFound (no folder, no input in it), BadInput (no text in them, a broken file),
-    ReadWriteError, CannotWrite, Refused (``output_dir`` is there and not empty).
+    Equal inputs and flags give equal bytes. Raises what planning of these inputs raises, BadInput where they
+    hold no text, Refused where the output folder holds something.
     """
+    vocab_size, max_bytes = args.vocab_size, parse_size(args.max_bytes, "--max_bytes")
     if vocab_size < _NUM_BYTE_TOKENS:
         expected = f"{_NUM_BYTE_TOKENS} or more: the bytes and their merges (Llama 3 has 128000)"
         raise UsageError.of_value("--vocab_size", vocab_size, expected)
     if max_bytes < _MIN_MAX_BYTES:
         raise UsageError.of_value("--max_bytes", max_bytes, f"{_MIN_MAX_BYTES} or more")
-    folder = output_dir.resolve()
+    folder = args.output_dir.resolve()
     _refuse_existing(folder)
-    text = TrainingText(input_dir, PlanOptions(**options), max_bytes)
+    options = {name: value for name, value in vars(args).items() if name in _PLAN_OPTIONS}
+    text = _TrainingText(args.input_dir, PlanOptions(**options), max_bytes)
     make_folder(folder.parent, parents=True)
     with PublishedFolder(folder) as unfinished:
         tokenizer = _trained(text, vocab_size)
         num_base = tokenizer.get_vocab_size()
-        _add_special_tokens(tokenizer)
+        # Llama 3.1's special tokens stand behind the base vocabulary, and BOS begins what is encoded.
+        reserved = (f"<|reserved_special_token_{number}|>" for number in range(256))
+        names = [_NAMED.get(position) or next(reserved) for position in range(256)]
+        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+        letters = processors.ByteLevel(add_prefix_space=True, trim_offsets=False, use_regex=True)
+        ids = [(_BOS, tokenizer.token_to_id(_BOS))]
+        begin = processors.TemplateProcessing(f"{_BOS} $A", f"{_BOS} $A {_BOS} $B", special_tokens=ids)
+        tokenizer.post_processor = processors.Sequence([letters, begin])
         config = {
             "bos_token": _BOS,
             "clean_up_tokenization_spaces": False,
@@ -93,77 +91,67 @@ def train_tokenizer(
         if not unfinished.publish_first():
             _refuse_existing(folder)
             raise CannotWrite(f"{folder} was made meanwhile: give --output_dir another folder", path=folder)
-    say(text.describe())
+    say(text.summary())
     if num_base < vocab_size:
         say(
             f"the text yields {num_base:,} base tokens, not the {vocab_size:,} asked for: no other pair "
             "comes twice; more text gives more"
         )
     say(f"{folder}: {num_base + 256:,} tokens ({num_base:,} base, 256 special, BOS is {num_base})")
+    return 0
 
 
 def _refuse_existing(folder: Path) -> None:
     """Refuse a folder that holds anything: a tokenizer is never overwritten, data sets hold its ids."""
     if names := names_in(folder):
-        raise Refused(
-            f"{folder} already holds {names[0]}: give --output_dir a new or empty folder", path=folder
-        )
+        found = f"{folder} already holds {names[0]}"
+        raise Refused(f"{found}: give --output_dir a new or empty folder", path=folder)
     if size_of_file(folder) is not None and not is_folder(folder):
         raise CannotWrite(f"{folder} is a file: give --output_dir a folder", path=folder)
 
 
-class TrainingText:
-    """Iterates over lists of stripped texts, documents or pieces of long ones, and counts what it met.
-
-    Making one raises what planning of these inputs would raise.
-    """
+class _TrainingText:
+    """Iterates over lists of stripped texts, documents or pieces of long ones, and counts what it met."""
 
     def __init__(self, input_dir: Path, options: PlanOptions, max_bytes: int) -> None:
         self._input_dir, self._options, self._max_bytes = input_dir, options, max_bytes
-        paths = find_inputs(input_dir, recursive=options.recursive).paths
-        self._inputs, _ = stamp_inputs(input_dir, paths, options)
-        self.progress = Progress("reading", min(sum(item.num_bytes for item in self._inputs), max_bytes))
+        paths = find_inputs(input_dir, options).paths
+        self._inputs = [item.file for item in stamp_inputs(input_dir, paths, options)]
+        self._progress = Progress("reading", min(sum(item.num_bytes for item in self._inputs), max_bytes))
         self.is_read = False
-        self.num_texts = 0
-        self.num_bytes = 0  # of text
+        self.num_texts = self._num_bytes = 0  # the bytes are of text
         self._bad: Counter[str] = Counter()  # documents left out, by reason
         self._first_bad = ""
 
     def __iter__(self) -> Iterator[list[str]]:
         num_places = max(_MIN_NUM_PLACES, self._max_bytes // _PLACE_BYTES)
-        sample = sample_documents(
-            self._input_dir,
-            self._inputs,
-            self._options,
-            num_bytes=self._max_bytes,
-            num_places=num_places,
-        )
-        for batch in sample:
+        for batch in sample_documents(
+            self._input_dir, self._inputs, self._options, num_bytes=self._max_bytes, num_places=num_places
+        ):
             for bad in batch.bad:
                 self._bad[bad.reason] += 1
                 path = str(self._input_dir / self._inputs[bad.source].path)
                 self._first_bad = self._first_bad or place_text(path, bad.source_offset)
-            yield self._pieces(batch)
-            self.progress.add(batch.num_bytes)
+            texts = map(bytes.decode, batch.texts)
+            kept: list[str] = []
+            for piece in (
+                text[begin : begin + PIECE_CHARS].strip()
+                for text in texts
+                for begin in range(0, len(text), PIECE_CHARS)
+            ):
+                if self._num_bytes + len(piece.encode()) > self._max_bytes:
+                    break
+                self._num_bytes += len(piece.encode())
+                kept.append(piece)
+            self.num_texts += len(kept)
+            yield kept
+            self._progress.add(batch.num_bytes)
         self.is_read = True
 
-    def _pieces(self, batch: Documents) -> list[str]:
-        pieces: list[str] = []
-        for text in map(bytes.decode, batch.texts):
-            for start in range(0, len(text), PIECE_CHARS):
-                piece = text[start : start + PIECE_CHARS].strip()
-                num_bytes = len(piece.encode())
-                if self.num_bytes + num_bytes > self._max_bytes:
-                    return pieces
-                self.num_bytes += num_bytes
-                self.num_texts += 1
-                pieces.append(piece)
-        return pieces
-
-    def describe(self) -> str:
+    def summary(self) -> str:
         """Return what was read and what was left out."""
         files, texts = counted(len(self._inputs), "file"), counted(self.num_texts, "text")
-        found = f"read {self.num_bytes:,} bytes of text in {files}, {texts}, long documents in pieces"
+        found = f"read {self._num_bytes:,} bytes of text in {files}, {texts}, long documents in pieces"
         if not self._bad:
             return found
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._bad.most_common())
@@ -171,7 +159,7 @@ class TrainingText:
         return f"{found}; left out {num_bad} ({reasons}; the first in {self._first_bad})"
 
 
-def _trained(text: TrainingText, vocab_size: int) -> Tokenizer:
+def _trained(text: _TrainingText, vocab_size: int) -> Tokenizer:
     """Return Llama 3's pipeline, its vocabulary filled from the text."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     words = pre_tokenizers.Split(Regex(LLAMA3_REGEX), behavior="isolated", invert=False)
@@ -200,29 +188,12 @@ def _trained(text: TrainingText, vocab_size: int) -> Tokenizer:
             say("all text is read, its pairs are merged")
     ended.result()
     if not text.num_texts:
-        raise BadInput(
-            f"{text.describe()}: nothing to train on; are --encoding, and --text_field or --text_template, "
-            "right?"
-        )
+        todo = "are --encoding, and --text_field or --text_template, right?"
+        raise BadInput(f"{text.summary()}: nothing to train on; {todo}")
     return tokenizer
 
 
-def _add_special_tokens(tokenizer: Tokenizer) -> None:
-    """Append Llama 3.1's 256 special tokens behind the base vocabulary, and let BOS begin what is encoded."""
-    reserved = (f"<|reserved_special_token_{number}|>" for number in range(256))
-    names = [_NAMED.get(position) or next(reserved) for position in range(256)]
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    letters = processors.ByteLevel(add_prefix_space=True, trim_offsets=False, use_regex=True)
-    ids = [(_BOS, tokenizer.token_to_id(_BOS))]
-    begin = processors.TemplateProcessing(f"{_BOS} $A", f"{_BOS} $A {_BOS} $B", special_tokens=ids)
-    tokenizer.post_processor = processors.Sequence([letters, begin])
-
-
-_PLAN_OPTIONS = ("recursive", "encoding", "text_field", "text_template")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's flags; ``main`` takes what the parser makes of them."""
+def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input_dir", metavar="PATH", type=Path, required=True, help="folder of inputs, as plan takes them")
     add("--output_dir", metavar="PATH", type=Path, required=True, help="new or empty folder of the tokenizer")
@@ -232,11 +203,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_bytes", metavar="SIZE", default="256M", help=text)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*_PLAN_OPTIONS}
     add_flags_of(parser, PlanOptions, but=others)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Run the command."""
-    given = {name: getattr(args, name) for name in ("input_dir", "output_dir", "vocab_size")}
-    options = {name: value for name, value in vars(args).items() if name in _PLAN_OPTIONS}
-    train_tokenizer(**given, **options, max_bytes=parse_size(args.max_bytes, "--max_bytes"))
-    return 0

@@ -15,7 +15,6 @@ import hashlib
 import os
 import platform
 import resource
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -32,7 +31,6 @@ from preprocess.make.members import Batch, Members, members_of
 from preprocess.make.resources import WorkerSettings, memory_note
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read import BATCH_BYTES
-from preprocess.read.chat import check_chat_versions
 from preprocess.read.documents import Documents, load_libraries, read_documents
 from preprocess.read.format import Texts
 from preprocess.read.transform import Transform, transform_of
@@ -246,7 +244,7 @@ class Worker:
                 "engine": f"{self.engine.name} {self.engine.version}",
                 "shardprep": shardprep.__version__,
                 "python": platform.python_version(),
-                "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+                "host": os.environ.get("SLURMD_NODENAME") or os.uname().nodename,
                 "slurm": {name: os.environ[name] for name in _SLURM_FACTS if name in os.environ},
                 "num_cpus": self.num_cpus,
                 "began": round(began, 3),
@@ -358,6 +356,8 @@ def load_worker(
     check_tokenizer_files(folder, plan.tokenizer_files)
     transform = transform_of(plan.options, settings.transform)
     if plan.options.is_chat:
+        from preprocess.read.chat import check_chat_versions
+
         check_chat_versions(plan.options.chat_versions)
     engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
     return Worker(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import heapq
+import json
 import os
 import re
 import stat
@@ -16,14 +17,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
-from preprocess.plan.delta_table import DELTA_LOG, files_of_delta_table
 from preprocess.read.compressed import COMPRESSIONS, decompressed
 from preprocess.read.inputs import OpenInput
+from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
-from shardprep.errors import NotFound, ShardprepError, UsageError
+from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
-from shardprep.format.options import SPLITS
+from shardprep.format.options import SPLITS, PlanOptions
 
 # Why a name is left out, as plan.json has it, and what a user can do about it.
 _UNKNOWN = "unknown suffix"
@@ -60,6 +63,7 @@ _SPLIT_WORDS = {
     "test": "test", "testing": "test", "eval": "test", "evaluation": "test",
 }  # fmt: skip
 _COMPARED_BYTES = 64 << 10  # of text, where two files may hold the same
+_DELTA_LOG = "_delta_log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +77,25 @@ class InputListing:
     follow_links: bool  # whether a link to a folder was followed
 
 
-def find_inputs(
-    input_dir: Path, *, recursive: bool, follow_links: bool = False, also: str = "", split: str = ""
-) -> InputListing:
+def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     """Say of each name in a folder whether it is an input, and why not.
 
     A folder is taken once: links to folders are followed behind all others, in the order of their paths, and
     one that leads to a folder that is taken already is left out; so is another name of a file that is taken.
-    ``also`` and ``split``: see ``PlanOptions``. Raises NotFound, UsageError, and BadInput for a Delta table.
+    Raises NotFound, UsageError, and BadInput for a Delta table.
     """
     try:
         if not input_dir.is_dir():
             raise NotFound(path=input_dir, found="no folder", expected="one that holds input files")
-        ledger = _Ledger(input_dir, also)
-        ledger.look_through(recursive=recursive, follow_links=recursive and follow_links)
+        ledger = _Ledger(input_dir, options.also)
+        follow_links = options.recursive and options.follow_links
+        ledger.look_through(recursive=options.recursive, follow_links=follow_links)
         ledger.leave_out_same_files()
         ledger.leave_out_old_versions()
     except OSError as error:
         where, found = error.filename or input_dir, f"it cannot be listed: {error.strerror}"
         raise NotFound(path=where, found=found, expected="a folder that you can read") from None
-    wanted = set(filter(None, map(str.strip, split.split(","))))
+    wanted = set(filter(None, map(str.strip, options.split.split(","))))
     for path in [path for path in ledger.taken if wanted and split_of(path) not in wanted]:
         ledger.leave_out(path, "other split")
     taken = sorted(ledger.taken, key=lambda path: path.split("/"))
@@ -105,9 +108,8 @@ def find_inputs(
     )
     if not taken:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
-        raise NotFound(
-            "; ".join([nothing, *left_out_lines(listing.left_out)]), path=input_dir, expected=known_suffixes()
-        )
+        message = "; ".join([nothing, *left_out_lines(listing.left_out)])
+        raise NotFound(message, path=input_dir, expected=known_suffixes())
     for each in (input_dir.resolve(), *listing.paths):  # as a plan has them
         try:
             str(each).encode()
@@ -131,7 +133,7 @@ class _Ledger:
         }
 
     def look_through(self, *, recursive: bool, follow_links: bool) -> None:
-        """Take the files of all folders; leave out the other names. Raises OSError, BadInput."""
+        """Take the files of all folders, and leave out the other names. Raises OSError, BadInput."""
         folders, links = [""], list[str]()  # to look into; the links are a heap
         seen: set[tuple[int, int]] = set()
         while folders or links:
@@ -147,19 +149,22 @@ class _Ledger:
                 self.has_followed = self.has_followed or is_link
             with os.scandir(place) as entries:
                 for entry in entries:
-                    if entry.name == DELTA_LOG:
+                    if entry.name == _DELTA_LOG:
                         self._delta_tables.append(folder)
                     path = f"{folder}/{entry.name}" if folder else entry.name
-                    kind = _kind_of(entry)
-                    if kind == stat.S_IFREG:
-                        self._take_file(entry, path, status.st_dev)
-                    elif kind != stat.S_IFDIR:
-                        is_hidden = entry.name.startswith(".")
-                        self.leave_out(path, "hidden" if is_hidden else "FIFO, socket or device")
-                    elif (reason := _why_no_name(entry.name)) == "hidden" or (
-                        reason and not self._is_also(entry.name)
-                    ):
+                    is_file, is_folder = _is_file_or_folder(entry)
+                    reason = _why_left_out(entry.name, is_file=is_file)
+                    if not (is_file or is_folder):
+                        self.leave_out(path, reason if reason == "hidden" else "FIFO, socket or device")
+                    elif (reason == "hidden" and is_folder) or (reason and not self._is_also(entry.name)):
                         self.leave_out(path, reason)
+                    elif is_file:
+                        # The number of a regular file is in its folder; its status would be a round trip.
+                        place_of = (status.st_dev, entry.inode())
+                        if entry.is_symlink():
+                            with contextlib.suppress(OSError):  # one to nothing: opening it will say so
+                                place_of = (entry.stat().st_dev, entry.stat().st_ino)
+                        self.taken[path] = (place_of, entry.is_symlink())
                     elif entry.is_symlink() and not follow_links:
                         self.leave_out(path, "link to a folder")
                     elif not recursive:
@@ -172,24 +177,13 @@ class _Ledger:
     def leave_out_old_versions(self) -> None:
         """Leave out the files of Delta tables that hold none of their rows any more."""
         for table in self._delta_tables:
-            current, below = files_of_delta_table(self._input_dir / table), f"{table}/" if table else ""
+            current, below = _files_of_delta_table(self._input_dir / table), f"{table}/" if table else ""
             for path in [path for path in self.taken if path.startswith(below) and path.endswith(".parquet")]:
                 if path.removeprefix(below) not in current:
                     self.leave_out(path, "old version in a Delta table")
 
-    def _take_file(self, entry: os.DirEntry[str], path: str, device: int) -> None:
-        if (reason := _why_no_file(entry.name)) and not self._is_also(entry.name):
-            self.leave_out(path, reason)
-            return
-        # The number of a regular file is in its folder; to ask for its status would be a round trip.
-        place = (device, entry.inode())
-        if entry.is_symlink():
-            with contextlib.suppress(OSError):  # one to nothing: opening it will say so
-                place = (entry.stat().st_dev, entry.stat().st_ino)
-        self.taken[path] = (place, entry.is_symlink())
-
     def _is_also(self, name: str) -> bool:
-        """Whether ``also`` asks for a name that would be left out."""
+        """Return whether ``also`` asks for a name that would be left out."""
         matching = [text for text, each in self._also.items() if each.match(name.lower())]
         self.used_patterns.update(matching)
         return bool(matching)
@@ -219,31 +213,77 @@ class _Ledger:
         self.left_out.setdefault(reason, []).append(shown)
 
 
-def _kind_of(entry: os.DirEntry[str]) -> int:
-    """Return the kind of what an entry is, or leads to; a regular file for a link to nothing."""
-    is_link = entry.is_symlink()
-    if not is_link and entry.is_file():
-        return stat.S_IFREG
+def _files_of_delta_table(folder: Path) -> set[str]:
+    """Return the data files of a table as it is now, relative to its folder.
+
+    Raises BadInput where its log does not say all, or says of rows that they are deleted; UsageError where a
+    checkpoint asks for pyarrow.
+    """
+    log = folder / _DELTA_LOG
+    commits = {int(path.stem): path for path in log.glob("*.json") if re.fullmatch(r"\d{20}", path.stem)}
+    first, vectors = 0, dict[str, Any]()  # data file -> its deletion vector, if it has one
+    checkpoints = sorted(log.glob("*.checkpoint.parquet"))
+    if 0 not in commits and checkpoints:
+        first = int(checkpoints[-1].name.partition(".")[0]) + 1
+        for added in _files_of_checkpoint(checkpoints[-1]):
+            vectors[added["path"]] = added.get("deletionVector")
+    numbers = sorted(number for number in commits if number >= first)
+    if numbers != list(range(first, first + len(numbers))) or not (numbers or first):
+        raise _unreadable(folder, "the log has gaps, or its checkpoint has several parts")
+    for number in numbers:
+        try:
+            for line in commits[number].read_bytes().splitlines():
+                action = json.loads(line)
+                if added := action.get("add"):
+                    vectors[added["path"]] = added.get("deletionVector")
+                elif removed := action.get("remove"):
+                    vectors.pop(removed["path"], None)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise _unreadable(folder, f"{commits[number].name}: {error}") from None
+    if deleted := [path for path, vector in vectors.items() if vector is not None]:
+        raise _unreadable(folder, f"rows of {deleted[0]} are deleted by a deletion vector")
+    return {unquote(path) for path in vectors}
+
+
+def _files_of_checkpoint(path: Path) -> list[dict[str, Any]]:
     try:
-        return stat.S_IFMT(entry.stat().st_mode)
+        import pyarrow.parquet
+    except ImportError:
+        raise UsageError(needs("the checkpoint of a Delta table", "pyarrow")) from None
+    try:
+        table = pyarrow.parquet.read_table(path, columns=["add"], use_threads=False)
+        return [added for added in table["add"].to_pylist() if added is not None]
+    except (OSError, ValueError, KeyError) as error:
+        raise _unreadable(path.parent.parent, f"{path.name}: {error}") from None
+
+
+def _unreadable(folder: Path, why: str) -> BadInput:
+    found = f"a Delta table whose files do not tell its rows ({why})"
+    expected = "a folder of its current rows, such as deltalake's DeltaTable(...).to_pyarrow_table() gives"
+    return BadInput(path=folder, found=found, expected=expected)
+
+
+def _is_file_or_folder(entry: os.DirEntry[str]) -> tuple[bool, bool]:
+    """Return whether an entry is a regular file, or leads to one or to nothing, and whether to a folder."""
+    if not entry.is_symlink() and entry.is_file():  # as most are, known without a round trip
+        return True, False
+    try:
+        mode = entry.stat().st_mode
     except OSError:
-        if not is_link:
+        if not entry.is_symlink():
             raise
-        return stat.S_IFREG
+        return True, False
+    return stat.S_ISREG(mode), stat.S_ISDIR(mode)
 
 
-def _why_no_name(name: str) -> str:
-    """Return why nothing of this name is an input, nor holds any; "" where it may."""
+def _why_left_out(name: str, *, is_file: bool) -> str:
+    """Return why nothing of this name is an input, nor holds any, or "" where it may."""
     if name.startswith("."):
-        return "hidden"
-    # A partition may have such a name: _year=2026.
-    return "begins with _" if name.startswith("_") and "=" not in name else ""
-
-
-def _why_no_file(name: str) -> str:
-    """Return why a file of this name is no input; "" where it is."""
-    if reason := _why_no_name(name):
-        return "AppleDouble" if name.startswith("._") else reason
+        return "AppleDouble" if is_file and name.startswith("._") else "hidden"
+    if name.startswith("_") and "=" not in name:  # a partition may have such a name: _year=2026
+        return "begins with _"
+    if not is_file:
+        return ""
     if known_input_kind(name) is None:
         return _UNKNOWN
     if name in _NOTES_OF_DATASETS:
@@ -256,7 +296,7 @@ def _why_no_file(name: str) -> str:
 
 
 def _beginning_of_text(path: Path) -> bytes | None:
-    """Return the first bytes of a file's text; None where it cannot be read: planning will say why."""
+    """Return the first bytes of a file's text, or None where it cannot be read: planning will say why."""
     try:
         file = OpenInput(path)
         if not (compression := input_kind(path.name).compression):
@@ -269,7 +309,7 @@ def _beginning_of_text(path: Path) -> bytes | None:
 
 
 def split_of(path: str) -> str:
-    """Return the split that a file's name tells, or the nearest of its folders': "train", ...; "" for none.
+    """Return the split that a file's name tells, or the nearest of its folders': "train", ..., "" for none.
 
     As ``datasets`` reads them: ``data/train-00000-of-00002.parquet``, ``wiki.valid.txt``, ``test/a.jsonl``.
     """
@@ -286,7 +326,7 @@ def split_of(path: str) -> str:
 
 
 def split_line(sizes: Sequence[tuple[str, int]], chosen: str) -> str:
-    """Return what to say of the splits of the files that are taken, given their paths and bytes; or ""."""
+    """Return what to say of the splits of the files that are taken, given their paths and bytes, or ""."""
     by_split: dict[str, list[int]] = {}
     for path, num_bytes in sizes:
         by_split.setdefault(split_of(path), []).append(num_bytes)

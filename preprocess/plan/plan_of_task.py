@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan.divide import Sharding
 from preprocess.plan.listing import find_inputs
 from preprocess.plan.planning import make_plan
 from preprocess.read.inputs import OpenInput, sample_sha256
@@ -30,7 +29,7 @@ _NUM_NAMED = 3  # inputs that differ
 
 
 def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
-    """Return the plan in ``output_dir``, checked against what the user gave; or make 'one file, one shard'.
+    """Return the plan in ``output_dir``, checked against what the user gave, or make 'one file, one shard'.
 
     Of several tasks that find no plan, one plans and the others wait a little. One that does not see the plan
     in time plans, too: the first to publish wins, the others compare.
@@ -43,7 +42,7 @@ def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
         plan = _plan_once(config)
     _check_given(plan, given)
     if "input_dir" in given and is_one_file_a_shard(plan):
-        _refuse_other_inputs(plan, given["input_dir"], _other_names(plan, given["input_dir"]))
+        check_inputs(plan, given["input_dir"], names_alone=True)
     return plan
 
 
@@ -63,7 +62,7 @@ def _plan_once(config: PrepConfig) -> Plan:
     try:
         if not is_ours and size_of_file(claim) is not None:
             say("another task is planning: waiting for its plan")
-            num_files = len(find_inputs(config.input_dir, recursive=config.recursive).paths)
+            num_files = len(find_inputs(config.input_dir, config).paths)
             until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
             while size_of_file(claim) is not None and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
@@ -71,7 +70,7 @@ def _plan_once(config: PrepConfig) -> Plan:
                     break
         if (plan := read_plan(folder)) is not None:  # perhaps it came between the first look and the claim
             return plan
-        return make_plan(config, Sharding(), say=say)[0]
+        return make_plan(config, say=say)[0]
     finally:
         with contextlib.suppress(OSError):
             if is_ours:
@@ -81,7 +80,7 @@ def _plan_once(config: PrepConfig) -> Plan:
 
 
 def _check_given(plan: Plan, given: dict[str, Any]) -> None:
-    """Raises Refused or OtherTokenizer where given options are not the plan's."""
+    """Check given options against the plan's. Raises Refused or OtherTokenizer."""
     base = {item.name: getattr(plan.options, item.name) for item in PLAN_FIELDS}
     if given.get("record", plan.options.record) != plan.options.record:
         base = {}  # seq_len and keep_text of the one record are no options of the other
@@ -111,38 +110,40 @@ def _check_given(plan: Plan, given: dict[str, Any]) -> None:
         )
 
 
-def check_inputs(plan: Plan, input_dir: Path) -> None:
-    """Raises Refused where a folder no longer holds the planned inputs, and these alone.
+def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
+    """Refuse a folder that no longer holds the planned inputs, and these alone.
 
-    A file of the planned size and mtime is not opened; of another mtime its sample is read and compared.
+    A file of the planned size and mtime is not opened. Of another mtime its sample is read and compared.
+    ``names_alone``: look at no file. Raises Refused, ReadWriteError, NotFound for a folder without inputs.
     """
+    planned = {item.path for item in plan.inputs}
     try:
-        differing = _other_names(plan, input_dir)
-        with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
-            changes = pool.map(lambda planned: _change_of(input_dir, planned), plan.inputs)
-            differing += filter(None, changes)
+        listing = find_inputs(input_dir, plan.options)
+        found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
+        differing = [f"{name} was added" for name in sorted(found - planned)]
+        differing += [f"{name} is missing" for name in sorted(planned - found)]
+        if not names_alone:
+            with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+                changes = pool.map(lambda item: _change_of(input_dir, item), plan.inputs)
+                differing += filter(None, changes)
     except NotFound as error:
+        if names_alone:
+            raise
         differing = [str(error)]
-    _refuse_other_inputs(plan, input_dir, differing)
-
-
-def _other_names(plan: Plan, input_dir: Path) -> list[str]:
-    """The files that were added or are missing, in words."""
-    options, planned = plan.options, {item.path for item in plan.inputs}
-    listing = find_inputs(
-        input_dir,
-        recursive=options.recursive,
-        follow_links=options.follow_links,
-        also=options.also,
-        split=options.split,
-    )
-    found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
-    added, missing = sorted(found - planned), sorted(planned - found)
-    return [f"{name} was added" for name in added] + [f"{name} is missing" for name in missing]
+    if differing:
+        more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
+        raise Refused(
+            path=input_dir,
+            found="; ".join(differing[:_NUM_NAMED]) + more,
+            expected=f"the {counted(len(plan.inputs), 'planned input file')}, as a plan is never changed: "
+            "bring them back, or put new files into a folder and an --output_dir of their own, and give the "
+            "loader a list of folders",
+            remedy="--output_dir",
+        )
 
 
 def _change_of(input_dir: Path, planned: InputFile) -> str | None:
-    """How an input differs from the planned one, in words; None for one that is missing or equal."""
+    """Return how an input differs from the planned one, or None for one that is missing or equal."""
     try:
         status = (input_dir / planned.path).stat()
     except FileNotFoundError:
@@ -155,17 +156,3 @@ def _change_of(input_dir: Path, planned: InputFile) -> str | None:
         return None
     is_equal = sample_sha256(OpenInput(input_dir / planned.path)) == planned.sha256
     return None if is_equal else f"{planned.path} holds other bytes"
-
-
-def _refuse_other_inputs(plan: Plan, input_dir: Path, differing: list[str]) -> None:
-    if not differing:
-        return
-    more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-    raise Refused(
-        path=input_dir,
-        found="; ".join(differing[:_NUM_NAMED]) + more,
-        expected=f"the {counted(len(plan.inputs), 'planned input file')}, as a plan is never changed: bring "
-        "them back, or put new files into a folder and an --output_dir of their own, and give the loader a "
-        "list of folders",
-        remedy="--output_dir",
-    )

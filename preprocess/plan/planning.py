@@ -12,8 +12,8 @@ import msgspec
 
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.plan.cost_estimate import CostEstimate, measure, sample_texts, scratch_folder
-from preprocess.plan.divide import NUM_THREADS, Division, Sharding, divide, stamp_inputs
+from preprocess.plan.divide import NUM_THREADS, count_shards, divide, stamp_inputs
+from preprocess.plan.estimate import CostEstimate, measure, sample_of_plan, scratch_folder
 from preprocess.plan.listing import InputListing, find_inputs, left_out_lines, split_line
 from preprocess.plan.template_check import template_warnings
 from preprocess.plan.tokenizer import (
@@ -34,29 +34,23 @@ from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.options import PrepConfig
-from shardprep.format.plan import (
-    Plan,
-    file_cuts,
-    plan_id,
-    publish_plan,
-    read_plan,
-    refuse_another_plan,
-    stamp_tokenizer,
-)
+from shardprep.format.plan import Cut, InputFile, Plan, plan_id, publish_plan, read_plan, refuse_another_plan
 
 Say = Callable[[str], None]
 
 
 def make_plan(
     config: PrepConfig,
-    sharding: Sharding,
     *,
+    num_shards: int | None = None,
+    shard_bytes: int | None = None,
     stripe: str = "none",
     dry_run: bool = False,
     say: Say,
 ) -> tuple[Plan, CostEstimate]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
+    Shards are even ones, of a number or of a size of input bytes, or without either one per file.
     ``stripe`` is what ``plan --stripe`` takes: the Lustre layout of a folder without a plan yet. Where the
     folder has a plan already, the new one is compared with it and never written. ``say`` gets what differs
     from the usual, as it is found.
@@ -74,19 +68,13 @@ def make_plan(
         transform = Transform(config.transform, config.transform_files)
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
     names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
-    listing = find_inputs(
-        config.input_dir,
-        recursive=config.recursive,
-        follow_links=config.follow_links,
-        also=config.also,
-        split=config.split,
-    )
-    division = _divided(config, listing, sharding, say)
+    listing = find_inputs(config.input_dir, config)
+    inputs, cuts = _divided(config, listing, num_shards, shard_bytes, say)
     with scratch_folder() as files:
         resolved = resolve_tokenizer(
             config.model_id, files, allow_special_tokens=config.encodes_control_tokens
         )
-        plan = _plan_of(config, listing, division, resolved, names, say)
+        plan = _plan_of(config, listing, inputs, cuts, resolved, names, say)
         if transform is not None:
             check_transform(plan, transform, say)
         plan, engine = _with_engine(plan, config, resolved, transform, say)
@@ -119,11 +107,10 @@ def make_plan(
         if dry_run:
             return plan, estimate
         if frozen is None:
-            stamps = publish_tokenizer(files, config.output_dir, None)
-            plan = dataclasses.replace(plan, tokenizer_files=stamps)
+            publish_tokenizer(resolved, config.output_dir, resolved.files)
         frozen = publish_plan(plan, config.output_dir)
         # It holds what the plan names, whoever planned meanwhile, or damaged it since.
-        publish_tokenizer(files, config.output_dir, frozen.tokenizer_files)
+        publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
         if names is not None:
@@ -131,7 +118,9 @@ def make_plan(
         return frozen, estimate
 
 
-def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say: Say) -> Division:
+def _divided(
+    config: PrepConfig, listing: InputListing, num_shards: int | None, shard_bytes: int | None, say: Say
+) -> tuple[list[InputFile], list[Cut]]:
     """Stamp the inputs, and divide them into shards: even ones, or one per file."""
     paths = listing.paths
     for path in paths if config.is_chat else ():
@@ -139,7 +128,8 @@ def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say:
             expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
     progress = Progress("looking at the inputs", len(paths), unit="files")
-    inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
+    weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
+    inputs = [item.file for item in weighed]
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     empty = {item.path for item in inputs if not item.num_bytes}
     hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
@@ -155,16 +145,17 @@ def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say:
         found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
         which = f"such as {equal[0][0]} and {equal[0][1]}"
         say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
-    num_shards = sharding.count(inputs, inspected)
-    if sharding == Sharding():
-        return Division(inputs=inputs, cuts=file_cuts(inputs))
-    return divide(config.input_dir, inputs, inspected, num_shards, config)
+    number = count_shards(weighed, num_shards, shard_bytes)
+    if num_shards is None and shard_bytes is None:
+        return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
+    return divide(config.input_dir, weighed, number, config)
 
 
 def _plan_of(
     config: PrepConfig,
     listing: InputListing,
-    division: Division,
+    inputs: list[InputFile],
+    cuts: list[Cut],
     resolved: ResolvedTokenizer,
     names: DocumentNames | None,
     say: Say,
@@ -196,33 +187,32 @@ def _plan_of(
         options=dataclasses.replace(options, **found_out),
         max_bad_fraction=config.max_bad_fraction,
         tokenizer=resolved.spec,
-        tokenizer_files=stamp_tokenizer(resolved.folder),
+        tokenizer_files=resolved.files,
         probe=resolved.probe,
         probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,
-        inputs=division.inputs,
-        cuts=division.cuts,
+        inputs=inputs,
+        cuts=cuts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
-    if config.hash_inputs:
+    if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
+
+        def sha256_of_input(shard_id: int) -> str:
+            digest = hashlib.sha256()
+            for part in plan.ranges(shard_id):
+                reader = RangeReader(part, digest)
+                reader.hash_rest()
+                reader.file.check_unchanged()
+            return digest.hexdigest()
+
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            hashes = list(pool.map(lambda number: _sha256_of_input(plan, number), range(plan.num_shards)))
+            hashes = list(pool.map(sha256_of_input, range(plan.num_shards)))
         cuts = [
             msgspec.structs.replace(cut, sha256=sha256)
             for cut, sha256 in zip(plan.cuts, [*hashes, ""], strict=True)
         ]
         plan = dataclasses.replace(plan, cuts=cuts)
     return dataclasses.replace(plan, plan_id=plan_id(plan))
-
-
-def _sha256_of_input(plan: Plan, shard_id: int) -> str:
-    """Hash a shard's input bytes: reads all of them, about a second per core and gigabyte."""
-    digest = hashlib.sha256()
-    for part in plan.ranges(shard_id):
-        reader = RangeReader(part, digest)
-        reader.hash_rest()
-        reader.file.check_unchanged()
-    return digest.hexdigest()
 
 
 def _with_engine(
@@ -235,7 +225,9 @@ def _with_engine(
     engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
     if not (config.engine == "tokenizers" or plan.options.is_chat or is_little):
-        texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18, transform=transform)]
+        texts = [*resolved.probe]
+        for documents in sample_of_plan(plan, 1 << 18, transform):
+            texts += map(bytes.decode, documents.texts)
         fast = equal_fast_engine(
             resolved.folder / TOKENIZER_FILE,
             allow_special_tokens=config.encodes_control_tokens,

@@ -4,11 +4,16 @@ What counts is the tokenizer that training will load, by transformers: what that
 tokenizer.json (a token added in the configuration, say) is in the files written here. Of most tokenizers it
 changes nothing, and ``plain_files`` shows it by the files alone. For all others transformers loads and saves,
 in a process of its own and without torch, which it imports where it is installed: 3 s and 200 MB for nothing.
+
+What was found is kept for the next plan, in ``$XDG_CACHE_HOME/shardprep/tokenizers``, by the content of the
+model's files and the versions of the libraries. Of Llama 3's tokenizer that saves 1 s of 2.6. A damaged entry
+counts as none, and a cache that cannot be written is done without.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -40,6 +45,7 @@ from shardprep.errors import (
 )
 from shardprep.files import (
     NOT_THERE,
+    Digest,
     FileStamp,
     PublishedFolder,
     is_folder,
@@ -48,6 +54,7 @@ from shardprep.files import (
     refuse_fifos,
     size_of_file,
 )
+from shardprep.format.json_files import read_file, with_content_hash
 from shardprep.format.names import (
     CHAT_TEMPLATES_DIR,
     MAX_TOKENIZER_BYTES,
@@ -68,41 +75,44 @@ _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
 
 Files = dict[str, bytes]  # by name in the folder
 
+_FOUND_FORMAT, _FOUND = "shardprep-found-tokenizer", "found.json"
+_MAX_FOUND_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedTokenizer:
-    """A tokenizer whose files are in ``folder``, and what planning must know of it."""
+class TokenizerFacts:
+    """What planning must know of a tokenizer. The cache keeps it beside the files."""
+
+    spec: TokenizerSpec  # what shards will remember of it
+    probe: list[str]
+    probe_sha256: Digest  # of the reference's ids
+    files: dict[str, FileStamp]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedTokenizer(TokenizerFacts):
+    """A tokenizer whose files are in ``folder``."""
 
     folder: Path
-    allow_special_tokens: bool
-    spec: TokenizerSpec  # what shards will remember of it
+    kept: Path | None  # its entry of the cache
     reference: engines.Engine  # of ``tokenizers``
-    probe: list[str]
-    probe_sha256: str  # of the reference's ids
 
     def passes_gate(self, fast: engines.Engine) -> bool:
-        """Whether an engine gives the reference's ids on ``gate_texts``, which takes 2 s for Llama 3's.
+        """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's.
 
-        That it does is kept for the next plan, as an empty file whose name is of the tokenizer's bytes and
-        of both engines' versions. A cache that cannot be written is done without.
+        That it does is kept for the next plan, too, as an empty file.
         """
-        raw = _read(self.folder / TOKENIZER_FILE)
-        versions = [shardprep.__version__, fast.version, self.reference.version]
-        key = hashlib.sha256(f"{versions} {self.allow_special_tokens} ".encode() + raw).hexdigest()
-        given = os.environ.get("XDG_CACHE_HOME", "")
-        cache = given if given.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
-        place = Path(cache, "shardprep", "tokenizers", f"{key}.{fast.name}")
+        verdict = self.kept and self.kept / fast.name
         with contextlib.suppress(ShardprepError):
-            if size_of_file(place) is not None:
+            if verdict and size_of_file(verdict) is not None:
                 return True
-        texts = engines.gate_texts(raw)
+        texts = engines.gate_texts(_read(self.folder / TOKENIZER_FILE))
         ids, expected = (engine.encode_texts(texts) for engine in (fast, self.reference))
-        if engines.ids_sha256([ids]) != engines.ids_sha256([expected]):
-            return False
-        with contextlib.suppress(OSError):
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.touch()
-        return True
+        is_equal = engines.ids_sha256([ids]) == engines.ids_sha256([expected])
+        if verdict and is_equal:
+            with contextlib.suppress(OSError):
+                verdict.touch()
+        return is_equal
 
 
 def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool) -> ResolvedTokenizer:
@@ -121,57 +131,98 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     else:
         source, name = find_on_hub(model_id)
     files = None if source is None else read_files(source)
-    if files is not None and (plain := plain_files(files)) is not None:
-        saved, tokenizer = plain
-        try:
-            for each_name, content in saved.items():
-                (folder / each_name).write_bytes(content)
-        except OSError as error:
-            raise _not_written(folder, error.strerror) from None
+    kept = None if files is None else _place_in_cache(files, allow_special_tokens)
+    allow = allow_special_tokens
+    facts = None if kept is None else _take_kept(kept, folder)
+    if facts is not None:
+        path = folder / TOKENIZER_FILE
+        engine = engines.tokenizers_engine(path, allow_special_tokens=allow, name=model_id)
     else:
-        _save_in_own_process(name, folder)
-        saved = {each_name: _read(folder / each_name) for each_name in names_in(folder)}
-        tokenizer = _loaded(saved, folder)
-        # What transformers cannot read of a configuration, it goes without, unsaid.
-        wanted, kept = (
-            special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (files or saved, saved)
-        )
-        if lost := [role for role in wanted if wanted[role] and not kept[role]]:
-            raise ReadWriteError(
-                f"transformers found no {', '.join(lost)} of {source}/{TOKENIZER_CONFIG}, which names it; a "
-                "read may have failed: run this again"
+        if files is not None and (plain := plain_files(files)) is not None:
+            saved, tokenizer = plain
+            _write_files(saved, folder)
+        else:
+            _save_in_own_process(name, folder)
+            saved = {each_name: _read(folder / each_name) for each_name in names_in(folder)}
+            tokenizer = _loaded(saved, folder)
+            # What transformers cannot read of a configuration, it goes without, unsaid.
+            wanted, found = (
+                special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (files or saved, saved)
             )
-    given = files or saved
-    if dropout := (_json_object(given, TOKENIZER_FILE).get("model") or {}).get("dropout"):
-        raise UsageError(
-            f"the tokenizer of {model_id} has model.dropout {dropout} in its {TOKENIZER_FILE}: with it a "
-            "text has other ids each time, so no two shards agree; set it to null in a copy of the folder, "
-            "and pass that as --model_id"
-        )
-    data = _json_object(saved, TOKENIZER_FILE)
-    probe = engines.probe_texts(data)
-    engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow_special_tokens, name=model_id)
-    ids = engine.encode_texts(probe)
-    vocab = tokenizer.get_vocab(with_added_tokens=True)
-    named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
-    special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
-    return ResolvedTokenizer(
-        folder=folder,
-        allow_special_tokens=allow_special_tokens,
-        spec=TokenizerSpec(
+            if lost := [role for role in wanted if wanted[role] and not found[role]]:
+                why = f"transformers found no {', '.join(lost)} in it"
+                expected = "what the file names; a read may have failed: run this again"
+                raise ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=why, expected=expected)
+        if dropout := (_json_object(files or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
+            why = f"model.dropout {dropout} in its {TOKENIZER_FILE}, so a text has other ids each time"
+            expected = "null there, in a copy of the folder; pass that as --model_id"
+            raise UsageError(path=model_id, found=why, expected=expected)
+        data = _json_object(saved, TOKENIZER_FILE)
+        vocab = tokenizer.get_vocab(with_added_tokens=True)
+        named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
+        special_ids = {f"{role}_id": vocab.get(token) if token else None for role, token in named.items()}
+        spec = TokenizerSpec(
             model_id=model_id,
             fingerprint=fingerprint_of(data),
             vocab_size=max(vocab.values()) + 1,
             **special_ids,
-        ),
-        reference=engine,
-        probe=probe,
-        probe_sha256=engines.ids_sha256([ids]),
-    )
+        )
+        probe = engines.probe_texts(data)
+        engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
+        probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
+        stamps = stamp_tokenizer(folder)
+        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=stamps)
+        if kept is not None:
+            _keep(kept, folder, facts)
+    fields = {**vars(facts), "spec": dataclasses.replace(facts.spec, model_id=model_id)}
+    return ResolvedTokenizer(folder=folder, kept=kept, reference=engine, **fields)
+
+
+def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path:
+    versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
+    stamps = [(name, _stamp(files[name])) for name in sorted(files)]
+    key = hashlib.sha256(repr((versions, allow_special_tokens, stamps)).encode()).hexdigest()
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    cache = given if given.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(cache, "shardprep", "tokenizers", key)
+
+
+def _stamp(content: bytes) -> FileStamp:
+    return FileStamp(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def _take_kept(place: Path, folder: Path) -> TokenizerFacts | None:
+    """Copy the files of an entry of the cache into ``folder``. Return None where no whole entry is."""
+    with contextlib.suppress(*NOT_THERE, ShardprepError):
+        facts = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
+        files = {name: _read(place / name) for name in names_in(place) if name in facts.files}
+        stamps = {name: _stamp(content) for name, content in files.items()}
+        if stamps == facts.files:
+            _write_files(files, folder)
+            return facts
+    return None
+
+
+def _keep(place: Path, folder: Path, facts: TokenizerFacts) -> None:
+    content = with_content_hash(_FOUND_FORMAT, dataclasses.asdict(facts))
+    with contextlib.suppress(OSError, ShardprepError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with PublishedFolder(place) as entry:
+            _write_files({name: _read(folder / name) for name in facts.files}, entry.temporary)
+            (entry.temporary / _FOUND).write_bytes(orjson.dumps(content))
+            entry.publish()
+
+
+def _write_files(files: Files, folder: Path) -> None:
+    try:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise _not_written(folder, error.strerror) from None
 
 
 def read_files(folder: Path) -> Files | None:
-    """Return what decides a tokenizer's ids in a model's folder; None where more than these files does.
+    """Return what decides a tokenizer's ids in a model's folder, or None where more than these files does.
 
     Raises ReadWriteError, BrokenShard for what is no regular file, NotFound for a file not fetched.
     """
@@ -189,10 +240,8 @@ def read_files(folder: Path) -> Files | None:
 
 
 def _not_written(folder: Path, reason: object) -> CannotWrite:
-    return CannotWrite(
-        f"tokenizer files cannot be written to {folder}: {reason}; free some space there (df), or let TMPDIR "
-        "name another folder"
-    )
+    found = f"the tokenizer's files cannot be written there: {reason}"
+    return CannotWrite(path=folder, found=found, expected="some space (df), or another folder by TMPDIR")
 
 
 # What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
@@ -242,7 +291,7 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
 
 
 def _is_plain(files: Files, data: dict[str, Any]) -> bool:
-    """Whether no file names a class, a key, a model or a token that may change what tokenizer.json does."""
+    """Return whether nothing that a file names may change what tokenizer.json does."""
     config, model, named = (
         _json_object(files, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
     )
@@ -277,7 +326,7 @@ def _parsed(raw: bytes) -> Any:
 
 
 def _json_object(files: Files, name: str) -> dict[str, Any]:
-    """Return a JSON file's object; an empty one for a file that is not there. Raises BrokenShard."""
+    """Return a JSON file's object, an empty one for a file that is not there. Raises BrokenShard."""
     try:
         data = _parsed(files.get(name, b"{}"))
     except ValueError as error:
@@ -307,7 +356,7 @@ def _read(path: Path) -> bytes:
 
 
 def _save_in_own_process(model_id: str, folder: Path) -> None:
-    """Call ``save_tokenizer`` in a process that ends with it; raises what that raises, or ReadWriteError."""
+    """Call ``save_tokenizer`` in a process that ends with it. Raises what that raises, or ReadWriteError."""
     ours, theirs = Pipe(duplex=False)
     process = start_child(_save, model_id, folder, theirs)
     theirs.close()
@@ -315,10 +364,9 @@ def _save_in_own_process(model_id: str, folder: Path) -> None:
         outcome: ShardprepError | None = ours.recv()
     except EOFError:
         process.join()
-        raise ReadWriteError(
-            f"the process that loads the tokenizer of {model_id} ended with {process.exitcode} and without a "
-            "word; is there too little memory? Run this again"
-        ) from None
+        found = f"the process that loads the tokenizer ended with {process.exitcode} and without a word"
+        expected = "enough memory; run this again"
+        raise ReadWriteError(path=model_id, found=found, expected=expected) from None
     finally:
         ours.close()
         process.terminate()
@@ -349,10 +397,8 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
     tokenizer = _auto_tokenizer(model_id)
     kind = type(tokenizer).__name__
     if not getattr(tokenizer, "is_fast", False):
-        raise UsageError(
-            f"the tokenizer of {model_id} is a slow one ({kind}); a fast one is needed: "
-            "look for a copy of the model with a tokenizer.json, or convert it with transformers"
-        )
+        expected = "a fast one: a copy of the model with a tokenizer.json, or convert it with transformers"
+        raise UsageError(path=model_id, found=f"a slow tokenizer ({kind})", expected=expected)
     path = folder / TOKENIZER_CONFIG
     try:
         # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
@@ -374,15 +420,10 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
 def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     """Check that the saved files load as a loaded tokenizer, and encode as it does. Raises UsageError."""
     kind = type(tokenizer).__name__
-    remedy = (
-        f"set tokenizer_class to PreTrainedTokenizerFast in the {TOKENIZER_CONFIG} of a copy of the folder, "
-        "and pass that as --model_id"
-    )
+    expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of the folder"
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
-        raise UsageError(
-            f"the tokenizer of {model_id} cannot be kept: transformers makes another one of the files that "
-            f"it saved of its {kind}; {remedy}"
-        )
+        found = f"a {kind}, of whose saved files transformers makes another tokenizer"
+        raise UsageError(path=model_id, found=found, expected=expected)
     saved = _loaded({TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}, folder)
     # As transformers takes them; the shards may take control tokens otherwise.
     engine = engines.engine_of_tokenizer(
@@ -392,15 +433,11 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
     except Exception as error:
-        raise UsageError(
-            f"the tokenizer of {model_id}, a {kind}, encodes no plain text "
-            f"({words_of_fault(error)}); {remedy}"
-        ) from None
+        found = f"a {kind}, which encodes no plain text ({words_of_fault(error)})"
+        raise UsageError(path=model_id, found=found, expected=expected) from None
     if not is_equal:
-        raise UsageError(
-            f"the tokenizer of {model_id}, a {kind}, changes texts before its tokenizer.json encodes them, "
-            f"so no other engine gives its ids; {remedy}"
-        )
+        found = f"a {kind}, which changes texts before its tokenizer.json encodes them"
+        raise UsageError(path=model_id, found=found, expected=expected)
 
 
 def _auto_tokenizer(model_id: str) -> Any:
@@ -447,7 +484,7 @@ def added_ids(engine: engines.Engine) -> tuple[list[int], list[int]]:
 
 
 def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
-    """Say which tokens each document of a plan begins and ends with; nothing of conversations.
+    """Say which tokens each document of a plan begins and ends with, nothing of conversations.
 
     ``folder``: of the tokenizer's files, for the names. Raises what reading raises.
     """
@@ -467,37 +504,31 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
     return f"documents begin {begin} and end {end}"
 
 
-def publish_tokenizer(
-    resolved: Path, output_dir: Path, frozen: dict[str, FileStamp] | None
-) -> dict[str, FileStamp]:
-    """Make ``output_dir/tokenizer`` hold the tokenizer of ``resolved``; returns its files' stamps.
+def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: dict[str, FileStamp]) -> None:
+    """Make ``output_dir/tokenizer`` hold the resolved tokenizer, unless it holds the planned files already.
 
-    ``frozen``: the files that a plan in the folder names. They are kept where they are whole, else put back.
-    Without a plan equal files are kept, so that planners that race agree, and others are replaced.
-    Raises OtherTokenizer where the resolved files are not ``frozen``, CannotWrite or ReadWriteError.
+    Equal files are kept, so that planners that race agree, and others are replaced. Raises OtherTokenizer
+    where the resolved files are not the planned ones, CannotWrite or ReadWriteError.
     """
-    target, wanted = output_dir / TOKENIZER_DIR, stamp_tokenizer(resolved)
+    target = output_dir / TOKENIZER_DIR
 
     def is_there() -> bool:
         try:
-            return stamp_tokenizer(target) == (frozen or wanted)
+            return stamp_tokenizer(target) == planned
         except (NotFound, BrokenShard):
             return False
 
     if is_there():
-        return frozen or wanted
-    if frozen is not None and wanted != frozen:
-        raise OtherTokenizer(
-            f"{target} is damaged, and the planned tokenizer's files cannot be made again to the byte: plan "
-            "with the versions of transformers and tokenizers that planned, or into a new folder",
-            path=target,
-        )
+        return
+    if resolved.files != planned:
+        expected = "the versions of transformers and tokenizers that planned, or a new folder"
+        found = "damaged files, which cannot be made again to the byte"
+        raise OtherTokenizer(path=target, found=found, expected=expected)
     with PublishedFolder(target) as folder:
-        for name in names_in(resolved):
+        for name in planned:
             try:
-                shutil.copyfile(resolved / name, folder.temporary / name)
+                shutil.copyfile(resolved.folder / name, folder.temporary / name)
             except OSError as error:
                 raise CannotWrite(f"{target / name} cannot be written: {error.strerror}") from None
         if not folder.publish_first() and not is_there():  # another planner may have been faster
             folder.publish()
-    return stamp_tokenizer(target)

@@ -11,13 +11,12 @@ import hashlib
 import importlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from preprocess.read import BATCH_BYTES
-from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
 from preprocess.read.compressed import COMPRESSIONS, load_zstd
 from preprocess.read.format import Format, Records, Start, Texts, starts_among
 from preprocess.read.inputs import OpenInput, RangeReader
@@ -25,10 +24,19 @@ from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
-from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of, keys_of_ids
+from shardprep.format.documents import (
+    DocumentNames,
+    canonical_conversation,
+    digests_of,
+    keys_of_ids,
+    keys_of_places,
+)
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
+
+if TYPE_CHECKING:
+    from preprocess.read.chat import ChatTemplate
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -165,6 +173,8 @@ def read_documents(
     """
     template = None
     if options.record == "chat":
+        from preprocess.read.chat import ChatTemplate  # 12 files that a task of texts need not open
+
         template = ChatTemplate(options.chat_template, options.chat_tokens, options.allow_special_tokens)
     names = {part.input_number: part.planned.path if part.planned else part.path.name for part in ranges}
     reasons: set[str] = set()  # of LeaveOut so far
@@ -176,9 +186,11 @@ def read_documents(
             documents = _transformed(documents, transform, name, reasons, is_chat=template is not None)
         if template is not None:
             documents = _rendered(documents, template, name)
-        if excluded is not None and (is_named := find_names(documents, excluded) >= 0).any():
-            texts = zip(documents.texts, is_named, strict=True)
-            documents, _ = documents.sorted_out(_EXCLUDED if named else text for text, named in texts)
+        if excluded is not None:
+            named = find_names(documents, excluded, name).max(axis=0, initial=-1)
+            if named.max(initial=-1) >= 0:
+                texts = zip(documents.texts, named, strict=True)
+                documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in texts)
         if num_left is not None and len(documents.lines) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
@@ -244,6 +256,8 @@ def _transformed(
 
 def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:
     """Render conversations of the input ``name``, given as the JSON of their messages."""
+    from preprocess.read.chat import TooCostly, render_conversations
+
     messages = (text.decode() for text in documents.texts)
     documents, asked = documents.sorted_out(
         text if len(text) <= _MOST_MESSAGE_CHARS else _TOO_LONG for text in messages
@@ -267,14 +281,16 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     )
 
 
-def find_names(documents: Documents, names: DocumentNames) -> npt.NDArray[np.intp]:
-    """Return the name of each document, by its id or its text: intp[n], -1 for one that has none."""
-    ids = documents.columns.get("id")
-    by_id = None if ids is None or not names.has_ids else names.find(keys_of_ids(ids))
-    if by_id is not None and not names.has_texts:
-        return by_id
-    by_text = names.find(documents.digests())
-    return by_text if by_id is None else np.maximum(by_id, by_text)
+def find_names(documents: Documents, names: DocumentNames, path: str) -> npt.NDArray[np.intp]:
+    """Return the names of each document of an input, by id, text and place: intp[kinds, n], -1 for none."""
+    keys = []
+    if "id" in names.kinds and "id" in documents.columns:
+        keys.append(keys_of_ids(documents.columns["id"]))
+    if "text" in names.kinds:
+        keys.append(documents.digests())
+    if "place" in names.kinds:
+        keys.append(keys_of_places(path, documents.offsets))
+    return np.array([names.find(each) for each in keys], np.intp).reshape(len(keys), len(documents.texts))
 
 
 def starts_in(

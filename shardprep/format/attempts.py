@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -96,7 +95,7 @@ class AttemptRecord(Struct, kw_only=True):
 
     @property
     def job_id(self) -> str:
-        """Return the job, of the array where it is one; "" for a ``run`` outside of Slurm."""
+        """Return the job, of the array where it is one, or "" for a ``run`` outside of Slurm."""
         return self.array_job_id or self.plain_job_id
 
     @property
@@ -106,7 +105,7 @@ class AttemptRecord(Struct, kw_only=True):
 
     @property
     def mem_mb(self) -> int | None:
-        """Return the memory of the task; None where Slurm limits nothing."""
+        """Return the memory of the task, or None where Slurm limits nothing."""
         return self.mem_per_cpu_mb * (self.num_cpus or 1) or self.mem_per_node_mb or None
 
     @property
@@ -115,8 +114,8 @@ class AttemptRecord(Struct, kw_only=True):
         return str(round((self.end_time - self.began) / 60)) if self.end_time else self.shown_limit
 
     def is_alive(self) -> bool | None:
-        """Return whether the process of a ``run`` still lives; None where this host cannot see it."""
-        if not self.pid or self.node != socket.gethostname():
+        """Return whether the process of a ``run`` still lives, or None where this host cannot see it."""
+        if not self.pid or self.node != os.uname().nodename:
             return None
         return _ticks_of(self.pid) == self.pid_began
 
@@ -207,7 +206,7 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
 
 
 def remove_finished(records: Iterable[AttemptRecord], is_done: Sequence[bool]) -> None:
-    """Remove the records of ended attempts whose shards are all made; what fails is left."""
+    """Remove the records of ended attempts whose shards are all made. What fails is left."""
     for record in records:
         if record.ended is not None and all(is_done[each] for each in record.shards if each < len(is_done)):
             with contextlib.suppress(OSError):
@@ -215,7 +214,7 @@ def remove_finished(records: Iterable[AttemptRecord], is_done: Sequence[bool]) -
 
 
 def append_failure(failure: Failure) -> None:
-    """Write a failed shard into the record of this process, where it has one; what fails is left out."""
+    """Write a failed shard into the record of this process, where it has one. What fails is left out."""
     if path := os.environ.get(RECORD_VARIABLE):
         reason = failure.reason[:_MOST_REASON_CHARS].encode("utf-8", "replace").decode()
         line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
@@ -224,7 +223,7 @@ def append_failure(failure: Failure) -> None:
 
 
 def append_end(record: AttemptRecord) -> None:
-    """Write how Slurm says that an attempt ended, before Slurm forgets it; what fails is left out."""
+    """Write how Slurm says that an attempt ended, before Slurm forgets it. What fails is left out."""
     with contextlib.suppress(OSError):
         append_bytes(Path(record.path), _section("end", time=record.ended, stopped_by=record.stopped_by))
 
@@ -244,7 +243,7 @@ class RunRecord:
         environ = os.environ
         if environ.get(RECORD_VARIABLE):
             return
-        now, host = time.time(), socket.gethostname()
+        now, host = time.time(), os.uname().nodename
         facts: dict[str, object] = {
             "plan_id": plan_id,
             "identity": folder_identity(folder),
@@ -290,7 +289,7 @@ class RunRecord:
 
 
 def _ticks_of(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot; -1 where there is no such process."""
+    """Return when a process began, in clock ticks since boot, or -1 where there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

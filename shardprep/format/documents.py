@@ -4,9 +4,9 @@ A digest depends on no shard, record form or tokenizer: it is a hash of the text
 conversation's messages. Equal documents have equal digests, and so are on one side of a validation split.
 DATA/digests has them.
 
-A user names documents in a file, for ``plan --exclude`` and ``blank --ids``: a line is an id of --id_field,
-or ``sha256:`` and the sha256 of a text. Kept of a line are 16 bytes, so a list of a million names takes 16 MB
-in each process that looks for them.
+A user names documents in a file, for ``plan --exclude``, ``blank --ids`` and ``where --ids``: a line is an
+id of --id_field, ``sha256:`` and the sha256 of a text, or ``at:FILE:BYTE``, where one begins in an input.
+Kept of a line are 16 bytes, so a list of a million names takes 16 MB in each process that looks for them.
 
 A blanked document keeps its place: where its ids stood stand as many BLANKs, and its text, its id and its
 digest are gone. So whoever makes the shard again makes the same one. The plan's option ``blanked`` names the
@@ -16,11 +16,14 @@ shards that have a file DATA/blanked/shard-N.json.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,12 +31,17 @@ import orjson
 
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
 from shardprep.files import NOT_THERE, Digest, make_subfolder, publish_bytes, read_lines, read_regular
+from shardprep.format.idx import ShardSamples
+from shardprep.format.input_formats import input_kind
 from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
 from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, blanked_path, ids_path, remake_command
+from shardprep.format.plan import ByteRange
 
 DIGEST = np.dtype(f"V{DIGEST_BYTES}")
-_TEXT = "sha256:"
-_MOST_NAMES = 10_000_000
+NameKind = Literal["id", "text", "place"]
+_TEXT, _PLACE = "sha256:", "at:"
+_EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
+MOST_NAMES = 10_000_000  # of a list
 _FORMAT = "shardprep-blanked"
 _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
 # The digest of a blanked document; a document stays on its side of a split.
@@ -70,9 +78,8 @@ def are_for_validation(digests: npt.NDArray[np.void], fraction: float) -> npt.ND
 class DocumentNames:
     """Names of documents, looked up a batch at a time."""
 
-    keys: npt.NDArray[np.void]  # DIGEST[names], ascending: digests of texts, and hashes of ids
-    has_ids: bool = True
-    has_texts: bool = True
+    keys: npt.NDArray[np.void]  # DIGEST[names], ascending: of ids, of texts (their digests) and of places
+    kinds: frozenset[NameKind] = frozenset({"id", "text", "place"})  # that may be among them
 
     def find(self, keys: npt.NDArray[np.void]) -> npt.NDArray[np.intp]:
         """Return where some keys stand among the names: intp[n], -1 for one that is none."""
@@ -88,27 +95,59 @@ def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:
     return np.frombuffer(b"".join(found), DIGEST)
 
 
+def keys_of_places(path: str, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.void]:
+    """Return the keys of places in an input: DIGEST[n], 8 bytes of a hash of its path, and 8 of the offset.
+
+    ``path``: as the plan has it. ``offsets``: see docs/format.md, "Places".
+    """
+    keys = np.empty((len(offsets), 2), ">u8")
+    keys[:, 0] = int.from_bytes(hashlib.sha256(_PLACE.encode() + path.encode()).digest()[:8], "big")
+    keys[:, 1] = offsets
+    return keys.view(DIGEST).reshape(-1)
+
+
+def named_places(names: DocumentNames, ranges: Iterable[ByteRange]) -> Iterator[tuple[int, int]]:
+    """Yield input and place of documents that are named by it, and that may begin in these parts of inputs.
+
+    Rows, and bytes of decompressed text, may be of any part of the file.
+    """
+    for part in ranges:
+        path = part.planned.path if part.planned else part.path.name
+        first, last = keys_of_places(path, np.array([0, 2**63 - 1]))
+        found = names.keys[np.searchsorted(names.keys, first) : np.searchsorted(names.keys, last)]
+        for offset in found.view(">u8")[1::2].tolist():
+            if part.start <= offset < part.end or not input_kind(path).is_in_bytes:
+                yield part.input_number, offset
+
+
+def name_of_place(path: str, offset: int) -> str:
+    """Return the line of a list that names a document by its place. Raises UsageError where none can."""
+    if "\n" in path:
+        raise UsageError(path=path, found="an input with a line end in its name", expected="one without")
+    return f"{_PLACE}{path}:{offset}"
+
+
 def read_names(path: Path, *, id_field: str) -> DocumentNames:
     """Read a list that a user wrote; a million lines take 1 s and 50 MB.
 
     ``id_field``: of the plan, "" where it keeps no ids. Raises NotFound, BadInput, UsageError,
     ReadWriteError.
     """
-    keys, kinds = bytearray(), set[bool]()
-    for _, key, is_text in _names_in(path, id_field):
+    keys, kinds = bytearray(), set[NameKind]()
+    for _, key, kind in _names_in(path, id_field):
         keys += key
-        kinds.add(is_text)
-        if len(keys) > _MOST_NAMES * DIGEST_BYTES:
+        kinds.add(kind)
+        if len(keys) > MOST_NAMES * DIGEST_BYTES:
             raise BadInput(
-                f"{path} has more than {_MOST_NAMES:,} names; every process that makes shards would hold "
+                f"{path} has more than {MOST_NAMES:,} names; every process that makes shards would hold "
                 "them: filter the input itself",
                 path=path,
-                expected=f"at most {_MOST_NAMES:,} names",
+                expected=f"at most {MOST_NAMES:,} names",
             )
     if not keys:
         raise BadInput(f"{path} names no document, expected a line for each", path=path)
     found = np.unique(np.frombuffer(keys, DIGEST))
-    return DocumentNames(keys=found, has_ids=False in kinds, has_texts=True in kinds)
+    return DocumentNames(keys=found, kinds=frozenset(kinds))
 
 
 def lines_of(
@@ -120,46 +159,56 @@ def lines_of(
             yield line
 
 
-def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, bool]]:
-    """Yield each line that is not empty, its key, and whether it names a text."""
+def _names_in(path: Path, id_field: str) -> Iterator[tuple[str, bytes, NameKind]]:
+    """Yield each line that is not empty, its key of 16 bytes, and what it names a document by."""
     try:
         for number, raw in enumerate(read_lines(path), 1):
             try:
                 line = raw.decode().strip()
-                digest = bytes.fromhex(line.removeprefix(_TEXT)) if line.startswith(_TEXT) else None
-                fault = "" if digest is None or len(digest) in (DIGEST_BYTES, 32) else "another length"
+                key, kind = _key_of(line)
             except ValueError as error:  # a UnicodeDecodeError, too
-                fault = str(error)
-            if fault:
                 raise BadInput(
-                    f"{path}:{number} is {raw[:80]!r} ({fault}), expected an id in UTF-8, or sha256: and "
-                    "64 hex digits",
+                    f"{path}:{number} is {raw[:80]!r} ({error}), expected {_EXPECTED}",
                     path=path,
                     found=repr(raw[:80]),
-                    expected="64 hex digits",
-                )
+                    expected=_EXPECTED,
+                ) from None
             if not line:
                 continue
-            if digest is None and not id_field:
+            if kind == "id" and not id_field:
                 raise UsageError(
                     f"{path} has the line {line[:60]!r}, an id, and the plan has no --id_field, so it knows "
-                    "no ids; name texts, as sha256:HEX",
+                    "no ids; name texts, as sha256:HEX, or places, as at:FILE:BYTE",
                     path=path,
                     found=line[:60],
-                    expected="sha256:HEX",
+                    expected="sha256:HEX or at:FILE:BYTE",
                     remedy="--id_field",
                 )
-            key = hashlib.sha256(b"id:" + line.encode()).digest() if digest is None else digest
-            yield line, key[:DIGEST_BYTES], digest is not None
+            yield line, key, kind
     except NOT_THERE:
         raise NotFound(f"{path} is no file", path=path) from None
+
+
+def _key_of(line: str) -> tuple[bytes, NameKind]:
+    """Return the key of a line, and what it names a document by. Raises ValueError."""
+    if line.startswith(_TEXT):
+        digest = bytes.fromhex(line.removeprefix(_TEXT))
+        if len(digest) not in (DIGEST_BYTES, 32):
+            raise ValueError("another length")
+        return digest[:DIGEST_BYTES], "text"
+    if line.startswith(_PLACE):
+        place = re.fullmatch(r"(.+):([0-9]{1,18})", line.removeprefix(_PLACE), re.DOTALL)
+        if place is None:
+            raise ValueError("no file and byte")
+        return keys_of_places(place[1], np.array([int(place[2])])).tobytes(), "place"
+    return keys_of_ids([line]).tobytes(), "id"
 
 
 def read_excluded(folder: Path, sha256: str) -> DocumentNames:
     """Read the names that a plan leaves out. ``sha256``: of its options. Raises BrokenShard."""
     path = folder / EXCLUDED_NAME
     try:
-        raw = read_regular(path, max_bytes=_MOST_NAMES * DIGEST_BYTES + 1)
+        raw = read_regular(path, max_bytes=MOST_NAMES * DIGEST_BYTES + 1)
         found = hashlib.sha256(raw).hexdigest()
     except NOT_THERE:
         raw, found = b"", "missing"
@@ -192,6 +241,38 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
                 f"{path} has the line {line[:60]!r}; run: {remedy}", path=path, found=line[:60], remedy=remedy
             )
         yield input_number, offset, kept
+
+
+class Pieces(NamedTuple):
+    """The parts of a shard's documents, one in each sample that holds one; in the order of the samples."""
+
+    record: npt.NDArray[np.int64]  # the sample
+    document: npt.NDArray[np.int64]  # its number, in the order of digests/
+    num_tokens: npt.NDArray[np.int64]
+
+
+def pieces_of(samples: ShardSamples) -> Pieces:
+    """Find the parts of a shard's documents. Of rows it reads where documents begin in each, 10 us a row."""
+    records = samples.records
+    if not samples.spec.has_rows:
+        numbers = np.arange(len(records))
+        return Pieces(numbers, numbers, records["num_tokens"].astype(np.int64))
+    found: list[tuple[int, int, int]] = []
+    num_documents = 0
+    # With --pack best_fit a document of several rows begins one, and all of these have its place.
+    first_at: dict[tuple[int, int], int] = {}
+    places = zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)
+    for row, (num_tokens, place) in enumerate(zip(records["num_tokens"].tolist(), places, strict=True)):
+        starts = samples.starts(row).tolist()
+        bounds = [*starts, num_tokens]
+        if bounds[0] > 0:
+            found.append((row, first_at.get(place, num_documents - 1), bounds[0]))
+        elif starts:
+            first_at[place] = num_documents
+        for begin, end in itertools.pairwise(bounds):
+            found.append((row, num_documents, end - begin))
+            num_documents += 1
+    return Pieces(*np.array(found, np.int64).reshape(-1, 3).T)
 
 
 @dataclass(frozen=True, kw_only=True)

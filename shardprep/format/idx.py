@@ -99,7 +99,7 @@ class RecordFile:
     """A file of records, open, its header and size checked; close ``file``. Reads raise OSError."""
 
     def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
-        """``header``: its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
+        """Open it, and compare its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
         self.dtype, self.remedy = idx_dtype(kind), remedy
         self.file = ReadFile(path)
         with contextlib.ExitStack() as opened:  # closes it where this fails
@@ -136,7 +136,7 @@ class RecordFile:
                 raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=self.remedy)
 
     def read(self, rows: slice) -> npt.NDArray[np.void]:
-        """Read the records of some rows. Raises BrokenShard; OSError.
+        """Read the records of some rows. Raises BrokenShard, OSError.
 
         The first time, they are read with the chunks that hold them, whose crc32s are compared: 10 us for 20
         KB of records, where reading the ids of as many rows takes 0.7 ms (one core, in the page cache).
@@ -173,7 +173,7 @@ _Number = TypeVar("_Number", int, npt.NDArray[np.int64])
 
 
 def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
-    """Return the bytes of an idx: header, records and their crc32s; of an array of numbers, an array."""
+    """Return the bytes of an idx: header, records and their crc32s. Of an array of numbers, an array."""
     num_chunks = -(-num_samples // CHUNK_RECORDS)
     return HEADER_BYTES + num_samples * idx_dtype(kind).itemsize + num_chunks * CHUNK_CRC.itemsize
 
@@ -316,7 +316,7 @@ class ShardSamples:
         return ids[: int(self.records["num_tokens"][number])].astype(np.uint32)
 
     def starts(self, number: int) -> npt.NDArray[np.int64]:
-        """Return where in a sample documents begin, ascending: int64[documents]; 0 for a document."""
+        """Return where in a sample documents begin, ascending: int64[documents], 0 for a document."""
         if not self.spec.has_rows:
             return np.zeros(1, np.int64)
         record = self.records[number]
@@ -324,7 +324,7 @@ class ShardSamples:
         return np.frombuffer(raw, "<u4").astype(np.int64) % self.spec.seq_len
 
     def loss_mask(self, number: int) -> npt.NDArray[np.bool_]:
-        """Return which ids of a sample the assistant wrote, bool[tokens]; of what is no conversation, all."""
+        """Return which ids of a sample the assistant wrote, bool[tokens]. Of what is no conversation, all."""
         record = self.records[number]
         if self.spec.record != "chat":
             return np.ones(int(record["num_tokens"]), np.bool_)
@@ -369,7 +369,7 @@ class ShardSamples:
 def ids_of(
     spec: DatasetSpec, records: npt.NDArray[np.void], read: Callable[[int, int], bytearray]
 ) -> Iterator[npt.NDArray[np.integer]]:
-    """Yield all ids of samples that stand one behind another, some samples at a time; rows with padding.
+    """Yield all ids of samples that stand one behind another, some samples at a time, rows with padding.
 
     ``read``: gives bytes of the tar, by the first and their number. Raises ValueError for what is no id.
     """

@@ -51,7 +51,7 @@ def content_sha256(data: Mapping[str, Any]) -> str:
 def with_content_hash(
     file_format: str, content: Mapping[str, Any], run: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the whole object of a file: format, version, ``content`` and its hash; ``run`` and its hash."""
+    """Return the whole object of a file: format, version, ``content`` and its hash, ``run`` and its hash."""
     data = {"format": file_format, "version": FORMAT_VERSION, **content}
     data[CONTENT_HASH] = content_sha256(data)
     return data if run is None else {**data, RUN: {**run, RUN_HASH: content_sha256(run)}}
@@ -66,7 +66,7 @@ def read_file(path: Path, file_format: str, kind: type[T], *, max_bytes: int) ->
 
 
 def checked_object(path: Path, raw: bytes | bytearray, file_format: str) -> dict[str, Any]:
-    """Return what a file holds, once format, version and hashes are right; without these.
+    """Return what a file holds, once format, version and hashes are right, without these.
 
     Raises BrokenShard, UnknownVersion.
     """

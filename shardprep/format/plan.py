@@ -147,7 +147,7 @@ class Plan(_Decisions):
     # Of a plan that was read these are Rows, which read what they are asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
-    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see planning.InputListing
+    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see listing.InputListing
 
     @property
     def num_shards(self) -> int:
@@ -169,7 +169,7 @@ class Plan(_Decisions):
 
     @property
     def left_out(self) -> dict[str, list[str]]:
-        """The names in the input folder that are no input, by reason."""
+        """Return the names in the input folder that are no input, by reason."""
         found: dict[str, list[str]] = {}
         for reason, name in self.names_left_out:
             found.setdefault(reason, []).append(name)
@@ -177,17 +177,17 @@ class Plan(_Decisions):
 
     @property
     def end_id(self) -> int | None:
-        """The token that is put behind each document: EOS where it is appended."""
+        """Return the token that is put behind each document: EOS where it is appended."""
         options = self.options
         return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
 
     @property
     def has_input_hashes(self) -> bool:
-        """Whether ``plan --hash_inputs`` hashed the whole input of each shard."""
+        """Return whether ``plan --hash_inputs`` hashed the whole input of each shard."""
         return bool(self.cuts[0].sha256)
 
     def at(self, input_dir: Path | None) -> Plan:
-        """Return the same plan where its inputs lie in another folder by now; None: where they were."""
+        """Return the same plan where its inputs lie in another folder by now (None: where they were)."""
         return self if input_dir is None else dataclasses.replace(self, input_dir=input_dir)
 
     def shard(self, shard_id: int) -> PlannedShard:
@@ -255,11 +255,6 @@ def _wrong_cuts(found: str, expected: str) -> BrokenShard:
     return wrong_value(Path(PLAN_NAME), "cuts", found, f"{expected}; plan into a new folder")
 
 
-def file_cuts(inputs: Sequence[InputFile]) -> list[Cut]:
-    """One input file is one shard."""
-    return [Cut(number, 0) for number in range(len(inputs) + 1)]
-
-
 def is_one_file_a_shard(plan: Plan) -> bool:
     """Return whether shard N is the N-th input file."""
     return plan.num_shards == len(plan.inputs) and all(
@@ -295,7 +290,7 @@ class Rows(Sequence[T]):
     """A table of a plan, each block of which is read when one of its rows is asked for, and then held."""
 
     def __init__(self, file: ReadFile, begin: int, table: _Table, kind: Any) -> None:
-        """``begin``: the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
+        """Take the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
         self._file, self._table, self._kind = file, table, kind
         sizes = [num_bytes for num_bytes, _ in table.blocks]
         if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
@@ -320,7 +315,7 @@ class Rows(Sequence[T]):
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        """Raises BrokenShard, ReadWriteError."""
+        """Return the rows of a block, read once. Raises BrokenShard, ReadWriteError."""
         if number in self._held:
             return self._held[number]
         path, begin = self._file.path, self._offsets[number]
@@ -386,13 +381,11 @@ def plan_json(plan: Plan) -> bytes:
         body += b"]\n"
         tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
     inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
+    decisions = {item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)}
     head = {
         "plan_id": plan.plan_id,
         "input_dir": str(plan.input_dir),
-        **{item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)},
-        "options": plan.options.to_json(),
-        "tokenizer": dataclasses.asdict(plan.tokenizer),
-        "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
+        **msgspec.to_builtins(decisions),
         "inputs_sha256": inputs_sha256,
         "cuts_sha256": cuts_sha256,
         "tables": tables,
@@ -401,7 +394,7 @@ def plan_json(plan: Plan) -> bytes:
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:
-    """Freeze a plan as plan.json; returns the plan that is frozen there. Raises Refused for another."""
+    """Freeze a plan as plan.json. Return the plan that is frozen there. Raises Refused for another."""
     with PublishedFile(output_dir / PLAN_NAME) as file:
         file.write(plan_json(plan))
         file.sync()
@@ -446,7 +439,7 @@ def read_plan(output_dir: Path) -> Plan | None:
 
 
 def need_plan(output_dir: Path) -> Plan:
-    """Return the plan of a data set. Raises NotFound, with the command that makes one; as ``read_plan``."""
+    """Return the plan of a data set. Raises as ``read_plan``, or NotFound with the command for one."""
     plan = read_plan(output_dir)
     if plan is None:
         found = f"no {PLAN_NAME}" if is_folder(output_dir) else "no such folder"
@@ -460,7 +453,7 @@ def need_plan(output_dir: Path) -> Plan:
 
 
 def read_input_names(folder: Path) -> list[str]:
-    """Return the inputs of a data set's plan, relative to its input folder; an idx names them by position.
+    """Return the inputs of a data set's plan, relative to its input folder. An idx names them by position.
 
     Raises FileNotFoundError, NotADirectoryError, BrokenShard, UnknownVersion, ReadWriteError.
     """
@@ -477,7 +470,12 @@ def _open_plan(path: Path) -> Plan:
     line = bytes(raw.partition(b"\n")[0])
     data = checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
     if isinstance(options := data.get("options"), dict):
-        _refuse_unknown_options(path, options)
+        for name in options.keys() - {item.name for item in PLAN_FIELDS}:
+            value = options.pop(name)  # one that says no is nothing to us
+            if value not in (False, "", None):  # 0 is False
+                found = f"options.{name!a} is {value!r:.60}"
+                expected = "options known here: install the newer shardprep that planned this, or plan anew"
+                raise UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
     try:
         head = as_type(path, data, _Head)
     except UsageError as error:
@@ -503,16 +501,6 @@ def _open_plan(path: Path) -> Plan:
         cuts=rows["cuts"],
         names_left_out=rows["left_out"],
     )
-
-
-def _refuse_unknown_options(path: Path, options: dict[str, Any]) -> None:
-    """Leave out unknown options that say no. Raises UnknownVersion for one that is used."""
-    for name in options.keys() - {item.name for item in PLAN_FIELDS}:
-        value = options.pop(name)
-        if value not in (False, "", None):  # 0 is False
-            found = f"options.{name!a} is {value!r:.60}"
-            expected = "options known here: install the newer shardprep that planned this, or plan anew"
-            raise UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
 
 
 def plan_differences(frozen: Plan, other: Plan) -> list[str]:
@@ -541,7 +529,7 @@ def plan_differences(frozen: Plan, other: Plan) -> list[str]:
 
 
 def stamp_tokenizer(folder: Path) -> dict[str, FileStamp]:
-    """Return size and sha256 of each file in a tokenizer's folder, by name; hidden files are left out.
+    """Return size and sha256 of each file in a tokenizer's folder, by name. Hidden files are left out.
 
     Llama 3's 17.2 MB cost a worker 18 ms of CPU. Raises BrokenShard for what is no regular file.
     """

@@ -107,22 +107,27 @@ NOT_PLAIN: dict[str, Change] = {
 }
 
 
-@pytest.fixture
-def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_processes(patch: pytest.MonkeyPatch) -> None:
     """Planning reads a plain tokenizer by itself, and asks transformers in a process of its own for others.
 
-    Here none can be started.
+    From here on none can be started.
     """
 
     def refuse(*_: Any) -> int:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", refuse)
+    patch.setattr(multiprocessing.util, "spawnv_passfds", refuse)
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    """Some text, and a tokenizer of its own to change."""
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_processes(monkeypatch)
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Some text, and a tokenizer of its own to change, of which no earlier plan kept anything."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = save_tokenizer(tmp_path / "model")
     return World(tmp_path, tokenizer=model).raw({"a.txt": "a <|end_of_text|> line\n도서관\n"})
 
@@ -160,6 +165,30 @@ def test_another_major_version_of_transformers_is_asked_again(
 
     monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     assert world.try_plan().code == 74
+
+
+@pytest.mark.processes
+def test_a_second_plan_asks_transformers_no_more_and_a_damaged_cache_counts_as_none(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config(mask_token="<|mask|>")(world.tokenizer)
+    first = world.plan(num_shards=1).plan_json()
+
+    def planned_again(name: str) -> World:
+        return World(tmp_path / name, tokenizer=world.tokenizer, raw_dir=world.raw_dir)
+
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    with monkeypatch.context() as patch:
+        refuse_processes(patch)
+        assert planned_again("second").plan(num_shards=1).plan_json() == first
+        for path in kept:
+            intact = path.read_bytes()
+            path.write_bytes(intact[:9] + bytes([intact[9] ^ 1]) + intact[10:])
+            assert planned_again(f"damaged {path.name}").try_plan(num_shards=1).code == 74, path
+            path.write_bytes(intact)
+        kept[0].unlink()
+        assert planned_again("gone").try_plan(num_shards=1).code == 74
+    assert planned_again("anew").plan(num_shards=1).plan_json() == first
 
 
 # What is refused. ---------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +61,23 @@ def test_every_loader_of_an_example_packs_documents_and_keeps_them_apart(script:
 def test_the_examples_make_loaders() -> None:
     every = [*SCRIPTS.values(), *("\n".join(examples_of(page)) for page in PAGES)]
     assert sum(len(arguments_of_loaders(code)) for code in every) > 15
+
+
+@pytest.mark.processes
+def test_tasks_of_a_node_that_begin_together_enter_one_unpacked_environment(tmp_path: Path) -> None:
+    environment, shared = tmp_path / "ENV", tmp_path / "shared"
+    (environment / "bin").mkdir(parents=True)
+    shared.mkdir()
+    (environment / "bin/python").write_text("#!/bin/sh\necho from_the_tar\n")
+    (environment / "bin/python").chmod(0o755)
+    setup = shutil.copy(ROOT / "slurm/environment_on_node.sh", shared)
+    subprocess.run(["tar", "-C", environment, "-cf", shared / "environment.tar", "."], check=True)
+    command = ["bash", "-c", f"source {setup}; echo $environment; python"]
+    tasks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    told = {task.communicate()[0] for task in tasks}
+    (place, words) = told.pop().split()
+    try:
+        assert (told, words) == (set(), "from_the_tar")
+        assert [*Path("/tmp").glob(f"{Path(place).name}*")] == [Path(place)], "no half is left"
+    finally:
+        shutil.rmtree(place)

@@ -176,3 +176,31 @@ def test_signals_handled_by_a_program_that_calls_main_are_its_own_again(world: W
         assert came == [signal.SIGUSR1]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+# Sends SIGINT to this process as it imports a module, and runs a command.
+INTERRUPTED = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+COMMANDS = {
+    "shardprep": "from shardprep.entry import main; sys.argv[0] = 'shardprep'; sys.exit(main())",
+    **{
+        f"python -m {package}": f"import runpy; runpy.run_module('{package}', run_name='__main__')"
+        for package in ("shardprep", "preprocess")
+    },
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("module", ["argparse", "msgspec", "shardprep.console", "shardprep.removed"])
+def test_ctrl_c_while_a_command_imports_is_one_line(command: str, module: str, tmp_path: Path) -> None:
+    program = INTERRUPTED.replace("MODULE", repr(module)) + COMMANDS[command]
+    # Nothing is there: without the signal it would end with 66.
+    ended = run_child([sys.executable, "-c", program, "clean", tmp_path / "none"], code=STOPPED)
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr

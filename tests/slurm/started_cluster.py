@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +45,44 @@ if armed survive; then
 fi
 exec "$real" "$@"
 """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A cluster that runs, and the folder and environment in which commands are typed."""
+
+    environ: dict[str, str]
+    folder: Path
+
+    def run(self, *command: object) -> str:
+        """Return the standard output of a command."""
+        words = [str(word) for word in command]
+        return run_child(words, cwd=self.folder, env=self.environ).stdout.strip()
+
+    def slurm(self, *words: object, code: int = 0) -> str:
+        """Return what ``python -m slurm`` says on both streams."""
+        command = [sys.executable, "-m", "slurm", *map(str, words)]
+        return run_child(command, env=self.environ, stderr=subprocess.STDOUT, code=code).stdout
+
+    def status(self, data: Path) -> dict[str, Any]:
+        """Return what ``status --json`` prints."""
+        state: dict[str, Any] = json.loads(self.slurm("status", data, "--json").splitlines()[-1])
+        return state
+
+    def tasks(self, job: str) -> dict[int, dict[str, str]]:
+        """Return what Slurm shows of the tasks of an array, by index; of another job under 0."""
+        lines = self.run("scontrol", "--oneliner", "show", "job", job).splitlines()
+        shown = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+        return {int(re.findall(r"\d+", each.get("ArrayTaskId", "0"))[0]): each for each in shown}
+
+    def ended(self, job: str) -> dict[int, dict[str, str]]:
+        """Wait until no task waits or runs, and return what Slurm shows of them."""
+        wait_until(lambda: {each["JobState"] for each in self.tasks(job).values()} <= ENDED)
+        return self.tasks(job)
+
+    def is_idle(self) -> bool:
+        """Return whether no job waits or runs."""
+        return not self.run("squeue", "--noheader")
 
 
 def start_missing(environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

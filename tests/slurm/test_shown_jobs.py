@@ -21,6 +21,7 @@ from tests.slurm.fake_slurm import (
     FakeSlurm,
     array,
     ended,
+    events,
     identity_of,
     last_line,
     make_done,
@@ -349,6 +350,17 @@ def test_cancel_of_some_shards_ends_their_tasks_alone_and_no_part_of_a_task(
     assert fake.calls("scancel") == ["1_1 1_3"]
 
 
+def test_cancel_of_a_groups_data_set_ends_the_users_own_jobs_and_names_who_can_end_the_others(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    submitted(data_dir, array(tasks=["0", "1"]))
+    submitted(data_dir, array("5", tasks=["2", "3", "4"]), verify="6", number=1, user="kim")
+    fake.answers("squeue", squeue_line("0-1", "RUNNING") + squeue_line("0-2", "RUNNING", job="5", user="kim"))
+    fake.answers_by("scancel", "echo 'Kill job error on job id 5: Access/permission denied' >&2; exit 1")
+    assert "error: kim " in slurm("cancel", data_dir, code=2)
+    assert events(data_dir)[-1]["jobs"] == ["1"]
+
+
 # --- what only a person can do
 
 
@@ -356,13 +368,17 @@ class ItWaitsError(BaseException):
     """Raised in the place of a sleep."""
 
 
-def test_shards_of_suspended_jobs_are_told_with_the_line_that_resumes_them(
+def test_where_only_an_administrator_can_go_on_nothing_is_told_to_type_and_no_time_is_foretold(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     submitted(data_dir)
-    fake.answers("squeue", squeue_line("0-2", "SUSPENDED") + squeue_line("3-4", "RUNNING"))
-    (waits,) = status(data_dir)["waits_for"]
-    assert (waits["shards"], waits["to_type"]) == ("0-2", "scontrol resume 1")
+    make_done(data_dir, 0)
+    runs = squeue_line("4", "RUNNING")
+    for line in (squeue_line("1-3", "SUSPENDED"), squeue_line("1-3", "PENDING", "JobHeldAdmin")):
+        fake.answers("squeue", line + runs)
+        (waits,) = status(data_dir)["waits_for"]
+        assert (waits["shards"], waits["to_type"], bool(waits["means"])) == ("1-3", "", True)
+        assert status(data_dir)["left_s"] is None
 
 
 def fail_at_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import pytest
 from tests.checkout import ROOT
 from tests.children import is_living, run_child
 from tests.held_children import Hold
-from tests.slurm.started_cluster import FAULTY_PYTHON, kill_node, set_right, started_cluster
+from tests.slurm.started_cluster import FAULTY_PYTHON, Cluster, kill_node, set_right, started_cluster
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -35,33 +35,9 @@ PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE"""
 HAS_CGROUPS = os.access("/sys/fs/cgroup/memory", os.W_OK)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """A login node of the test cluster."""
-
-    environ: dict[str, str]
-    folder: Path  # the cluster's own
-
-    def slurm(self, *args: object, code: int = 0) -> str:
-        """``python -m slurm``; returns what it said on both streams."""
-        command = [sys.executable, "-m", "slurm", *map(str, args)]
-        return run_child(command, env=self.environ, stderr=subprocess.STDOUT, code=code).stdout
-
-    def status(self, data: Path) -> dict[str, Any]:
-        status: dict[str, Any] = json.loads(self.slurm("status", data, "--json").splitlines()[-1])
-        return status
-
-    def run(self, *command: str) -> str:
-        return run_child(command, env=self.environ).stdout
-
-    def task_state(self, task: str) -> str:
-        """What Slurm says of a task of an array, such as 12_0."""
-        (state,) = set[str](re.findall(r"JobState=(\w+)", self.run("scontrol", "show", "job", task)))
-        return state
-
-    def submission(self, data: Path, number: int) -> dict[str, Any]:
-        submission: dict[str, Any] = json.loads((data / "jobs" / f"{number:04d}.json").read_text())
-        return submission
+def submission(data: Path, number: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((data / "jobs" / f"{number:04d}.json").read_text())
+    return found
 
 
 @dataclass(kw_only=True)
@@ -76,24 +52,24 @@ class Faults:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Site]:
+def cluster() -> Iterator[Cluster]:
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|DATASET_", n)}
     options = {"NUM_NODES": "3", "NODE_CPUS": "4", "NODE_MEM_MB": "4000", "EXTRA_CONF": EXTRA_CONF}
     options |= {"ACCOUNTING": "1", "CGROUP": str(int(HAS_CGROUPS)), "HF_HUB_OFFLINE": "1"}
     untested = "NO SLURM CLUSTER WITH ACCOUNTS, python -m slurm is untested here"
     with started_cluster({**kept, **options}, untested) as started:
-        yield Site(environ=started, folder=Path(started["CLUSTER_DIR"]))
+        yield Cluster(environ=started, folder=Path(started["CLUSTER_DIR"]))
 
 
 @pytest.fixture
-def site(cluster: Site) -> Iterator[Site]:
+def site(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster, on which no test leaves a job or a node that is down, however it ends."""
     yield cluster
     set_right(cluster.environ)
 
 
 @pytest.fixture
-def seven(prep: Prep, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+def seven(prep: Prep, site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Seven input files, the fifth of them half undecodable, planned one file per shard."""
     raw, data, place = tmp_path / "raw", tmp_path / "O", tmp_path / "faults"
     raw.mkdir()
@@ -111,12 +87,12 @@ def seven(prep: Prep, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_forty_shards_fit_seven_array_tasks_and_end_verified(
-    prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
+    prep: Prep, site: Cluster, sample_dir: Path, tmp_path: Path
 ) -> None:
     data = tmp_path / "a folder's 50%"
     prep.plan(sample_dir, data, num_shards=40)
     site.slurm("submit", data, "--cpus_per_task", 1, "--mem_gb", 0.8, "--time_min", 5, "--wait")
-    tasks = site.submission(data, 0)["arrays"][0]["tasks"]
+    tasks = submission(data, 0)["arrays"][0]["tasks"]
     assert len(tasks) == 7, "MaxArraySize"
     state = site.status(data)
     assert (state["done"], state["failed"], state["verified"]) == ("0-39", "", True)
@@ -134,7 +110,7 @@ def test_forty_shards_fit_seven_array_tasks_and_end_verified(
 
 
 def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anything(
-    prep: Prep, site: Site, seven: Faults, tmp_path: Path
+    prep: Prep, site: Cluster, seven: Faults, tmp_path: Path
 ) -> None:
     """OOM, time limit, scancel, a node killed under a Python that lives on, kill -9, a set-up that exits."""
     data, place = seven.data, seven.place
@@ -154,7 +130,7 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     request = ("--cpus_per_task", 4, "--mem_gb", 0.2, "--time_min", 1, "--sbatch_args", "--no-requeue")
     accepting = ("--worker_args", "--max_bad_fraction 0.6", "--setup", setup)
     site.slurm("submit", data, *request, *accepting, "--until_done")
-    job = site.submission(data, 0)["arrays"][0]["job_id"]
+    job = submission(data, 0)["arrays"][0]["job_id"]
     wait_until(lambda: not (place / "sleep-2").exists())
     site.run("scancel", f"{job}_2")
     wait_until((place / "surviving").exists)
@@ -182,7 +158,7 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     assert {
         cause.replace("stopped by a signal (75)", "CANCELLED"): ids for cause, ids in causes.items()
     } == expected
-    arrays = site.submission(data, 1)["arrays"]
+    arrays = submission(data, 1)["arrays"]
     asked = {array["tasks"][0]: (array["mem_mb"], array["time_min"]) for array in arrays}
     assert asked["1"] == (205, 2), "twice the time"
     if HAS_CGROUPS:
@@ -196,7 +172,7 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
 
 
 def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
-    prep: Prep, site: Site, seven: Faults
+    prep: Prep, site: Cluster, seven: Faults
 ) -> None:
     for shard_id in range(1, 7):
         seven.arm("sleep", shard_id)
@@ -208,11 +184,11 @@ def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
     before = prep.contents(seven.data)
     site.slurm("submit", seven.data)
     assert not (seven.data / "jobs" / "0001.json").exists(), "all wait or run already"
-    job = site.submission(seven.data, 0)["arrays"][0]["job_id"]
-    wait_until(lambda: site.task_state(f"{job}_0") == "COMPLETED")
+    job = submission(seven.data, 0)["arrays"][0]["job_id"]
+    wait_until(lambda: site.tasks(f"{job}_0")[0]["JobState"] == "COMPLETED")
     site.run("scontrol", "requeue", f"{job}_0")
     site.slurm("cancel", seven.data)
-    wait_until(lambda: not site.run("squeue", "-h"))
+    wait_until(site.is_idle)
     state = site.status(seven.data)
     assert set(state["causes"]) <= {"CANCELLED", "stopped by a signal (75)"}
     assert (state["done"], state["running"], state["pending"]) == ("0", "", "")
@@ -220,7 +196,7 @@ def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
 
 
 def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
-    site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Cluster, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, copy, elsewhere = seven.data, tmp_path / "copy", tmp_path / "else where"
     elsewhere.mkdir()
@@ -237,22 +213,22 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
     shutil.copytree(data, copy)
     assert site.status(copy)["not_submitted"] == "0-6"
     site.slurm("cancel", copy)
-    assert site.task_state(f"{job}_0") == "RUNNING"
+    assert site.tasks(f"{job}_0")[0]["JobState"] == "RUNNING"
 
     site.slurm("cancel", data)
-    wait_until(lambda: not site.run("squeue", "-h"))
+    wait_until(site.is_idle)
     state = site.status(data)
     assert (state["failed"], state["done"]) == ("0-1", "")
     assert set(state["causes"]) <= {"CANCELLED", "stopped by a signal (75)"}
     monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
     (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
     assert run_child(["bash", "-c", line], env=site.environ, cwd=elsewhere).returncode == 0
-    wait_until(lambda: not site.run("squeue", "-h"))
+    wait_until(site.is_idle)
     assert site.status(data)["done"] == "0-3,5-6"
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(
-    site: Site, seven: Faults, tmp_path: Path
+    site: Cluster, seven: Faults, tmp_path: Path
 ) -> None:
     refusals = {
         ("--cpus_per_task", 40): "--cpus-per-task=40",
@@ -268,7 +244,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     assert site.run("squeue", "-h", "--user=root", "--states=PENDING") == ""
 
 
-def test_preempted_tasks_start_again_and_are_counted(prep: Prep, site: Site, seven: Faults) -> None:
+def test_preempted_tasks_start_again_and_are_counted(prep: Prep, site: Cluster, seven: Faults) -> None:
     for shard_id in range(3):
         seven.arm("sleep", shard_id)
     flags = ("--cpus_per_task", 4, "--mem_gb", 1, "--worker_args", "--max_bad_fraction 0.6")
@@ -284,14 +260,14 @@ def test_preempted_tasks_start_again_and_are_counted(prep: Prep, site: Site, sev
 
 
 def test_a_submit_limit_of_the_qos_makes_larger_tasks_and_leaves_a_place_for_the_controller(
-    site: Site, seven: Faults
+    site: Cluster, seven: Faults
 ) -> None:
     site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=4")
     try:
         flags = ("--cpus_per_task", 1, "--mem_gb", 1, "--worker_args", "--max_bad_fraction 0.6")
         site.slurm("submit", seven.data, *flags, "--until_done")
-        assert len(site.submission(seven.data, 0)["arrays"][0]["tasks"]) <= 2, "two jobs stand behind them"
-        wait_until(lambda: not site.run("squeue", "-h"))
+        assert len(submission(seven.data, 0)["arrays"][0]["tasks"]) <= 2, "two jobs stand behind them"
+        wait_until(site.is_idle)
     finally:
         site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
     state = site.status(seven.data)
@@ -299,7 +275,7 @@ def test_a_submit_limit_of_the_qos_makes_larger_tasks_and_leaves_a_place_for_the
 
 
 def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_job_comes_back(
-    prep: Prep, site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prep: Prep, site: Cluster, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """USR2 is what submitit asks Slurm for before a time limit or a preemption."""
     submitit = pytest.importorskip("submitit")
@@ -335,7 +311,7 @@ def test_forty_shards_by_submitit_on_a_real_slurm_fit_its_array_and_a_preempted_
 
 @pytest.mark.skipif(not HAS_CGROUPS, reason="no cgroups: Slurm does not kill what takes too much memory")
 def test_after_three_times_too_little_memory_or_time_what_status_and_verify_print_makes_it(
-    prep: Prep, site: Site, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prep: Prep, site: Cluster, seven: Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
     sets = {"sleep": tmp_path / "too slow", "memory": tmp_path / "too large"}
@@ -346,7 +322,7 @@ def test_after_three_times_too_little_memory_or_time_what_status_and_verify_prin
             array = ["sbatch", "--array=0", "--cpus-per-task=1", "--mem=200", "--time=1"]
             site.run(*array, f"--output={tmp_path}/%A.log", str(ROOT / "slurm" / "prep_array.sh"), str(data))
             wait_until(lambda: not (seven.place / "sleep-0").exists())
-    wait_until(lambda: not site.run("squeue", "-h"))
+    wait_until(site.is_idle)
     (seven.place / "memory-0").unlink()
     for data, cause in zip(sets.values(), ("TIMEOUT", "OUT_OF_MEMORY"), strict=True):
         assert site.status(data)["causes"] == {cause: "0"}
@@ -375,7 +351,7 @@ exec setpriv --reuid 65534 --regid 65534 --clear-groups "${@:2}"
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_theirs(
-    prep: Prep, site: Site, seven: Faults
+    prep: Prep, site: Cluster, seven: Faults
 ) -> None:
     data = site.folder / "of root"  # everybody may pass the folders above it
     prep.plan(seven.data.parent / "raw", data)
@@ -401,7 +377,7 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
     assert json.loads(nobody("report", data, "--json"))["shards"]["num_done"] == 4
     assert site.status(data)["running"] == "0", "nothing was cancelled"
     site.slurm("cancel", data)
-    wait_until(lambda: not site.run("squeue", "-h"))
+    wait_until(site.is_idle)
     assert "shardprep " not in nobody("status", data).splitlines()[-1], "a command that would be refused"
     (data / "jobs").chmod(0o700)  # as umask 077 makes it
     assert (seen()["num_done"], seen()["failed"]) == (4, "")

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
-from tests.slurm.started_cluster import ENDED, started_cluster
+from tests.slurm.started_cluster import ENDED, Cluster, started_cluster
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -32,38 +31,34 @@ PROGRAM = ROOT / "examples" / "train_llama.py"
 FLAGS = ("--global_batch_size", "8", "--batch_size", "2", "--seq_len", "64", "--num_workers", "0")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    environ: dict[str, str]
-    folder: Path
+def job_of(site: Cluster, job: str) -> dict[str, str]:
+    return site.tasks(job)[0]
 
-    def run(self, *command: object) -> str:
-        return run_child([str(item) for item in command], cwd=self.folder, env=self.environ).stdout.strip()
 
-    def job(self, job: str) -> dict[str, str]:
-        return dict(re.findall(r"(\w+)=(\S+)", self.run("scontrol", "show", "job", job)))
+def end_of_job(site: Cluster, job: str) -> dict[str, str]:
+    return site.ended(job)[0]
 
-    def ended(self, job: str) -> dict[str, str]:
-        wait_until(lambda: self.job(job)["JobState"] in ENDED)
-        return self.job(job)
 
-    def has_daemon(self, job: str) -> bool:
-        """Whether Slurm still watches a run of the job on one of its nodes."""
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                if path.read_bytes().startswith(f"slurmstepd: [{job}.".encode()):
-                    return True
-        return False
+def has_daemon(job: str) -> bool:
+    """Whether Slurm still watches a run of the job on one of its nodes."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().startswith(f"slurmstepd: [{job}.".encode()):
+                return True
+    return False
 
-    def log(self, job: str) -> str:
-        return (self.folder / f"train-{job}.log").read_text()
 
-    def has_logged(self, job: str, text: str) -> bool:
-        return (self.folder / f"train-{job}.log").exists() and text in self.log(job)
+def log_of(site: Cluster, job: str) -> str:
+    path = site.folder / f"train-{job}.log"
+    return path.read_text() if path.exists() else ""
+
+
+def has_logged(site: Cluster, job: str, text: str) -> bool:
+    return text in log_of(site, job)
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     kept = {n: v for n, v in os.environ.items() if not re.match("SLURM|SBATCH|SHARDPREP|MASTER", n)}
     environ = {**kept, "NUM_NODES": "2", "NODE_CPUS": "4", "KILL_WAIT": "120", "HF_HUB_OFFLINE": "1"}
     environ |= {
@@ -73,7 +68,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         "PYTHONPATH": str(ROOT),
     }
     with started_cluster(environ, "NO SLURM CLUSTER, train_ddp.sh is untested here") as started:
-        yield Site(environ=started, folder=tmp_path_factory.mktemp("desk"))
+        yield Cluster(environ=started, folder=tmp_path_factory.mktemp("desk"))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +84,7 @@ def steps_of(checkpoints: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (checkpoints / "log.jsonl").read_text().splitlines()]
 
 
-def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Site, data: Path) -> None:
+def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Cluster, data: Path) -> None:
     """USR1, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
     checkpoints, num_steps = site.folder / "cut", 30
     flags = (*FLAGS, "--num_threads", 1, "--log_batches", "--num_steps", num_steps, "--save_every", 1000)
@@ -102,13 +97,13 @@ def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Site, data: 
     site.run("scancel", "--batch", "--signal=USR1", job)
     unbroken = site.folder / "unbroken"
     site.run(sys.executable, PROGRAM, data, unbroken, *flags)
-    wait_until(lambda: site.job(job)["JobState"] in {"PENDING", *ENDED})
-    assert site.job(job)["JobState"] == "PENDING", site.log(job)
-    wait_until(lambda: not site.has_daemon(job))  # its word of the first end may come late
+    wait_until(lambda: job_of(site, job)["JobState"] in {"PENDING", *ENDED})
+    assert job_of(site, job)["JobState"] == "PENDING", log_of(site, job)
+    wait_until(lambda: not has_daemon(job))  # its word of the first end may come late
     site.run("scontrol", "update", f"jobid={job}", "numnodes=1", "numtasks=1")
     site.run("scontrol", "update", "partitionname=cpu", "state=up")
-    last = site.ended(job)
-    log = site.log(job)
+    last = end_of_job(site, job)
+    log = log_of(site, job)
     assert last["JobState"] == "COMPLETED", f"{last}\n{log}"
     assert last["Restarts"] == "1"
     assert last["NumNodes"] == "1"
@@ -126,7 +121,7 @@ def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Site, data: 
 
 
 def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on_as_if_unbroken(
-    site: Site, data: Path, monkeypatch: pytest.MonkeyPatch
+    site: Cluster, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a preemption or scancel sends it: to every process of the job's steps."""
     monkeypatch.setitem(site.environ, "SHARDPREP_MAX_REQUEUES", "0")
@@ -138,12 +133,12 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     )  # fmt: skip
     log = checkpoints / "log.jsonl"
     wait_until(
-        lambda: site.job(job)["JobState"] == "FAILED" or (log.exists() and len(steps_of(checkpoints)) > 2)
+        lambda: job_of(site, job)["JobState"] == "FAILED" or (log.exists() and len(steps_of(checkpoints)) > 2)
     )
     site.run("scancel", "--signal=TERM", job)
-    last = site.ended(job)
-    assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), site.log(job)
-    assert "(SHARDPREP_MAX_REQUEUES): not again" in site.log(job), "there is a newer checkpoint"
+    last = end_of_job(site, job)
+    assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), log_of(site, job)
+    assert "(SHARDPREP_MAX_REQUEUES): not again" in log_of(site, job), "there is a newer checkpoint"
     num_steps = len(steps_of(checkpoints)) + 3
     for folder in (checkpoints, unbroken):
         site.run(sys.executable, PROGRAM, data, folder, *flags, "--num_steps", num_steps)
@@ -154,7 +149,7 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
 
 
 def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two programs that only stop: one saves nothing, one saves but was requeued often enough."""
     program = tmp_path / "program.py"
@@ -170,16 +165,16 @@ def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
         for flag in words
     }
     for flag, job in jobs.items():
-        wait_until(partial(site.has_logged, job, "it trains"))
+        wait_until(partial(has_logged, site, job, "it trains"))
         site.run("scancel", "--batch", "--signal=USR1", job)
-        last = site.ended(job)
-        assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), site.log(job)
-        assert words[flag] in site.log(job)
+        last = end_of_job(site, job)
+        assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), log_of(site, job)
+        assert words[flag] in log_of(site, job)
         assert not list((tmp_path / f"checkpoints{flag}").glob(".stop*"))
 
 
 def test_torchrun_starts_its_ranks_on_two_nodes(
-    site: Site, data: Path, monkeypatch: pytest.MonkeyPatch
+    site: Cluster, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder with a preprocess.py and a loader.py, which torchrun's ``python -m`` looks into first."""
     for name in ("preprocess", "loader"):
@@ -190,12 +185,12 @@ def test_torchrun_starts_its_ranks_on_two_nodes(
         "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", SCRIPT, PROGRAM, data,
         site.folder / "torchrun", *flags,
     )  # fmt: skip
-    assert site.ended(job)["JobState"] == "COMPLETED", site.log(job)
-    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in site.log(job)
+    assert end_of_job(site, job)["JobState"] == "COMPLETED", log_of(site, job)
+    assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log_of(site, job)
 
 
 def test_on_a_cluster_without_accounts_the_whole_way_works(
-    prep: Prep, site: Site, sample_dir: Path, tmp_path: Path
+    prep: Prep, site: Cluster, sample_dir: Path, tmp_path: Path
 ) -> None:
     """Here, because this cluster has none. The first try finds no input, the retry is told where it is."""
     raw, data = tmp_path / "raw", tmp_path / "O"

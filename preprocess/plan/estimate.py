@@ -1,4 +1,4 @@
-"""What a plan will cost, measured on a sample of its own input with the stages of a worker.
+"""A sample of a plan's input, and what the plan will cost, measured on it with the stages of a worker.
 
 The sample is 2 MiB from 8 places, one in each eighth of the input, so planning takes a second or two longer
 for it, however large the input is. A sample without one usable record stops planning: its fields are others.
@@ -7,11 +7,12 @@ for it, however large the input is. A sample without one usable record stops pla
 from __future__ import annotations
 
 import contextlib
-import shutil
+import itertools
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,23 @@ from typing import Any
 from preprocess.make.engines import Engine
 from preprocess.make.members import members_of
 from preprocess.make.shard_writer import Counting, ShardWriter
-from preprocess.plan.sampling import sample_documents
-from preprocess.read.documents import Documents, read_records
+from preprocess.read import BATCH_BYTES
+from preprocess.read.documents import Documents, read_documents, read_records, starts_in
+from preprocess.read.format import SHORT_LINE_BYTES, Start
+from preprocess.read.inputs import OpenInput
 from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform
 from shardprep.console import printable
 from shardprep.errors import BadInput, CannotWrite
-from shardprep.format.plan import ByteRange, Plan
+from shardprep.format.options import PlanOptions
+from shardprep.format.plan import ByteRange, InputFile, Plan
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
 _MOST_FILES = 16  # of the sample: to open one is a round trip on a network file system
 _NUM_SHOWN = 20  # fields
 _STARTUP_S = 3.0  # a task's Python and tokenizer, generously
+_GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +48,6 @@ class CostEstimate:
     core_hours: float
     longest_shard_s: float  # on one core
     notes: tuple[str, ...]  # what in the sample is not as the options expect it
-
-
-def sample_texts(plan: Plan, *, num_bytes: int, transform: Transform | None = None) -> list[str]:
-    """Return the texts of a sample of a plan's input."""
-    return [
-        text.decode() for documents in sample_of_plan(plan, num_bytes, transform) for text in documents.texts
-    ]
 
 
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
@@ -66,25 +64,18 @@ def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> I
 
 
 def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> CostEstimate:
-    """Run a sample through the worker's own stages into a scratch folder; scale its CPU seconds up.
+    """Run a sample through the worker's own stages into a scratch folder, and scale its CPU seconds up.
 
     Raises BadInput where no record of the sample has the field of the text.
     """
     num_bytes = 0
     found: dict[str, bool] = {}  # "id" and "source", where records are asked for them: whether one has it
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(scratch_folder())
-        members = members_of(plan.spec, 0, plan.options)
-        writer = stack.enter_context(
-            ShardWriter(
-                folder,
-                plan.spec,
-                0,
-                members,
-                input_paths={number: item.path for number, item in enumerate(plan.inputs)},
-                side_files=plan.options.side_files(),
-            )
-        )
+    members, side_files = members_of(plan.spec, 0, plan.options), plan.options.side_files()
+    paths = {number: item.path for number, item in enumerate(plan.inputs)}
+    with (
+        scratch_folder() as folder,
+        ShardWriter(folder, plan.spec, 0, members, input_paths=paths, side_files=side_files) as writer,
+    ):
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             tokens = engine.encode_documents(
@@ -101,11 +92,9 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
     _check_fields(plan, counting)
     notes = []
     if counting.bad_fraction > plan.max_bad_fraction:
-        what, limit = f"are left out ({', '.join(sorted(counting.bad_reasons))})", plan.max_bad_fraction
-        notes.append(
-            f"{counting.bad_fraction:.0%} of the documents in a sample {what}; a shard with more than "
-            f"{limit:.0%} fails"
-        )
+        what = f"are left out ({', '.join(sorted(counting.bad_reasons))})"
+        limit = f"a shard with more than {plan.max_bad_fraction:.0%} fails"
+        notes.append(f"{counting.bad_fraction:.0%} of the documents in a sample {what}; {limit}")
     fields = {name: getattr(plan.options, f"{name}_field") for name in found}
     unseen = [f"--{name}_field {field}" for name, field in fields.items() if field and not found[name]]
     if unseen:
@@ -160,28 +149,102 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     for name in dict.fromkeys(seen.messages):
         flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
     names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
+    flags = flags or ["--text_field NAME"]
+    kind = "a list of messages" if options.is_chat else "a string"
+    message = f"no record of a sample of {plan.input_dir} has {wanted!r} as {kind}; their fields are: {names}"
     raise BadInput(
-        f"no record of a sample of {plan.input_dir} has {wanted!r} as "
-        f"{'a list of messages' if options.is_chat else 'a string'}; their fields are: {names}; "
-        f"plan with {', or '.join(flags) or '--text_field NAME'}",
+        f"{message}; plan with {', or '.join(flags)}",
         path=plan.input_dir,
         found=names,
         expected=repr(wanted),
-        remedy=flags[0] if flags else "--text_field NAME",
+        remedy=flags[0],
     )
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """An empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite where none can be made."""
+    """Make an empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
+        folder = tempfile.TemporaryDirectory(prefix="shardprep-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise CannotWrite(
-            f"no scratch folder can be made: {error.strerror}; let TMPDIR name a folder with some space"
-        ) from None
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(OSError):  # rmtree lets some through that it was told to ignore
-            shutil.rmtree(folder, ignore_errors=True)
+        found = f"no scratch folder can be made: {error.strerror}"
+        raise CannotWrite(found=found, expected="one with some space; let TMPDIR name it") from None
+    with folder as path:
+        yield Path(path)
+
+
+def sample_documents(
+    input_dir: Path,
+    inputs: Sequence[InputFile],
+    options: PlanOptions,
+    *,
+    num_bytes: int,
+    num_places: int,
+    most_files: int = sys.maxsize,
+    transform: Transform | None = None,
+) -> Iterator[Documents]:
+    """Yield about ``num_bytes`` of text, evenly from each place. What one place lacks the next one gives.
+
+    Inputs of fewer bytes are read whole, if they are no more than ``most_files``. Of a file that can be read
+    from its beginning alone (gzip), it is the head. No document comes twice, and a very long one comes whole.
+    """
+    places = [(0, Start(0))]
+    total = sum(item.num_bytes for item in inputs)
+    if total > num_bytes or (total and len(inputs) > most_files):
+        places += _places(input_dir, inputs, options, num_places)
+    each, files_each = num_bytes // len(places), max(1, most_files // len(places))
+    allowed = taken = 0
+    for place, following in itertools.pairwise([*places, (len(inputs), Start(0))]):
+        allowed += each
+        if taken >= allowed:
+            continue
+        found = read_documents(
+            list(itertools.islice(_ranges(input_dir, inputs, place, following), files_each)),
+            options,
+            batch_bytes=max(1, min(BATCH_BYTES, each)),
+            transform=transform,
+        )
+        with contextlib.closing(found):
+            for documents in found:
+                yield documents
+                taken += sum(map(len, documents.texts)) + len(documents.bad) * SHORT_LINE_BYTES
+                if taken >= allowed:
+                    break
+
+
+def _places(
+    input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, num_places: int
+) -> list[tuple[int, Start]]:
+    """Return where samples begin behind the first: (input, where in it), ascending. Several may be one."""
+    ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
+    places: list[tuple[int, Start]] = []
+    number = 0
+    for place in range(1, num_places):
+        # Each lies elsewhere in its stretch: at its beginning, equal files would show their heads alone.
+        target = int(ends[-1] * (place + (0.5 + place * _GOLDEN_RATIO) % 1) / num_places)
+        while ends[number + 1] <= target:
+            number += 1
+        file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
+        (start,) = starts_in(file, [(byte, sys.maxsize)], options)
+        if start is None or start.byte == inputs[number].num_bytes:  # none follows in this file
+            start = places[-1][1] if places and places[-1][0] == number else Start(0)
+        places.append((number, start))
+    return places
+
+
+def _ranges(
+    input_dir: Path, inputs: Sequence[InputFile], place: tuple[int, Start], following: tuple[int, Start]
+) -> Iterator[ByteRange]:
+    """Yield the byte ranges between two places."""
+    (number, start), (last, end) = place, following
+    while number <= last and number < len(inputs):
+        stop = end.byte if number == last else inputs[number].num_bytes
+        if start.byte < stop:
+            yield ByteRange(
+                input_number=number,
+                path=input_dir / inputs[number].path,
+                start=start.byte,
+                end=stop,
+                text_start=start.text_byte,
+            )
+        number, start = number + 1, Start(0)

@@ -1,0 +1,217 @@
+"""``shardprep duplicates``: which copies go, beside a dict of all texts, in all forms."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.forged import rewrite_json
+from tests.killed_calls import killed_at
+from tests.world import World, call_main
+
+pytestmark = pytest.mark.processes  # blank makes shards as run does
+
+FORMS: dict[str, dict[str, Any]] = {
+    "documents": {"digests": True},
+    "concat": {"digests": True, "record": "packed", "seq_len": 16},
+    "best fit": {"digests": True, "record": "packed", "seq_len": 16, "pack": "best_fit"},
+    "sides": {"validation_fraction": 0.3, "record": "packed", "seq_len": 16},
+    "sides of documents": {"validation_fraction": 0.3},
+}
+Place = tuple[str, int]  # input, byte
+
+
+def texts_of(seed: int, count: int) -> list[str]:
+    """Texts of which a third stand elsewhere, too, also in those of other seeds; some fill several rows."""
+    draw = random.Random(seed)
+    unique = [f"{seed} {number} " + "and some words " * draw.choice([1, 3, 20]) for number in range(count)]
+    common = [f"a common text {number} " * (8 if number % 3 else 1) for number in range(9)]
+    texts = unique + draw.choices(common, k=count // 3) + draw.sample(unique, count // 6)
+    draw.shuffle(texts)
+    return [text.strip() for text in texts]
+
+
+def made(folder: Path, seed: int, **options: Any) -> tuple[World, list[tuple[Place, str]]]:
+    """A data set of two source folders, and its documents in the order of its inputs, with their places."""
+    files = {"a/one.jsonl": texts_of(seed, 60), "b/two.jsonl": texts_of(seed + 1, 40), "b/empty.jsonl": []}
+    documents, raw = [], dict[str, Any]()
+    for name, texts in sorted(files.items()):
+        lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+        raw[name] = b"".join(lines)
+        for number, text in enumerate(texts):
+            documents.append(((name, sum(map(len, lines[:number]))), text))
+    world = World(folder).raw(raw).make(num_shards=5, recursive=True, **options)
+    return world, documents
+
+
+def expected(sets: list[list[tuple[Place, str]]]) -> list[list[Place]]:
+    """What goes of each data set: all but the first of equal texts."""
+    seen = set[str]()
+    going: list[list[Place]] = []
+    for documents in sets:
+        going.append([])
+        for place, text in documents:
+            if text in seen:
+                going[-1].append(place)
+            seen.add(text)
+    return going
+
+
+def listed(path: Path) -> list[Place]:
+    found = [re.fullmatch("at:(.*):([0-9]+)", line) for line in path.read_text().splitlines()]
+    return [(each[1], int(each[2])) for each in found if each is not None]
+
+
+def tokens_of(world: World) -> Counter[str]:
+    """The tokens of each source folder, as the manifests count them."""
+    counts = Counter[str]()
+    for manifest in world.manifests():
+        counts.update({name: of["num_tokens"] for name, of in manifest["counts"]["sources"].items()})
+    return counts
+
+
+def run(*words: object) -> Any:
+    ended = call_main("duplicates", *words, "--json")
+    assert ended.code == 0, ended.text
+    return json.loads(ended.out)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_copies_but_the_first_go_across_shards_and_data_sets(tmp_path: Path, form: str) -> None:
+    worlds, sets = zip(*(made(tmp_path / str(n), n, **FORMS[form]) for n in (0, 1)), strict=True)
+    answer = run(*(world.data_dir for world in worlds), "--output", tmp_path / "names.txt")
+    going = expected(list(sets))
+    for places, path in zip(going, ("names.txt", "names.2.txt"), strict=True):
+        assert sorted(listed(tmp_path / path)) == sorted(places)
+    counts = Counter(text for documents in sets for _, text in documents)
+    assert answer["num_documents"] == counts.total()
+    assert answer["num_groups"] == sum(count > 1 for count in counts.values())
+    assert answer["num_duplicates"] == sum(count - 1 for count in counts.values()) > 50
+    assert answer["num_tokens"] == sum(of["num_tokens"] for of in answer["data_sets"])
+    # What a fresh plan without them has is what is told: documents of each source, and tokens.
+    for number, world in enumerate(worlds):
+        of = answer["data_sets"][number]
+        places = going[number]
+        assert {name: each["num_duplicates"] for name, each in of["sources"].items()} == dict(
+            Counter(name.partition("/")[0] for name, _ in places)
+        )
+        fresh = World(tmp_path / "fresh" / str(number), raw_dir=world.raw_dir)
+        fresh.make(num_shards=2, recursive=True, exclude=of["list"], **FORMS[form])
+        before, now = tokens_of(world), tokens_of(fresh)
+        for source, each in of["sources"].items():
+            assert each["num_tokens"] == before[source] - now[source]
+        assert run(fresh.data_dir, "--output", tmp_path / "none.txt")["num_duplicates"] == 0
+        assert (tmp_path / "none.txt").read_bytes() == b""
+
+
+def test_the_set_that_is_named_first_keeps_its_copies(tmp_path: Path) -> None:
+    worlds, sets = zip(*(made(tmp_path / str(n), n, digests=True) for n in (0, 1)), strict=True)
+    run(*(world.data_dir for world in worlds[::-1]), "--output", tmp_path / "names.txt")
+    for places, path in zip(expected(list(sets)[::-1]), ("names.txt", "names.2.txt"), strict=True):
+        assert listed(tmp_path / path) == places
+
+
+@pytest.mark.parametrize("form", ["documents", "concat"])
+def test_blanked_documents_are_no_duplicates_and_blank_takes_the_list(tmp_path: Path, form: str) -> None:
+    world, documents = made(tmp_path, 0, **FORMS[form])
+    answer = run(world.data_dir, "--output", tmp_path / "names.txt")
+    new = World(tmp_path, data_dir=tmp_path / "new")
+    ended = call_main("blank", world.data_dir, "--ids", tmp_path / "names.txt", "--output", new.data_dir)
+    assert ended.code == 0, ended.text
+    blanked = run(new.data_dir, "--output", tmp_path / "again.txt")
+    assert (blanked["num_duplicates"], blanked["num_documents"]) == (0, len({text for _, text in documents}))
+    raw = b"".join(path.read_bytes() for path in (new.data_dir / "digests").iterdir())
+    assert raw.count(b"\xff" * 16) == answer["num_duplicates"]
+
+
+def test_the_summary_names_the_lists_and_what_to_type(tmp_path: Path) -> None:
+    world, _ = made(tmp_path, 0, digests=True)
+    ended = call_main("duplicates", world.data_dir, "--output", tmp_path / "names.txt")
+    assert ended.code == 0
+    assert f"--exclude {tmp_path / 'names.txt'}" in ended.out
+    num_duplicates = len(listed(tmp_path / "names.txt"))
+    assert f"{num_duplicates:,} of" in ended.out
+    assert all(f"  {source}: " in ended.out for source in "ab")
+
+
+def test_what_cannot_be_compared_is_refused_and_no_list_is_left(tmp_path: Path) -> None:
+    world, _ = made(tmp_path / "a", 0, digests=True)
+    plain, _ = made(tmp_path / "b", 0)
+    copy = world.copy(tmp_path / "c")
+    damaged = world.copy(tmp_path / "d")
+    path = damaged.data_dir / "digests" / "shard-00003.digests"
+    path.write_bytes(bytes(16) + path.read_bytes()[16:])
+    unmade = world.copy(tmp_path / "e", but=["shard-00002.json"])
+    moved = World(tmp_path / "f").raw({"a.txt": "one\none\n"}).make(digests=True, record="packed", seq_len=16)
+    (moved.raw_dir / "a.txt").unlink()
+    output = tmp_path / "names.txt"
+    for folders, code in (
+        ([plain.data_dir], 2),
+        ([world.data_dir, plain.data_dir], 2),
+        ([world.data_dir, copy.data_dir], 2),
+        ([damaged.data_dir], 65),
+        ([unmade.data_dir], 66),
+        ([moved.data_dir], 66),
+        ([tmp_path], 66),
+    ):
+        assert call_main("duplicates", *folders, "--output", output).code == code, folders
+    assert call_main("duplicates", world.data_dir, "--output", tmp_path / "none" / "names.txt").code == 73
+    assert not output.exists()
+    assert not [path for path in tmp_path.iterdir() if path.is_file()]
+
+
+def test_packed_rows_are_looked_up_in_an_input_that_moved(tmp_path: Path) -> None:
+    world, documents = made(tmp_path, 0, **FORMS["concat"])
+    (tmp_path / "raw").rename(tmp_path / "elsewhere")
+    run(world.data_dir, "--output", tmp_path / "names.txt", "--input_dir", tmp_path / "elsewhere")
+    assert listed(tmp_path / "names.txt") == expected([documents])[0]
+
+
+def test_a_kill_at_any_call_leaves_the_list_of_before_or_the_new_one(tmp_path: Path) -> None:
+    world, documents = made(tmp_path, 0, digests=True)
+    output = tmp_path / "out" / "names.txt"
+    output.parent.mkdir()
+    output.write_text("of before")
+    words = [*map(str, ["duplicates", world.data_dir, "--output", output])]
+    at = num_killed = 1
+    while os.WIFSIGNALED(killed_at(at, words)):
+        num_killed += 1
+        if output.read_text() != "of before":
+            assert listed(output) == expected([documents])[0]
+        names = {path.name for path in output.parent.iterdir()} - {output.name}
+        assert all(name.startswith(".names.txt.") for name in names), "parts have no name"
+        at = at * 4 // 3 + 1
+    assert num_killed > 5
+    assert listed(output) == expected([documents])[0]
+
+
+@pytest.mark.parametrize(
+    ("digests", "num_more"),
+    [((0, 0), 1), ((0, 1), 0), ((0, 1 << 64), 0), ((0, 1 << 127), 0), ((1 << 127, 1 << 127), 1)],
+)
+def test_documents_are_equal_if_all_of_their_digests_is(
+    tmp_path: Path, digests: tuple[int, int], num_more: int
+) -> None:
+    """Digests that are equal in part, of which no texts are known, are put in the places of two others."""
+    world, documents = made(tmp_path, 0, digests=True)
+    counts = Counter(text for _, text in documents)
+    path = world.data_dir / "digests" / "shard-00000.digests"
+    found = [path.read_bytes()[place : place + 16] for place in range(0, path.stat().st_size, 16)]
+    alone = [number for number in range(len(found)) if counts[documents[number][1]] == 1]
+    before = run(world.data_dir, "--output", tmp_path / "names.txt")
+    for number, digest in zip(alone, digests, strict=False):
+        found[number] = (digest + 5).to_bytes(16, "big")
+    path.write_bytes(b"".join(found))
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    rewrite_json(world.data_dir / "shard-00000.json", **{"digests.sha256": sha256})
+    now = run(world.data_dir, "--output", tmp_path / "names.txt")
+    assert now["num_duplicates"] - before["num_duplicates"] == num_more
+    assert (documents[alone[1]][0] in listed(tmp_path / "names.txt")) == bool(num_more)

@@ -37,8 +37,7 @@ def cancel(args: argparse.Namespace) -> int:
             # scancel has ended this user's jobs all the same. Controllers and unrecorded jobs are theirs.
             user_of = {job.job_id: job.user for job in queue.jobs.values()}
             owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
-            own = [each for each in jobs if owners[each] == user_name()]
-            if own:
+            if own := [each for each in jobs if owners[each] == user_name()]:
                 append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
             whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
             raise SlurmRefused(

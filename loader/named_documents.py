@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Ragged
+from loader.chunks import Chunk, Ragged
 from loader.decode import places_of
 from loader.order import Int64s
 from loader.rounds import RunReader
-from loader.run import Run
+from loader.run import Position, Run
 from loader.samples import JoinedRows, Samples, Window
 from loader.shards import ShardSet
 from loader.token_loader import TokenLoader
@@ -50,16 +50,16 @@ from shardprep.format.plan import Plan, need_plan
 
 Place = tuple[int, int]  # number of the input, and byte or row in it: docs/format.md, "Places"
 _CHUNK_TICKS = 1 << 16
-# First part in each sample, and behind the last one; given samples, and the token at which an epoch begins.
+# The first part in each sample, and behind the last one: of samples, and the token at which an epoch begins.
 Bounds = Callable[[Int64s, int], tuple[Int64s, Int64s]]
 _NONE = np.zeros(0, np.int64)
 
 
 class Parts(NamedTuple):
-    """Parts of documents: in which sample each lies, and a number of its document. int64[parts] each."""
+    """Parts of documents, by the samples that they lie in: int64[parts] each."""
 
     sample: Int64s
-    document: Int64s
+    document: Int64s  # a number of its own
 
 
 def print_steps(loader: TokenLoader, given: str, *, is_json: bool) -> int:
@@ -79,26 +79,26 @@ def print_steps(loader: TokenLoader, given: str, *, is_json: bool) -> int:
         named = find_documents(Path(path), {name: shard_sets[name]})
     else:
         named = find_documents(Path(given), shard_sets)
-    found = _steps(run, named, num_steps)
     steps: list[dict[str, Any]] = []
-    for step, of_sources in sorted(found.items()):
-        counts = {name: len(documents) for name, documents in of_sources.items()}
+    times = Counter[tuple[str, int]]()
+    for step, documents in sorted(_steps(run, named, num_steps).items()):
+        times.update(documents)
+        counts = dict(sorted(Counter(name for name, _ in documents).items()))
         steps.append({"step": step, "epoch": run.epoch_of(step), "sources": counts})
     sources = {}
     for name, parts in named.items():
-        seen = [documents for of in found.values() for documents in of.get(name, ())]
+        of_source = [count for (of, _), count in times.items() if of == name]
+        num_documents = len(np.unique(parts.document))
         sources[name] = {
-            "num_documents": len(np.unique(parts.document)),
-            "num_seen": len(set(seen)),
-            "num_times": len(seen),
-        }
+            "num_documents": num_documents, "num_seen": len(of_source), "num_times": sum(of_source)
+        }  # fmt: skip
     if is_json:
         print_lines(json.dumps({"num_steps": num_steps, "sources": sources, "steps": steps}))
         return 0
     print_lines(f"{len(steps):,} of {counted(num_steps, 'step')} saw documents of {given}")
-    for name, counts in sources.items():
-        documents = counted(counts["num_documents"], "document")
-        print_lines(f"  {name}: {counts['num_seen']:,} of {documents}, {counts['num_times']:,} times")
+    for name, of in sources.items():
+        num_all = counted(of["num_documents"], "document")
+        print_lines(f"  {name}: {of['num_seen']:,} of {num_all}, {of['num_times']:,} times")
     for each in steps:
         of_step = ", ".join(f"{name} {count}" for name, count in each["sources"].items())
         print_lines(f"step {each['step']}, epoch {each['epoch']}: {of_step}")
@@ -109,12 +109,12 @@ def print_steps(loader: TokenLoader, given: str, *, is_json: bool) -> int:
 
 
 class _Numbers:
-    """Samples whose chunks hold no ids, and tell of named documents alone: of each part its number."""
+    """Samples whose chunks hold no ids, and tell numbers of parts in place of the starts of documents."""
 
     row_tokens = 1
 
-    def __init__(self, of: Samples, bounds: Bounds) -> None:
-        self._of, self._bounds = of, bounds
+    def __init__(self, of: Samples, bounds: Bounds, first_part: int) -> None:
+        self._of, self._bounds, self._first_part = of, bounds, first_part
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._of, name)
@@ -125,42 +125,42 @@ class _Numbers:
     def _numbers(self, samples: Int64s, offset: int, first: int, end: int) -> Chunk:
         by_tick = samples[:, first:end].T
         low, high = self._bounds(by_tick.reshape(-1), offset)
-        parts = places_of(low, high - low)
-        origins = np.zeros((len(parts), len(ORIGIN)), np.int32)
-        origins[:, ORIGIN.index("document")] = parts
-        none = np.zeros(by_tick.T.shape, np.int32)
-        chunk = Chunk(lengths=none, ids=Ragged.of_joined(none.reshape(-1)[:0], none))
-        return chunk.with_origins((high - low).reshape(by_tick.shape).T, origins)
+        parts = (self._first_part + places_of(low, high - low)).astype(np.int32)
+        counts = (high - low).reshape(by_tick.shape).T
+        none = np.zeros(counts.shape, np.int32)
+        ids = Ragged.of_joined(parts[:0], none)
+        return Chunk(lengths=none, ids=ids, starts=Ragged.of_joined(parts, counts))
 
 
-def _steps(run: Run, named: Mapping[str, Parts], num_steps: int) -> dict[int, dict[str, set[int]]]:
-    """Return the steps before ``num_steps`` that saw named documents, and which of each source."""
+def _steps(run: Run, named: Mapping[str, Parts], num_steps: int) -> dict[int, set[tuple[str, int]]]:
+    """Return the steps before ``num_steps`` that saw named documents, and these: source and number."""
     sources: list[Any] = []
-    documents_of: list[Int64s] = []
+    document_of: list[tuple[str, int]] = []  # of each part
     for source in run.sources:
         assert source.samples is not None
         bounds, documents = _bounds_of(source.samples, named.get(source.name, Parts(_NONE, _NONE)))
-        documents_of.append(documents)
-        sources.append(replace(source, samples=_Numbers(source.samples, bounds)))  # type: ignore[arg-type]
+        samples: Any = _Numbers(source.samples, bounds, len(document_of))
+        sources.append(replace(source, samples=samples))
+        document_of += [(source.name, number) for number in documents.tolist()]
     reader = RunReader(replace(run, sources=tuple(sources)), range(run.order.num_slots))
-    last_epoch, last_tick = run.begin(num_steps)
-    found: dict[int, dict[str, set[int]]] = {}
-    progress = Progress("looking through the order", run.tick_of_step(num_steps), unit="ticks")
-    for epoch in range(last_epoch + 1):
-        at, end = 0, run.ticks_in(epoch) if epoch < last_epoch else last_tick
-        for chunk in reader.chunks(epoch, 0, _CHUNK_TICKS, endless=False) if end else ():
-            assert chunk.origins is not None
-            counts = chunk.origins.counts.sum(axis=0) // len(ORIGIN)  # of each tick
+
+    def first_tick(step: int) -> int:
+        return run.tick_of(Position(step))
+
+    found: dict[int, set[tuple[str, int]]] = defaultdict(set)
+    progress = Progress("looking through the order", first_tick(num_steps), unit="ticks")
+    for epoch in range(run.epoch_of(num_steps) + 1):
+        at = epoch * run.ticks_per_epoch
+        end = min(at + run.ticks_in(epoch), first_tick(num_steps))
+        for chunk in reader.chunks(epoch, 0, _CHUNK_TICKS, endless=False) if at < end else ():
+            assert chunk.starts is not None
+            counts = chunk.starts.counts.sum(axis=0)  # of each tick
             if counts.any():
-                told = chunk.origins.joined().flats[0].reshape(-1, len(ORIGIN))
-                columns = (told[:, ORIGIN.index(name)].tolist() for name in ("source", "document"))
                 ticks = np.repeat(at + np.arange(chunk.num_ticks), counts).tolist()
-                for tick, number, part in zip(ticks, *columns, strict=True):
+                for tick, part in zip(ticks, chunk.starts.joined().flats[0].tolist(), strict=True):
                     if tick < end:
-                        # The step that holds a tick: the one before the first that begins behind it.
-                        step = run.step_from(epoch * run.ticks_per_epoch + tick + 1) - 1
-                        of_step = found.setdefault(step, {}).setdefault(run.sources[number].name, set())
-                        of_step.add(int(documents_of[number][part]))
+                        step = bisect_right(range(num_steps), tick, key=first_tick) - 1
+                        found[step].add(document_of[part])
             at += chunk.num_ticks
             progress.add(chunk.num_ticks)
             if at >= end:
@@ -195,8 +195,8 @@ def _bounds_of(samples: Samples, named: Parts) -> tuple[Bounds, Int64s]:
     begins, ends = (np.concatenate([each[kept], each[kept] + size]) for each in (begins, ends))
 
     def bounds(asked: Int64s, offset: int) -> tuple[Int64s, Int64s]:
-        first = (offset + asked * samples.seq_len) % size
-        last = first + samples.seq_len
+        first = (offset + asked * samples.row_tokens) % size
+        last = first + samples.row_tokens
         if samples.keeps_tail:  # the last row is not full
             last = np.minimum(last, size)
         return np.searchsorted(ends, first, "right"), np.searchsorted(begins, last, "left")

@@ -1,8 +1,9 @@
 """``shardprep duplicates``: equal documents, across shards and data sets, by the digests that plans keep.
 
-Digests are dealt to parts by their first bits, each a file without a name on the disk; then one part after
-another is sorted in memory. So memory does not grow with the documents: 10^9 of them take 0.4 GB of memory
-and 24 GB of disk. Of equal documents the first one stays, by the order of data sets, then of their inputs.
+Of equal documents the first one stays, by the order of data sets, then of their inputs. Digests are compared
+in parts, by their first bits, so memory does not grow with the number of documents. The price: 0.5 GB, and 50
+bytes for each document that goes. All digests, 16 bytes a document, are read once for each 8 million of them:
+120 times 16 GB of 10^9 documents, which the page cache may hold.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -34,13 +34,9 @@ from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import DIGEST_BYTES, digests_path, missing_file, remake_command, source_of_path
 from shardprep.format.plan import Plan, need_plan
 
-Rows = npt.NDArray[np.void]
-# A document: its digest as two numbers, and where it stands among the documents of all shards.
-_ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("number", "<u8")])
-_FIRST_IS_HERE = np.uint64(1 << 63)  # in a number: the document that stays is of the same shard
+Digests = npt.NDArray[np.uint64]  # uint64[documents, 2]: 16 bytes as two numbers
+_PART_DOCUMENTS = 1 << 23  # whose digests are compared at once
 _HALF = np.uint64(32)  # bits
-_PART_ROWS = 1 << 22  # 100 MB, and twice as much to sort them
-_MOST_PARTS = 256  # open files; above 10^9 documents parts grow
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -74,27 +70,12 @@ class _DataSet:
 
     def write(self, going: Iterable[tuple[str, int, int]]) -> None:
         """List and count documents that go: input, place there and tokens of each."""
-        lines = []
         for path, offset, num_tokens in going:
-            lines.append(name_of_place(path, offset) + "\n")
+            self.list_file.write(f"{name_of_place(path, offset)}\n".encode())
             self.num_duplicates += 1
             self.num_tokens += num_tokens
             of_source = self.sources.setdefault(source_of_path(path), Counter())
             of_source.update(num_duplicates=1, num_tokens=num_tokens)
-        self.list_file.write("".join(lines).encode())
-
-    def lines(self) -> Iterator[str]:
-        """Yield what a terminal shows."""
-        path = quoted(self.list_file.path)
-        yield (
-            f"{self.folder}: {self.num_duplicates:,} of {counted(self.num_documents, 'document')} go, "
-            f"{counted(self.num_tokens, 'token')}; list: {path}"
-        )
-        for source, of in sorted(self.sources.items(), key=lambda item: -item[1]["num_tokens"]):
-            yield f"  {source}: {counted(of['num_duplicates'], 'document')}, {of['num_tokens']:,} tokens"
-        if self.num_duplicates:
-            blank = f"shardprep blank {quoted(self.folder)} --ids {path} --output NEW"
-            yield f"  next: shardprep plan --exclude {path} ...  # or: {blank}"
 
 
 class _Shard(NamedTuple):
@@ -102,36 +83,26 @@ class _Shard(NamedTuple):
     shard_id: int
     stamp: FileStamp  # of its digests
 
+    def digests(self, *, is_checked: bool) -> Digests:
+        """Read its digests; compare their hash, unless that was done. Raises MissingShard, BrokenShard."""
+        folder = self.data_set.folder
+        path = digests_path(folder, self.shard_id)
+        try:
+            raw = read_regular(path, max_bytes=self.stamp.num_bytes)
+        except NOT_THERE:
+            raise missing_file(path, self.shard_id, folder) from None
+        if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != self.stamp.sha256:
+            remedy, expected = remake_command(self.shard_id, folder), self.stamp.sha256[:12]
+            raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
+        return np.frombuffer(raw, ">u8").reshape(-1, 2).astype(np.uint64)
 
-class _Parts:
-    """Rows on the disk, dealt to parts each of which fits into memory. A kill leaves nothing behind."""
 
-    def __init__(self, num_rows: int, folder: Path) -> None:
-        self.num_parts = min(1 + num_rows // _PART_ROWS, _MOST_PARTS)
-        self._opened = contextlib.ExitStack()
-        self._files = [
-            self._opened.enter_context(tempfile.TemporaryFile(dir=folder, buffering=1 << 16))  # noqa: SIM115
-            for _ in range(self.num_parts)
-        ]
+class _Copies(NamedTuple):
+    """Documents of one shard that go, in the order of its digests."""
 
-    def __enter__(self) -> _Parts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def add(self, rows: Rows, parts: npt.NDArray[np.integer[Any]]) -> None:
-        order = np.argsort(parts.astype(np.uint16), kind="stable")
-        bounds = np.searchsorted(parts[order], np.arange(self.num_parts + 1))
-        raw = memoryview(rows[order].tobytes())
-        for file, (begin, end) in zip(self._files, itertools.pairwise(bounds.tolist()), strict=True):
-            file.write(raw[begin * _ROW.itemsize : end * _ROW.itemsize])
-
-    def __iter__(self) -> Iterator[Rows]:
-        for file in self._files:
-            with file:
-                file.seek(0)
-                yield np.frombuffer(file.read(), _ROW)
+    digests: Digests
+    positions: npt.NDArray[np.int64]  # among the shard's digests
+    is_first_here: npt.NDArray[np.bool_]  # whether the one that stays is of this shard, too
 
 
 def duplicates(args: argparse.Namespace) -> int:
@@ -149,17 +120,10 @@ def duplicates(args: argparse.Namespace) -> int:
             # Before the work, so that a folder that cannot be written to is told at once.
             data_sets.append(_DataSet(folder, plan, opened.enter_context(PublishedFile(path))))
         shards = [shard for each in data_sets for shard in _shards_of(each)]
-        # A document's number: those of all shards before it, and its place among its shard's digests.
-        firsts = np.cumsum([0, *(shard.stamp.num_bytes // DIGEST_BYTES for shard in shards)])
-        by_digest = opened.enter_context(_Parts(int(firsts[-1]), output.parent))
-        by_shard = opened.enter_context(_Parts(int(firsts[-1]), output.parent))
-        _deal(shards, firsts, by_digest)
-        num_groups = _find(by_digest, firsts, by_shard)
-        progress = Progress("writing the lists", by_shard.num_parts, unit="parts")
-        for rows in by_shard:
-            for number, some in _by_shard(rows, firsts):
-                going = _going(shards[number], some, int(firsts[number]), args)
-                shards[number].data_set.write(going)
+        num_groups, copies = _find(shards)
+        progress = Progress("writing the lists", len(copies), unit="shards")
+        for number, of_shard in copies.items():
+            shards[number].data_set.write(_going(shards[number], of_shard, args))
             progress.add(1)
         for each in data_sets:
             each.list_file.sync()
@@ -167,21 +131,26 @@ def duplicates(args: argparse.Namespace) -> int:
             each.list_file.publish()
         sync_folder(output.parent)
     counts = ("num_documents", "num_duplicates", "num_tokens")
-    answers = [{name: getattr(each, name) for name in (*counts, "sources")} for each in data_sets]
-    sums = {"num_groups": num_groups, **{name: sum(each[name] for each in answers) for name in counts}}
+    sums: dict[str, Any] = {name: sum(getattr(each, name) for each in data_sets) for name in counts}
     if args.json:
-        for each, answer in zip(data_sets, answers, strict=True):
+        told = [{name: getattr(each, name) for name in (*counts, "sources")} for each in data_sets]
+        for each, answer in zip(data_sets, told, strict=True):
             answer |= {"data_dir": str(each.folder), "list": str(each.list_file.path)}
-        print_lines(json.dumps({**sums, "data_sets": answers}))
-    else:
-        print_lines(
-            f"{counted(sums['num_documents'], 'document')}: {sums['num_duplicates']:,} are copies of "
-            f"{num_groups:,} others",
-            *(line for each in data_sets for line in each.lines()),
-        )
+        print_lines(json.dumps({**sums, "num_groups": num_groups, "data_sets": told}))
+        return 0
+    total = counted(sums["num_documents"], "document")
+    print_lines(f"{sums['num_duplicates']:,} of {total} are copies of {num_groups:,} others")
     for each in data_sets:
+        list_path = quoted(each.list_file.path)
+        going = f"{counted(each.num_duplicates, 'document')}, {counted(each.num_tokens, 'token')}"
+        print_lines(f"{each.folder}: {going} of {each.num_documents:,} documents; list: {list_path}")
+        for source, of in sorted(each.sources.items(), key=lambda item: -item[1]["num_tokens"]):
+            print_lines(f"  {source}: {of['num_duplicates']:,} documents, {of['num_tokens']:,} tokens")
         if each.num_duplicates > MOST_NAMES:
-            say(f"warning: {each.list_file.path} has more than {MOST_NAMES:,} names, and no command takes it")
+            say(f"warning: {list_path} has more than {MOST_NAMES:,} names, and no command takes it")
+        elif each.num_duplicates:
+            blank = f"shardprep blank {quoted(each.folder)} --ids {list_path} --output NEW"
+            print_lines(f"  next: shardprep plan --exclude {list_path} ...  # or: {blank}")
     return 0
 
 
@@ -201,81 +170,70 @@ def _shards_of(data_set: _DataSet) -> Iterator[_Shard]:
         yield _Shard(data_set, shard_id, stamp)
 
 
-def _deal(shards: list[_Shard], firsts: npt.NDArray[np.int64], by_digest: _Parts) -> None:
-    """Deal the documents of all shards by the first bits of their digests."""
-    progress = Progress("reading digests", int(firsts[-1]), unit="documents")
-    for (data_set, shard_id, stamp), first in zip(shards, firsts.tolist(), strict=False):
-        path = digests_path(data_set.folder, shard_id)
-        try:
-            raw = read_regular(path, max_bytes=stamp.num_bytes)
-        except NOT_THERE:
-            raise missing_file(path, shard_id, data_set.folder) from None
-        if (found := hashlib.sha256(raw).hexdigest()) != stamp.sha256:
-            remedy, expected = remake_command(shard_id, data_set.folder), stamp.sha256[:12]
-            raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
-        pairs = np.frombuffer(raw, ">u8").reshape(-1, 2)
-        rows = np.empty(len(pairs), _ROW)
-        rows["high"], rows["low"], rows["number"] = pairs[:, 0], pairs[:, 1], first + np.arange(len(pairs))
-        # Of a blanked document all bits of the digest are 0, or 1.
-        is_blank = (rows["high"] == rows["low"]) & ((rows["high"] == 0) | (rows["high"] == 2**64 - 1))
-        rows = rows[~is_blank]
-        by_digest.add(rows, (rows["high"] >> _HALF) * np.uint64(by_digest.num_parts) >> _HALF)
-        data_set.num_documents += len(rows)
-        progress.add(len(pairs))
+def _find(shards: list[_Shard]) -> tuple[int, dict[int, _Copies]]:
+    """Return the number of groups of equal documents, and what goes of shards, by their place in the list."""
+    counts = [shard.stamp.num_bytes // DIGEST_BYTES for shard in shards]
+    firsts = np.cumsum([0, *counts])  # a document's number: those of the shards before it, and its place
+    num_parts, num_groups = 1 + sum(counts) // _PART_DOCUMENTS, 0
+    going = [(np.zeros((0, 2), np.uint64), np.zeros(0, np.int64), np.zeros(0, np.bool_))]
+    progress = Progress("comparing digests", num_parts * sum(counts), unit="documents")
+    for part in range(num_parts):
+        found, numbers = [], []
+        for shard, first, count in zip(shards, firsts.tolist(), counts, strict=False):
+            pairs = shard.digests(is_checked=part > 0)
+            # Of a blanked document all bits of the digest are 0, or 1.
+            is_here = (pairs[:, 0] != pairs[:, 1]) | ((pairs[:, 0] + np.uint64(1)) > 1)
+            is_here &= (pairs[:, 0] >> _HALF) * np.uint64(num_parts) >> _HALF == part
+            here = np.flatnonzero(is_here)
+            found.append(pairs[here])
+            numbers.append(first + here)
+            shard.data_set.num_documents += len(here)
+            progress.add(count)
+        digests, number = np.concatenate(found), np.concatenate(numbers)
+        del found, numbers
+        # Most documents are alone, and to sort numbers costs a tenth of sorting pairs.
+        high = np.sort(digests[:, 0])
+        twice = np.append(high[1:][high[1:] == high[:-1]], np.uint64(0))
+        at = np.flatnonzero(twice[np.searchsorted(twice[:-1], digests[:, 0])] == digests[:, 0])
+        at = at[np.lexsort((number[at], digests[at, 1], digests[at, 0]))]
+        digests, number = digests[at], number[at]
+        is_first = np.append(True, (digests[1:] != digests[:-1]).any(axis=1))[: len(at)]
+        first_of = np.maximum.accumulate(np.where(is_first, np.arange(len(at)), 0))
+        shard_of = np.searchsorted(firsts, number, side="right")
+        num_groups += len(np.unique(first_of[~is_first]))
+        is_first_here = shard_of == shard_of[first_of]
+        going.append((digests[~is_first], number[~is_first], is_first_here[~is_first]))
+    digests, number, is_first_here = (np.concatenate(each) for each in zip(*going, strict=True))
+    order = np.argsort(number)
+    shard_of = np.searchsorted(firsts, number[order], side="right") - 1
+    cuts = [*np.flatnonzero(np.diff(shard_of, prepend=-1)).tolist(), len(order)]
+    copies = {}
+    for begin, end in itertools.pairwise(cuts):
+        here, place = order[begin:end], int(shard_of[begin])
+        copies[place] = _Copies(digests[here], number[here] - firsts[place], is_first_here[here])
+    return num_groups, copies
 
 
-def _find(by_digest: _Parts, firsts: npt.NDArray[np.int64], by_shard: _Parts) -> int:
-    """Deal the documents that go by their shards; return the number of groups of equal documents."""
-    num_groups, num_shards = 0, len(firsts) - 1
-    progress = Progress("comparing", by_digest.num_parts, unit="parts")
-    for rows in by_digest:
-        # Most documents are alone, and to sort numbers costs a tenth of sorting rows.
-        high = np.sort(rows["high"])
-        rows = rows[np.isin(rows["high"], np.unique(high[1:][high[1:] == high[:-1]]))]
-        rows = rows[np.lexsort((rows["number"], rows["low"], rows["high"]))]
-        is_first = np.ones(len(rows), np.bool_)
-        is_first[1:] = (rows["high"][1:] != rows["high"][:-1]) | (rows["low"][1:] != rows["low"][:-1])
-        first = np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
-        shard = np.searchsorted(firsts, rows["number"].astype(np.int64), side="right") - 1
-        rows["number"][shard == shard[first]] |= _FIRST_IS_HERE
-        num_groups += len(np.unique(first[~is_first]))
-        by_shard.add(rows[~is_first], shard[~is_first] * by_shard.num_parts // num_shards)
-        progress.add(1)
-    return num_groups
-
-
-def _by_shard(rows: Rows, firsts: npt.NDArray[np.int64]) -> Iterator[tuple[int, Rows]]:
-    """Yield the documents that go of each shard, in the order of its digests."""
-    numbers = (rows["number"] & ~_FIRST_IS_HERE).astype(np.int64)
-    order = np.argsort(numbers)
-    shard = np.searchsorted(firsts, numbers[order], side="right") - 1
-    cuts = np.flatnonzero(np.diff(shard, prepend=-1)).tolist()
-    for begin, end in itertools.pairwise([*cuts, len(order)]):
-        yield int(shard[begin]), rows[order[begin:end]]
-
-
-def _going(shard: _Shard, rows: Rows, first: int, args: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
+def _going(shard: _Shard, copies: _Copies, args: argparse.Namespace) -> Iterator[tuple[str, int, int]]:
     """Yield input, place there and tokens of each document of a shard that goes.
 
-    ``first``: number of the shard's first document. An idx has the place of a document that is a sample. Of
-    rows it has not, so these documents are looked for in the input, by their digests.
+    An idx has the place of a document that is a sample. Of rows it has not, so these documents are looked for
+    in the input, by their digests.
     """
-    (folder, plan), shard_id = (shard.data_set.folder, shard.data_set.plan), shard.shard_id
-    positions = (rows["number"] & ~_FIRST_IS_HERE).astype(np.int64) - first
+    folder, plan, shard_id = shard.data_set.folder, shard.data_set.plan, shard.shard_id
     paths = [item.path for item in plan.inputs]
     if not plan.spec.has_rows:
-        records = read_idx(folder, plan.spec, shard_id)[positions]
+        records = read_idx(folder, plan.spec, shard_id)[copies.positions]
         columns = (records[name].tolist() for name in ("source", "source_offset", "num_tokens"))
         for source, offset, num_tokens in zip(*columns, strict=True):
             yield name_of_input(paths, source), offset, num_tokens
         return
     with ShardSamples(folder, plan.spec, shard_id) as samples:
         pieces = pieces_of(samples)
-    num_tokens_of = np.bincount(pieces.document, pieces.num_tokens)[positions].astype(np.int64)
-    pairs = np.stack([rows["high"], rows["low"]], axis=1).astype(">u8")
-    keys, place = np.unique(pairs.view(DIGEST).reshape(-1), return_index=True)
-    names, tokens = DocumentNames(keys=keys), num_tokens_of[place].tolist()
-    stays = (rows["number"][place] >= _FIRST_IS_HERE).tolist()  # whether the next copy of a name does
+    num_tokens_of = np.bincount(pieces.document, pieces.num_tokens).astype(np.int64)
+    keys, place = np.unique(copies.digests.astype(">u8").view(DIGEST).reshape(-1), return_index=True)
+    names, tokens = DocumentNames(keys=keys), num_tokens_of[copies.positions[place]].tolist()
+    stays = copies.is_first_here[place].tolist()  # whether the next copy with this digest does
     num_found = 0
     transform = transform_of(plan.options, args.transform)
     planned = plan.at(args.input_dir).shard(shard_id)
@@ -288,9 +246,9 @@ def _going(shard: _Shard, rows: Rows, first: int, args: argparse.Namespace) -> I
             else:
                 num_found += 1
                 yield paths[documents.input_number], offset, tokens[number]
-    if num_found != len(rows):
+    if num_found != len(copies.positions):
         raise Refused(
             path=folder,
-            found=f"{num_found} of {len(rows)} duplicates of shard {shard_id:05d} in its input",
+            found=f"{num_found} of {len(copies.positions)} duplicates of shard {shard_id:05d} in its input",
             expected="the input, the function and the libraries that made it",
         )

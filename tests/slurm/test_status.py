@@ -446,7 +446,7 @@ printf '%s\\n' "$script" | "{fake.place}/sbatch.sh" "$@\""""
     fake.answers_by("sbatch", body)
     slurm("submit", data_dir, "--until_done")
     assert fake.calls("scancel") == ["1 2"], "what was sent before, not yet released"
-    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 3,4"]
+    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 3", "release 4"]
     assert "shards_of=(0-1 2-4)" in fake.sent()[2]
 
 

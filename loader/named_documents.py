@@ -285,7 +285,7 @@ class _Wanted:
             documents += pieces.document[pieces.record == sample][part : part + 1].tolist()
         place_of = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
         rows: list[int] = []
-        if plan.spec.has_rows and places:
+        if plan.spec.has_rows and places and place_of:
             end = _first_place_behind(folder, plan, shard_id) if max(places) > place_of[-1] else None
             places = {each for each in places if end is None or each < end}
             found, rows = _at_places(plan, place_of, pieces, places)

@@ -272,12 +272,8 @@ def test_lists_that_cannot_be_looked_up_are_refused(data: Path, sets: DataSets, 
         states["plain"] = loader.state_at(9)
     for form, state in states.items():
         (tmp_path / f"{form}.state.json").write_text(json.dumps(state))
-    for name, text in (
-        ("nobody", "nobody\n"),
-        ("empty", ""),
-        ("a.jsonl", "{}\n"),
-        ("b.jsonl", '{"document": "9:9"}\n'),
-    ):
+    lists = {"nobody": "nobody\n", "empty": "", "a.jsonl": "{}\n", "b.jsonl": '{"document": "9:9"}\n'}
+    for name, text in lists.items():
         (tmp_path / name).write_text(text)
     for form, names, code in (
         ("json", tmp_path / "none", 66),

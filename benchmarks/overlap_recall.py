@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -25,7 +26,7 @@ from typing import Any
 
 from benchmark_text import lay_out as lay_out_text
 from benchmark_text import shared_folder
-from measured_run import machine_line, run_pinned
+from measured_run import Usage, machine_line, run_pinned
 
 RULES = {"gpt3": (13, "words"), "palm": (8, "tokens"), "llama": (10, "tokens")}
 SEQ_LEN = 2048
@@ -109,7 +110,7 @@ def plant(chooser: random.Random, item: str, turn: int, language: str) -> tuple[
     return [
         ("verbatim", item),
         ("cut to a half", part),
-        ("other case and spacing", item.swapcase().replace(" ", "  \n").replace(",", " , ")),
+        ("other case and spacing", item.swapcase().replace(" ", "  \n").replace(", ", " , ")),
         ("decomposed (NFD)", unicodedata.normalize("NFD", item)),
         ("verbatim", item),
         ("over row edges", item),
@@ -127,23 +128,21 @@ def filler_texts(chooser: random.Random, sources: dict[str, Iterator[str]]) -> I
         yield " ".join(word for part in parts for word in part[: chooser.randrange(1, 12)])
 
 
-def run(folder: Path, *words: object) -> tuple[float, int]:
-    """Return CPU seconds and peak bytes of a command."""
+def run(folder: Path, *words: object) -> Usage:
+    """Run one of our commands on one core."""
     command = [sys.executable, "-m", "shardprep", *map(str, words)]
-    usage = run_pinned(command, cwd=folder, log=folder / "log")
-    return usage.cpu_s, usage.max_rss_bytes
+    return run_pinned(command, cwd=folder, log=folder / "log")
 
 
 def report(folder: Path, rule: str, kinds: dict[str, tuple[int, str]]) -> None:
     """Search, and print what was found."""
     out = folder / rule
     words = ["overlap", folder / "data", "--against", folder / "evals.jsonl", "--rule", rule, "--output", out]
-    cpu_s, num_bytes = run(folder, *words)
-    items = [json.loads(line)["text"] for line in (folder / "evals.jsonl").open(encoding="utf-8")]
-    starts, number_of = 0, {}
-    for number, line in enumerate((folder / "evals.jsonl").read_bytes().splitlines(keepends=True)):
-        number_of[f"evals.jsonl:{starts}"] = number
-        starts += len(line)
+    usage = run(folder, *words)
+    lines = (folder / "evals.jsonl").read_bytes().splitlines(keepends=True)
+    items = [json.loads(line)["text"] for line in lines]
+    starts = itertools.accumulate(map(len, lines), initial=0)
+    number_of = {f"evals.jsonl:{start}": number for number, start in enumerate(starts)}
     found, others = set(), []
     for line in (out / "overlap.jsonl").open(encoding="utf-8"):
         hit = json.loads(line)
@@ -155,7 +154,8 @@ def report(folder: Path, rule: str, kinds: dict[str, tuple[int, str]]) -> None:
     planted, recalled = (Counter(kinds[each][1] for each in some) for some in (kinds, found))
     num_wrong = wrong_pairs(folder, rule, items, others)
     num_tokens = json.loads((folder / "data" / "index.json").read_bytes())["sources"]["."]["num_tokens"]
-    print(f"\n{rule}: {cpu_s:.0f} CPU s for {num_tokens:,} tokens, {num_bytes / 1e6:.0f} MB of memory")
+    memory_mb = usage.max_rss_bytes / 1e6
+    print(f"\n{rule}: {usage.cpu_s:.0f} CPU s for {num_tokens:,} tokens, {memory_mb:.0f} MB of memory")
     print("| kind | planted | found | recall |\n|---|---|---|---|")
     for kind, number in sorted(planted.items()):
         print(f"| {kind} | {number} | {recalled[kind]} | {recalled[kind] / number:.1%} |")

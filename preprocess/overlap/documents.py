@@ -2,8 +2,8 @@
 
 A document that goes on in other rows comes whole. Held at a time are about 130,000 tokens, or one document.
 
-A byte-level tokenizer (Llama 3, GPT-2, Qwen) gives back exactly what it encoded, so a table of the bytes of
-each token is enough: 5 ns a byte. Of others the text is what ``tokenizers`` decodes, and may differ.
+A byte-level tokenizer (Llama 3, GPT-2, Qwen) gives back exactly what it encoded, as the plan's probe shows:
+a table of the bytes of each token is enough, 5 ns a byte. Others decode, and their texts may differ.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from preprocess.make.engines import Ids, Numbers, ids_around, load_tokenizer, split_tokenizer
 from shardprep.errors import BrokenShard
 from shardprep.files import read_regular, size_of_file
-from shardprep.format.documents import DIGEST, kept_ids
+from shardprep.format.documents import DIGEST, kept_ids, pieces_of
 from shardprep.format.idx import ShardSamples
 from shardprep.format.input_formats import name_of_input
 from shardprep.format.manifest import Manifest
@@ -40,51 +39,35 @@ from shardprep.format.plan import Plan
 _BLOCK_TOKENS = 1 << 17  # few enough that what is worked out of them stays in a core's cache
 
 
-@dataclass(frozen=True, kw_only=True)
-class Block:
+class Block(NamedTuple):
     """Consecutive documents of a shard."""
 
-    first: int  # number of the first one
+    first: int  # how many were read before
     ids: Ids  # uint32[tokens]
     offsets: Numbers  # int64[documents + 1]
 
 
 class ShardDocuments:
-    """The documents that begin in a shard, numbered as they are read."""
+    """The documents that begin in a shard."""
 
     def __init__(self, folder: Path, plan: Plan, manifest: Manifest, samples: ShardSamples) -> None:
         self._folder, self._plan, self._manifest, self._samples = folder, plan, manifest, samples
         self._paths = [item.path for item in plan.inputs]
-        records = samples.records
-        rows = np.arange(len(records))
-        starts = (
-            [samples.starts(row) for row in rows.tolist()]
-            if plan.spec.has_rows
-            else [np.zeros(1, np.int64)] * len(rows)
-        )
-        goes_on = np.array([not len(each) or each[0] > 0 for each in starts], np.bool_)
-        counts = np.array([len(each) for each in starts], np.int64)
-        firsts = np.cumsum(counts) - counts
-        if plan.options.pack == "best_fit" and goes_on.any():
-            # What goes on stands in rows further on, of the same place as its beginning: read them behind it.
-            places = records[["source", "source_offset"]].tolist()
-            begins_at = {places[row]: row for row in np.flatnonzero(~goes_on).tolist()}
-            heads = [begins_at.get(places[row], row) if goes_on[row] else row for row in rows.tolist()]
-            rows = np.argsort(heads, kind="stable")
-            records = samples.records = records[rows]
-        lengths = records["num_tokens"].astype(np.int64)
-        row_begins = np.cumsum(lengths) - lengths
-        turns = np.arange(counts.sum()) - np.repeat((np.cumsum(counts[rows]) - counts[rows]), counts[rows])
-        at = np.repeat(np.arange(len(rows)), counts[rows])  # where among the rows that are read
-        within = np.concatenate([np.empty(0, np.int64), *(starts[row] for row in rows)])
-        self._bounds = np.append(row_begins[at] + within, lengths.sum())
-        self._records = rows[at]
-        self._positions = turns + goes_on[self._records]  # peek counts what goes on in a row as its first
-        self._digest_numbers = firsts[self._records] + turns
+        self._idx = samples.records
+        pieces = pieces_of(samples)
+        # With --pack best_fit a document goes on in rows further on; read them behind the one it begins in.
+        firsts = np.searchsorted(pieces.record, np.arange(len(self._idx)))  # pieces that begin a record
+        in_order = np.argsort(pieces.document[firsts], kind="stable")
+        samples.records = self._idx[in_order]
+        order = np.argsort(np.argsort(in_order)[pieces.record], kind="stable")
+        begins = np.flatnonzero(np.diff(pieces.document[order], prepend=-1))
+        ends = np.cumsum(pieces.num_tokens[order])
+        self._bounds = np.append(ends[begins] - pieces.num_tokens[order][begins], ends[-1:])
+        self._numbers = pieces.document[order][begins]  # in the order of the idx
+        self._records = pieces.record[order][begins]
+        self._positions = order[begins] - firsts[self._records]
         # A record says where the document of its first token lies.
-        self._place_records = np.full(len(at), -1)
-        of_first = np.searchsorted(self._bounds[:-1], row_begins, side="right") - 1
-        self._place_records[of_first if plan.spec.has_rows else at] = np.arange(len(rows))
+        self._placed_by = dict(zip(pieces.document[firsts].tolist(), range(len(self._idx)), strict=True))
 
     def blocks(self) -> Iterator[Block]:
         """Yield all documents, some at a time. Raises BrokenShard, ReadWriteError."""
@@ -97,34 +80,31 @@ class ShardDocuments:
                 cut = int(np.searchsorted(bounds, bounds[first] + _BLOCK_TOKENS, side="right")) - 1
                 cut = min(max(cut, first + 1), until)
                 offsets = bounds[first : cut + 1] - bounds[first]
-                yield Block(first=first, ids=held[: offsets[-1]], offsets=offsets)
+                yield Block(first, held[: offsets[-1]], offsets)
                 held, first = held[offsets[-1] :], cut
         if first < last:  # documents without a token
-            yield Block(first=first, ids=held, offsets=bounds[first:] - bounds[first])
+            yield Block(first, held, bounds[first:] - bounds[first])
 
-    def names(self, number: int) -> dict[str, Any]:
+    def names(self, turn: int) -> dict[str, Any]:
         """Return by what a document is known; None stands for what the shard does not keep.
 
-        The idx tells the place of a document that a record begins with.
+        ``turn``: how many were read before it. The idx has the place of a document that begins a record.
         """
-        shard_id, record = self._samples.shard_id, int(self._records[number])
-        position = f":{self._positions[number]}" if self._plan.spec.has_rows else ""
+        shard_id, number, record = self._samples.shard_id, int(self._numbers[turn]), int(self._records[turn])
+        position = f":{self._positions[turn]}" if self._plan.spec.has_rows else ""
         place = name = None
-        if (at := self._place_records[number]) >= 0:
-            found = self._samples.records[at]
+        if number in self._placed_by:
+            found = self._idx[self._placed_by[number]]
             source, offset = int(found["source"]), int(found["source_offset"])
             place = {"file": name_of_input(self._paths, source), "byte": offset}
             name = self._kept_ids.get((source, offset))
-        digest = (
-            None if self._digests is None else self._digests[self._digest_numbers[number]].tobytes().hex()
-        )
         return {
             "shard": shard_id,
             "record": record,
             "document": f"{shard_id}:{record}{position}",
             "place": place,
             "id": name,
-            "sha256": digest,
+            "sha256": None if self._digests is None else self._digests[number].tobytes().hex(),
         }
 
     @cached_property
@@ -140,7 +120,7 @@ class ShardDocuments:
         shard_id, stamp = self._samples.shard_id, self._manifest.digests
         if stamp is None:
             return None
-        path, expected = digests_path(self._folder, shard_id), len(self._digest_numbers) * DIGEST_BYTES
+        path, expected = digests_path(self._folder, shard_id), len(self._numbers) * DIGEST_BYTES
         raw = read_regular(path, max_bytes=stamp.num_bytes) if size_of_file(path) else b""
         if len(raw) != expected:
             remedy = remake_command(shard_id, self._folder)
@@ -155,29 +135,33 @@ class TokenTexts:
         path = folder / TOKENIZER_DIR / TOKENIZER_FILE
         self._tokenizer = load_tokenizer(path)
         head, _ = split_tokenizer(read_regular(path, max_bytes=MAX_TOKENIZER_BYTES))
-        self._pieces = _bytes_of_tokens(self._tokenizer, head)
-        special = {token["id"] for token in head.get("added_tokens") or [] if token["special"]}
+        added = head.get("added_tokens") or []
+        self._pieces = _bytes_of_tokens(self._tokenizer, added)
         # Between words a control token stands like white space.
+        special = {token["id"] for token in added if token["special"]}
         words = [b"\n" if number in special else piece for number, piece in enumerate(self._pieces)]
         self._flat = np.frombuffer(b"".join(words), np.uint8)
         self._lengths = np.array([len(word) for word in words], np.int64)
         self._begins = np.cumsum(self._lengths) - self._lengths
-        # What stands around each text; None where the text of a digest cannot be told from the ids.
+        # What stands around each text; None where ids do not tell the text that a digest is of.
         self._around: tuple[list[int], list[int]] | None = None
+        encodings = [self._tokenizer.encode(text, add_special_tokens=False).ids for text in plan.probe]
+        self._is_exact = all(map(str.__eq__, map(self._joined, encodings), plan.probe))
         with contextlib.suppress(ValueError):
             adds = plan.options.add_special_tokens
             before, after = ids_around(head.get("post_processor") if adds else None)
-            after = after if plan.end_id is None else [*after, plan.end_id]
-            if self._pieces and not plan.options.is_chat:  # a conversation's digest is of its messages
-                self._around = before, after
+            if self._is_exact and not plan.options.is_chat:  # a conversation's digest is of its messages
+                self._around = before, after if plan.end_id is None else [*after, plan.end_id]
+
+    def _joined(self, ids: Iterable[int]) -> str:
+        return b"".join(map(self._pieces.__getitem__, ids)).decode("utf-8", "replace")
 
     def texts(self, ids: Ids, offsets: Numbers) -> list[str]:
         """Return the text of each document; document i has ``ids[offsets[i]:offsets[i + 1]]``."""
-        if not self._pieces:
-            known = np.where(ids < self._tokenizer.get_vocab_size(with_added_tokens=True), ids, 0)
-            lists = [known[begin:end].tolist() for begin, end in itertools.pairwise(offsets.tolist())]
-            return list(self._tokenizer.decode_batch(lists, skip_special_tokens=True))
         ids = np.minimum(ids, len(self._pieces) - 1)  # of blanked documents there is no text
+        if not self._is_exact:
+            lists = [ids[begin:end].tolist() for begin, end in itertools.pairwise(offsets.tolist())]
+            return list(self._tokenizer.decode_batch(lists, skip_special_tokens=True))
         lengths = self._lengths[ids]
         ends = np.cumsum(np.concatenate([[0], lengths]))
         raw = self._flat[np.repeat(self._begins[ids] - ends[:-1], lengths) + np.arange(ends[-1])].tobytes()
@@ -186,9 +170,7 @@ class TokenTexts:
 
     def text(self, ids: list[int]) -> str:
         """Return the text of some ids, control tokens included."""
-        if not self._pieces:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        return b"".join(self._pieces[number] for number in ids).decode("utf-8", "replace")
+        return self._joined(ids) if self._is_exact else str(self._tokenizer.decode(ids))
 
     def digest(self, ids: list[int]) -> str | None:
         """Return the digest, in hex, of the text that a document was made of; None if it cannot be known."""
@@ -198,27 +180,19 @@ class TokenTexts:
         begin, end = len(before), len(ids) - len(after)
         if ids[:begin] != before or ids[end:] != after:
             return None
-        text = b"".join(self._pieces[number] for number in ids[begin:end])
-        return hashlib.sha256(text).digest()[:DIGEST_BYTES].hex()
+        return hashlib.sha256(self._joined(ids[begin:end]).encode()).digest()[:DIGEST_BYTES].hex()
 
 
-def _bytes_of_tokens(tokenizer: Any, head: dict[str, Any]) -> list[bytes]:
-    """Return the bytes of each token, with none behind the last one; nothing if it is not byte-level."""
-    step = head.get("pre_tokenizer") or {}
-    has_prefix = any(each.get("add_prefix_space") for each in [step, *step.get("pretokenizers", [])])
-    if (head.get("decoder") or {}).get("type") != "ByteLevel" or head.get("normalizer") or has_prefix:
-        return []
+def _bytes_of_tokens(tokenizer: Any, added: list[dict[str, Any]]) -> list[bytes]:
+    """Return the bytes of each token, as byte-level tokenizers spell them, and none behind the last one."""
     # GPT-2's letters for bytes: the printable ones of Latin-1 are themselves, the others follow from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    bytes_of_letters = {byte: byte for byte in printable} | {256 + n: byte for n, byte in enumerate(others)}
-    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
-    if not all(chr(letter) in vocabulary for letter in bytes_of_letters):
-        return []
-    added = {token["id"]: token["content"].encode() for token in head.get("added_tokens") or []}
-    pieces = [b""] * (max([*vocabulary.values(), *added]) + 2)
+    letters = {byte: byte for byte in printable} | {256 + turn: byte for turn, byte in enumerate(others)}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    pieces = [b""] * (max(vocabulary.values()) + 2)
     for token, number in vocabulary.items():
-        pieces[number] = token.translate(bytes_of_letters).encode("latin-1", "ignore")
-    for number, content in added.items():
-        pieces[number] = content
+        pieces[number] = token.translate(letters).encode("latin-1", "ignore")
+    for token in added:
+        pieces[token["id"]] = token["content"].encode()
     return pieces

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from preprocess.overlap.documents import ShardDocuments, TokenTexts
 from preprocess.plan.divide import stamp_inputs
@@ -23,83 +23,63 @@ from shardprep.format.plan import ByteRange, Plan, read_plan
 READ_OPTIONS = ("recursive", "doc", "encoding", "text_field", "text_template")
 
 
-class Evals:
-    """The texts, their names, and the place of each: its file and byte, None where it is not known."""
+class EvalDocument(NamedTuple):
+    """A document of an evaluation."""
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.names: list[str] = []
-        self.places: list[dict[str, Any] | None] = []
-
-    def add(self, text: str, name: str, place: dict[str, Any] | None) -> None:
-        self.texts.append(text)
-        self.names.append(name)
-        self.places.append(place)
-
-    def sha256(self) -> str:
-        """Return a hash of all texts and names."""
-        digest = hashlib.sha256()
-        for name, text in zip(self.names, self.texts, strict=True):
-            digest.update(f"{len(name)} {len(text)} {name}{text}".encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+    text: str
+    name: str  # FILE:BYTE, or of a data set its address for peek
+    place: dict[str, Any] | None  # its file and byte; None where it is not known
 
 
-def read_evals(path: Path, options: dict[str, Any]) -> Evals:
+def read_evals(path: Path, options: dict[str, Any]) -> list[EvalDocument]:
     """Read an evaluation into memory. ``options``: those of READ_OPTIONS that were given.
 
     Raises NotFound, UsageError, BadInput where it has no document, and what reading raises.
     """
     if size_of_file(path) is None:
         raise NotFound(path=path, found="no such file or folder", expected="the documents of an evaluation")
-    if (plan := read_plan(path) if is_folder(path) else None) is None:
-        evals = _of_files(path, PlanOptions(**options))
-    elif options:
+    plan = read_plan(path) if is_folder(path) else None
+    if plan is not None and options:
         expected = "no such flag, as this is a data set, whose plan says how its input is read"
         raise UsageError(path=path, found=f"--{min(options)}", expected=expected)
-    else:
-        evals = _of_data_set(path, plan)
-    if not evals.texts:
-        raise BadInput(path=path, found="no document", expected="the documents of an evaluation")
+    bad = Counter[str]()
+    found = _of_files(path, PlanOptions(**options), bad) if plan is None else _of_data_set(path, plan)
+    evals = list(found)
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad.most_common()) or "no document"
+    if not evals:
+        expected = "the documents of an evaluation; the field of their text is named by --text_field"
+        raise BadInput(path=path, found=reasons, expected=expected)
+    if bad:
+        say(f"warning: {bad.total():,} documents of the evaluation cannot be read ({reasons})")
     return evals
 
 
-def _of_files(path: Path, options: PlanOptions) -> Evals:
+def _of_files(path: Path, options: PlanOptions, bad: Counter[str]) -> Iterator[EvalDocument]:
     folder, paths = path.parent, [path]
     if is_folder(path):
         folder, paths = path, find_inputs(path, options).paths
-    inputs, _ = stamp_inputs(folder, paths, options)
-    evals, bad = Evals(), Counter[str]()
+    inputs = [item.file for item in stamp_inputs(folder, paths, options)]
     progress = Progress("reading the evaluation", sum(item.num_bytes for item in inputs))
     for number, item in enumerate(inputs):
         whole = ByteRange(input_number=number, path=folder / item.path, start=0, end=item.num_bytes)
         for documents in read_documents([whole], options):
             bad.update(one.reason for one in documents.bad)
             for text, offset in zip(documents.texts, documents.offsets.tolist(), strict=True):
-                evals.add(text.decode(), f"{item.path}:{offset}", {"file": item.path, "byte": offset})
+                yield EvalDocument(
+                    text.decode(), f"{item.path}:{offset}", {"file": item.path, "byte": offset}
+                )
             progress.add(documents.num_bytes)
-    if bad:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in bad.most_common())
-        found = f"{bad.total():,} documents of the evaluation cannot be read ({reasons})"
-        if not evals.texts:
-            remedy = "--text_field"
-            raise BadInput(
-                f"{found}: name the field of the text by {remedy}", path=path, found=reasons, remedy=remedy
-            )
-        say(f"warning: {found}")
-    return evals
 
 
-def _of_data_set(folder: Path, plan: Plan) -> Evals:
-    evals, token_texts = Evals(), TokenTexts(folder, plan)
-    findings = read_findings(folder, plan.plan_id)
+def _of_data_set(folder: Path, plan: Plan) -> Iterator[EvalDocument]:
+    token_texts, findings = TokenTexts(folder, plan), read_findings(folder, plan.plan_id)
     progress = Progress("reading the evaluation", plan.num_shards, unit="shards")
     for shard_id in range(plan.num_shards):
         manifest = check_done(folder, shard_id, plan.plan_id, findings)
         with ShardSamples(folder, plan.spec, shard_id) as samples:
             documents = ShardDocuments(folder, plan, manifest, samples)
             for block in documents.blocks():
-                for number, text in enumerate(token_texts.texts(block.ids, block.offsets), block.first):
-                    names = documents.names(number)
-                    evals.add(text, names["document"], names["place"])
+                for turn, text in enumerate(token_texts.texts(block.ids, block.offsets), block.first):
+                    names = documents.names(turn)
+                    yield EvalDocument(text, names["document"], names["place"])
         progress.add(1)
-    return evals

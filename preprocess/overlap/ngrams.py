@@ -212,10 +212,10 @@ def _turns(counts: Numbers) -> Numbers:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _seeds(documents: Units, index: EvalIndex) -> Numbers:
-    """Return document, evaluation document, place there less place here, and place here: int64[seeds, 4].
+def _shared_diagonals(documents: Units, index: EvalIndex) -> Numbers:
+    """Return document, evaluation document, and place there less place here of each n-gram that both have.
 
-    A seed is an n-gram of both that does not follow another one on both sides; in the order of the columns.
+    int64[n, 3], in the order of the columns, each row once.
     """
     places, ngrams = index.find(documents.keys)
     is_inside = _are_in_one_document(documents, places, index.ngram)
@@ -225,14 +225,12 @@ def _seeds(documents: Units, index: EvalIndex) -> Numbers:
     is_other = np.diff(np.stack([numbers, ngrams])[:, order], axis=1, prepend=-1).any(axis=0)
     repeats = np.diff(np.flatnonzero(is_other), append=len(order))
     kept = order[_turns(repeats) < _MOST_PLACES]
-    places, ngrams, numbers = places[kept], ngrams[kept], numbers[kept]
-    counts = index.counts[ngrams]
-    eval_places = index.places[np.repeat(index.firsts[ngrams], counts) + _turns(counts)]
-    places, numbers = np.repeat(places, counts), np.repeat(numbers, counts)
-    table = np.stack([numbers, _documents_at(index.units, eval_places), eval_places - places, places])
+    counts = index.counts[ngrams[kept]]
+    eval_places = index.places[np.repeat(index.firsts[ngrams[kept]], counts) + _turns(counts)]
+    shifts = eval_places - np.repeat(places[kept], counts)
+    table = np.stack([np.repeat(numbers[kept], counts), _documents_at(index.units, eval_places), shifts])
     table = table[:, np.lexsort(table[::-1])]
-    steps = np.diff(table, axis=1, prepend=-2)
-    return table[:, (steps[:3] != 0).any(axis=0) | (steps[3] != 1)].T
+    return table[:, np.diff(table, axis=1, prepend=-1).any(axis=0)].T
 
 
 def find_hits(documents: Units, index: EvalIndex, *, num_gaps: int, min_share: float) -> Iterator[Hit]:
@@ -242,39 +240,28 @@ def find_hits(documents: Units, index: EvalIndex, *, num_gaps: int, min_share: f
     with an equal one. A pair with less than ``min_share`` of the evaluation document is left out.
     """
     evals = index.units
-    for (number, eval_number), seeds in itertools.groupby(
-        _seeds(documents, index).tolist(), key=lambda seed: seed[:2]
-    ):
+    diagonals = _shared_diagonals(documents, index).tolist()
+    for (number, eval_number), some in itertools.groupby(diagonals, key=lambda row: row[:2]):
         first, end = documents.offsets[number : number + 2].tolist()
         eval_first, eval_end = evals.offsets[eval_number : eval_number + 2].tolist()
         is_held = np.zeros(eval_end - eval_first, np.bool_)
-        longest, run_shift, run_end = (0, 0), 0, 0
-        for _, _, shift, begin in seeds:
-            if shift == run_shift and begin < run_end:
-                continue
-            begin -= _num_equal_before(documents.keys[first:begin], evals.keys[eval_first : begin + shift])
-            length = min(end - begin, eval_end - begin - shift)
-            is_equal = documents.keys[begin:][:length] == evals.keys[begin + shift :][:length]
-            differing = np.flatnonzero(~is_equal).tolist()
-            run_shift, run_end = shift, begin + (differing[0] if differing else length)
-            if run_end - begin < index.ngram:  # two n-grams of one hash
-                continue
-            if len(differing) > num_gaps:
-                is_equal = is_equal[: differing[num_gaps]]
-            is_equal = is_equal[: np.flatnonzero(is_equal)[-1] + 1]
-            ours = documents.spell(begin, begin + len(is_equal))
-            theirs = evals.spell(begin + shift, begin + shift + len(is_equal))
-            both = itertools.compress(zip(ours, theirs, strict=True), is_equal)
-            if all(one == other for one, other in both):
-                is_held[begin + shift - eval_first :][: len(is_equal)] |= is_equal
-                longest = max(longest, (len(is_equal), -begin))
+        longest = (0, 0)
+        for _, _, shift in some:
+            low, high = max(first, eval_first - shift), min(end, eval_end - shift)
+            is_equal = documents.keys[low:high] == evals.keys[low + shift : high + shift]
+            edges = np.flatnonzero(np.diff(is_equal, prepend=False, append=False)).reshape(-1, 2)
+            for begin, stop in edges[edges[:, 1] - edges[:, 0] >= index.ngram].tolist():
+                differing = np.flatnonzero(~is_equal[stop:])
+                stop = stop + int(differing[num_gaps]) if len(differing) > num_gaps else len(is_equal)
+                is_same = is_equal[begin:stop]
+                is_same = is_same[: np.flatnonzero(is_same)[-1] + 1]
+                begin += low
+                ours = documents.spell(begin, begin + len(is_same))
+                theirs = evals.spell(begin + shift, begin + shift + len(is_same))
+                both = itertools.compress(zip(ours, theirs, strict=True), is_same)
+                if all(one == other for one, other in both):
+                    is_held[begin + shift - eval_first :][: len(is_same)] |= is_same
+                    longest = max(longest, (len(is_same), -begin))
         num_units, begin = longest[0], -longest[1]
         if num_units and is_held.mean() >= min_share:
             yield Hit(number, eval_number, begin, num_units, float(is_held.mean()))
-
-
-def _num_equal_before(ours: Keys, theirs: Keys) -> int:
-    """Count the keys at the ends of both that are equal."""
-    length = min(len(ours), len(theirs))
-    differing = np.flatnonzero(ours[len(ours) - length :] != theirs[len(theirs) - length :])
-    return length - 1 - int(differing[-1]) if len(differing) else length

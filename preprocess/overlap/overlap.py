@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import heapq
 import json
 from collections import Counter
@@ -23,20 +24,21 @@ import numpy as np
 
 from preprocess.make.worker import load_engine
 from preprocess.overlap.documents import ShardDocuments, TokenTexts
-from preprocess.overlap.evals import READ_OPTIONS, Evals, read_evals
+from preprocess.overlap.evals import READ_OPTIONS, EvalDocument, read_evals
 from preprocess.overlap.ngrams import MOST_NGRAM, EvalIndex, find_hits, tokens_as_units, words_as_units
 from shardprep.command_line import add_flags_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BadInput, BrokenShard, Refused, UsageError
 from shardprep.files import (
-    TEMPORARY_NAME,
+    STALE_AFTER_S,
     PublishedFile,
     make_folder,
     publish_bytes,
     read_lines,
-    remove_tree,
+    remove_temporaries,
     size_of_file,
 )
+from shardprep.format.documents import name_of_place
 from shardprep.format.idx import ShardSamples
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import Manifest, check_done, read_findings
@@ -144,22 +146,20 @@ def _rule_of(args: argparse.Namespace) -> Rule:
 class Search:
     """Finds the hits of shards. Raises BadInput where no document of the evaluation is long enough."""
 
-    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: Evals) -> None:
+    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[EvalDocument]) -> None:
         self._folder, self._plan, self._rule, self._evals = folder, plan, rule, evals
         self._texts = TokenTexts(folder, plan)
         if rule.unit == "words":
-            units = words_as_units(evals.texts)
+            units = words_as_units([each.text for each in evals])
         else:
-            tokens = load_engine(plan, folder, "auto", say).bare().encode_texts(evals.texts)
+            tokens = load_engine(plan, folder, "auto", say).bare().encode_texts(each.text for each in evals)
             units = tokens_as_units(tokens.ids, tokens.offsets)
         lengths = np.diff(units.offsets)
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
         found = f"{num_short} of {num_evals} have fewer than {rule.ngram} {rule.unit}"
         if num_short == len(lengths):
-            remedy = f"--ngram {lengths.max()}"
-            raise BadInput(
-                f"{found}: nothing can be found; the longest needs {remedy}", found=found, remedy=remedy
-            )
+            longest = f"the longest has {lengths.max()}"
+            raise BadInput(f"{found}: {longest}; give a lesser --ngram", found=longest, remedy="--ngram")
         if num_short:
             say(f"note: {found} and cannot be found")
         self._index = EvalIndex(units, rule.ngram)
@@ -181,14 +181,11 @@ class Search:
                     names["sha256"] = names["sha256"] or self._texts.digest(block.ids[begin:end].tolist())
                     run = units.spell(hit.begin, hit.begin + hit.num_units)
                     text = " ".join(run) if rule.unit == "words" else self._texts.text(list(run))
-                    evaluated = {
-                        "name": self._evals.names[hit.eval_document],
-                        "place": self._evals.places[hit.eval_document],
-                    }
+                    evaluated = self._evals[hit.eval_document]
                     hits.append(
                         {
                             **names,
-                            "eval": evaluated,
+                            "eval": {"name": evaluated.name, "place": evaluated.place},
                             "share": round(hit.share, 4),
                             "longest": hit.num_units,
                             "unit": rule.unit,
@@ -199,12 +196,19 @@ class Search:
         return hits
 
 
+def _sha256_of(evals: list[EvalDocument]) -> str:
+    digest = hashlib.sha256()
+    for each in evals:
+        digest.update(f"{len(each.name)} {len(each.text)} {each.name}{each.text}".encode())
+    return digest.hexdigest()
+
+
 class Output:
     """The folder of the lists."""
 
-    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: Evals) -> None:
+    def __init__(self, folder: Path, plan: Plan, rule: Rule, evals: list[EvalDocument]) -> None:
         self.folder, self._num_shards = folder, plan.num_shards
-        self._settings = {"plan_id": plan.plan_id, "evals_sha256": evals.sha256(), **vars(rule)}
+        self._settings = {"plan_id": plan.plan_id, "evals_sha256": _sha256_of(evals), **vars(rule)}
 
     def path(self, shard_id: int) -> Path:
         return self.folder / f"{shard_name(shard_id)}.jsonl"
@@ -235,8 +239,7 @@ class Output:
         with contextlib.suppress(ValueError):
             head = load_json(next(lines, b""))
         if not isinstance(head, dict) or (head.get("format"), head.get("shard")) != (_FORMAT, shard_id):
-            expected, remedy = f"the hits of shard {shard_id:05d}", f"rm {quoted(path)}"
-            raise BrokenShard(path=path, found="something else", expected=expected, remedy=remedy)
+            raise self._damaged(shard_id)
         if others := [name for name, value in self._settings.items() if head.get(name) != value]:
             raise Refused(
                 f"{path} was made with other settings ({', '.join(others)}); give another folder as --output",
@@ -246,31 +249,38 @@ class Output:
             )
         return head, lines
 
+    def _damaged(self, shard_id: int) -> BrokenShard:
+        path, expected = self.path(shard_id), f"the hits of shard {shard_id:05d}"
+        return BrokenShard(path=path, found="something else", expected=expected, remedy=f"rm {quoted(path)}")
+
     def merge(self, data_dir: Path) -> None:
         """Write the lists, of the files of all shards. Raises BrokenShard, Refused, ReadWriteError."""
         names, names_path = dict[str, None](), self.folder / "names.txt"
         num_documents = num_hits = num_unnamed = 0
         documents, evals = set[str](), Counter[str]()
-        largest: list[tuple[float, int, dict[str, Any]]] = []
+        largest: list[tuple[float, int, dict[str, Any]]] = []  # a heap
         with PublishedFile(self.folder / "overlap.jsonl") as file:
             for shard_id in range(self._num_shards):
                 head, lines = self._read(shard_id)
-                num_documents += head["num_documents"]
-                for line in lines:
-                    file.write(line)
-                    hit = json.loads(line)
-                    num_hits += 1
-                    documents.add(hit["document"])
-                    evals[hit["eval"]["name"]] += 1
-                    heapq.heappush(largest, (hit["share"], -num_hits, hit))
-                    if len(largest) > _MOST_SHOWN:
-                        heapq.heappop(largest)
-                    if hit["sha256"]:
-                        names[f"sha256:{hit['sha256']}\n"] = None
-                    elif place := hit["place"]:
-                        names[f"at:{place['file']}:{place['byte']}\n"] = None
-                    else:
-                        num_unnamed += 1
+                try:
+                    num_documents += head["num_documents"]
+                    for line in lines:
+                        hit = json.loads(line)
+                        num_hits += 1
+                        documents.add(hit["document"])
+                        evals[hit["eval"]["name"]] += 1
+                        heapq.heappush(largest, (hit["share"], -num_hits, hit))
+                        if len(largest) > _MOST_SHOWN:
+                            heapq.heappop(largest)
+                        if hit["sha256"]:
+                            names[f"sha256:{hit['sha256']}\n"] = None
+                        elif place := hit["place"]:
+                            names[name_of_place(place["file"], place["byte"]) + "\n"] = None
+                        else:
+                            num_unnamed += 1
+                        file.write(line)
+                except (ValueError, LookupError, TypeError):
+                    raise self._damaged(shard_id) from None
             file.sync()
             file.publish()
         publish_bytes(names_path, "".join(names).encode())
@@ -280,8 +290,9 @@ class Output:
         )
         hits = [hit for *_, hit in sorted(largest, key=lambda item: item[:2], reverse=True)]
         publish_bytes(self.folder / "overlap.html", _page(found, hits, evals, self._settings).encode())
-        for path in [item for item in self.folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:
-            remove_tree(path)  # of calls that were killed: what a living one would write is there
+        # Of calls that were killed: what a living one would write is there, unless it merges, too.
+        remove_temporaries(self.folder, *map(shard_name, range(self._num_shards)), older_than_s=0)
+        remove_temporaries(self.folder, "overlap", "names", older_than_s=STALE_AFTER_S)
         print_lines(f"{found}; the lists and overlap.html are in {self.folder}")
         if num_unnamed:
             unnamed = counted(num_unnamed, "hit")
@@ -299,18 +310,16 @@ td,th{text-align:left;vertical-align:top;padding:.3em .6em;border-bottom:1px sol
 
 def _page(found: str, hits: list[dict[str, Any]], evals: Counter[str], settings: dict[str, Any]) -> str:
     """Return a page of HTML, without scripts: the largest hits, and which evaluation documents are common."""
+    columns = [("document, for peek", "evaluation document", "share", "longest", "text")]
     rows = [
         (hit["document"], hit["eval"]["name"], f"{hit['share']:.0%}", hit["longest"], hit["text"][:300])
         for hit in hits
     ]
-    common = evals.most_common(_MOST_SHOWN)
     return (
         f"{_HEAD}<h1>Overlap with an evaluation</h1><p>{found}.<h2>Largest overlaps</h2>"
-        + _table([("document, for peek", "evaluation document", "share", "longest", "text"), *rows])
-        + "<h2>Evaluation documents that are found most often</h2><p>What many documents hold may be a "
-        "phrase that everybody uses: look at the texts, and give a larger --min_share."
-        + _table([("evaluation document", "hits"), *common])
-        + f"<h2>Settings</h2>{_table(settings.items())}</html>\n"
+        f"{_table([*columns, *rows])}<h2>Evaluation documents that are found most often</h2><p>What many "
+        "documents hold may be a phrase that all use: look at the texts, and give a larger --min_share."
+        f"{_table(evals.most_common(_MOST_SHOWN))}<h2>Settings</h2>{_table(settings.items())}</html>\n"
     )
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from shardprep.errors import BadInput, MissingShard, NotFound, Refused, UsageError
+from shardprep.errors import BadInput, BrokenShard, MissingShard, NotFound, Refused, UsageError
 from tests.killed_calls import killed_at
 from tests.world import World, tokenizer_dir
 
@@ -219,6 +220,29 @@ def test_the_names_are_taken_by_exclude_and_by_blank_and_nothing_is_found_afterw
     assert search(left, evals, tmp_path / "left", rule="llama") == []
 
 
+def test_documents_whose_ids_do_not_give_back_their_text_are_named_by_place(tmp_path: Path) -> None:
+    words = sorted({word for text in [*EVALS, *DOCUMENTS] for word in text.split()})
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate([*words, "<end>"])}, "<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(tmp_path / "words")
+    (tmp_path / "quiz.txt").write_text("\n".join(EVALS), encoding="utf-8")
+    for form, options in {"documents": {}, "packed": {"record": "packed", "seq_len": 300}}.items():
+        world = World(tmp_path, tokenizer=tmp_path / "words", data_dir=tmp_path / form)
+        world.raw({"a.txt": "\n".join(text.replace("\t", " ") for text in DOCUMENTS)}).make(**options)
+        out = tmp_path / f"{form}_out"
+        hits = search(world, tmp_path / "quiz.txt", out, text_field=None)
+        assert len(hits) > 20
+        assert all(hit["sha256"] is None for hit in hits)
+        places = {f"at:a.txt:{hit['place']['byte']}" for hit in hits if hit["place"]}
+        assert set((out / "names.txt").read_text().split()) == places
+    assert len(places) < len(hits)  # of rows the idx says less
+    excluded = World(tmp_path, tokenizer=tmp_path / "words").plan(
+        exclude=tmp_path / "documents_out/names.txt"
+    )
+    excluded.run().verify()
+    assert search(excluded, tmp_path / "quiz.txt", tmp_path / "again", text_field=None) == []
+
+
 def test_an_evaluation_may_be_a_data_set(worlds: dict[str, World], evals: Path, tmp_path: Path) -> None:
     quiz = World(tmp_path).raw({"quiz.txt": "\n".join(EVALS)}).make(num_shards=2, record="packed", seq_len=32)
     of_file = search(worlds["packed"], evals, tmp_path / "a")
@@ -293,7 +317,23 @@ def test_a_kill_at_any_call_of_the_system_leaves_whole_files_and_a_second_call_g
             assert path.name.startswith(".") or path.read_bytes() == whole[path.name], number
         number += 3
     assert number > 20
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    assert {path.name: path.read_bytes() for path in out.glob("[!.]*")} == whole
+    assert not list(out.glob(".shard-*"))
+
+
+def test_a_damaged_file_of_a_shard_is_refused_with_what_to_type(
+    worlds: dict[str, World], evals: Path, tmp_path: Path
+) -> None:
+    world, out = worlds["documents"], tmp_path / "out"
+    search(world, evals, out)
+    path = out / "shard-00001.jsonl"
+    whole = path.read_bytes()
+    for damaged in (b"", b"[]\n", whole.partition(b"\n")[0] + b"\n{}\n", whole + b"no json\n"):
+        path.write_bytes(damaged)
+        ended = world.main("overlap", world.data_dir, against=evals, text_field="question", output=out)
+        assert ended.code == BrokenShard.exit_code
+        assert ended.error
+        assert ended.error.remedy == f"rm {path}"
 
 
 def test_the_page_shows_the_texts_and_runs_nothing(worlds: dict[str, World], tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ bench_preprocess: install ## CPU time of the baseline, the peers and this projec
 	$(BIN)/python benchmarks/preprocess_speed.py $(BENCH_ARGS)
 
 bench_loader: install ## tokens per CPU second of the peers' loaders and this one (10 minutes; the peers go to ./.bench)
-	$(BIN)/python benchmarks/peer_environments.py litdata mosaicml megatron loader_hf_datasets grain energon
+	$(BIN)/python benchmarks/peer_environments.py litdata mosaicml megatron loader_hf_datasets grain lancedb loader_tokbin energon
 	$(BIN)/python benchmarks/loader_speed.py $(BENCH_ARGS)
 
 bench_planning: install ## what a person waits for before the first document (5 minutes)

@@ -21,6 +21,7 @@ _WRITES = {
     "litdata": "chunks of blocks of 2,049",
     "mosaicml": "MDS rows of 2,048",
     "megatron": ".bin and .idx, a document each",
+    "tokbin": "uint32 stream, BOS and EOS, sha256",
     "megatron_fast": ".bin and .idx, a document each, no BOS",
 }
 _RECORDS = {DOCUMENTS: [], PACKED: ["--record", "packed", "--seq_len", "2048"]}

@@ -37,6 +37,8 @@ ROWS = [
     Loader(label=LITDATA, script="litdata_tokens", peer="litdata"),
     Loader(label="HF datasets 5.2, numpy", script="hf_datasets", peer="loader_hf_datasets"),
     Loader(label="Grain 0.2.18, ArrayRecord", script="grain_records", peer="grain"),
+    Loader(label="lancedb 0.40 StreamingDataset", script="lancedb_streaming", peer="lancedb"),
+    Loader(label="tokbin 0.1.0 WindowDataset", script="tokbin_windows", peer="loader_tokbin"),
     Loader(label="nanoGPT memmap", script="nanogpt"),
     *(
         Loader(

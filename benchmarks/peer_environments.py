@@ -49,6 +49,7 @@ PEERS = {
         requirements=("megatron-core==0.16.1", "transformers"),
         needs_torch=True,
     ),
+    "tokbin": Peer(label="tokbin 0.1.0", requirements=("tokbin==0.1.0",)),
     "megatron_fast": Peer(
         label="Megatron-LM's fast path (gigatoken 0.10)", requirements=("gigatoken==0.10.0", "numpy")
     ),
@@ -58,6 +59,8 @@ PEERS = {
 LOADER_PEERS = {
     "loader_hf_datasets": Peer(label="HF datasets 5.2", requirements=("datasets==5.2.*",), needs_torch=True),
     "grain": Peer(label="Grain 0.2.18", requirements=("grain==0.2.18", "array-record"), needs_torch=True),
+    "lancedb": Peer(label="lancedb 0.40", requirements=("lancedb==0.40.0",), needs_torch=True),
+    "loader_tokbin": Peer(label="tokbin 0.1.0", requirements=("tokbin==0.1.0",), needs_torch=True),
     "energon": Peer(label="Energon 7.4.1", requirements=("megatron-energon==7.4.1",), needs_torch=True),
 }
 _ALL = PEERS | LOADER_PEERS

@@ -267,18 +267,17 @@ class StepBatches:
             if not self.is_own:
                 batch = self._collated(batch, lengths)
             elif self.shifts_targets:
-                _shift(batch)
+                for name in ("input_ids", "attention_mask"):
+                    batch[name] = batch[name][:, :-1].contiguous()
+                batch["labels"] = batch["labels"][:, 1:].contiguous()
             if chunk.origins is not None:
                 batch["origins"] = self._origins(chunk.origins, tick, first, end, batch["labels"].shape[1])
             if is_filler is not None and is_filler[first:end].any():
                 blank_labels(batch, is_filler[first:end])
             elif self.has_masks or self.has_blanks or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            if lengths is None:
-                yield batch, (ids.size, 0)
-                continue
+            num_tokens = num_places = ids.size if lengths is None else int(lengths.sum())
             made = batch.get("input_ids") if hasattr(batch, "get") else None
-            num_tokens = num_places = int(lengths.sum())
             if isinstance(made, torch.Tensor):  # a user's own batch may be anything
                 num_places = made.numel()
             yield batch, (num_tokens, max(num_places - num_tokens, 0))
@@ -327,13 +326,6 @@ class StepBatches:
                 "each document has one token. A loss that is a mean over labels is NaN there; divide the sum "
                 "of the loss by at least 1, or raise batch_size"
             )
-
-
-def _shift(fields: Batch) -> None:
-    """Take the last place off ``input_ids`` and mask, and the first one off ``labels``."""
-    for name in ("input_ids", "attention_mask"):
-        fields[name] = fields[name][:, :-1].contiguous()
-    fields["labels"] = fields["labels"][:, 1:].contiguous()
 
 
 def _without_last_place(edges: Edges, width: int) -> Edges:

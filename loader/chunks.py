@@ -31,9 +31,9 @@ class Ragged:
     """
 
     flats: list[Integers]
-    counts: Integers  # [samples per tick, ticks]: how many numbers
+    flat_of: Int32s  # int32[samples per tick, ticks]: which of these arrays
     begins: Int64s  # [samples per tick, ticks]
-    flat_of: npt.NDArray[np.intp] | None = None  # [samples per tick, ticks]; None: all in the first array
+    counts: Integers  # [samples per tick, ticks]: how many numbers
     width: int = 0  # numbers of each sample where all have equally many, else 0
     is_joined: bool = False  # samples stand one after another, one tick after another, and nothing else does
 
@@ -42,26 +42,26 @@ class Ragged:
         """Return samples that stand one after another, one tick after another."""
         by_tick = counts.T
         begins = np.cumsum(by_tick, dtype=np.int64).reshape(by_tick.shape).T - counts
-        return Ragged(flats=[flat], counts=counts, begins=begins, width=width, is_joined=True)
+        flat_of = np.zeros(counts.shape, np.int32)
+        return Ragged(
+            flats=[flat], flat_of=flat_of, begins=begins, counts=counts, width=width, is_joined=True
+        )
 
     @staticmethod
     def of_rows(flat: Integers, begins: Int64s, width: int) -> Ragged:
         """Return rows of one width that begin anywhere in an array: int64[samples per tick, ticks]."""
-        return Ragged(flats=[flat], counts=np.full(begins.shape, width), begins=begins, width=width)
+        flat_of, counts = np.zeros(begins.shape, np.int32), np.full(begins.shape, width)
+        return Ragged(flats=[flat], flat_of=flat_of, begins=begins, counts=counts, width=width)
 
     @staticmethod
     def empty(shape: tuple[int, int], width: int = 0) -> Ragged:
         """Return one whose samples are ``put`` there later."""
-        begins, flat_of = np.zeros(shape, np.int64), np.zeros(shape, np.intp)
-        return Ragged(flats=[], counts=np.zeros(shape, np.int32), begins=begins, flat_of=flat_of, width=width)
-
-    def put(self, places: Any, other: Ragged) -> None:
-        """Let the samples at some places lie where those of another chunk lie."""
-        assert self.flat_of is not None
-        self.flat_of[places] = len(self.flats) + (0 if other.flat_of is None else other.flat_of)
-        self.begins[places] = other.begins
-        self.counts[places] = other.counts
-        self.flats.extend(other.flats)
+        flat_of, begins, counts = (
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int64),
+            np.zeros(shape, np.int32),
+        )
+        return Ragged(flats=[], flat_of=flat_of, begins=begins, counts=counts, width=width)
 
     @staticmethod
     def stacked(parts: list[Ragged]) -> Ragged:
@@ -72,22 +72,26 @@ class Ragged:
             stacked.put(slice(end - len(part.counts), end), part)
         return stacked
 
+    def put(self, places: Any, other: Ragged) -> None:
+        """Let the samples at some places lie where those of another chunk lie."""
+        self.flat_of[places] = len(self.flats) + other.flat_of
+        self.begins[places] = other.begins
+        self.counts[places] = other.counts
+        self.flats.extend(other.flats)
+
     def ticks(self, first: int, end: int) -> Ragged:
         """Return the ticks from ``first`` up to ``end`` of one that was put together."""
-        assert self.flat_of is not None
+        places = (slice(None), slice(first, end))
         return replace(
-            self,
-            counts=self.counts[:, first:end],
-            begins=self.begins[:, first:end],
-            flat_of=self.flat_of[:, first:end],
+            self, flat_of=self.flat_of[places], begins=self.begins[places], counts=self.counts[places]
         )
 
     def joined(self) -> Ragged:
         """Return a copy, int32, whose samples stand one after another, one tick after another."""
         if self.is_joined:
             return self
-        flat = self._gathered(self.begins.T, None if self.flat_of is None else self.flat_of.T, self.counts.T)
-        return Ragged.of_joined(flat.reshape(-1).astype(np.int32, copy=False), self.counts, self.width)
+        flat = self._gathered(self.flat_of.T, self.begins.T, self.counts.T).reshape(-1)
+        return Ragged.of_joined(flat.astype(np.int32, copy=False), self.counts, self.width)
 
     def of(self, tick: int, first: int, end: int) -> Integers:
         """Return the numbers of some samples of a tick, one after another: a copy, or a part of the array.
@@ -97,19 +101,15 @@ class Ragged:
         if self.is_joined:
             last = self.begins[end - 1, tick] + self.counts[end - 1, tick]
             found = self.flats[0][self.begins[first, tick] : last]
-        elif self.width and self.flat_of is None:
-            return self._windows[self.begins[first:end, tick]]
         else:
             places = (slice(first, end), tick)
-            flat_of = None if self.flat_of is None else self.flat_of[places]
-            found = self._gathered(self.begins[places], flat_of, self.counts[places])
+            found = self._gathered(self.flat_of[places], self.begins[places], self.counts[places])
         return found.reshape(-1, self.width) if self.width else found
 
-    def _gathered(self, begins: Int64s, flat_of: npt.NDArray[np.intp] | None, counts: Integers) -> Integers:
-        if flat_of is None and self.width:
+    def _gathered(self, flat_of: Int32s, begins: Int64s, counts: Integers) -> Integers:
+        if self.width and len(self.flats) == 1:
             return self._windows[begins]
-        numbers = [0] * begins.size if flat_of is None else flat_of.reshape(-1).tolist()
-        places = zip(numbers, begins.reshape(-1).tolist(), counts.reshape(-1).tolist(), strict=True)
+        places = zip(*(each.reshape(-1).tolist() for each in (flat_of, begins, counts)), strict=True)
         return np.concatenate([self.flats[number][begin : begin + count] for number, begin, count in places])
 
     @cached_property

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from loader.batches import Batch
 from loader.boundaries import document_numbers
-from loader.order import Int64s
 from shardprep.errors import UsageError
 
 
@@ -50,7 +49,12 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     works = [torch.empty(len(rows), dtype=torch.int64, device=rows.device) for _ in range(size)]
     dist.all_gather(works, torch.cat(own_work), group=group)
     work = torch.cat(works).cpu().numpy()
-    owners = even_owners(work, size)
+    # From the most work on, the next rows go to a rank each, the largest to the one with the least.
+    owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
+    for of_each_rank in np.argsort(-work, kind="stable").reshape(-1, size):
+        ranks = np.argsort(totals, kind="stable")
+        owners[of_each_rank] = ranks
+        totals[ranks] += work[of_each_rank]
     own = np.flatnonzero(owners == rank)
     place_of = {row: place for place, row in enumerate(own[np.argsort(-work[own], kind="stable")].tolist())}
     dealt, messages = torch.empty_like(rows), []
@@ -70,16 +74,3 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
     return [
         Batch(zip(names, (field.contiguous() for field in part.unbind(1)), strict=True)) for part in parts
     ]
-
-
-def even_owners(work: Int64s, size: int) -> Int64s:
-    """Return the rank of each row, int64[rows], equally many of each rank.
-
-    From the most work on, the next ``size`` rows go to a rank each, the largest to the one with the least.
-    """
-    owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
-    for rows in np.argsort(-work, kind="stable").reshape(-1, size):
-        ranks = np.argsort(totals, kind="stable")
-        owners[rows] = ranks
-        totals[ranks] += work[rows]
-    return owners

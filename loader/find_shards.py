@@ -6,6 +6,7 @@ are needed; tars that others wrote are scanned here, once. What is no local file
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -22,7 +23,7 @@ from loader.external_tars import scan_tar
 from loader.shards import DatasetShards, ShardSet, SplitName
 from loader.url_copies import copy_url, is_url
 from shardprep.console import quoted
-from shardprep.errors import NotFound, OtherTokenizer, UsageError
+from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, UsageError
 from shardprep.files import (
     check_names_are_utf8,
     is_folder,
@@ -45,6 +46,7 @@ Named: TypeAlias = "str | bytes | os.PathLike[str]"
 InputShards: TypeAlias = "Named | Iterable[Named]"
 
 NAMEABLE = "a folder, an index.json, tars or a pattern of tars"
+_PATTERN = re.compile(r"[*?\[{]")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
 _COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
@@ -83,7 +85,6 @@ def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
     named: Iterable[Any] = [input_shards]
     if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, bytes, os.PathLike)):
         named = input_shards
-    listed: dict[str, frozenset[str] | None] = {}
     paths: list[str] = []
     for each in named:
         if not isinstance(each, (str, bytes, os.PathLike)):
@@ -94,7 +95,7 @@ def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
         if is_url(name):
             paths += [copy_url(url, cache_dir) for url in _expand_braces(name)]
         else:
-            paths += _expand(name, listed)
+            paths += _expand(name)
     check_names_are_utf8(*paths)
     if not paths:
         raise UsageError(found="input_shards=[]", expected=NAMEABLE)
@@ -104,37 +105,21 @@ def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | N
     return paths
 
 
-def _expand(name: str, listed: dict[str, frozenset[str] | None]) -> list[str]:
-    """Return the paths that a name stands for: itself, if it is there, before any pattern."""
-    if _exists(path := os.path.abspath(name), listed):  # noqa: PTH100  Path.resolve would follow links
-        return [path]
+def _expand(name: str) -> list[str]:
+    """Return the paths that a name stands for: itself, where it is no pattern, or is there."""
+    whole = os.path.abspath(name)  # noqa: PTH100  Path.resolve would follow links
+    if _PATTERN.search(name) is None or Path(whole).exists():
+        return [whole]
     found: list[str] = []
-    for pattern in _expand_braces(name):
-        path = os.path.abspath(pattern)  # noqa: PTH100
-        if _exists(path, listed):
-            found.append(path)
+    for pattern in _expand_braces(whole):
+        if not glob.has_magic(pattern) or Path(pattern).exists():
+            found.append(pattern)  # of 100,000 shards each would be a request, so they are looked for later
             continue
-        matches = sorted(map(str, Path("/").glob(path[1:]))) if glob.has_magic(pattern) else []
+        matches = sorted(map(str, Path("/").glob(pattern[1:])))
         if not matches:
-            found_nothing = "no such file or folder" + ("" if pattern == name else f" (of {name})")
-            raise NotFound(path=path, found=found_nothing, expected=NAMEABLE)
+            raise _nothing_at(pattern)
         found += matches
     return found
-
-
-def _exists(path: str, listed: dict[str, frozenset[str] | None]) -> bool:
-    """Return whether a path is there, by one listing of its folder.
-
-    100,000 shards would else cost as many requests of a parallel file system.
-    """
-    folder, name = os.path.split(path)
-    if folder not in listed:
-        try:
-            listed[folder] = frozenset(entry.name for entry in os.scandir(folder))
-        except OSError:  # it may still be entered where it may not be listed
-            listed[folder] = None
-    names = listed[folder]
-    return Path(path).exists() if names is None or not name else name in names
 
 
 def _expand_braces(pattern: str) -> list[str]:
@@ -169,6 +154,8 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
             is_ours[folder] or size_of_file(manifest_path(Path(folder), int(shard[1]))) is not None
         ):
             named.setdefault(folder, []).append(int(shard[1]))
+        elif size_of_file(Path(path)) is None:
+            raise _nothing_at(path)
         elif name == INDEX_NAME:
             found.append(_dataset(Path(folder)))
         elif name.endswith(".tar"):
@@ -188,7 +175,17 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
     for folder, ids in named.items():
         attempt = partial(_dataset, Path(folder), ids)
         found.append(with_retries(f"{folder} cannot be read", attempt))
+        with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
+            names = set(names_in(Path(folder)))
+            for shard_id in ids:
+                wanted = tar_path(Path(folder), shard_id)
+                if wanted.name not in names:
+                    raise _nothing_at(str(wanted))
     return found
+
+
+def _nothing_at(path: str) -> NotFound:
+    return NotFound(path=path, found="no such file or folder", expected=NAMEABLE)
 
 
 def _tars_in(folder: Path) -> list[str]:

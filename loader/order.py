@@ -111,18 +111,16 @@ class Order:
         num_real = self.tick_samples - self.num_fillers
         return np.arange(slots.start, slots.stop) * num_real % self.tick_samples >= num_real
 
-    @property
-    def window_ticks(self) -> int:
-        """Return the ticks after which every slot goes on to its next window."""
-        return max(self.window_samples // self.group, 1)
-
     def offset(self, epoch: int, count: int) -> int:
         """Return the token below ``count`` at which an epoch's rows begin, if they are cut from a stream."""
         return hash_ints(self.seed, epoch, _OFFSET) % count if self.shuffle else 0
 
     def windows(self, first_tick: int) -> Iterator[tuple[int, int]]:
-        """Yield the windows of an epoch from the one that holds ``first_tick``: (first tick, end)."""
-        size = self.window_ticks
+        """Yield the windows of an epoch from the one that holds ``first_tick``: (first tick, end).
+
+        Where one ends, every slot goes on to its next window.
+        """
+        size = max(self.window_samples // self.group, 1)
         for start in range(first_tick // size * size, self.ticks_per_epoch, size):
             yield start, min(start + size, self.ticks_per_epoch)
 

@@ -76,12 +76,12 @@ class Stage:
 
     step: int
     global_batch_size: int
-    # Parts of the samples by the source's name, 1 in all. None: as before, and the round goes on.
-    weights: Mapping[str, float] | None
+    weights: Mapping[str, float]  # parts of the samples by the source's name, 1 in all
+    begins_round: bool = True  # False: the weights are the last stage's, whose round goes on
     is_amended: bool = False  # an amendment begins here
 
     def __str__(self) -> str:
-        weights = [f"{name} {weight:.4g}" for name, weight in (self.weights or {}).items()]
+        weights = [f"{name} {weight:.4g}" for name, weight in self.weights.items()]
         return f"from step {self.step}: {', '.join(weights)}, global_batch_size {self.global_batch_size}"
 
 
@@ -141,7 +141,7 @@ class Run:
     """Which samples each step of a run takes. Raises UsageError where a step is more than an epoch."""
 
     sources: tuple[Source, ...]
-    stages: tuple[Stage, ...]  # ascending; the first one is at step 0 and has weights
+    stages: tuple[Stage, ...]  # ascending from step 0
     batches_per_tick: int  # of each rank
     seed: int = 0
     is_mixture: bool = False  # sources are named, and have seeds of their own
@@ -268,6 +268,11 @@ class Run:
         epoch, tick = self.epoch_and_tick(position)
         return epoch * self.ticks_per_epoch + tick
 
+    def step_at(self, tick: int) -> int:
+        """Return the step that holds a tick, or the last one before an unused tick."""
+        # A step has one tick at least.
+        return bisect_right(range(tick + 1), tick, key=lambda step: self.tick_of(Position(step))) - 1
+
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
@@ -280,7 +285,7 @@ class Run:
     def _mixes(self) -> list[_Mix]:
         mixes: list[_Mix] = []
         for stage in self.stages:
-            if stage.weights is None:
+            if not stage.begins_round:
                 continue
             first, taken = self.tick_of(Position(stage.step)), np.zeros(len(self.sources), np.int64)
             if mixes:
@@ -355,14 +360,11 @@ class Run:
         Weights are rounded and above 0, and each stage differs from the one before it.
         """
         found: list[Stage] = []
-        weights: dict[str, float] = {}
         for stage in self.stages:
-            if stage.weights is not None:
-                of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
-                weights = {source.name: share / CYCLE for source, share in of_sources if share}
-            held = Stage(
-                step=max(stage.step, step), global_batch_size=stage.global_batch_size, weights=weights
-            )
+            of_sources = zip(self.sources, self.shares(stage.weights), strict=True)
+            weights = {source.name: share / CYCLE for source, share in of_sources if share}
+            first, size = max(stage.step, step), stage.global_batch_size
+            held = Stage(step=first, global_batch_size=size, weights=weights)
             if stage.step <= step:
                 found = [held]
             elif replace(held, step=found[-1].step) != found[-1]:
@@ -405,11 +407,10 @@ class Run:
         stages = [stage for stage in self.stages if stage.step < step]
         before = self.held_from(step - 1)[0]
         # The round before a change of shares was laid out to end there, so another one must begin there.
-        begins_round = any(stage.step == step and stage.weights is not None for stage in self.stages)
+        begins_round = any(stage.step == step and stage.begins_round for stage in self.stages)
         for held in plan.held_from(step):
             goes_on = held.weights == before.weights and not (begins_round and held.step == step)
             if not goes_on or held.global_batch_size != before.global_batch_size:
-                weights = None if goes_on else held.weights
-                stages.append(replace(held, weights=weights, is_amended=held.step == step))
+                stages.append(replace(held, begins_round=not goes_on, is_amended=held.step == step))
             before = held
         return replace(self, sources=tuple(sources), stages=tuple(stages))

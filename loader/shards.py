@@ -81,9 +81,13 @@ class ShardSet:
         none = np.zeros(0, np.int64)
         self.num_records = np.concatenate([none, *(source.num_samples for source in self.sources)])
         # Whether some plan holds documents out; of the others all samples are on either side.
-        self.has_planned = any(source.num_validation is not None for source in self.sources)
-        if split == "train":
-            self._check_all_planned()
+        is_planned = [source.num_validation is not None for source in self.sources]
+        self.has_planned = any(is_planned)
+        if split == "train" and not all(is_planned):
+            path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
+            remedy = "--validation_fraction"
+            expected = f"data sets that were planned with {remedy}; plan one with it, or leave split out"
+            raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
         self.split = split if self.has_planned else None  # None: the samples of both sides
         held_out = [
             source.num_samples if source.num_validation is None else source.num_validation
@@ -106,15 +110,6 @@ class ShardSet:
         self.has_masks = any(source.has_mask for source in self.sources)
         num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
         self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
-
-    def _check_all_planned(self) -> None:
-        """Raise UsageError where nothing says which samples of a shard are for training."""
-        if all(source.num_validation is not None for source in self.sources):
-            return
-        path = next((each.folder for each in self.datasets if not each.spec.validation_fraction), None)
-        remedy = "--validation_fraction"
-        expected = f"data sets that were planned with {remedy}; plan one with it, or leave split out"
-        raise UsageError(path=path, found='split="train"', expected=expected, remedy=remedy)
 
     def records_of(self, samples: Int64s, shard: Int64s | int) -> Int64s:
         """Return where samples stand in their shards: int64[n] -> int64[n]."""

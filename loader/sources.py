@@ -121,10 +121,11 @@ def make_run(
         data = of_source.shards.fingerprint[:16]
         sources.append(Source(name=name, data=data, order=order, samples=of_source))
     size_at, weights_at = dict(sizes), dict(weights)
-    stages, size = [], 0
+    stages, size, held = [], sizes[0][1], weights[0][1]
     for step in sorted({*size_at, *weights_at}):
-        size = size_at.get(step, size)
-        stages.append(Stage(step=step, global_batch_size=size, weights=weights_at.get(step)))
+        size, held = size_at.get(step, size), weights_at.get(step, held)
+        begins_round = step in weights_at
+        stages.append(Stage(step=step, global_batch_size=size, weights=held, begins_round=begins_round))
     return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
 
 

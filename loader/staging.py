@@ -125,11 +125,9 @@ def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -
     for path, stamp in shard_files(folder, manifest):
         found = _copy_file(path, target / path.relative_to(folder), stamp)
         if found != stamp:
+            expected, remedy = stamp.sha256[:12], remake_command(shard_id, folder)
             raise BrokenShard(
-                path=path,
-                found=f"{found.num_bytes} bytes of sha256 {found.sha256[:12]}",
-                expected=f"{stamp.num_bytes} bytes of {stamp.sha256[:12]}, as its manifest says",
-                remedy=remake_command(shard_id, folder),
+                path=path, found=f"sha256 {found.sha256[:12]}", expected=expected, remedy=remedy
             )
         if stamp in (manifest.tar, manifest.idx):
             progress.add(stamp.num_bytes)

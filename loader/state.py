@@ -77,7 +77,7 @@ def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: 
         sizes = of.num_samples, of.block_samples, of.window_samples
         sources.append([source.name, source.data, *sizes, source.added_at])
     for stage in run.stages:
-        shares = None if stage.weights is None else list(run.shares(stage.weights))
+        shares = list(run.shares(stage.weights)) if stage.begins_round else None
         stages.append([stage.step, stage.global_batch_size, shares, stage.is_amended])
     return {
         "format": STATE_FORMAT,
@@ -215,6 +215,7 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
         found = f"{error.found} in the state, whose order takes {size} samples at once"
         raise OtherRun(found=found, expected=error.expected) from None
     sources, stages = [], []
+    weights: dict[str, float] = {}
     try:
         for number, row in enumerate(saved.sources):
             order = replace(
@@ -227,14 +228,17 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
             )
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
         for each in saved.stages:
-            weights = None
             if each.shares is not None:
                 of_names = zip(sources, each.shares, strict=False)
                 weights = {source.name: share / CYCLE for source, share in of_names}
-            step, size_there = each.step, each.global_batch_size
-            stages.append(
-                Stage(step=step, global_batch_size=size_there, weights=weights, is_amended=each.is_amended)
+            stage = Stage(
+                step=each.step,
+                global_batch_size=each.global_batch_size,
+                weights=weights,
+                begins_round=each.shares is not None,
+                is_amended=each.is_amended,
             )
+            stages.append(stage)
         return replace(
             plan,
             sources=tuple(sources),
@@ -304,7 +308,7 @@ def _with_samples(run: Run, plan: Run, step: int) -> Run:
     """Return a run with the samples of a plan. Raises OtherRun where some from a step on are missing."""
     known = {source.name: source.samples for source in plan.sources}
     for held in run.held_from(step):
-        for name in (held.weights or {}).keys() - known.keys():
+        for name in held.weights.keys() - known.keys():
             raise OtherRun(
                 f"the run has samples of {name} from step {held.step} on; keep it in input_shards, without a "
                 "weight if it is to be dropped",
@@ -332,7 +336,7 @@ class Progress:
 
     def load(self, position: Position, num_left: int) -> None:
         """Stand where a state stands."""
-        self._jump(position)
+        self._go_to(position)
         self.num_left, self.left_at, self.is_loaded = num_left, 0, True
 
     def leave_for(self, epoch: int, run: Run) -> None:
@@ -358,11 +362,10 @@ class Progress:
             )
         before = self.delivered.step
         self.left_at = before - self.num_left
-        self._jump(Position(run.first_step(epoch)))
+        self._go_to(Position(run.first_step(epoch)))
         self.num_left += self.delivered.step - before
 
-    def _jump(self, position: Position) -> None:
-        """Stand at a position that the loop did not come to by batches."""
+    def _go_to(self, position: Position) -> None:
         self.delivered = position
         if self.trained is not None:
             self.trained = position

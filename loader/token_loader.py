@@ -203,7 +203,7 @@ class TokenLoader(DataLoader[Batch]):
     def describe(self) -> str:
         """Return the sources with their shares and fingerprints, and all stages, as text."""
         run, now = self.run, self.progress.delivered
-        epochs, weights = run.source_epochs(now), run.held_from(now.step)[0].weights or {}
+        epochs, weights = run.source_epochs(now), run.held_from(now.step)[0].weights
         tokens_of = {  # in a sample of the mixture
             source.name: weights.get(source.name, 0) * source.samples.mean_tokens
             for source in run.sources

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ from shardprep.format.names import (
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_READ_FILES = ("tokenizer.json", "tokenizer_config.json")
 _MAX_FILE_BYTES = 256 << 20  # the largest tokenizers known have 40 MB
 
 
@@ -53,8 +53,7 @@ class LoaderTokenizer:
     added_vocab: Mapping[str, int]
     fingerprint: str  # of what made the ids
     vocab_size: int  # added tokens included
-    folder: Path | None = None  # of a data set, whose files were compared
-    spec: TokenizerSpec | None = None  # of that data set
+    make: Callable[[], Any] | None = None  # transformers' object, where it is not loaded yet
     _loaded: Any = None
     _pads_with: str | None = field(default=None, init=False)
 
@@ -88,9 +87,8 @@ class LoaderTokenizer:
         Raises OtherTokenizer where transformers makes another one of the files, ReadWriteError, or NotFound.
         """
         if self._loaded is None:
-            assert self.folder is not None
-            assert self.spec is not None
-            self._loaded = _load_own(self.folder, self.spec)
+            assert self.make is not None
+            self._loaded = self.make()
             if self._pads_with is not None:
                 self._loaded.pad_token = self._pads_with
         return self._loaded
@@ -132,8 +130,11 @@ def choose_tokenizer(shards: ShardSet, model_id: str | os.PathLike[str] | None) 
     tokenizer = _by_its_files(folder, own.spec.tokenizer)
     if tokenizer is None:
         tokenizer = LoaderTokenizer.of_loaded(_load_own(folder, own.spec.tokenizer), spec.fingerprint)
-    if model_id is not None and model_id != spec.model_id and not _has_same_file(folder, Path(model_id)):
-        _check_same(datasets[0], model_id, _load(model_id))
+    if model_id is not None and model_id != spec.model_id:
+        # A folder that holds the very file need not be loaded. Path.is_dir would raise where isdir is False.
+        given_file = Path(model_id, "tokenizer.json")
+        if not os.path.isdir(model_id) or _content(given_file) != _content(folder / "tokenizer.json"):  # noqa: PTH112
+            _check_same(datasets[0], model_id, _load(model_id))
     return tokenizer
 
 
@@ -143,7 +144,6 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
     None where it is not, or the files beside it say something else: transformers then finds what is wrong.
     Raises BrokenShard or ReadWriteError.
     """
-    _check_files(folder)
     raw = _content(folder / "tokenizer.json")
     if raw is None or _content(folder / "added_tokens.json") is not None:  # of transformers 4: more tokens
         return None
@@ -169,8 +169,7 @@ def _by_its_files(folder: Path, spec: TokenizerSpec) -> LoaderTokenizer | None:
         added_vocab=added,
         fingerprint=spec.fingerprint,
         vocab_size=spec.vocab_size,
-        folder=folder,
-        spec=spec,
+        make=partial(_load_own, folder, spec),
     )
 
 
@@ -179,14 +178,6 @@ def _content(path: Path) -> bytes | None:
         return read_regular(path, max_bytes=_MAX_FILE_BYTES)
     except NOT_THERE:
         return None
-
-
-def _has_same_file(own: Path, given: Path) -> bool:
-    """Return whether a model's folder holds the very file of a data set's tokenizer."""
-    if not os.path.isdir(given):  # noqa: PTH112  False, not an error, where it cannot be looked at
-        return False
-    _check_files(given)
-    return _content(own / "tokenizer.json") == _content(given / "tokenizer.json")
 
 
 def _load_own(folder: Path, spec: TokenizerSpec) -> Any:
@@ -222,13 +213,19 @@ def _fingerprint(tokenizer: Any) -> str:
 
 
 def _load(name: str) -> Any:
+    """Load a tokenizer by transformers from a folder, or by its name on the hub."""
     from transformers import AutoTokenizer
 
     is_folder = os.path.isdir(name)  # noqa: PTH112  False, not an error, where it cannot be looked at
     if is_folder:
         if not is_text(name):
             raise UsageError(f"the name of {name!a} is not UTF-8, as tokenizers needs it; rename the folder")
-        _check_files(Path(name))
+        # transformers waits for a FIFO for ever, and goes on after an error: open what it may read.
+        for folder in (Path(name), Path(name, CHAT_TEMPLATES_DIR)):
+            refuse_fifos(folder)
+        for path in (Path(name, "tokenizer.json"), Path(name, "tokenizer_config.json")):
+            with contextlib.suppress(*NOT_THERE), errors_named(path):
+                close_read(open_regular(path))
     source = name if is_folder else find_on_hub(name)[1]
     try:
         return AutoTokenizer.from_pretrained(
@@ -238,13 +235,3 @@ def _load(name: str) -> Any:
         if not is_library_fault(error):  # of transformers, of the hub's client, of tokenizers
             raise
         raise no_tokenizer(name, words_of_fault(error)) from None
-
-
-def _check_files(folder: Path) -> None:
-    """Open each file that transformers may read: it waits for a FIFO for ever, and goes on after an error.
-    Raises BrokenShard for what is no regular file, ReadWriteError where the file system fails."""
-    refuse_fifos(folder)
-    refuse_fifos(folder / CHAT_TEMPLATES_DIR)
-    for name in _READ_FILES:
-        with contextlib.suppress(*NOT_THERE), errors_named(folder / name):
-            close_read(open_regular(folder / name))

@@ -227,8 +227,7 @@ class EpochsOfLoader:
         self._is_finished = False
 
     def begin(self, args: Any, global_step: int) -> int:
-        """Return ``max_steps`` of a training that begins now. Raises UsageError where there is no step left,
-        or one would be no global batch."""
+        """Return ``max_steps`` of a training that begins now. Raises UsageError where it has no step."""
         run, first = self.loader.run, self.loader.progress.delivered.step
         max_steps: int = args.max_steps
         if max_steps <= 0:
@@ -259,8 +258,8 @@ class EpochsOfLoader:
 
 
 def check_trainer_arguments(args: Any, loader: TokenLoader, num_steps: int = 1) -> None:
-    """Raise UsageError unless batch x accumulation x ranks of TrainingArguments is each global batch of the
-    next steps."""
+    """Raise UsageError unless each of the next global batches is batch x accumulation x ranks of the
+    TrainingArguments."""
     run, (step, num_micro) = loader.run, loader.progress.delivered
     if num_micro:
         raise UsageError(
@@ -312,9 +311,11 @@ def load_checkpoint(loader: TokenLoader, folder: Path) -> int:
 
 
 class LoaderStateCallback(TrainerCallback, ExportableState):
-    """Puts the loader's state into trainer_state.json: that of the optimizer's steps that are done, wherever
-    inside of a step Trainer or another callback saves. After each step it sets ``epoch``, which Trainer
-    counts from 0 again after a resume inside of an epoch, and ends Trainer's epoch with the loader's."""
+    """Puts the loader's state into trainer_state.json, of the optimizer's last step.
+
+    Trainer and other callbacks may save inside of a step. After each step it sets ``epoch``, which Trainer
+    counts from 0 again after a resume inside of an epoch, and ends Trainer's epoch with the loader's.
+    """
 
     def __init__(self) -> None:
         self._steps: EpochsOfLoader | None = None

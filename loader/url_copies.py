@@ -118,10 +118,9 @@ def _copy(url: str, target: Path, expected: FileStamp | None = None) -> None:
             copy.write(block)
         found = copy.sync()
         if expected is not None and found != expected:
+            what = f"sha256 {found.sha256[:12]}"
             raise BrokenShard(
-                path=_shown(url),
-                found=f"{found.num_bytes} bytes of sha256 {found.sha256[:12]}",
-                expected=f"{expected.num_bytes} bytes of {expected.sha256[:12]}, as its manifest says",
+                path=_shown(url), found=what, expected=f"{expected.sha256[:12]}, as its manifest"
             )
         if expected is None and target.suffix == ".tar":
             try:

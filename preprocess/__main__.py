@@ -63,7 +63,7 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 
 def make_shard(args: argparse.Namespace) -> int:
-    """``--shard_id N``: the command of a job array's task."""
+    """Make one shard: the command of a job array's task."""
     from shardprep.format.attempts import Failure, append_failure
     from shardprep.format.plan import need_plan, read_plan
 
@@ -102,29 +102,22 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def make_plan(args: argparse.Namespace) -> int:
-    """``plan``: freeze which bytes are which shard, and say what it will cost and what to type next."""
+    """Plan: freeze which bytes are which shard, and say what it will cost and what to type next."""
     resources.check_address_space()
     from lustre import Need, space_lines
-    from preprocess.plan.divide import Sharding
     from preprocess.plan.planning import make_plan as make
 
     given = given_of(args, PrepConfig)
     config = PrepConfig(**given)
     if config.transform and (fields := sorted({"text_field", "text_template"} & given.keys())):
-        raise UsageError(
-            f"--{fields[0]} says what the text is, and so does --transform, which gets all fields; give one",
-            found=f"--{fields[0]} --transform",
-            expected="one",
-        )
+        expected = "one: either says what the text is, and --transform gets all fields"
+        raise UsageError(found=f"--{fields[0]} --transform", expected=expected)
     if (name := _HUB_NAME.fullmatch(str(config.input_dir))) and not os.path.lexists(config.input_dir):
-        raise NotFound(
-            f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}",
-            path=config.input_dir,
-            remedy="hf download",
-        )
+        message = f"--input_dir {config.input_dir} is no folder; {_HUB.replace('NAME', name[1])}"
+        raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
-    sharding = Sharding(num_shards=args.num_shards, shard_bytes=shard_bytes)
-    plan, cost = make(config, sharding, stripe=args.stripe, dry_run=args.dry_run, say=say)
+    how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
+    plan, cost = make(config, **how, stripe=args.stripe, dry_run=args.dry_run, say=say)
     num_shards, sizes = plan.num_shards, plan.shard_bytes()
     each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     warnings = [*cost.notes]
@@ -133,7 +126,7 @@ def make_plan(args: argparse.Namespace) -> int:
         minutes = cost.longest_shard_s / 60
         warnings.append(f"a shard will take {minutes:.0f} minutes on one core; --num_shards {more}?")
     fewer = max(1, round(sum(sizes) / _SHARD_BYTES))
-    if sharding == Sharding() and num_shards >= max(_MANY_SHARDS, 2 * fewer):
+    if not (args.num_shards or shard_bytes) and num_shards >= max(_MANY_SHARDS, 2 * fewer):
         warnings.append(
             f"each of {num_shards} input files is a shard of its own, {sum(sizes) / num_shards / 1e6:.3g} MB "
             f"on average: {num_shards} tasks, {3 * num_shards} files; for even shards plan into a new folder "
@@ -142,8 +135,8 @@ def make_plan(args: argparse.Namespace) -> int:
     print_lines(
         f"plan {plan.plan_id[:12]}: {counted(num_shards, 'shard')} of {each} input bytes; "
         f"about {cost.num_tokens:.3g} tokens, {short_bytes(cost.output_bytes)} on disk, "
-        f"{cost.core_hours:.2g} core hours, the longest shard {short_time(round(cost.longest_shard_s))} on "
-        "one core",
+        f"{cost.core_hours:.2g} core hours; one core per task is best, and the longest shard takes "
+        f"{short_time(round(cost.longest_shard_s))} on it",
         *space_lines(config.output_dir, Need(num_bytes=cost.output_bytes, num_shards=num_shards)),
         *(f"warning: {warning}" for warning in warnings),
     )
@@ -175,7 +168,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``run DATA``: the missing shards on this machine."""
+    """Make the missing shards on this machine."""
     from preprocess.make.local_run import run_shards
     from preprocess.make.worker import amounts_line, missing_shards
     from shardprep.format.attempts import RunRecord
@@ -197,9 +190,8 @@ def run(args: argparse.Namespace) -> int:
     if not todo:
         return 0
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise CannotWrite(
-            f"{folder} is no folder that you can write to; its owner can make the shards", path=folder
-        )
+        expected = "one that you can; its owner can make the shards"
+        raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
     cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
     settings = resources.worker_settings(args)
     assert settings.memory_gb is not None
@@ -234,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
-    """--num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes. Raises UsageError."""
+    """Return --num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes."""
     given: int | None = args.num_proc
     if given is None:
         given = resources.environment_number(os.environ, "DATASET_NUM_PROC")
@@ -247,8 +239,8 @@ def _num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) ->
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
     add = parser.add_argument
+    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
     add("--shards", metavar="IDS", help="make only these, such as 0-9,12 (default: all)")
     _making_flags(parser)
 
@@ -261,30 +253,8 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_of(parser, WorkerSettings, groups=GROUPS)
 
 
-def _add_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
-
-
-def _clean_flags(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
-    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
-
-
-def _verify_flags(parser: argparse.ArgumentParser) -> None:
-    _add_folder(parser)
-    tier = parser.add_mutually_exclusive_group()
-    text = "check manifests, sizes and coverage; read no shard"
-    tier.add_argument("--fast", action="store_true", help=text)
-    text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
-    tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
-    text = "for --deep, folder of the input, if it moved (default: the plan's)"
-    parser.add_argument("--input_dir", metavar="PATH", type=Path, help=text)
-    text = "for --deep, the file of the plan's --transform (default: none)"
-    parser.add_argument("--transform", metavar="PATH", type=Path, help=text)
-
-
 def blank(args: argparse.Namespace) -> int:
-    """``blank DATA``: take over the shards that hold none of the documents, make the others, and verify."""
+    """Take over the shards that hold none of the documents, make the others, and verify."""
     from preprocess.blank import check_places, take_over
     from preprocess.check.verify import verify
 
@@ -350,17 +320,14 @@ PROGRAM = Program(
             "decide which input bytes belong to which shard, and write plan.json", _plan_flags, make_plan
         ),
         "run": Command("make the missing shards on this machine", _run_flags, run),
-        "verify": Command(
-            "check all shards and write index.json", _verify_flags, "preprocess.check.verify:verify"
-        ),
+        "verify": _elsewhere("check.verify", "check all shards and write index.json"),
         "doctor": _elsewhere("look.doctor", "check machine, tokenizer and folders before the work"),
         "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
         "export": _elsewhere("look.export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
         "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
-        "clean": Command(
+        "clean": _elsewhere(
+            "check.clean",
             "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
-            _clean_flags,
-            "preprocess.check.clean:clean",
         ),
         "train_tokenizer": _elsewhere("look.train_tokenizer", "train a byte-level BPE like Llama 3's"),
     },

@@ -99,18 +99,10 @@ def check_places(folder: Path, new: Path, shard_ids: Iterable[int]) -> None:
     for number in shard_ids:
         before, now = read_manifest(folder, number).counts, read_manifest(new, number).counts
         if before != now:
-            names = [
-                item.name
-                for item in dataclasses.fields(now)
-                if getattr(before, item.name) != getattr(now, item.name)
-            ]
-            raise Refused(
-                f"shard {number:05d}, made again in {new}, differs from that of {folder} in "
-                f"{', '.join(names)}: its input or a library changed since it was planned; bring both back, "
-                "remove the new folder, and run this again",
-                path=new,
-                found=", ".join(names),
-            )
+            names = [name for name, value in vars(now).items() if getattr(before, name) != value]
+            found = f"shard {number:05d}, made again, with other {', '.join(names)} than in {folder}"
+            expected = "the same: bring back input and libraries, remove this folder, and run this again"
+            raise Refused(path=new, found=found, expected=expected)
 
 
 def _named_places(
@@ -168,17 +160,14 @@ def _blanked(folder: Path, plan: Plan, shard_id: int, places: Places) -> Blanked
 
 def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedDocuments]) -> None:
     """Write what the shards are made by, the plan last, or check that an earlier attempt wrote the same."""
-    if (found := read_plan(new)) is not None:
-        is_ours = (found.plan_id, found.options) == (planned.plan_id, planned.options)
+    if (begun := read_plan(new)) is not None:
+        is_ours = (begun.plan_id, begun.options) == (planned.plan_id, planned.options)
         if not is_ours or any(
-            read_blanked(new, found.plan_id, number) != each for number, each in documents.items()
+            read_blanked(new, begun.plan_id, number) != each for number, each in documents.items()
         ):
-            raise Refused(
-                f"{new} holds a data set that was not begun by blanking these documents of {folder}; choose "
-                "a new folder: blanking goes on only with the list that it began with",
-                path=new,
-                expected="a new folder",
-            )
+            found = f"a data set that was not begun by blanking these documents of {folder}"
+            expected = "a new folder, as blanking goes on only with the list that it began with"
+            raise Refused(path=new, found=found, expected=expected)
         return
     make_folder(new, parents=True)
     for each in documents.values():

@@ -39,7 +39,7 @@ class LeaveOut(Exception):
 
 
 def __getattr__(name: str) -> Any:
-    """``get_llama3_dataloader``, with torch: seconds that no other command pays."""
+    """Return ``get_llama3_dataloader``, with torch: seconds that no other command pays."""
     if name == "get_llama3_dataloader":
         import loader
 

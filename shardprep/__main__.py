@@ -107,7 +107,7 @@ def _completion_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _completion(args: argparse.Namespace) -> int:
-    """``completion``: print what shtab makes of the parsers of all commands."""
+    """Print what shtab makes of the parsers of all commands."""
     import shtab
 
     def add(commands: Any, word: str, program: Program) -> None:

@@ -97,9 +97,15 @@ class Program:
                 raise
             say(f"error: {message}")
             return UsageError.exit_code
-        except (OSError, MemoryError) as error:
-            what = f"out of memory ({error or 'no more is given'}); nothing that is done was lost"
-            say(f"error: {_unforeseen(error) if isinstance(error, OSError) else what}")
+        except MemoryError as error:
+            say(f"error: out of memory ({error or 'no more is given'}); nothing that is done was lost")
+            return ReadWriteError.exit_code
+        except OSError as error:  # that no stage has words for
+            path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
+            todo = "nothing that is done was lost: mend the cause, and run this again"
+            say(f"error: {path}{error.strerror or error}, at {where}; {todo}")
             return ReadWriteError.exit_code
 
     def parse(self, words: Sequence[str], *, name: str | None = None) -> argparse.Namespace:
@@ -134,10 +140,6 @@ class Program:
                 hint = f"did you mean {near}?"
             own.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
         return args
-
-    def help_of(self, word: str, *, name: str) -> str:
-        """Return the help of one command, as ``name WORD --help`` prints it."""
-        return self.parser_of(word, name=name).format_help()
 
     def parser_of(self, word: str, *, name: str) -> argparse.ArgumentParser:
         """Return the parser of one command, with all its flags."""
@@ -211,16 +213,6 @@ class _Parser(argparse.ArgumentParser):
             if has_value and not is_told and action.default not in (None, [], argparse.SUPPRESS):
                 action.help = f"{action.help} (default: {_shown(action.default)})"
         self.usage = " ".join([*words, "[flags]"])
-
-
-def _unforeseen(error: OSError) -> str:
-    """Return the words for an error of the system that no stage has words for, and where it came from."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return (
-        f"{path}{error.strerror or error}, at {Path(frame.filename).name}:{frame.lineno}; nothing that is "
-        "done was lost: mend the cause, and run this again"
-    )
 
 
 _EXTRAS = {

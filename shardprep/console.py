@@ -83,28 +83,23 @@ class Progress:
                 self._bar.close()
         elif now - self._spoke >= LOG_EVERY_S:
             self._spoke = now
-            elapsed_s = now - self._began
-            say(progress_line(self._label, self._done, self._total, self._unit, elapsed_s, self._counts))
+            say(self._line(now - self._began))
+
+    def _line(self, elapsed_s: float) -> str:
+        """Return how far it is, how fast, also in what else is counted, and how long it will still take."""
+        rate, unit = self._done / elapsed_s, self._unit
+        of, speed = counted(self._total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
+        if unit == "bytes":
+            of, speed = short_bytes(self._total), f"{short_bytes(rate)}/s"
+        for name, number in self._counts.items():
+            speed += f", {short_number(number / elapsed_s)} {name}/s"
+        left = f", {short_time((self._total - self._done) / rate)} left" if rate > 0 else ""
+        return f"{self._label}: {self._done / max(1, self._total):.0%} of {of}, {speed}{left}"
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the work began."""
+        """Return the seconds since the work began."""
         return time.monotonic() - self._began
-
-
-def progress_line(
-    label: str, num_done: int, total: int, unit: str, elapsed_s: float, counts: Mapping[str, int] = {}
-) -> str:
-    """Return how far it is, how fast, also in what else is counted, and how long it will still take."""
-    elapsed_s = max(elapsed_s, 1e-9)
-    rate = num_done / elapsed_s
-    of, speed = counted(total, unit.removesuffix("s")), f"{rate:.1f} {unit}/s"
-    if unit == "bytes":
-        of, speed = short_bytes(total), f"{short_bytes(rate)}/s"
-    for name, number in counts.items():
-        speed += f", {short_number(number / elapsed_s)} {name}/s"
-    left = f", {short_time((total - num_done) / rate)} left" if rate > 0 else ""
-    return f"{label}: {num_done / max(1, total):.0%} of {of}, {speed}{left}"
 
 
 def short_number(value: float) -> str:

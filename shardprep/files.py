@@ -284,7 +284,11 @@ def read_with_status(path: Path, *, max_bytes: int) -> tuple[bytes, os.stat_resu
             if file.num_bytes > max_bytes:
                 found, expected = f"{file.num_bytes} bytes", f"at most {max_bytes}"
                 raise BrokenShard(path=path, found=found, expected=expected)
-            return bytes(file.read(0, file.num_bytes)), file.status()
+            # Without a second buffer: malloc would keep as much memory as that had, once it is freed.
+            data = file.read_beginning(0, file.num_bytes)
+            if len(data) < file.num_bytes:  # a short read
+                data = bytes(file.read(0, file.num_bytes))
+            return data, file.status()
     except NOT_THERE:
         raise
     except OSError as error:
@@ -379,11 +383,8 @@ def make_subfolder(folder: Path, name: str) -> Path:
     for part in name.split("/"):
         path /= part
         if is_link(path):
-            raise CannotWrite(
-                f"{path} is a link to {os.readlink(path)!r}, and files of the same names in there would be "  # noqa: PTH115
-                "replaced; put a folder in its place",
-                path=path,
-            )
+            found = f"a link to {os.readlink(path)!r}, where files of the same names would be replaced"  # noqa: PTH115
+            raise CannotWrite(path=path, found=found, expected="a folder in its place")
         make_folder(path)
     return path
 

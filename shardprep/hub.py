@@ -23,19 +23,11 @@ def find_on_hub(model_id: str) -> tuple[Path, str]:
     """
     if os.path.isfile(model_id):  # noqa: PTH113 - Path.is_file() would raise
         folder = os.path.dirname(model_id) or "."  # noqa: PTH120
-        raise NotFound(
-            f"model_id {model_id} is a file, expected the folder of a tokenizer.json; pass {folder}",
-            path=model_id,
-            expected="the folder of a tokenizer.json",
-            remedy=folder,
-        )
+        expected = f"the folder of a tokenizer.json, here {folder}"
+        raise NotFound(path=model_id, found="a file", expected=expected, remedy=folder)
     if url := _URL.fullmatch(model_id):
-        raise NotFound(
-            f"model_id {model_id} is a URL, expected a folder, or a name on the hub; pass {url[1]}",
-            path=model_id,
-            expected="a name on the hub",
-            remedy=url[1],
-        )
+        expected = f"a folder, or a name on the hub, here {url[1]}"
+        raise NotFound(path=model_id, found="a URL", expected=expected, remedy=url[1])
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 

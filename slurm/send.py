@@ -80,12 +80,6 @@ def submit(args: argparse.Namespace) -> int:
     flags = given_of(args, JobRequest)
     given = with_variables(flags)
     request = JobRequest(**given)
-    if "cpus_per_task" not in given:
-        with contextlib.suppress(SlurmAway):  # a submission ends with this error later
-            most = find_site(request.partition).max_cpus
-            if most and most < (request.num_cpus or 0):
-                say(f"cpus_per_task is {most}: no node of the partition has more")
-                request = request.changed(cpus_per_task=most)
     if args.dry_run:
         for name, value in given.items():
             say(f"{name} is {value!r} ({'flag' if name in flags else REQUEST_VARIABLES[name]})")

@@ -42,9 +42,9 @@ def helps() -> Iterator[tuple[str, str]]:
         program = importlib.import_module(f"{package}.__main__").PROGRAM
         if package == command:
             for word in program.commands:
-                yield f"{command} {word}", program.help_of(word, name=f"shardprep {command}")
+                yield f"{command} {word}", program.parser_of(word, name=f"shardprep {command}").format_help()
         else:
-            yield command, program.help_of(command, name="shardprep")
+            yield command, program.parser_of(command, name="shardprep").format_help()
 
 
 def section_of(title: str, text: str, explained: dict[str, str]) -> str:

@@ -7,6 +7,8 @@ MEMORY = "memory alone"
 READS = "samples are read in other parts; what is read stays the same"
 SPEED = "time alone"
 MESSAGE = "words of a message"
+CHOICE = "a run writes its choice into its state, and keeps it"
+BORDER = "a round begins there anyway"
 
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("loader/order.py", "keeps_tail: bool = False", "keeps_tail: bool = True", "every caller says it"),
@@ -102,4 +104,81 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         SPEED,
     ),
     ("preprocess/make/members.py", "break", "pass", "no id has more digits: what follows looks at none"),
+    (
+        "preprocess/make/shard_writer.py",
+        "if not self._is_alone or size_of_file(self._again) is not None:",
+        "if (self._is_alone) or size_of_file(self._again) is not None:",
+        SPEED,
+    ),
+    (
+        "preprocess/make/shard_writer.py",
+        "_MOST_LENGTHS = 64 << (LENGTH_BITS - 1)",
+        "_MOST_LENGTHS = 64 << (LENGTH_BITS - (2))",
+        LIMIT,
+    ),
+    ("loader/run.py", "if tick == 0 and end == _NEVER:", "if tick == (1) and end == _NEVER:", SPEED),
+    ("loader/order.py", "GROUPED_BYTES = 64 << 20", "GROUPED_BYTES = (65) << 20", CHOICE),
+    (
+        "loader/decode.py",
+        "np.add(behind[:-1], 2 if num_spaces else 1, out=first[1:])",
+        "np.add(behind[:-1], 2 if num_spaces else (2), out=first[1:])",
+        SPEED,
+    ),
+    ("shardprep/format/manifest.py", "_NUM_THREADS = 8", "_NUM_THREADS = (9)", SPEED),
+    (
+        "preprocess/make/members.py",
+        "self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else 1)]",  # noqa: E501
+        "self._packers = [packer_of(spec, options.pack) for _ in range(2 if spec.validation_fraction else (2))]",  # noqa: E501
+        MEMORY,
+    ),
+    ("loader/run.py", "_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
+    ("loader/order.py", "if num_blocks < _TABLE_SIZE:", "if (num_blocks <= _TABLE_SIZE):", SPEED),
+    (
+        "loader/reading.py",
+        'changed = "" if source.records is None else ", other than when it was scanned"',
+        'changed = "" if (source.records is not None) else ", other than when it was scanned"',
+        MESSAGE,
+    ),
+    ("loader/reading.py", "HELD_IDX_BYTES = 256 << 10", "HELD_IDX_BYTES = (257) << 10", LIMIT),
+    ("loader/decode.py", "_PAD = bytes(8)", "_PAD = bytes((9))", MEMORY),
+    (
+        "preprocess/make/members.py",
+        "first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min(10**num_digits, vocab_size)",
+        "first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min((11)**num_digits, vocab_size)",
+        "longer numbers are written over it",
+    ),
+    (
+        "preprocess/make/members.py",
+        "if len(lines) and lines[-1] >= 10**8:",
+        "if len(lines) and lines[-1] >= (11)**8:",
+        "a shard of 10^8 lines",
+    ),
+    ("loader/reading.py", "if not len(self._buffer):", "if (len(self._buffer)):", MEMORY),
+    (
+        "loader/decode.py",
+        "num_spaces = np.count_nonzero(text.take(behind + 1) == _SPACE)",
+        "num_spaces = np.count_nonzero(text.take(behind + (2)) == _SPACE)",
+        SPEED,
+    ),
+    ("loader/order.py", "BLOCKS_PER_SLOT = 16", "BLOCKS_PER_SLOT = (17)", CHOICE),
+    ("loader/reading.py", "_MOST_AT_ONCE_BYTES = 1 << 30", "_MOST_AT_ONCE_BYTES = 1 << (31)", LIMIT),
+    (
+        "loader/run.py",
+        "begins_round = any(stage.step == step and stage.weights is not None for stage in self.stages)",
+        "begins_round = any((stage.step == step or stage.weights is not None) for stage in self.stages)",
+        BORDER,
+    ),
+    ("preprocess/make/members.py", "self._num_held = 0", "self._num_held = (1)", MEMORY),
+    (
+        "loader/decode.py",
+        "if digits.size and not 1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS:",
+        "if digits.size and not (1 < int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS):",
+        SPEED,
+    ),
+    (
+        "loader/run.py",
+        "number = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)",
+        "number = np.arange(CYCLE) - np.repeat((np.cumsum(counts) + counts), counts)",
+        "all places move by as much",
+    ),
 )

@@ -62,7 +62,6 @@ ROOMS = (  # what tries survivors of the oracle
     "tests/loader/test_reading.py",
     "tests/loader/test_states.py",
     "tests/preprocess/test_verify.py",
-    "tests/format",
 )
 LIBRARIES = (
     "hypothesis.stateful", "numpy", "orjson", "pyarrow", "pytest", "tokenizers", "torch", "torch.utils.data",

@@ -28,6 +28,11 @@ _TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
 _OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 
 
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
+
+
 def clean(args: argparse.Namespace) -> int:
     """Run the command and return its exit code.
 
@@ -38,11 +43,8 @@ def clean(args: argparse.Namespace) -> int:
     plan = read_plan(folder)
     paths = [*_left_behind(folder)]
     if plan is None and not paths:
-        raise NotFound(
-            f"{folder} has no {PLAN_NAME} and no temporary file; name the folder of a data set",
-            path=folder,
-            expected="the folder of a data set",
-        )
+        found = f"no {PLAN_NAME} and no temporary file"
+        raise NotFound(path=folder, found=found, expected="the folder of a data set")
     verb = "would remove" if args.dry_run else "removed"
     removed: list[int] = []  # bytes of each
     num_kept, failed = 0, ""

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -72,15 +72,21 @@ _MOST_TOLD = 5  # problems of one kind that are printed
 _MADE_AGAIN = ("tar", "idx", "ids", "digests")  # quarantine/ has words of a library's version
 
 
-class _Wrong(Exception):
-    """What is wrong with a shard that counts as done, and so must be made anew."""
-
-    def __init__(self, what: str, kind: type[ShardprepError] = BrokenShard) -> None:
-        super().__init__(what)
-        self.kind = kind
-
-
 Problem = tuple[int, ShardprepError]  # a shard that is missing or broken, and how to mend it
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    tier = parser.add_mutually_exclusive_group()
+    text = "check manifests, sizes and coverage; read no shard"
+    tier.add_argument("--fast", action="store_true", help=text)
+    text = "also make N shards again with the engine tokenizers, and compare (default: 0; without N: 3)"
+    tier.add_argument("--deep", nargs="?", type=int, const=3, metavar="N", help=text)
+    text = "for --deep, folder of the input, if it moved (default: the plan's)"
+    add("--input_dir", metavar="PATH", type=Path, help=text)
+    text = "for --deep, the file of the plan's --transform (default: none)"
+    add("--transform", metavar="PATH", type=Path, help=text)
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -93,14 +99,8 @@ def verify(args: argparse.Namespace) -> int:
     standing = standing_findings(folder, plan.plan_id, check)
     compare_tokenizer = partial(check_tokenizer_files, folder, plan.tokenizer_files)
     with_retries(f"the tokenizer in {folder} cannot be read", compare_tokenizer)
-    progress = Progress("verifying", plan.num_shards, unit="shards")
-    manifests, problems = _check_shards(
-        folder,
-        plan,
-        is_fast=args.fast,
-        standing={} if args.deep is not None else standing,
-        progress=lambda: progress.add(1),
-    )
+    known = {} if args.deep is not None else standing
+    manifests, problems = _check_shards(folder, plan, is_fast=args.fast, standing=known)
     if problems:
         return _tell_problems(folder, plan, problems, check)
     index = merge_manifests(folder, manifests)
@@ -164,10 +164,9 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
                 if (there := getattr(found.counts, name)) != expected:
                     differing.append(f"{name} is {there}, expected {expected}")
             if differing:
-                raise BrokenShard(
-                    f"it is not what the reference engine makes of its input: {'; '.join(differing)}; run: "
-                    f"{remake_command(shard_id, folder)} --engine tokenizers"
-                )
+                message = f"it is not what the reference engine makes of its input: {'; '.join(differing)}"
+                remedy = f"{remake_command(shard_id, folder)} --engine tokenizers"
+                raise BrokenShard(message, remedy=remedy)
         except ShardprepError as error:
             problems.append((shard_id, error))
         progress.add(1)
@@ -210,12 +209,7 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
 
 
 def _check_shards(
-    folder: Path,
-    plan: Plan,
-    *,
-    is_fast: bool,
-    standing: Mapping[int, Finding],
-    progress: Callable[[], None],
+    folder: Path, plan: Plan, *, is_fast: bool, standing: Mapping[int, Finding]
 ) -> tuple[list[Manifest], list[Problem]]:
     """Return the manifests of the shards that are right, and what is wrong with the others.
 
@@ -241,9 +235,9 @@ def _check_shards(
             if is_away.is_set():
                 return read(shard_id)
             return with_retries(f"shard {shard_id:05d} cannot be read", partial(read, shard_id))
-        except _Wrong as wrong:
-            return shard_id, wrong.kind(f"{wrong}; run: {remake_command(shard_id, folder)}")
         except ShardprepError as error:
+            if isinstance(error, (BrokenShard, OtherPlan)) and error.remedy is None:
+                error.remedy = remake_command(shard_id, folder)
             if isinstance(error.__context__, OSError) and error.__context__.errno in RETRIED:
                 is_away.set()
             return shard_id, error
@@ -252,13 +246,14 @@ def _check_shards(
 
     manifests: list[Manifest] = []
     problems: list[Problem] = []
+    progress = Progress("verifying", plan.num_shards, unit="shards")
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for result in pool.map(check, range(plan.num_shards)):
             if isinstance(result, Manifest):
                 manifests.append(result)
             else:
                 problems.append(result)
-            progress()
+            progress.add(1)
     return manifests, problems
 
 
@@ -266,13 +261,13 @@ def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
     """Check that a shard was made of exactly the bytes that the plan gives it, for this spec."""
     name, found = f"shard {manifest.shard_id:05d}", manifest.counts.input_bytes
     if manifest.spec != plan.spec:
-        raise _Wrong(f"the manifest of {name} describes another data set than plan.json", OtherPlan)
+        raise OtherPlan(f"the manifest of {name} describes another data set than plan.json")
     if found != planned_bytes:
-        raise _Wrong(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
+        raise BrokenShard(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
     for what in ("ids", "digests"):
         if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
             has = "some" if is_there else "no"
-            raise _Wrong(f"the manifest of {name} has {has} {what}, other than the plan")
+            raise BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
 
 
 def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
@@ -285,7 +280,7 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
         try:
             records = _check_idx(folder, plan, manifest)
             _check_ids(manifest, tar, records)
-        except (ShardprepError, _Wrong):
+        except ShardprepError:
             check_hashes(folder, manifest, tar_sha256=tar.sha256())
             raise
         check_hashes(folder, manifest, tar_sha256=tar.sha256())
@@ -297,14 +292,14 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     records = read_idx(folder, plan.spec, shard_id)
     found = (len(records), int(records["num_tokens"].sum(dtype=np.int64)))
     if found != (counts.num_samples, counts.num_tokens):
-        raise _Wrong(
+        raise BrokenShard(
             f"{name} has {found[0]} samples of {found[1]} tokens, its manifest says "
             f"{counts.num_samples} of {counts.num_tokens}"
         )
     # Ids, starts and masks lie within the tar, with the bytes that they must have.
     misplaced = misplaced_samples(manifest.spec, records, manifest.tar.num_bytes)
     if misplaced.any():
-        raise _Wrong(
+        raise BrokenShard(
             f"{name} places sample {int(misplaced.argmax())} where it cannot be in a tar of "
             f"{manifest.tar.num_bytes} bytes"
         )
@@ -315,12 +310,11 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
     num_begun = int(begin_in.sum())
     found = (int(begin_in[num_train:].sum()), int(records["num_tokens"][num_train:].sum(dtype=np.int64)))
     num_digests = num_begun if manifest.digests is None else manifest.digests.num_bytes // DIGEST_BYTES
-    if found != (validation.num_documents, validation.num_tokens) or num_digests != num_begun:
-        raise _Wrong(
-            f"{name} has {found[0]} documents of {found[1]} tokens for validation, and {num_begun} documents "
-            f"in all; its manifest says {validation.num_documents} of {validation.num_tokens}, and "
-            f"{num_digests} digests"
-        )
+    if found != (validation.num_documents, validation.num_tokens):
+        said = f"its manifest says {validation.num_documents} of {validation.num_tokens}"
+        raise BrokenShard(f"{name} has {found[0]} documents of {found[1]} tokens for validation, {said}")
+    if num_digests != num_begun:
+        raise BrokenShard(f"{name} has {num_begun} documents, and digests/ has {num_digests}")
     if len(records):
         begin, stop = plan.cuts[shard_id], plan.cuts[shard_id + 1]
         (first, start), (last, end) = (begin.input_number, begin.byte), (stop.input_number, stop.byte)
@@ -332,7 +326,7 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
         before = (first, start if _is_in_bytes(plan, first) else 0)
         behind = (last, end) if not end or _is_in_bytes(plan, last) else (last + 1, 0)
         if not in_order or min(places) < before or max(places) >= behind:
-            raise _Wrong(f"{name} names sources outside of its part of the plan")
+            raise BrokenShard(f"{name} names sources outside of its part of the plan")
     return records
 
 
@@ -343,8 +337,8 @@ def _is_in_bytes(plan: Plan, input_number: int) -> bool:
 def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
     """Check that every id is in the vocabulary or blank, each JSON list has its tokens, the tar its end.
 
-    Places were checked. A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core). Raises _Wrong,
-    BrokenShard or ReadWriteError.
+    Places were checked. A million tokens take 126 ms of CPU as JSON, 8 ms packed (one core).
+    Raises BrokenShard or ReadWriteError.
     """
     # In the tar they stand as in the idx, but for samples for validation.
     spec = manifest.spec
@@ -354,11 +348,11 @@ def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
             if manifest.made_from is not None:
                 ids = ids[(ids != BLANK) & (ids != blank_id(spec.tokenizer.vocab_size))]
             if len(ids) and int(ids.max()) >= spec.tokenizer.vocab_size:
-                raise _Wrong(
+                raise BrokenShard(
                     f"{tar.path} holds the token id {int(ids.max())}, the vocabulary has "
                     f"{spec.tokenizer.vocab_size}"
                 )
     except (ValueError, OverflowError) as error:
-        raise _Wrong(f"{tar.path} holds token ids that cannot be read ({error})") from None
+        raise BrokenShard(f"{tar.path} holds token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
-        raise _Wrong(f"{tar.path} does not end in two zero blocks")
+        raise BrokenShard(f"{tar.path} does not end in two zero blocks")

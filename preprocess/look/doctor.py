@@ -21,7 +21,6 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
 from preprocess.make.worker import load_worker
-from preprocess.plan.divide import Sharding
 from preprocess.plan.estimate import scratch_folder
 from preprocess.plan.planning import make_plan
 from preprocess.plan.tokenizer import document_ends_line
@@ -61,7 +60,16 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
 
     ``cpus`` is the affinity mask; ``root`` is where the files of the kernel lie.
     """
-    num_cpus, quota = len(resources.allowed_cpus(environ, cpus, offset=0)), _cpu_quota(root)
+    num_cpus = len(resources.allowed_cpus(environ, cpus, offset=0))
+    quotas = []  # CPUs' worth of time that the cgroups allow
+    for path in resources.cgroup_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+        with suppress(OSError, ValueError, IndexError):  # "max" is no limit
+            words = path.read_text(encoding="ascii").split()
+            if path.name == "cpu.cfs_quota_us":
+                words.append((path.parent / "cpu.cfs_period_us").read_text(encoding="ascii").strip())
+            if int(words[0]) > 0 and int(words[1]) > 0:
+                quotas.append(int(words[0]) / int(words[1]))
+    quota = min(quotas, default=None)
     text, todo = f"{num_cpus} of the machine's {os.cpu_count()} CPUs may be used", ""
     asked = environ.get("SLURM_CPUS_PER_TASK", "")
     if quota is not None and quota < num_cpus:
@@ -86,31 +94,6 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
     yield Finding("threads", f"{text}; tasks set their own, for training see --export", todo)
 
 
-def _cpu_quota(root: Path) -> float | None:
-    """Return the CPUs' worth of time that the cgroups allow, the least of all above, None without a limit."""
-    quotas = []
-    for path in resources.cgroup_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
-        with suppress(OSError, ValueError, IndexError):  # "max" is no limit
-            words = path.read_text(encoding="ascii").split()
-            if path.name == "cpu.cfs_quota_us":
-                words.append((path.parent / "cpu.cfs_period_us").read_text(encoding="ascii").strip())
-            quota, period = int(words[0]), int(words[1])
-            if quota > 0 and period > 0:
-                quotas.append(quota / period)
-    return min(quotas, default=None)
-
-
-def export_lines(num_cpus: int, num_ranks: int) -> list[str]:
-    """Return lines for ``source``: what a training script or a ``run`` on this machine may take over."""
-    threads = max(1, num_cpus // max(1, num_ranks))
-    return [
-        f"export OMP_NUM_THREADS={threads}  # torch: {num_cpus} CPUs for {num_ranks} process(es) here",
-        f"export MKL_NUM_THREADS={threads}",
-        "export TOKENIZERS_PARALLELISM=false  # the loader's workers fork; tasks switch it on themselves",
-        f"export DATASET_NUM_PROC={num_cpus}  # processes of `shardprep run`",
-    ]
-
-
 def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
     """Tell the versions that are installed. What a task needs must be there. On a GPU torch is asked, too."""
     found: dict[str, str] = {}
@@ -123,10 +106,10 @@ def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
     there = ", ".join(f"{name} {number}" for name, number in found.items())
     yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
     if has_gpu and "torch" in found:
-        yield torch_finding()
+        yield _torch_finding()
 
 
-def torch_finding() -> Finding:
+def _torch_finding() -> Finding:
     """Ask torch in a process of its own, which a broken installation may end."""
     command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
     try:
@@ -156,7 +139,7 @@ def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int)
             text = "\n".join(" ".join(text.splitlines()) for text in PROBE)
             (scratch / "probe.txt").write_text(text, encoding="utf-8")
             config = PrepConfig(input_dir=scratch, model_id=model_id)
-            plan, _ = make_plan(config, Sharding(), dry_run=True, say=said.append)
+            plan, _ = make_plan(config, dry_run=True, say=said.append)
         name = "gigatoken" if plan.fast_engine_is_equal else "tokenizers"
         ends = next((line for line in said if line.startswith("documents begin ")), "")
     else:
@@ -191,7 +174,14 @@ def doctor(args: argparse.Namespace) -> int:
     num_cpus = len(resources.allowed_cpus(os.environ, affinity, offset=0))
     if args.export:
         ranks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
-        print_lines(*export_lines(num_cpus, int(ranks) if ranks.isdigit() else 1))
+        num_ranks = max(1, int(ranks)) if ranks.isdigit() else 1
+        threads = max(1, num_cpus // num_ranks)
+        print_lines(
+            f"export OMP_NUM_THREADS={threads}  # torch: {num_cpus} CPUs for {num_ranks} process(es) here",
+            f"export MKL_NUM_THREADS={threads}",
+            "export TOKENIZERS_PARALLELISM=false  # the loader's workers fork; tasks switch it on themselves",
+            f"export DATASET_NUM_PROC={num_cpus}  # processes of `shardprep run`",
+        )
         return 0
     # Versions first, since a GPU is asked about while nothing large is loaded here.
     findings = [*version_findings(has_gpu=Path("/dev/nvidiactl").exists())]

@@ -38,7 +38,7 @@ from shardprep.files import (
 )
 from shardprep.format.idx import ShardSamples
 from shardprep.format.json_files import load_json
-from shardprep.format.manifest import Manifest, check_done, read_findings
+from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import shard_name
 from shardprep.format.plan import Plan, need_plan
 
@@ -59,7 +59,7 @@ class Layout:
     """What another tool reads. A shard becomes files that appear whole, the last of which says it is done."""
 
     def __init__(self, folder: Path, vocab_size: int, first_token: list[int]) -> None:
-        """``first_token``: where each shard begins in the whole stream, EOS included (num_shards + 1)."""
+        """Take where each shard begins in the whole stream, EOS included (num_shards + 1)."""
         self.folder, self.vocab_size, self.first_token = folder, vocab_size, first_token
         self.num_shards = len(first_token) - 1
 
@@ -168,7 +168,7 @@ class NanoGpt(Layout):
         found, expected = size_of_file(self._target), self.first_token[-1] * self._dtype.itemsize
         if found != expected:
             raise ReadWriteError(
-                f"{self._target} has {found} of {expected} bytes; remove it and run this again"
+                path=self._target, found=found, expected=f"{expected} bytes: remove it and run this again"
             )
         for path in parts:
             with contextlib.suppress(OSError):
@@ -244,25 +244,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def export(args: argparse.Namespace) -> int:
-    """``export DATA``: write what is missing. Raises Refused where the folder has another export."""
+    """Write what is missing of an export. Raises Refused where the folder has another one."""
     folder: Path = args.output_dir
     plan = need_plan(args.data_dir)
-    _check_can_be_exported(args, plan)
-    eos = _eos_to_put(plan, args)
+    eos = _checked_eos(args, plan)
     findings = read_findings(args.data_dir, plan.plan_id)
-    shards = [
-        _side_of(check_done(args.data_dir, shard_id, plan.plan_id, findings), args.split)
-        for shard_id in range(plan.num_shards)
-    ]
-    num_tokens = (tokens + (eos is not None) * documents for _, documents, tokens in shards)
-    first_token = [0, *itertools.accumulate(num_tokens)]
+    parts: list[slice] = []  # of each shard: which of its samples are exported
+    first_token = [0]
+    for shard_id in range(plan.num_shards):
+        counts = check_done(args.data_dir, shard_id, plan.plan_id, findings).counts
+        part, num_documents, num_tokens = slice(None), counts.num_documents, counts.num_tokens
+        if args.split and (held := counts.validation) is not None:
+            cut = counts.num_samples - held.num_samples
+            if args.split == "validation":
+                part, num_documents, num_tokens = slice(cut, None), held.num_documents, held.num_tokens
+            else:
+                part = slice(cut)
+                num_documents, num_tokens = num_documents - held.num_documents, num_tokens - held.num_tokens
+        parts.append(part)
+        first_token.append(first_token[-1] + num_tokens + (eos is not None) * num_documents)
     layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, first_token)
     side = {"split": args.split} if args.split else {}
     _claim(folder, {"to": args.to, "plan_id": plan.plan_id, "put_eos": eos, **side})
     todo = [shard_id for shard_id in range(plan.num_shards) if not layout.is_done(shard_id)]
     progress = Progress("exporting", len(todo), unit="shards")
     for shard_id in todo:
-        with ShardSamples(args.data_dir, plan.spec, shard_id, shards[shard_id][0]) as samples:
+        with ShardSamples(args.data_dir, plan.spec, shard_id, parts[shard_id]) as samples:
             stored = samples.document_lengths(rows_hold_wholes=plan.options.pack == "best_fit")
             documents = stored + (eos is not None)
             rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
@@ -293,44 +300,26 @@ def _with_eos(pieces: Iterator[Ids], lengths: Numbers, eos: int | None) -> Itera
         num_ids, num_documents = num_ids + len(piece), until
 
 
-def _check_can_be_exported(args: argparse.Namespace, plan: Plan) -> None:
-    """Raise UsageError or Refused where another tool could not read the data set as it is meant."""
+def _checked_eos(args: argparse.Namespace, plan: Plan) -> int | None:
+    """Return the id to put behind each document, or None.
+
+    Raises UsageError or Refused where another tool could not read the data set as it is meant.
+    """
     if plan.options.is_chat:
-        raise UsageError(
-            f"{args.data_dir} holds conversations, and no other tool's layout keeps their loss mask: their "
-            "users' words would be trained on; read them with the loader"
-        )
+        expected = "texts: no other tool's layout keeps a loss mask, so users' words would be trained on"
+        raise UsageError(path=args.data_dir, found="conversations", expected=expected)
     if plan.options.blanked:
-        raise Refused(
-            f"documents of {args.data_dir} are blanked, and no other tool knows what stands in their places; "
-            "plan the input anew without them, and export that: shardprep plan --exclude FILE",
-            path=args.data_dir,
-            remedy="shardprep plan --exclude FILE",
-        )
+        found = "blanked documents, and no other tool knows what stands in their places"
+        expected, remedy = "none: plan the input anew without them", "shardprep plan --exclude FILE"
+        raise Refused(path=args.data_dir, found=found, expected=expected, remedy=remedy)
     folder = args.output_dir.absolute()
     if args.to == "megatron" and any(map(str.isspace, str(folder))):
         expected = "a folder without it, as Megatron cuts the lists of its data sets there"
         raise UsageError(path=folder, found="white space", expected=expected)
     if args.split and not plan.options.validation_fraction:
-        expected = "none, as it was planned without --validation_fraction"
-        raise UsageError(
-            path=args.data_dir, found="--split", expected=expected, remedy="--validation_fraction"
-        )
-
-
-def _side_of(manifest: Manifest, split: str | None) -> tuple[slice, int, int]:
-    """Return the samples of a shard that are exported, and how many documents and tokens they have."""
-    counts = manifest.counts
-    held = counts.validation
-    if not split or held is None:
-        return slice(None), counts.num_documents, counts.num_tokens
-    cut = counts.num_samples - held.num_samples
-    if split == "validation":
-        return slice(cut, None), held.num_documents, held.num_tokens
-    return slice(cut), counts.num_documents - held.num_documents, counts.num_tokens - held.num_tokens
-
-
-def _eos_to_put(plan: Plan, args: argparse.Namespace) -> int | None:
+        remedy = "--validation_fraction"
+        expected = f"none, as it was planned without {remedy}"
+        raise UsageError(path=args.data_dir, found="--split", expected=expected, remedy=remedy)
     # In a stream EOS alone tells documents apart.
     wanted = args.to in ("megatron", "nanogpt") if args.put_eos is None else args.put_eos
     if not wanted or plan.options.append_eos:

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +92,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def peek(args: argparse.Namespace) -> int:
-    """``peek DATA``: print samples. Raises NotFound where none is there, UsageError."""
+    """Print samples. Raises NotFound where none is there, UsageError."""
     folder: Path = args.output_dir
     plan = need_plan(folder)
     for name, least in (("num", 1), ("chars", 0)):
@@ -109,7 +109,10 @@ def peek(args: argparse.Namespace) -> int:
             raise UsageError("an address says which sample to show; leave out --grep", found="--grep")
         for sample, document in _samples_at(folder, plan, address):
             asked.setdefault(sample, set()).update(() if document is None else (document,))
-    samples = iter(asked) if args.addresses else _samples(folder, plan)
+    samples: Iterable[Sample] = asked
+    if not args.addresses:
+        nums = ((each, len(read_idx(folder, plan.spec, each))) for each in _made_shards(folder))
+        samples = ((each, number) for each, num_samples in nums for number in range(num_samples))
     decoder, num_shown = Decoder(folder), 0
     for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
         with ShardSamples(folder, plan.spec, shard_id) as shard:
@@ -121,20 +124,13 @@ def peek(args: argparse.Namespace) -> int:
                 if max(only, default=0) >= len(documents):
                     address = f"{shard_id}:{number}:{max(only)}"
                     raise NotFound(f"{address}: that sample has documents 0 to {len(documents) - 1}")
-                _print_sample(folder, plan, shard, number, documents, chars=args.chars, only=only)
+                _print_sample(plan, shard, number, documents, args.chars, only)
                 num_shown += 1
                 if (num_shown == args.num and not args.addresses) or not output_is_read():
                     return 0
     if not num_shown and not args.addresses:
         raise NotFound(f"{folder} has no sample that was asked for; take fewer flags")
     return 0
-
-
-def _samples(folder: Path, plan: Plan) -> Iterator[Sample]:
-    """Yield all samples of the finished shards. Raises NotFound where there is none."""
-    for shard_id in _made_shards(folder):
-        for number in range(len(read_idx(folder, plan.spec, shard_id))):
-            yield shard_id, number
 
 
 def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample, int | None]]:
@@ -252,20 +248,13 @@ def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str
 
 
 def _print_sample(
-    folder: Path,
-    plan: Plan,
-    samples: ShardSamples,
-    number: int,
-    documents: list[str],
-    *,
-    chars: int,
-    only: set[int],
+    plan: Plan, samples: ShardSamples, number: int, documents: list[str], chars: int, only: set[int]
 ) -> None:
     """Print a sample, of each document ``chars`` characters at most (0: all), ``only`` these (none: all)."""
     record = samples.records[number]
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
-    num_train = len(samples.records) - _num_validation(folder, samples.shard_id)
+    num_train = len(samples.records) - _num_validation(samples.path.parent, samples.shard_id)
     path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
     labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
     side = ", for validation" if number >= num_train else ""

@@ -46,7 +46,7 @@ _NAMED = {0: _BOS, 1: _EOS, 4: _PAD} | {5 + number: f"<|{name}|>" for number, na
 
 
 def train_tokenizer(args: argparse.Namespace) -> int:
-    """``train_tokenizer``: write tokenizer.json and tokenizer_config.json, trained on the inputs of a folder.
+    """Train a tokenizer on the inputs of a folder. Write tokenizer.json and tokenizer_config.json.
 
     Equal inputs and flags give equal bytes. Raises what planning of these inputs raises, BadInput where they
     hold no text, Refused where the output folder holds something.
@@ -116,7 +116,7 @@ class _TrainingText:
     def __init__(self, input_dir: Path, options: PlanOptions, max_bytes: int) -> None:
         self._input_dir, self._options, self._max_bytes = input_dir, options, max_bytes
         paths = find_inputs(input_dir, options).paths
-        self._inputs, _ = stamp_inputs(input_dir, paths, options)
+        self._inputs = [item.file for item in stamp_inputs(input_dir, paths, options)]
         self._progress = Progress("reading", min(sum(item.num_bytes for item in self._inputs), max_bytes))
         self.is_read = False
         self.num_texts = self._num_bytes = 0  # the bytes are of text
@@ -188,10 +188,8 @@ def _trained(text: _TrainingText, vocab_size: int) -> Tokenizer:
             say("all text is read, its pairs are merged")
     ended.result()
     if not text.num_texts:
-        raise BadInput(
-            f"{text.summary()}: nothing to train on; are --encoding, and --text_field or --text_template, "
-            "right?"
-        )
+        todo = "are --encoding, and --text_field or --text_template, right?"
+        raise BadInput(f"{text.summary()}: nothing to train on; {todo}")
     return tokenizer
 
 

@@ -58,7 +58,7 @@ def _of_files(path: Path, options: PlanOptions, bad: Counter[str]) -> Iterator[E
     folder, paths = path.parent, [path]
     if is_folder(path):
         folder, paths = path, find_inputs(path, options).paths
-    inputs, _ = stamp_inputs(folder, paths, options)
+    inputs = [item.file for item in stamp_inputs(folder, paths, options)]
     progress = Progress("reading the evaluation", sum(item.num_bytes for item in inputs))
     for number, item in enumerate(inputs):
         whole = ByteRange(input_number=number, path=folder / item.path, start=0, end=item.num_bytes)

@@ -12,11 +12,11 @@ import itertools
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from preprocess.read.documents import format_of, load_libraries, starts_in
-from preprocess.read.format import Inspected, Start
+from preprocess.read.format import Start
 from preprocess.read.inputs import OpenInput, check_is_fetched, sample_sha256
 from shardprep.errors import UsageError
 from shardprep.format.input_formats import input_kind
@@ -30,40 +30,36 @@ _MOST_AT_ONCE = 64  # files or boundaries per turn of a thread
 _Place = tuple[int, Start]  # (input, where in it)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """How many shards: a number, a size of input bytes, or (neither) one per file."""
+class Weighed(NamedTuple):
+    """An input, and what its format says of it."""
 
-    num_shards: int | None = None
-    shard_bytes: int | None = None
-
-    def count(self, inputs: list[InputFile], inspected: list[Inspected]) -> int:
-        """Return the number of shards. Raises UsageError for none or too many."""
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise UsageError.of_value(f"--{name}", value, "at least 1")
-        num_shards = self.num_shards or len(inputs)
-        if self.shard_bytes:
-            num_shards = max(1, -(-sum(item.text_bytes for item in inspected) // self.shard_bytes))
-        if num_shards > MAX_SHARDS:
-            smallest = -(-sum(item.num_bytes for item in inputs) // MAX_SHARDS)
-            remedy = f"--num_shards {MAX_SHARDS}"
-            expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
-            raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
-        return num_shards
+    file: InputFile
+    text_bytes: int  # about
+    is_whole: bool  # it can only be read whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class Division:
-    """The inputs in the order in which they are read, and where each shard begins."""
+def count_shards(inputs: list[Weighed], num_shards: int | None, shard_bytes: int | None) -> int:
+    """Return how many shards there will be: a number, by a size of input bytes, or (neither) one per file.
 
-    inputs: list[InputFile]
-    cuts: list[Cut]  # num_shards + 1
+    Raises UsageError for none or too many.
+    """
+    for name, value in (("num_shards", num_shards), ("shard_bytes", shard_bytes)):
+        if value is not None and value < 1:
+            raise UsageError.of_value(f"--{name}", value, "at least 1")
+    if shard_bytes:
+        num_shards = max(1, -(-sum(item.text_bytes for item in inputs) // shard_bytes))
+    num_shards = num_shards or len(inputs)
+    if num_shards > MAX_SHARDS:
+        smallest = -(-sum(item.file.num_bytes for item in inputs) // MAX_SHARDS)
+        remedy = f"--num_shards {MAX_SHARDS}"
+        expected = f"at most {MAX_SHARDS}: {remedy}, or --shard_bytes {-(-smallest // 2**20)}M"
+        raise UsageError(found=f"{num_shards} shards", expected=expected, remedy=remedy)
+    return num_shards
 
 
 def stamp_inputs(
     input_dir: Path, paths: list[Path], options: PlanOptions, progress: Callable[[int], None] = lambda _: None
-) -> tuple[list[InputFile], list[Inspected]]:
+) -> list[Weighed]:
     """Return size, mtime and sampled hash of each file, and what its format says of it.
 
     Raises NotFound for one that cannot be opened, ReadWriteError, BadInput. ``progress`` counts them.
@@ -71,7 +67,7 @@ def stamp_inputs(
     load_libraries(path.name for path in paths)  # threads that import parts of pyarrow at once fail
     root = str(input_dir / "_")[:-1]
 
-    def stamp(path: Path) -> tuple[InputFile, Inspected]:
+    def stamp(path: Path) -> Weighed:
         file = OpenInput(path)
         check_is_fetched(file)
         stamped = InputFile(
@@ -80,90 +76,73 @@ def stamp_inputs(
             mtime_ns=file.stamp.mtime_ns,
             sha256=sample_sha256(file),
         )
-        return stamped, format_of(path.name).inspect(file, options)
+        return Weighed(stamped, *format_of(path.name).inspect(file, options))
 
-    inputs: list[InputFile] = []
-    inspected: list[Inspected] = []
+    inputs: list[Weighed] = []
     num_files = max(1, min(_MOST_AT_ONCE, -(-len(paths) // (4 * NUM_THREADS))))
     turns = [paths[first : first + num_files] for first in range(0, len(paths), num_files)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         for found in pool.map(lambda turn: [stamp(path) for path in turn], turns):
-            inputs += [stamped for stamped, _ in found]
-            inspected += [weighed for _, weighed in found]
+            inputs += found
             progress(len(found))
-    return inputs, inspected
+    return inputs
 
 
 def divide(
-    input_dir: Path,
-    inputs: list[InputFile],
-    inspected: list[Inspected],
-    num_shards: int,
-    options: PlanOptions,
-) -> Division:
-    """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError."""
-    # Whole files are put into shards by their size, but for plain text, whose order was promised.
-    whole = [
-        number
-        for number, item in enumerate(inputs)
-        if inspected[number].is_whole and not input_kind(item.path).is_in_bytes
-    ]
-    cut = sorted({*range(len(inputs))} - {*whole})
-    groups = _groups_of_whole_files(inputs, inspected, whole, num_shards)
+    input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions
+) -> tuple[list[InputFile], list[Cut]]:
+    """Divide the inputs into ``num_shards`` of even text. Raises BadInput, NotFound, ReadWriteError.
+
+    Returns them in the order in which they are read, and where each shard begins (num_shards + 1).
+    """
+    whole: list[Weighed] = []
+    cut: list[Weighed] = []
+    for item in inputs:
+        # Whole files are put into shards by their size, but for plain text, whose order was promised.
+        is_grouped = item.is_whole and not input_kind(item.file.path).is_in_bytes
+        (whole if is_grouped else cut).append(item)
+    groups = _groups_of_whole_files(inputs, whole, num_shards)
     if num_shards == 1 or not groups:
-        cut, groups = list(range(len(inputs))), []
-    places: list[_Place] = []
+        cut, groups = inputs, []
+    places = [(0, Start(0))]
     if cut:
-        places = even_places(
-            input_dir,
-            [inputs[number] for number in cut],
-            [inspected[number] for number in cut],
-            max(num_shards - len(groups), 1),
-            options,
-        )
-    else:
-        places = [(0, Start(0))]
+        places = _even_places(input_dir, cut, max(num_shards - len(groups), 1), options)
     for group in groups:
         places.append((places[-1][0] + len(group), Start(0)))
     places += [places[-1]] * (num_shards + 1 - len(places))  # more shards than files
-    return Division(
-        inputs=[inputs[number] for number in (*cut, *itertools.chain.from_iterable(groups))],
-        cuts=[Cut(number, start.byte, start.text_byte) for number, start in places],
-    )
+    ordered = [item.file for item in (*cut, *itertools.chain.from_iterable(groups))]
+    return ordered, [Cut(number, start.byte, start.text_byte) for number, start in places]
 
 
 def _groups_of_whole_files(
-    inputs: list[InputFile], inspected: list[Inspected], whole: list[int], num_shards: int
-) -> list[list[int]]:
+    inputs: list[Weighed], whole: list[Weighed], num_shards: int
+) -> list[list[Weighed]]:
     """Group files of about equal text: the largest first, each into the group with the least."""
-    total = sum(item.text_bytes for item in inspected)
-    share = sum(inspected[number].text_bytes for number in whole) / max(1, total)
-    most = num_shards if len(whole) == len(inspected) else num_shards - 1
+    total = sum(item.text_bytes for item in inputs)
+    share = sum(item.text_bytes for item in whole) / max(1, total)
+    most = num_shards if len(whole) == len(inputs) else num_shards - 1
     num_groups = min(len(whole), most, max(1, round(num_shards * share)))
     if not num_groups:
         return []
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     sizes = [(0, number) for number in range(num_groups)]  # a heap
-    for number in sorted(whole, key=lambda number: (-inspected[number].text_bytes, inputs[number].path)):
+    by_size = sorted(range(len(whole)), key=lambda each: (-whole[each].text_bytes, whole[each].file.path))
+    for number in by_size:
         size, group = sizes[0]
         groups[group].append(number)
-        heapq.heapreplace(sizes, (size + inspected[number].text_bytes, group))
-    return sorted(sorted(group) for group in groups if group)
+        heapq.heapreplace(sizes, (size + whole[number].text_bytes, group))
+    return [[whole[number] for number in group] for group in sorted(sorted(each) for each in groups if each)]
 
 
-def even_places(
-    input_dir: Path,
-    inputs: list[InputFile],
-    inspected: list[Inspected],
-    num_shards: int,
-    options: PlanOptions,
+def _even_places(
+    input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions
 ) -> list[_Place]:
     """Return where shards of even text begin, and where the last one ends."""
-    ends = [0, *itertools.accumulate(item.text_bytes for item in inspected)]  # of text, behind each file
+    ends = [0, *itertools.accumulate(item.text_bytes for item in inputs)]  # of text, behind each file
     targets = [ends[-1] * number // num_shards for number in range(1, num_shards)]
     if not ends[-1]:
         places = [(len(inputs), Start(0)) for _ in targets]
-    elif all(item.is_whole for item in inspected):
+    elif all(item.is_whole for item in inputs):
         places = []
         for target in targets:  # each at the nearest end of a file
             number = bisect.bisect_right(ends, target)
@@ -175,7 +154,7 @@ def even_places(
 
 
 def _places_inside(
-    input_dir: Path, inputs: list[InputFile], ends: list[int], targets: list[int], options: PlanOptions
+    input_dir: Path, inputs: list[Weighed], ends: list[int], targets: list[int], options: PlanOptions
 ) -> list[_Place]:
     """Return for each target the first place at or behind it where a part may begin.
 
@@ -186,13 +165,14 @@ def _places_inside(
     for target, following in itertools.pairwise([*targets, ends[-1]]):
         number = bisect.bisect_right(ends, target) - 1
         begin, text_bytes = ends[number], ends[number + 1] - ends[number]
-        first, end = ((each - begin) * inputs[number].num_bytes // text_bytes for each in (target, following))
+        num_bytes = inputs[number].file.num_bytes
+        first, end = ((each - begin) * num_bytes // text_bytes for each in (target, following))
         stretches.append((number, first, end if following <= ends[number + 1] else sys.maxsize))
 
     def starts(turn: list[tuple[int, int, int]]) -> list[Start | None]:
         found: list[Start | None] = []
         for number, group in itertools.groupby(turn, key=lambda stretch: stretch[0]):
-            file = OpenInput(input_dir / inputs[number].path)
+            file = OpenInput(input_dir / inputs[number].file.path)
             found += starts_in(file, [(begin, end) for _, begin, end in group], options)
         return found
 
@@ -203,6 +183,6 @@ def _places_inside(
     place = (len(inputs), Start(0))
     for (number, _, _), start in zip(reversed(stretches), reversed(found), strict=True):
         if start is not None:
-            place = (number, start) if start.byte < inputs[number].num_bytes else (number + 1, Start(0))
+            place = (number, start) if start.byte < inputs[number].file.num_bytes else (number + 1, Start(0))
         places.append(place)
     return places[::-1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import sys
 import tempfile
 import time
@@ -51,13 +50,6 @@ class CostEstimate:
     notes: tuple[str, ...]  # what in the sample is not as the options expect it
 
 
-def sample_texts(plan: Plan, *, num_bytes: int, transform: Transform | None = None) -> list[str]:
-    """Return the texts of a sample of a plan's input."""
-    return [
-        text.decode() for documents in sample_of_plan(plan, num_bytes, transform) for text in documents.texts
-    ]
-
-
 def sample_of_plan(plan: Plan, num_bytes: int, transform: Transform | None) -> Iterator[Documents]:
     """Yield documents of about this much of a plan's input, from evenly spread places."""
     return sample_documents(
@@ -78,19 +70,12 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
     """
     num_bytes = 0
     found: dict[str, bool] = {}  # "id" and "source", where records are asked for them: whether one has it
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(scratch_folder())
-        members = members_of(plan.spec, 0, plan.options)
-        writer = stack.enter_context(
-            ShardWriter(
-                folder,
-                plan.spec,
-                0,
-                members,
-                input_paths={number: item.path for number, item in enumerate(plan.inputs)},
-                side_files=plan.options.side_files(),
-            )
-        )
+    members, side_files = members_of(plan.spec, 0, plan.options), plan.options.side_files()
+    paths = {number: item.path for number, item in enumerate(plan.inputs)}
+    with (
+        scratch_folder() as folder,
+        ShardWriter(folder, plan.spec, 0, members, input_paths=paths, side_files=side_files) as writer,
+    ):
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             tokens = engine.encode_documents(
@@ -107,11 +92,9 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
     _check_fields(plan, counting)
     notes = []
     if counting.bad_fraction > plan.max_bad_fraction:
-        what, limit = f"are left out ({', '.join(sorted(counting.bad_reasons))})", plan.max_bad_fraction
-        notes.append(
-            f"{counting.bad_fraction:.0%} of the documents in a sample {what}; a shard with more than "
-            f"{limit:.0%} fails"
-        )
+        what = f"are left out ({', '.join(sorted(counting.bad_reasons))})"
+        limit = f"a shard with more than {plan.max_bad_fraction:.0%} fails"
+        notes.append(f"{counting.bad_fraction:.0%} of the documents in a sample {what}; {limit}")
     fields = {name: getattr(plan.options, f"{name}_field") for name in found}
     unseen = [f"--{name}_field {field}" for name, field in fields.items() if field and not found[name]]
     if unseen:
@@ -166,31 +149,28 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
     for name in dict.fromkeys(seen.messages):
         flags.insert(0, "--record chat" + ("" if name == "messages" else f" --text_field {name}"))
     names = ", ".join(printable(name) for name in list(seen.num_chars)[:_NUM_SHOWN])
+    flags = flags or ["--text_field NAME"]
+    kind = "a list of messages" if options.is_chat else "a string"
+    message = f"no record of a sample of {plan.input_dir} has {wanted!r} as {kind}; their fields are: {names}"
     raise BadInput(
-        f"no record of a sample of {plan.input_dir} has {wanted!r} as "
-        f"{'a list of messages' if options.is_chat else 'a string'}; their fields are: {names}; "
-        f"plan with {', or '.join(flags) or '--text_field NAME'}",
+        f"{message}; plan with {', or '.join(flags)}",
         path=plan.input_dir,
         found=names,
         expected=repr(wanted),
-        remedy=flags[0] if flags else "--text_field NAME",
+        remedy=flags[0],
     )
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """An empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite where none can be made."""
+    """Make an empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite."""
     try:
-        folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
+        folder = tempfile.TemporaryDirectory(prefix="shardprep-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise CannotWrite(
-            f"no scratch folder can be made: {error.strerror}; let TMPDIR name a folder with some space"
-        ) from None
-    try:
-        yield folder
-    finally:
-        with contextlib.suppress(OSError):  # rmtree lets some through that it was told to ignore
-            shutil.rmtree(folder, ignore_errors=True)
+        found = f"no scratch folder can be made: {error.strerror}"
+        raise CannotWrite(found=found, expected="one with some space; let TMPDIR name it") from None
+    with folder as path:
+        yield Path(path)
 
 
 def sample_documents(

@@ -108,9 +108,8 @@ def find_inputs(input_dir: Path, options: PlanOptions) -> InputListing:
     )
     if not taken:
         nothing = f"--input_dir {input_dir} holds no .txt file, nor any other input ({known_suffixes()})"
-        raise NotFound(
-            "; ".join([nothing, *left_out_lines(listing.left_out)]), path=input_dir, expected=known_suffixes()
-        )
+        message = "; ".join([nothing, *left_out_lines(listing.left_out)])
+        raise NotFound(message, path=input_dir, expected=known_suffixes())
     for each in (input_dir.resolve(), *listing.paths):  # as a plan has them
         try:
             str(each).encode()
@@ -259,13 +258,9 @@ def _files_of_checkpoint(path: Path) -> list[dict[str, Any]]:
 
 
 def _unreadable(folder: Path, why: str) -> BadInput:
-    return BadInput(
-        f"{folder} is a Delta table whose files do not tell its rows ({why}); write its rows to a folder of "
-        "their own, such as by deltalake's DeltaTable(...).to_pyarrow_table(), and plan that",
-        path=folder,
-        found=why,
-        expected="a folder of its current rows",
-    )
+    found = f"a Delta table whose files do not tell its rows ({why})"
+    expected = "a folder of its current rows, such as deltalake's DeltaTable(...).to_pyarrow_table() gives"
+    return BadInput(path=folder, found=found, expected=expected)
 
 
 def _is_file_or_folder(entry: os.DirEntry[str]) -> tuple[bool, bool]:

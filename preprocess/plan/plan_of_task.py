@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from preprocess.plan.divide import Sharding
 from preprocess.plan.listing import find_inputs
 from preprocess.plan.planning import make_plan
 from preprocess.read.inputs import OpenInput, sample_sha256
@@ -71,7 +70,7 @@ def _plan_once(config: PrepConfig) -> Plan:
                     break
         if (plan := read_plan(folder)) is not None:  # perhaps it came between the first look and the claim
             return plan
-        return make_plan(config, Sharding(), say=say)[0]
+        return make_plan(config, say=say)[0]
     finally:
         with contextlib.suppress(OSError):
             if is_ours:

@@ -12,8 +12,8 @@ import msgspec
 
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.plan.divide import NUM_THREADS, Division, Sharding, divide, stamp_inputs
-from preprocess.plan.estimate import CostEstimate, measure, sample_texts, scratch_folder
+from preprocess.plan.divide import NUM_THREADS, count_shards, divide, stamp_inputs
+from preprocess.plan.estimate import CostEstimate, measure, sample_of_plan, scratch_folder
 from preprocess.plan.listing import InputListing, find_inputs, left_out_lines, split_line
 from preprocess.plan.template_check import template_warnings
 from preprocess.plan.tokenizer import (
@@ -34,21 +34,23 @@ from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
 from shardprep.format.options import PrepConfig
-from shardprep.format.plan import Plan, file_cuts, plan_id, publish_plan, read_plan, refuse_another_plan
+from shardprep.format.plan import Cut, InputFile, Plan, plan_id, publish_plan, read_plan, refuse_another_plan
 
 Say = Callable[[str], None]
 
 
 def make_plan(
     config: PrepConfig,
-    sharding: Sharding,
     *,
+    num_shards: int | None = None,
+    shard_bytes: int | None = None,
     stripe: str = "none",
     dry_run: bool = False,
     say: Say,
 ) -> tuple[Plan, CostEstimate]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
+    Shards are even ones, of a number or of a size of input bytes, or without either one per file.
     ``stripe`` is what ``plan --stripe`` takes: the Lustre layout of a folder without a plan yet. Where the
     folder has a plan already, the new one is compared with it and never written. ``say`` gets what differs
     from the usual, as it is found.
@@ -67,12 +69,12 @@ def make_plan(
         config = dataclasses.replace(config, transform_sha256=transform.sha256)
     names = None if config.exclude is None else read_names(config.exclude, id_field=config.id_field)
     listing = find_inputs(config.input_dir, config)
-    division = _divided(config, listing, sharding, say)
+    inputs, cuts = _divided(config, listing, num_shards, shard_bytes, say)
     with scratch_folder() as files:
         resolved = resolve_tokenizer(
             config.model_id, files, allow_special_tokens=config.encodes_control_tokens
         )
-        plan = _plan_of(config, listing, division, resolved, names, say)
+        plan = _plan_of(config, listing, inputs, cuts, resolved, names, say)
         if transform is not None:
             check_transform(plan, transform, say)
         plan, engine = _with_engine(plan, config, resolved, transform, say)
@@ -116,7 +118,9 @@ def make_plan(
         return frozen, estimate
 
 
-def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say: Say) -> Division:
+def _divided(
+    config: PrepConfig, listing: InputListing, num_shards: int | None, shard_bytes: int | None, say: Say
+) -> tuple[list[InputFile], list[Cut]]:
     """Stamp the inputs, and divide them into shards: even ones, or one per file."""
     paths = listing.paths
     for path in paths if config.is_chat else ():
@@ -124,7 +128,8 @@ def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say:
             expected = "JSON lines and tables, out of which --record chat reads messages; move it away"
             raise UsageError(path=path, found="text", expected=expected)
     progress = Progress("looking at the inputs", len(paths), unit="files")
-    inputs, inspected = stamp_inputs(config.input_dir, paths, config, progress.add)
+    weighed = stamp_inputs(config.input_dir, paths, config, progress.add)
+    inputs = [item.file for item in weighed]
     links = f", {listing.num_links} of them links" if listing.num_links else ""
     empty = {item.path for item in inputs if not item.num_bytes}
     hold_nothing = f"; {len(empty)} of them hold nothing, such as {min(empty)}" if empty else ""
@@ -140,16 +145,17 @@ def _divided(config: PrepConfig, listing: InputListing, sharding: Sharding, say:
         found = f"{counted(len(equal), 'input file')} with the size and the samples of another one"
         which = f"such as {equal[0][0]} and {equal[0][1]}"
         say(f"warning: {found}, {which}; all are taken: move them away if they are copies")
-    num_shards = sharding.count(inputs, inspected)
-    if sharding == Sharding():
-        return Division(inputs=inputs, cuts=file_cuts(inputs))
-    return divide(config.input_dir, inputs, inspected, num_shards, config)
+    number = count_shards(weighed, num_shards, shard_bytes)
+    if num_shards is None and shard_bytes is None:
+        return inputs, [Cut(number, 0) for number in range(len(inputs) + 1)]
+    return divide(config.input_dir, weighed, number, config)
 
 
 def _plan_of(
     config: PrepConfig,
     listing: InputListing,
-    division: Division,
+    inputs: list[InputFile],
+    cuts: list[Cut],
     resolved: ResolvedTokenizer,
     names: DocumentNames | None,
     say: Say,
@@ -185,8 +191,8 @@ def _plan_of(
         probe=resolved.probe,
         probe_sha256=resolved.probe_sha256,
         fast_engine_is_equal=False,
-        inputs=division.inputs,
-        cuts=division.cuts,
+        inputs=inputs,
+        cuts=cuts,
         names_left_out=[(reason, name) for reason, names in listing.left_out.items() for name in names],
     )
     if config.hash_inputs:  # reads all of the input, about a second per core and gigabyte
@@ -219,7 +225,9 @@ def _with_engine(
     engine = resolved.reference
     is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
     if not (config.engine == "tokenizers" or plan.options.is_chat or is_little):
-        texts = [*resolved.probe, *sample_texts(plan, num_bytes=1 << 18, transform=transform)]
+        texts = [*resolved.probe]
+        for documents in sample_of_plan(plan, 1 << 18, transform):
+            texts += map(bytes.decode, documents.texts)
         fast = equal_fast_engine(
             resolved.folder / TOKENIZER_FILE,
             allow_special_tokens=config.encodes_control_tokens,

@@ -75,7 +75,6 @@ _COPIED = (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, "chat_template.jinja")
 
 Files = dict[str, bytes]  # by name in the folder
 
-
 _FOUND_FORMAT, _FOUND = "shardprep-found-tokenizer", "found.json"
 _MAX_FOUND_BYTES = 16 << 20
 
@@ -96,13 +95,7 @@ class ResolvedTokenizer(TokenizerFacts):
 
     folder: Path
     kept: Path | None  # its entry of the cache
-    allow_special_tokens: bool
-
-    @functools.cached_property
-    def reference(self) -> engines.Engine:
-        """The engine of ``tokenizers``. Raises ReadWriteError."""
-        path, allow = self.folder / TOKENIZER_FILE, self.allow_special_tokens
-        return engines.tokenizers_engine(path, allow_special_tokens=allow, name=self.spec.model_id)
+    reference: engines.Engine  # of ``tokenizers``
 
     def passes_gate(self, fast: engines.Engine) -> bool:
         """Return whether an engine gives the reference's ids on ``gate_texts``: 2 s for Llama 3's.
@@ -139,8 +132,12 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
         source, name = find_on_hub(model_id)
     files = None if source is None else read_files(source)
     kept = None if files is None else _place_in_cache(files, allow_special_tokens)
+    allow = allow_special_tokens
     facts = None if kept is None else _take_kept(kept, folder)
-    if facts is None:
+    if facts is not None:
+        path = folder / TOKENIZER_FILE
+        engine = engines.tokenizers_engine(path, allow_special_tokens=allow, name=model_id)
+    else:
         if files is not None and (plain := plain_files(files)) is not None:
             saved, tokenizer = plain
             _write_files(saved, folder)
@@ -153,16 +150,13 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
                 special_tokens_of(_json_object(each, TOKENIZER_CONFIG)) for each in (files or saved, saved)
             )
             if lost := [role for role in wanted if wanted[role] and not found[role]]:
-                raise ReadWriteError(
-                    f"transformers found no {', '.join(lost)} of {source}/{TOKENIZER_CONFIG}, which names "
-                    "it; a read may have failed: run this again"
-                )
+                why = f"transformers found no {', '.join(lost)} in it"
+                expected = "what the file names; a read may have failed: run this again"
+                raise ReadWriteError(path=f"{source}/{TOKENIZER_CONFIG}", found=why, expected=expected)
         if dropout := (_json_object(files or saved, TOKENIZER_FILE).get("model") or {}).get("dropout"):
-            raise UsageError(
-                f"the tokenizer of {model_id} has model.dropout {dropout} in its {TOKENIZER_FILE}: with it a "
-                "text has other ids each time, so no two shards agree; set it to null in a copy of the "
-                "folder, and pass that as --model_id"
-            )
+            why = f"model.dropout {dropout} in its {TOKENIZER_FILE}, so a text has other ids each time"
+            expected = "null there, in a copy of the folder; pass that as --model_id"
+            raise UsageError(path=model_id, found=why, expected=expected)
         data = _json_object(saved, TOKENIZER_FILE)
         vocab = tokenizer.get_vocab(with_added_tokens=True)
         named = special_tokens_of(_json_object(saved, TOKENIZER_CONFIG))
@@ -174,17 +168,14 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
             **special_ids,
         )
         probe = engines.probe_texts(data)
-        engine = engines.engine_of_tokenizer(
-            tokenizer, allow_special_tokens=allow_special_tokens, name=model_id
-        )
+        engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
         probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
-        facts = TokenizerFacts(
-            spec=spec, probe=probe, probe_sha256=probe_sha256, files=stamp_tokenizer(folder)
-        )
+        stamps = stamp_tokenizer(folder)
+        facts = TokenizerFacts(spec=spec, probe=probe, probe_sha256=probe_sha256, files=stamps)
         if kept is not None:
             _keep(kept, folder, facts)
     fields = {**vars(facts), "spec": dataclasses.replace(facts.spec, model_id=model_id)}
-    return ResolvedTokenizer(folder=folder, kept=kept, allow_special_tokens=allow_special_tokens, **fields)
+    return ResolvedTokenizer(folder=folder, kept=kept, reference=engine, **fields)
 
 
 def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path:
@@ -249,10 +240,8 @@ def read_files(folder: Path) -> Files | None:
 
 
 def _not_written(folder: Path, reason: object) -> CannotWrite:
-    return CannotWrite(
-        f"tokenizer files cannot be written to {folder}: {reason}; free some space there (df), or let TMPDIR "
-        "name another folder"
-    )
+    found = f"the tokenizer's files cannot be written there: {reason}"
+    return CannotWrite(path=folder, found=found, expected="some space (df), or another folder by TMPDIR")
 
 
 # What transformers 5 is known to do with a configuration of these classes, these keys and these models: it
@@ -302,7 +291,7 @@ def plain_files(files: Files) -> tuple[Files, Tokenizer] | None:
 
 
 def _is_plain(files: Files, data: dict[str, Any]) -> bool:
-    """Whether no file names a class, a key, a model or a token that may change what tokenizer.json does."""
+    """Return whether nothing that a file names may change what tokenizer.json does."""
     config, model, named = (
         _json_object(files, name) for name in (TOKENIZER_CONFIG, MODEL_CONFIG, SPECIAL_TOKENS_MAP)
     )
@@ -375,10 +364,9 @@ def _save_in_own_process(model_id: str, folder: Path) -> None:
         outcome: ShardprepError | None = ours.recv()
     except EOFError:
         process.join()
-        raise ReadWriteError(
-            f"the process that loads the tokenizer of {model_id} ended with {process.exitcode} and without a "
-            "word; is there too little memory? Run this again"
-        ) from None
+        found = f"the process that loads the tokenizer ended with {process.exitcode} and without a word"
+        expected = "enough memory; run this again"
+        raise ReadWriteError(path=model_id, found=found, expected=expected) from None
     finally:
         ours.close()
         process.terminate()
@@ -409,10 +397,8 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
     tokenizer = _auto_tokenizer(model_id)
     kind = type(tokenizer).__name__
     if not getattr(tokenizer, "is_fast", False):
-        raise UsageError(
-            f"the tokenizer of {model_id} is a slow one ({kind}); a fast one is needed: "
-            "look for a copy of the model with a tokenizer.json, or convert it with transformers"
-        )
+        expected = "a fast one: a copy of the model with a tokenizer.json, or convert it with transformers"
+        raise UsageError(path=model_id, found=f"a slow tokenizer ({kind})", expected=expected)
     path = folder / TOKENIZER_CONFIG
     try:
         # Several chat templates would stand in a folder of their own; in tokenizer_config.json all do.
@@ -434,15 +420,10 @@ def save_tokenizer(model_id: str, folder: Path) -> None:
 def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     """Check that the saved files load as a loaded tokenizer, and encode as it does. Raises UsageError."""
     kind = type(tokenizer).__name__
-    remedy = (
-        f"set tokenizer_class to PreTrainedTokenizerFast in the {TOKENIZER_CONFIG} of a copy of the folder, "
-        "and pass that as --model_id"
-    )
+    expected = f"PreTrainedTokenizerFast as tokenizer_class in the {TOKENIZER_CONFIG} of a copy of the folder"
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
-        raise UsageError(
-            f"the tokenizer of {model_id} cannot be kept: transformers makes another one of the files that "
-            f"it saved of its {kind}; {remedy}"
-        )
+        found = f"a {kind}, of whose saved files transformers makes another tokenizer"
+        raise UsageError(path=model_id, found=found, expected=expected)
     saved = _loaded({TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}, folder)
     # As transformers takes them; the shards may take control tokens otherwise.
     engine = engines.engine_of_tokenizer(
@@ -452,15 +433,11 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     try:
         is_equal = tokenizer(list(engines.PROBE))["input_ids"] == ids
     except Exception as error:
-        raise UsageError(
-            f"the tokenizer of {model_id}, a {kind}, encodes no plain text "
-            f"({words_of_fault(error)}); {remedy}"
-        ) from None
+        found = f"a {kind}, which encodes no plain text ({words_of_fault(error)})"
+        raise UsageError(path=model_id, found=found, expected=expected) from None
     if not is_equal:
-        raise UsageError(
-            f"the tokenizer of {model_id}, a {kind}, changes texts before its tokenizer.json encodes them, "
-            f"so no other engine gives its ids; {remedy}"
-        )
+        found = f"a {kind}, which changes texts before its tokenizer.json encodes them"
+        raise UsageError(path=model_id, found=found, expected=expected)
 
 
 def _auto_tokenizer(model_id: str) -> Any:
@@ -544,11 +521,9 @@ def publish_tokenizer(resolved: ResolvedTokenizer, output_dir: Path, planned: di
     if is_there():
         return
     if resolved.files != planned:
-        raise OtherTokenizer(
-            f"{target} is damaged, and the planned tokenizer's files cannot be made again to the byte: plan "
-            "with the versions of transformers and tokenizers that planned, or into a new folder",
-            path=target,
-        )
+        expected = "the versions of transformers and tokenizers that planned, or a new folder"
+        found = "damaged files, which cannot be made again to the byte"
+        raise OtherTokenizer(path=target, found=found, expected=expected)
     with PublishedFolder(target) as folder:
         for name in planned:
             try:

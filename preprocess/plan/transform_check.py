@@ -63,13 +63,8 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
         (texts_elsewhere, "in another process"),
     ):
         if texts_again != texts:
-            raise UsageError(
-                f"--transform {transform.path} gave other texts {where}, so no shard could be made again: it "
-                "must depend on the record alone, not on time, chance, a set's order or other documents",
-                path=transform.path,
-                found=f"other texts {where}",
-                expected="the same text for the same record",
-            )
+            expected = "the same text for the same record, whatever the time, chance and other documents"
+            raise UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
 
 
 def _texts_of_another_process(sample: _Sample) -> str:
@@ -78,12 +73,9 @@ def _texts_of_another_process(sample: _Sample) -> str:
     words = done.stdout.split()
     if done.returncode or not words:
         last_line = "".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
-        raise UsageError(
-            f"--transform {sample.function} ended the process that tried it, with code {done.returncode}; "
-            f"its last words: {last_line or 'none'}",
-            path=sample.function,
-            found=f"exit code {done.returncode}",
-        )
+        found = f"it ended the process that tried it, with exit code {done.returncode}"
+        expected = f"a text; its last words: {last_line or 'none'}"
+        raise UsageError(path=sample.function, found=found, expected=expected)
     return words[-1].decode()  # the function may print, too
 
 

@@ -148,8 +148,6 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
         if escaped := _lines_at(escapes, starts):
             texts = orjson.loads(b"[%b]" % b",".join([strings[number] for number in escaped]))
             unescaped = f'"{BETWEEN.decode().join(texts)}"'
-            if unescaped.count("\0") != len(texts) - 1:
-                return None
             for number, text in zip(escaped, unescaped.encode().split(_BETWEEN_QUOTES), strict=True):
                 strings[number] = text
             characters += unescaped
@@ -160,7 +158,11 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
     # No text has the first byte of what stands between them.
     bounds = np.flatnonzero(letters == 0)
     begins, ends = np.append(0, bounds + len(_BETWEEN_QUOTES)), np.append(bounds - 1, len(joined) - 1)
-    if (letters[begins] != ord('"')).any() or (letters[ends] != ord('"')).any():
+    if (
+        len(begins) != len(strings)
+        or (letters[begins] != ord('"')).any()
+        or (letters[ends] != ord('"')).any()
+    ):
         return None
     may_be_blank = np.flatnonzero(_MAY_BE_SPACE[letters[begins + 1]] | (begins + 1 == ends))
     for begin, end in zip(begins[may_be_blank].tolist(), ends[may_be_blank].tolist(), strict=True):

@@ -99,7 +99,7 @@ class RecordFile:
     """A file of records, open, its header and size checked; close ``file``. Reads raise OSError."""
 
     def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
-        """``header``: its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
+        """Open it, and compare its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
         self.dtype, self.remedy = idx_dtype(kind), remedy
         self.file = ReadFile(path)
         with contextlib.ExitStack() as opened:  # closes it where this fails

@@ -69,7 +69,7 @@ class DatasetIndex:
         """Return the bytes of index.json: about 70 per shard, no ``run``, so equal data gives equal bytes."""
         rows = [[*row, sha] for row, sha in zip(self.columns.tolist(), self.tar_sha256, strict=True)]
         content: dict[str, Any] = {
-            "spec": self.spec.to_json(),
+            "spec": dataclasses.asdict(self.spec),
             "sources": {name: dataclasses.asdict(counts) for name, counts in self.sources.items()},
             "columns": [*COLUMNS, "tar_sha256"],
             "shards": rows,
@@ -84,7 +84,7 @@ class DatasetIndex:
 
 
 def _read_index_file(path: Path) -> DatasetIndex:
-    """Raises BrokenShard, also where the numbers of a shard do not agree, and FileNotFoundError."""
+    """Read index.json. Raises FileNotFoundError, BrokenShard, also where a shard's numbers do not agree."""
     with without_garbage_collection():
         file = read_file(path, _FORMAT, _IndexFile, max_bytes=MAX_INDEX_BYTES)
         columns = np.array([row[:-1] for row in file.shards], np.int64).reshape(-1, len(COLUMNS))
@@ -123,7 +123,7 @@ def _check_numbers(
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Where many objects are made, each full collection goes through all there are, such as torch's."""
+    """Stop collections where many objects are made: each goes through all there are, such as torch's."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -83,12 +83,12 @@ class InputKind(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What the offset of a document counts."""
+        """Return what the offset of a document counts."""
         return "byte of the text" if self.compression and self.format.unit == "byte" else self.format.unit
 
     @property
     def is_in_bytes(self) -> bool:
-        """Whether offsets are bytes of the file itself, as the cuts of the plan are."""
+        """Return whether offsets are bytes of the file itself, as the cuts of the plan are."""
         return self.unit == "byte"
 
 
@@ -105,13 +105,13 @@ def known_input_kind(path: str) -> InputKind | None:
 
 
 def input_kind(path: str) -> InputKind:
-    """The kind of a file that is an input: with an unknown suffix (``--also``), plain text."""
+    """Return the kind of a file that is an input: with an unknown suffix (``--also``), plain text."""
     compression = COMPRESSION_SUFFIXES.get("." + path.lower().rpartition(".")[2], "")
     return known_input_kind(path) or InputKind(PLAIN_TEXT, compression)
 
 
 def place_text(path: str, offset: int) -> str:
-    """``ko_1.txt byte 4512``, ``a.parquet row 17``."""
+    """Return ``ko_1.txt byte 4512``, ``a.parquet row 17``."""
     return f"{path} {input_kind(path).unit} {offset}"
 
 

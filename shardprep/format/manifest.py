@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from shardprep.files import (
     NOT_THERE,
     Digest,
     FileStamp,
+    is_folder,
     names_in,
     publish_bytes,
     read_beginning,
@@ -198,7 +198,7 @@ class ShardMaking(RunFacts):
 
     @staticmethod
     def of(manifest: Manifest, path: Path) -> ShardMaking:
-        """Raises BrokenShard."""
+        """Take from a manifest what reports need. Raises BrokenShard."""
         run, counts = manifest.facts_of_run(path), manifest.counts
         return ShardMaking(
             **vars(dataclasses.replace(run, slurm={}, texts=None)),  # there may be 10^5 of them
@@ -213,7 +213,7 @@ class ShardMaking(RunFacts):
 
     @property
     def ended(self) -> float:
-        """Seconds since 1970."""
+        """Return seconds since 1970."""
         return self.began + self.wall_s
 
 
@@ -237,7 +237,7 @@ def manifest_ids(folder: Path) -> list[int]:
 def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
     """Return the manifest of a shard, if it is of this plan, and tar and idx are there with their sizes.
 
-    Whether the shard is done also depends on what verify found, see ``done.check_done``.
+    Whether the shard is done also depends on what verify found, see ``check_done``.
     Raises MissingShard, BrokenShard, UnknownVersion or OtherPlan, each saying what to do; ReadWriteError.
     """
     manifest = read_manifest(folder, shard_id)
@@ -245,14 +245,8 @@ def check_shard(folder: Path, shard_id: int, plan_id: str) -> Manifest:
         found = f"shard {manifest.shard_id} of plan {manifest.spec.plan_id[:12]}"
         expected = f"shard {shard_id} of {plan_id[:12]}"
         path, remedy = manifest_path(folder, shard_id), remake_command(shard_id, folder)
-        raise OtherPlan(
-            f"{path} is {found}, expected {expected}; use a new folder for other inputs or options. If it "
-            f"is this file that is out of place, run: {remedy}",
-            path=path,
-            found=found,
-            expected=expected,
-            remedy=remedy,
-        )
+        expected += "; use a new folder for other inputs or options. If it is this file that is out of place"
+        raise OtherPlan(path=path, found=found, expected=expected, remedy=remedy)
     check_sizes(folder, manifest, ("tar", "idx"))
     return manifest
 
@@ -355,13 +349,8 @@ def refuse_found(folder: Path, findings: Mapping[int, Finding], shard_ids: Itera
     if wrong := sorted(findings.keys() & set(shard_ids)):
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         what = findings[wrong[0]].message.partition("; run: ")[0]  # its own remedy is of one shard
-        raise BrokenShard(
-            f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}; to make "
-            "again what is wrong",
-            path=folder,
-            found=what,
-            remedy=f"shardprep run {quoted(folder)}",
-        )
+        message = f"shard {wrong[0]:05d}{more} of {folder} is not done, as verify found it wrong: {what}"
+        raise BrokenShard(message, path=folder, found=what, remedy=f"shardprep run {quoted(folder)}")
 
 
 def refuse_other_plan(folder: Path, plan_id: str) -> None:
@@ -371,13 +360,8 @@ def refuse_other_plan(folder: Path, plan_id: str) -> None:
     """
     match = _PLAN_ID.search(read_beginning(folder / PLAN_NAME, 400))
     if match and (found := match[1].decode()) != plan_id:
-        raise OtherPlan(
-            f"{folder} has shards of plan {plan_id[:12]}, its {PLAN_NAME} is of {found[:12]}; bring the plan "
-            "back, or move one of both to a folder of its own",
-            path=folder / PLAN_NAME,
-            found=found[:12],
-            expected=plan_id[:12],
-        )
+        expected = f"{plan_id[:12]}, as its shards: bring the plan back, or move one of both away"
+        raise OtherPlan(path=folder / PLAN_NAME, found=f"plan {found[:12]}", expected=expected)
 
 
 def find_made_shards(folder: Path, spec: DatasetSpec, *, known: MadeShards | None = None) -> MadeShards:
@@ -388,27 +372,14 @@ def find_made_shards(folder: Path, spec: DatasetSpec, *, known: MadeShards | Non
     0.6 s of CPU. Raises NotFound, BrokenShard for findings that cannot be read, or ReadWriteError: a manifest
     that cannot be read may be that of a done shard.
     """
-    try:
-        names = set(os.listdir(folder))  # noqa: PTH208 - names alone, a Path each would double the time
-    except FileNotFoundError:
-        raise NotFound(f"{folder} is no data set: there is no such folder", path=folder) from None
-    except OSError as error:
-        raise ReadWriteError(
-            f"{folder} cannot be listed ({error.strerror}), so what is done is not known; it must be a "
-            "folder that you can read",
-            path=folder,
-            found=error.strerror,
-        ) from None
+    names = set(names_in(folder))
+    if not names and not is_folder(folder):
+        raise NotFound(path=folder, found="no such folder", expected="the folder of a data set")
     findings = read_findings(folder, spec.plan_id) if FINDINGS_NAME in names else {}
-    made: dict[int, ShardMaking] = {}
+    present = [number for number in range(spec.num_shards) if f"{shard_name(number)}.json" in names]
+    made = {number: known.done[number] for number in present if number in known.done} if known else {}
     broken: dict[int, str] = {}
-    to_read: list[int] = []
-    for shard_id in range(spec.num_shards):
-        if f"{shard_name(shard_id)}.json" in names:
-            if known and shard_id in known.done:
-                made[shard_id] = known.done[shard_id]
-            else:
-                to_read.append(shard_id)
+    to_read = [number for number in present if number not in made]
 
     def look(shard_id: int) -> ShardMaking | str:
         """Return how a shard was made, or what is wrong with its files. Raises ReadWriteError."""

@@ -5,7 +5,6 @@ Shard ids are written as ``sbatch --array`` and ``--shards`` take them: ``0-2,5,
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import re
@@ -58,12 +57,12 @@ TEXT_FIELD = "text.txt"
 
 
 def shard_name(shard_id: int) -> str:
-    """``shard-00017``: the stem that a shard's tar, idx, manifest and quarantine share."""
+    """Return ``shard-00017``, the stem that a shard's tar, idx, manifest and quarantine share."""
     return f"shard-{shard_id:05d}"
 
 
 def _path_of(kind: str) -> Callable[[Path, int], Path]:
-    """What gives a shard's file of this kind, by the folder of the data set and the shard's id."""
+    """Return what gives a shard's file of this kind, by the data set's folder and the shard's id."""
     return lambda folder, shard_id: folder / kind.format(shard_name(shard_id))
 
 
@@ -90,33 +89,33 @@ def is_chosen(reason: str) -> bool:
 
 
 def source_of_path(path: str) -> str:
-    """The source of an input file by its path in the input folder: its first subfolder, "." without one."""
+    """Return the source of an input by its path in the input folder: its first subfolder, "." without one."""
     folder, slash, _ = path.partition("/")
     return folder if slash else "."
 
 
 def document_key(shard_id: int, line: int) -> str:
-    """Key of a document: its shard, and its line counted from 0 in that shard's input."""
+    """Return the key of a document: its shard, and its line counted from 0 in that shard's input."""
     return f"sample_{shard_id}_{line:08d}"
 
 
 def rows_key(shard_id: int, first_row: int) -> str:
-    """Key of a group of packed rows, named for the first of them."""
+    """Return the key of a group of packed rows, named for the first of them."""
     return f"rows_{shard_id}_{first_row:08d}"
 
 
 def token_field(record: Record, token_format: TokenFormat) -> str:
-    """Name of the member that holds token ids: rows are always ``.npy``."""
+    """Return the name of the member that holds token ids: rows are always ``.npy``."""
     return f"token_ids.{token_format}" if record == "documents" else "token_ids.npy"
 
 
 def rerun_command(shard_id: int, folder: Path) -> str:
-    """What a user types to make one shard again."""
+    """Return what a user types to make one shard again."""
     return f"shardprep --shard_id {shard_id} --output_dir {quoted(folder)}"
 
 
 def remake_command(shard_id: int, folder: Path) -> str:
-    """What a user types where a shard counts as done but is wrong: without its manifest it is not done."""
+    """Return what a user types where a shard is wrong that counts as done, by its manifest."""
     return f"rm {quoted(manifest_path(folder, shard_id))} && {rerun_command(shard_id, folder)}"
 
 
@@ -126,7 +125,7 @@ def missing_file(path: Path, shard_id: int, folder: Path) -> MissingShard:
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The header of a version 1.0 ``.npy`` file, as ``numpy.save`` writes it (128 bytes)."""
+    """Return the header of a version 1.0 ``.npy`` file, as ``numpy.save`` writes it (128 bytes)."""
     text = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': {shape}, }}"
     return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{text:<117}\n".encode()
 
@@ -180,12 +179,12 @@ def blank_id(vocab_size: int) -> int:
 
 
 def tokenizer_fingerprint(tokenizer_json: str) -> str:
-    """sha256, in hex, of what decides ids in a ``tokenizer.json``, however its keys and merges stand."""
+    """Return the sha256, in hex, of what decides ids in a ``tokenizer.json``, whatever its order."""
     return fingerprint_of(json.loads(tokenizer_json))
 
 
 def fingerprint_of(data: dict[str, Any]) -> str:
-    """The same of a ``tokenizer.json`` that is parsed already, as which it is left."""
+    """Return ``tokenizer_fingerprint`` of a file that is parsed already, and left as it is."""
     kept = {name: data.get(name) for name in _DECISIVE}
     model = kept["model"] or {}
     merges, vocab = model.get("merges"), model.get("vocab")
@@ -236,26 +235,22 @@ class DatasetSpec:
 
     @property
     def has_rows(self) -> bool:
-        """Whether a sample is a row of ``seq_len`` tokens, and no document."""
+        """Return whether a sample is a row of ``seq_len`` tokens, and no document."""
         return self.record != "documents"
 
     @property
     def kind(self) -> str:
-        """How a sample's ids are stored: one of IDX_KINDS."""
+        """Return how a sample's ids are stored: one of IDX_KINDS."""
         return self.record if self.has_rows else self.token_format
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a binary id."""
+        """Return the bytes of a binary id."""
         return token_bytes(self.tokenizer.vocab_size)
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Of binary ids: uint16 or uint32, little-endian."""
+        """Return the type of binary ids: uint16 or uint32, little-endian."""
         import numpy as np
 
         return np.dtype(f"<u{self.token_bytes}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what a manifest and the index say of it."""
-        return dataclasses.asdict(self)

@@ -133,10 +133,8 @@ class PlanOptions:
         """Check the options and settle those that are None. A settled object passes unchanged."""
         self._check()
         if unknown := {name.strip() for name in self.split.split(",") if name} - {*SPLITS}:
-            raise UsageError(
-                f"--split names {', '.join(sorted(unknown))}, expected some of {', '.join(SPLITS)}; names of "
-                "files such as valid, dev and eval count as these"
-            )
+            expected = f"some of {', '.join(SPLITS)}, as which valid, dev and eval in names of files count"
+            raise UsageError(found=f"--split {', '.join(sorted(unknown))}", expected=expected)
         has_rows, is_chat = self.has_rows, self.is_chat
         settled = {
             "encoding": _python_encoding(self.encoding),
@@ -155,27 +153,23 @@ class PlanOptions:
 
     @property
     def is_chat(self) -> bool:
-        """Whether a document is a conversation, rendered by a chat template."""
+        """Return whether a document is a conversation, rendered by a chat template."""
         return self.record == "chat"
 
     @property
     def has_rows(self) -> bool:
-        """Whether a sample is a row of ``seq_len`` tokens."""
+        """Return whether a sample is a row of ``seq_len`` tokens."""
         return self.record != "documents"
 
     @property
     def encodes_control_tokens(self) -> bool:
-        """Whether control tokens written out in a text become control tokens: a chat template's have to."""
+        """Return whether control tokens written out in a text become such: a chat template's have to."""
         return self.allow_special_tokens or self.is_chat
 
     def side_files(self) -> list[str]:
-        """The files of a shard that only some options ask for, by their names in its manifest."""
+        """Return the files of a shard that only some options ask for, by their names in its manifest."""
         wanted = {"ids": self.id_field, "digests": self.digests}
         return [name for name, is_wanted in wanted.items() if is_wanted]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what plan.json has of them: all."""
-        return {item.name: getattr(self, item.name) for item in PLAN_FIELDS}
 
     def identity(self) -> dict[str, Any]:
         """Return what of them the plan's id is a hash of."""
@@ -188,7 +182,7 @@ class PlanOptions:
         return kept
 
     def _check(self) -> None:
-        """Raises UsageError for a value that cannot be, or that this record does not have."""
+        """Refuse a value that cannot be, or that this record does not have. Raises UsageError."""
         if self.text_template and self.text_field:
             raise UsageError(found="--text_field and --text_template", expected="one of the two")
         if self.has_rows and self.keep_text:
@@ -249,11 +243,8 @@ class PrepConfig(PlanOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.follow_links and not self.recursive:
-            raise UsageError(
-                "--follow_links is for subfolders; add --recursive, or leave it out",
-                found="--follow_links",
-                remedy="--recursive",
-            )
+            expected = "--recursive with it, as it is for subfolders, or neither"
+            raise UsageError(found="--follow_links", expected=expected, remedy="--recursive")
         if not 0 <= self.max_bad_fraction <= 1:
             raise UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
@@ -266,7 +257,7 @@ class PrepConfig(PlanOptions):
             raise UsageError(found="--limit --hash_inputs", expected="one: a part of the input, or all of it")
 
     def plan_options(self) -> PlanOptions:
-        """The options without where things are and how they are checked."""
+        """Return the options without where things are and how they are checked."""
         return PlanOptions(**{item.name: getattr(self, item.name) for item in PLAN_FIELDS})
 
 
@@ -296,7 +287,7 @@ def flags_of(options: PlanOptions) -> list[str]:
 
 
 def _python_encoding(name: str) -> str:
-    """Python's own name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
+    """Return Python's name of a codec. Raises UsageError where lines cannot be told apart as bytes."""
     ascii_bytes = bytes(range(128))
     disguised = ("utf-16", "utf-32", "iso2022", "hz", "utf-7", "idna", "unicode-escape", "raw-unicode-escape")
     try:

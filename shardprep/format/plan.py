@@ -147,7 +147,7 @@ class Plan(_Decisions):
     # Of a plan that was read these are Rows, which read what they are asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
-    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see planning.InputListing
+    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see listing.InputListing
 
     @property
     def num_shards(self) -> int:
@@ -169,7 +169,7 @@ class Plan(_Decisions):
 
     @property
     def left_out(self) -> dict[str, list[str]]:
-        """The names in the input folder that are no input, by reason."""
+        """Return the names in the input folder that are no input, by reason."""
         found: dict[str, list[str]] = {}
         for reason, name in self.names_left_out:
             found.setdefault(reason, []).append(name)
@@ -177,13 +177,13 @@ class Plan(_Decisions):
 
     @property
     def end_id(self) -> int | None:
-        """The token that is put behind each document: EOS where it is appended."""
+        """Return the token that is put behind each document: EOS where it is appended."""
         options = self.options
         return self.tokenizer.eos_token_id if options.append_eos and not options.own_eos else None
 
     @property
     def has_input_hashes(self) -> bool:
-        """Whether ``plan --hash_inputs`` hashed the whole input of each shard."""
+        """Return whether ``plan --hash_inputs`` hashed the whole input of each shard."""
         return bool(self.cuts[0].sha256)
 
     def at(self, input_dir: Path | None) -> Plan:
@@ -255,11 +255,6 @@ def _wrong_cuts(found: str, expected: str) -> BrokenShard:
     return wrong_value(Path(PLAN_NAME), "cuts", found, f"{expected}; plan into a new folder")
 
 
-def file_cuts(inputs: Sequence[InputFile]) -> list[Cut]:
-    """One input file is one shard."""
-    return [Cut(number, 0) for number in range(len(inputs) + 1)]
-
-
 def is_one_file_a_shard(plan: Plan) -> bool:
     """Return whether shard N is the N-th input file."""
     return plan.num_shards == len(plan.inputs) and all(
@@ -295,7 +290,7 @@ class Rows(Sequence[T]):
     """A table of a plan, each block of which is read when one of its rows is asked for, and then held."""
 
     def __init__(self, file: ReadFile, begin: int, table: _Table, kind: Any) -> None:
-        """``begin``: the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
+        """Take the byte behind the head. Raises BrokenShard where rows and blocks do not agree."""
         self._file, self._table, self._kind = file, table, kind
         sizes = [num_bytes for num_bytes, _ in table.blocks]
         if len(sizes) != -(-table.num_rows // _ROWS_PER_BLOCK):
@@ -320,7 +315,7 @@ class Rows(Sequence[T]):
         return self._block(number)[place]
 
     def _block(self, number: int) -> list[T]:
-        """Raises BrokenShard, ReadWriteError."""
+        """Return the rows of a block, read once. Raises BrokenShard, ReadWriteError."""
         if number in self._held:
             return self._held[number]
         path, begin = self._file.path, self._offsets[number]
@@ -386,13 +381,11 @@ def plan_json(plan: Plan) -> bytes:
         body += b"]\n"
         tables[name] = {"num_rows": len(rows), "offset": offset, "blocks": blocks}
     inputs_sha256, cuts_sha256 = _hashes_of_tables(plan)
+    decisions = {item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)}
     head = {
         "plan_id": plan.plan_id,
         "input_dir": str(plan.input_dir),
-        **{item.name: getattr(plan, item.name) for item in dataclasses.fields(_Decisions)},
-        "options": plan.options.to_json(),
-        "tokenizer": dataclasses.asdict(plan.tokenizer),
-        "tokenizer_files": {name: dataclasses.asdict(stamp) for name, stamp in plan.tokenizer_files.items()},
+        **msgspec.to_builtins(decisions),
         "inputs_sha256": inputs_sha256,
         "cuts_sha256": cuts_sha256,
         "tables": tables,
@@ -477,7 +470,12 @@ def _open_plan(path: Path) -> Plan:
     line = bytes(raw.partition(b"\n")[0])
     data = checked_object(path, line if line.endswith(b"}") else line + b"}", _FORMAT)
     if isinstance(options := data.get("options"), dict):
-        _refuse_unknown_options(path, options)
+        for name in options.keys() - {item.name for item in PLAN_FIELDS}:
+            value = options.pop(name)  # one that says no is nothing to us
+            if value not in (False, "", None):  # 0 is False
+                found = f"options.{name!a} is {value!r:.60}"
+                expected = "options known here: install the newer shardprep that planned this, or plan anew"
+                raise UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
     try:
         head = as_type(path, data, _Head)
     except UsageError as error:
@@ -503,16 +501,6 @@ def _open_plan(path: Path) -> Plan:
         cuts=rows["cuts"],
         names_left_out=rows["left_out"],
     )
-
-
-def _refuse_unknown_options(path: Path, options: dict[str, Any]) -> None:
-    """Leave out unknown options that say no. Raises UnknownVersion for one that is used."""
-    for name in options.keys() - {item.name for item in PLAN_FIELDS}:
-        value = options.pop(name)
-        if value not in (False, "", None):  # 0 is False
-            found = f"options.{name!a} is {value!r:.60}"
-            expected = "options known here: install the newer shardprep that planned this, or plan anew"
-            raise UnknownVersion(path=path, found=found, expected=f"{expected} into a new folder")
 
 
 def plan_differences(frozen: Plan, other: Plan) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from loader import BrokenShard
@@ -39,6 +42,7 @@ SETS: Mapping[str, Mapping[str, Any]] = {
     "json": {},
     "npy": {"token_format": "npy", "keep_text": False},
     "packed": {"record": "packed", "seq_len": 16, "digests": True},
+    "table": {},
     "split": {"validation_fraction": 0.3},
 }
 BROKEN = 1  # the shard that is damaged, of three
@@ -54,10 +58,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
         texts = [
             text for text in hostile_texts(240, seed=8, most_words=6) if text.strip() and len(text) < 300
         ]
-        raw = {"a.txt": "\n".join(texts[:90]), "b.txt": "\n".join(texts[90:])}
+        raw: dict[str, Any] = {"a.txt": "\n".join(texts[:90]), "b.txt": "\n".join(texts[90:])}
+        if name == "table":  # places are rows; the second shard ends inside of the second file
+            parts = (texts[:70], texts[70:-10], texts[-10:])
+            raw = {f"{number}.parquet": parquet(part) for number, part in enumerate(parts)}
         return World(root / name).raw(raw).make(num_shards=3, **SETS[name])
 
     return make
+
+
+def parquet(texts: list[str]) -> bytes:
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), file, row_group_size=5)
+    return file.getvalue()
 
 
 def path_of(world: World, suffix: str) -> Path:
@@ -202,6 +215,13 @@ def exchanged(records: Any) -> Any:
     return records
 
 
+def one_twice(records: Any) -> Any:
+    """A document has the bytes of the one before it."""
+    for name in ("offset", "num_bytes", "num_tokens"):
+        records[name][4] = records[name][3]
+    return records
+
+
 FORGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "as it was": ("json", {}),
     "a sample less": ("json", {"records": lambda records: records[:-1]}),
@@ -211,6 +231,7 @@ FORGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ids a byte shorter": ("json", {"records": with_field("num_bytes", lambda size: size - 1)}),
     "ids behind the tar": ("json", {"records": with_field("offset", lambda _: 1 << 40)}),
     "ids up to behind the tar": ("npy", {"records": with_field("offset", lambda _: 1 << 40)}),
+    "the ids of the document before": ("npy", {"records": one_twice}),
     "bytes that are no ids": ("npy", {"records": with_field("num_bytes", lambda size: size + 2)}),
     "documents exchanged": ("json", {"records": exchanged}),
     "a document before the shard": ("json", {"records": with_field("source_offset", lambda _: 0, row=0)}),
@@ -218,6 +239,7 @@ FORGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "the last document from the next shard": (
         "json", {"records": with_field("source_offset", lambda _: 1 << 30, row=-1)},
     ),
+    "the last row from the next file": ("table", {"records": with_field("source", lambda _: 2, row=-1)}),
     "another id for validation": ("split", {"records": exchanged}),
     "more tokens than a row": ("packed", {"records": with_field("num_tokens", lambda num: num + 1, row=0)}),
     "starts behind the tar": ("packed", {"records": with_field("starts_offset", lambda _: 1 << 40)}),
@@ -280,7 +302,7 @@ def test_a_loader_refuses_an_idx_that_does_not_fit_its_tar_and_never_delivers_ot
 # A loader asks nothing of these records but where the ids are.
 NOT_SEEN_BY_A_LOADER = {
     "documents exchanged", "a document before the shard", "a document behind the shard",
-    "the last document from the next shard", "another id for validation",
+    "the last document from the next shard", "the last row from the next file", "another id for validation",
 }  # fmt: skip
 
 
@@ -288,6 +310,29 @@ def ids_in_order(world: World, name: str) -> list[Any]:
     options = {"boundaries": "segment_ids"} if name == "packed" else {}
     with world.ranks(global_batch_size=1, shuffle=False, **options) as ranks:
         return ranks.take(len(ranks.loaders[0]))
+
+
+def num_done(world: World) -> int:
+    return int(json.loads(world.main("status", world.data_dir, json=True).out)["num_done"])
+
+
+def test_a_finding_stands_until_an_equally_thorough_verify_finds_the_shard_right(
+    whole: Callable[[str], World], tmp_path: Path
+) -> None:
+    world = whole("json").copy(tmp_path)
+    first, second = (world.data_dir / f"shard-{number:05d}.tar" for number in (0, 1))
+    right = [path.read_bytes() for path in (first, second)]
+    first.write_bytes(flipped_middle(right[0]))
+    assert world.main("verify", world.data_dir).code != 0
+    second.write_bytes(cut(right[1]))
+    assert world.main("verify", world.data_dir, fast=True).code != 0
+    second.write_bytes(right[1])
+    assert num_done(world) == 1, "a quick look at the sizes takes back no finding of a whole verify"
+    first.write_bytes(right[0])
+    second.write_bytes(flipped_middle(right[1]))
+    assert world.main("verify", world.data_dir).code != 0
+    second.write_bytes(right[1])
+    assert num_done(world) == 2, "a whole verify found the first shard right"
 
 
 def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(

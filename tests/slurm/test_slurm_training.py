@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,10 @@ def has_daemon(job: str) -> bool:
 def log_of(site: Cluster, job: str) -> str:
     path = site.folder / f"train-{job}.log"
     return path.read_text() if path.exists() else ""
+
+
+def has_logged(site: Cluster, job: str, text: str) -> bool:
+    return text in log_of(site, job)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +165,7 @@ def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
         for flag in words
     }
     for flag, job in jobs.items():
-        wait_until(lambda job=job: "it trains" in log_of(site, job))
+        wait_until(partial(has_logged, site, job, "it trains"))
         site.run("scancel", "--batch", "--signal=USR1", job)
         last = end_of_job(site, job)
         assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), log_of(site, job)

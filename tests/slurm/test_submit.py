@@ -60,10 +60,10 @@ def options(script: str) -> dict[str, str]:
         ({"SBATCH_PARTITION": "p"}, "--mem_gb 1.5", {"partition": "p", "mem": "1536M"}),
         ({"SBATCH_EXCLUDE": "n[1-2]"}, "", {"exclude": "n[1-2]"}),
         ({}, "--cpus_per_task 9", {"cpus-per-task": "9"}),
-        ({}, "", {"cpus-per-task": "4"}),  # of 8, as no node has more
+        ({}, "", {"cpus-per-task": "1"}),
     ],
 )
-def test_values_are_of_flags_or_else_of_sbatchs_variables_and_never_more_cpus_than_a_node_has_by_default(
+def test_values_are_of_flags_or_else_of_sbatchs_variables_and_a_task_has_one_cpu_by_default(
     fake: FakeSlurm, data_dir: Path, environ: dict[str, Any], flags: str, expected: dict[str, str | None]
 ) -> None:
     fake.answers("sinfo", "cpu*|idle|4000|4|infinite\n")

@@ -91,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--min_share", metavar="F", type=float, help=text)
     add("--shards", metavar="IDS", help="look into these only, such as 0-9,12 (default: all)")
     text = "folder of the lists; a new one for other settings (default: DATA/overlap)"
-    add("--output", metavar="OUT", type=Path, help=text)
+    add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*READ_OPTIONS}
     add_flags_of(parser.add_argument_group("how EVALS is read, as by plan"), PlanOptions, but=others)
 

@@ -63,8 +63,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "loader/reading.py",
-        "while len(self._open) >= self.max_open:",
-        "while (len(self._open) > self.max_open):",
+        "while len(self._open) >= self._max_open:",
+        "while (len(self._open) > self._max_open):",
         READS,
     ),
     (
@@ -90,12 +90,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "begins = begins[np.diff(begins, prepend=-1) > 0]",
         "begins = begins[np.diff(begins, prepend=-(2)) > 0]",
         "any number below 0 stands before the first begin, which is 0",
-    ),
-    (
-        "loader/rounds.py",
-        "if laid_out is None or not laid_out.first <= at < laid_out.end:",
-        "if laid_out is None or not (laid_out.first < at < laid_out.end):",
-        SPEED,
     ),
     (
         "loader/decode.py",
@@ -164,8 +158,14 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("loader/reading.py", "_MOST_AT_ONCE_BYTES = 1 << 30", "_MOST_AT_ONCE_BYTES = 1 << (31)", LIMIT),
     (
         "loader/run.py",
-        "begins_round = any(stage.step == step and stage.weights is not None for stage in self.stages)",
-        "begins_round = any((stage.step == step or stage.weights is not None) for stage in self.stages)",
+        "begins_round = any(stage.step == step and stage.begins_round for stage in self.stages)",
+        "begins_round = any((stage.step == step or stage.begins_round) for stage in self.stages)",
+        BORDER,
+    ),
+    (
+        "loader/run.py",
+        "goes_on = held.weights == before.weights and not (begins_round and held.step == step)",
+        "goes_on = held.weights == before.weights and not ((begins_round or held.step == step))",
         BORDER,
     ),
     ("preprocess/make/members.py", "self._num_held = 0", "self._num_held = (1)", MEMORY),

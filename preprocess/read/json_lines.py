@@ -143,7 +143,7 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
         if len(strings) != len(starts):
             return None
         for number in _lines_at(_perhaps_infinite(letters), starts):
-            orjson.loads(block[starts[number] : np.append(starts, len(block))[number + 1]])
+            orjson.loads(block[starts[number] : block.find(b"}\n", starts[number]) + 1 or len(block)])
         # A string without escapes is its own text.
         escaped = _lines_at(escapes, starts)
         if 4 * len(escaped) > len(strings):
@@ -229,7 +229,7 @@ def _names_each_once(
     """Whether each line that has all fields of the text names each of them once; most blocks show it at once.
 
     Each such line has a key for each name at least. So there is no further one where the keys of a block are
-    as many as its lines. Of reading a line of 76 bytes this takes 0.27 of 1.4 us.
+    as many as its lines.
     """
     if isinstance(fields, (MessageFields, RecordFields)):
         return False  # each line is looked at: what follows takes 20 times as long

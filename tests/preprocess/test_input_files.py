@@ -278,6 +278,49 @@ def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(tmp_path: Path) -> None
     assert [line[2] for line in world.lines("ids")][2::3] == ["d2"] * len(paths)
 
 
+@pytest.mark.parametrize(
+    ("lines", "texts", "left_out"),
+    {
+        "an infinite number": ([b'{"text": "a", "n": 1e999}', b'{"n": -1E+400, "text": "b"}'], [], 2),
+        "a number of 400 digits": ([b'{"text": "a", "n": ' + b"9" * 400 + b"}"], [], 1),
+        "finite numbers": (
+            [b'{"text": "1e999", "n": 1e-999}', b'{"n": 1.5e300, "text": "b"}'],
+            ["1e999", "b"],
+            0,
+        ),
+        "two in one line, and one in two": (
+            [b'{"text": "a"} {"text": "b"}', b'{"n": [{}', b'{}], "text": "c"}'],
+            [],
+            3,
+        ),
+        "bytes of no UTF-8 in another field": ([b'{"text": "a", "n": "\xff"}', b'{"text": "b"}'], ["b"], 1),
+        "the field twice, once with an escape": (
+            [b'{"text": "a", "te\\u0078t": "b"}', b'{"text": "c"}'],
+            ["c"],
+            1,
+        ),
+        "white space alone": (
+            [b'{"text": " \\t\xe3\x80\x80"}', b'{"text": ""}', b'{"text": " c"}'],
+            [" c"],
+            0,
+        ),
+        "what stands between texts inside": (
+            [b'{"text": "a\\"\\u0000\\u0001document\\u0002\\"b"}', b'{"text": "c"}'],
+            ['a"\0\1document\2"b', "c"],
+            0,
+        ),
+    }.values(),
+)
+def test_lines_of_json_are_taken_or_left_out_one_by_one_whatever_stands_beside_them(
+    lines: list[bytes], texts: list[str], left_out: int, tmp_path: Path
+) -> None:
+    plain = b'{"text": "plain"}'
+    world = World(tmp_path).raw({"a.jsonl": b"\n".join([plain, *lines, plain, b""])})
+    world.make(num_shards=1, max_bad_fraction=1)
+    assert world.texts() == ["plain", *texts, "plain"]
+    assert sum(world.left_out().values()) == left_out
+
+
 # Compressed files, and what is broken. ------------------------------------------------------------------
 
 

@@ -168,6 +168,12 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "begins_round = any((stage.step == step or stage.begins_round) for stage in self.stages)",
         BORDER,
     ),
+    (
+        "loader/run.py",
+        "goes_on = held.weights == before.weights and not (begins_round and held.step == step)",
+        "goes_on = held.weights == before.weights and not ((begins_round or held.step == step))",
+        BORDER,
+    ),
     ("preprocess/make/members.py", "self._num_held = 0", "self._num_held = (1)", MEMORY),
     (
         "loader/decode.py",

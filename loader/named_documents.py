@@ -79,6 +79,8 @@ def print_steps(loader: TokenLoader, given: str, *, is_json: bool) -> int:
         named = find_documents(Path(path), {name: shard_sets[name]})
     else:
         named = find_documents(Path(given), shard_sets)
+    if loader.progress.num_left:
+        say("note: the loop left epochs by set_epoch; all steps of these count as seen")
     steps: list[dict[str, Any]] = []
     times = Counter[tuple[str, int]]()
     for step, documents in sorted(_steps(run, named, num_steps).items()):

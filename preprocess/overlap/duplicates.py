@@ -27,10 +27,17 @@ from preprocess.read.transform import transform_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BrokenShard, Refused, UsageError
 from shardprep.files import NOT_THERE, FileStamp, PublishedFile, read_regular, sync_folder
-from shardprep.format.documents import DIGEST, MOST_NAMES, DocumentNames, name_of_place, pieces_of
+from shardprep.format.documents import (
+    DIGEST,
+    MOST_NAMES,
+    DocumentNames,
+    name_of_place,
+    pieces_of,
+    read_blanked,
+)
 from shardprep.format.idx import ShardSamples, read_idx
 from shardprep.format.input_formats import name_of_input
-from shardprep.format.manifest import check_done, read_findings
+from shardprep.format.manifest import check_done, read_findings, read_manifest
 from shardprep.format.names import DIGEST_BYTES, digests_path, missing_file, remake_command, source_of_path
 from shardprep.format.plan import Plan, need_plan
 
@@ -222,24 +229,37 @@ def _going(shard: _Shard, copies: _Copies, args: argparse.Namespace) -> Iterator
     """
     folder, plan, shard_id = shard.data_set.folder, shard.data_set.plan, shard.shard_id
     paths = [item.path for item in plan.inputs]
+    if plan.spec.has_rows:
+        with ShardSamples(folder, plan.spec, shard_id) as samples:
+            pieces = pieces_of(samples)
+        num_tokens = np.bincount(pieces.document, pieces.num_tokens).astype(np.int64)
+    else:
+        records = read_idx(folder, plan.spec, shard_id)
+        num_tokens = records["num_tokens"]
+    if len(num_tokens) * DIGEST_BYTES != shard.stamp.num_bytes:
+        path, found = digests_path(folder, shard_id), f"{shard.stamp.num_bytes} bytes"
+        remedy = remake_command(shard_id, folder)
+        raise BrokenShard(path=path, found=found, expected=f"{len(num_tokens)} digests", remedy=remedy)
+    num_tokens = num_tokens[copies.positions]
     if not plan.spec.has_rows:
-        records = read_idx(folder, plan.spec, shard_id)[copies.positions]
-        columns = (records[name].tolist() for name in ("source", "source_offset", "num_tokens"))
-        for source, offset, num_tokens in zip(*columns, strict=True):
-            yield name_of_input(paths, source), offset, num_tokens
+        records = records[copies.positions]
+        columns = (each.tolist() for each in (records["source"], records["source_offset"], num_tokens))
+        for source, offset, count in zip(*columns, strict=True):
+            yield name_of_input(paths, source), offset, count
         return
-    with ShardSamples(folder, plan.spec, shard_id) as samples:
-        pieces = pieces_of(samples)
-    num_tokens_of = np.bincount(pieces.document, pieces.num_tokens).astype(np.int64)
     keys, place = np.unique(copies.digests.astype(">u8").view(DIGEST).reshape(-1), return_index=True)
-    names, tokens = DocumentNames(keys=keys), num_tokens_of[copies.positions[place]].tolist()
+    names, tokens = DocumentNames(keys=keys), num_tokens[place].tolist()
     stays = copies.is_first_here[place].tolist()  # whether the next copy with this digest does
-    num_found = 0
+    blanked, num_found = None, 0
+    if read_manifest(folder, shard_id).made_from is not None:
+        blanked = read_blanked(folder, plan.plan_id, shard_id)
     transform = transform_of(plan.options, args.transform)
     planned = plan.at(args.input_dir).shard(shard_id)
     digest = None if planned.sha256 is None else hashlib.sha256()
     for documents in documents_of_shard(plan, folder, planned, digest=digest, transform=transform):
         of = names.find(documents.digests())
+        if blanked is not None:
+            of[blanked.are_at(documents.input_number, documents.offsets)] = -1
         for offset, number in zip(documents.offsets[of >= 0].tolist(), of[of >= 0].tolist(), strict=True):
             if stays[number]:
                 stays[number] = False

@@ -132,6 +132,20 @@ def test_blanked_documents_are_no_duplicates_and_blank_takes_the_list(tmp_path: 
     assert raw.count(b"\xff" * 16) == answer["num_duplicates"]
 
 
+@pytest.mark.parametrize("form", ["documents", "concat"])
+def test_of_equal_documents_one_that_is_blanked_is_neither_kept_nor_listed(tmp_path: Path, form: str) -> None:
+    world, documents = made(tmp_path, 0, **FORMS[form])
+    counts = Counter(text for _, text in documents)
+    text = next(text for text, count in counts.items() if count > 2)
+    first = next(place for place, each in documents if each == text)
+    (tmp_path / "first.txt").write_text(f"at:{first[0]}:{first[1]}\n")
+    new = tmp_path / "new"
+    assert call_main("blank", world.data_dir, "--ids", tmp_path / "first.txt", "--output", new).code == 0
+    run(new, "--output", tmp_path / "names.txt")
+    left = [each for each in documents if each[0] != first]
+    assert listed(tmp_path / "names.txt") == expected([left])[0]
+
+
 def test_the_summary_names_the_lists_and_what_to_type(tmp_path: Path) -> None:
     world, _ = made(tmp_path, 0, digests=True)
     ended = call_main("duplicates", world.data_dir, "--output", tmp_path / "names.txt")

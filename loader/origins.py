@@ -43,7 +43,7 @@ def find_origin(name: str, shards: ShardSet, shard: int, sample: int, document: 
     place = address = ""
     if data.records is None:
         shard_id = int(data.shard_ids[row])
-        address = f"{shard_id}:{sample}:{document}" if data.row_tokens else f"{shard_id}:{sample}"
+        address = f"{shard_id}:{sample}:{document}" if data.spec.has_rows else f"{shard_id}:{sample}"
         with contextlib.suppress(NotFound, *NOT_THERE):  # a copy without its idx or its plan
             record = _records(data.folder, data.spec, shard_id)[sample]
             name_of = name_of_input(_input_names(data.folder), int(record["source"]))

@@ -270,7 +270,7 @@ class ShardReader:
             if starts:
                 starts_offset[here] = records["starts_offset"]
                 found.num_starts[here] = records["num_starts"]
-            if shard.source.has_mask:
+            if shard.source.spec.record == "chat":  # rows say which of their tokens have a label
                 mask_offset[here] = records["mask_offset"]
                 found.mask_at[here] = 0
         is_cut |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar

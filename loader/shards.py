@@ -45,16 +45,6 @@ class DatasetShards:
         return self.scanned_tar or tar_path(self.folder, int(self.shard_ids[row]))
 
     @property
-    def row_tokens(self) -> int:
-        """Return the tokens of every sample where they are packed rows, else 0."""
-        return self.spec.seq_len
-
-    @property
-    def has_mask(self) -> bool:
-        """Return whether rows say which of their tokens have a label."""
-        return self.spec.record == "chat"
-
-    @property
     def fingerprint(self) -> str:
         """Hash plan, shards and content. A data set may move: its folder is outside it."""
         parts = [self.shard_ids.astype("<i8").tobytes(), ",".join(self.tar_sha256.tolist()).encode()]
@@ -99,11 +89,11 @@ class ShardSet:
         self.first_sample = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self.num_shards = len(counts)
         self.num_samples = int(self.first_sample[-1])
-        lengths = {source.row_tokens for source in self.sources}
+        lengths = {source.spec.seq_len for source in self.sources}  # 0 of documents
         self.has_rows = any(lengths)  # whether some samples are packed rows
         # Tokens of every sample where all are packed rows of one length, else 0.
         self.row_tokens = lengths.pop() if len(lengths) == 1 else 0
-        self.has_masks = any(source.has_mask for source in self.sources)
+        self.has_masks = any(source.spec.record == "chat" for source in self.sources)
         num_tokens = sum(int(source.num_tokens.sum()) for source in self.sources)
         self.mean_tokens = max(num_tokens / max(int(self.num_records.sum()), 1), 1.0)  # of a sample, roughly
 

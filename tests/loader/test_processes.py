@@ -130,13 +130,7 @@ if __name__ == "__main__":
     main()
 """
 WORLDS: list[dict[str, Any]] = [
-    {
-        "name": "as Python 3.14 starts workers",
-        "world": 2,
-        "workers": 1,
-        "method": "forkserver",
-        "last": STEPS,
-    },
+    {"name": "as Python 3.14 starts", "world": 2, "workers": 1, "method": "forkserver", "last": STEPS},
     {"name": "stopped", "world": 4, "workers": 2, "method": "fork", "last": STOP},
     {"name": "resumed", "world": 8, "workers": 0, "method": "fork", "last": 2 * STEPS, "after": "stopped"},
 ]

@@ -272,23 +272,6 @@ def said(
     return [record.getMessage() for record in caplog.records if record.levelno == level]
 
 
-def test_rank_0_tells_settings_and_steps_of_an_epoch_in_one_record(
-    caplog: pytest.LogCaptureFixture, sets: DataSets
-) -> None:
-    options = {"global_batch_size": 16, "world_size": 2, "max_length": 64, "seed": 7}
-    blocks = [text for text in said(caplog, sets["documents"], rank=0, **options) if "\n" in text]
-    with open_loader(sets["documents"], rank=0, **options) as loader:
-        steps = len(loader) // 2
-    (block,) = blocks
-    assert "rank 0 of 2, batch_size 4, global_batch_size 16" in block
-    lines = dict(line.strip().partition(": ")[::2] for line in block.splitlines()[1:])
-    assert "64 tokens" in lines["sample"]
-    assert f"{steps:,} steps" in lines["epoch"]
-    assert "seed 7" in lines["order"]
-    assert "16" in lines["from step 0"]
-    assert not [text for text in said(caplog, sets["documents"], rank=1, **options) if "\n" in text]
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

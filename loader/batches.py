@@ -287,7 +287,11 @@ class StepBatches:
         num_rows, width = fields["input_ids"].shape
         fields["labels"].numpy().reshape(-1)[edges.begins] = IGNORED
         if self.shifts_targets:
-            edges, width = _without_last_place(edges, width), width - 1
+            # Each row loses its last place: a document that begins there, or the end of a longer one.
+            row, within = np.divmod(edges.begins, width)
+            is_kept, is_last = within < width - 1, within + edges.sizes == width
+            width -= 1
+            edges = Edges((row * width + within)[is_kept], (edges.sizes - is_last)[is_kept])
             lengths = None if lengths is None else np.minimum(lengths, width)
         fields.update(boundary_fields(self.boundaries, edges, (num_rows, width), lengths))
         if "transformers" in self.boundaries:
@@ -326,15 +330,6 @@ class StepBatches:
                 "each document has one token. A loss that is a mean over labels is NaN there; divide the sum "
                 "of the loss by at least 1, or raise batch_size"
             )
-
-
-def _without_last_place(edges: Edges, width: int) -> Edges:
-    """Return the edges of the same rows, ``width`` places wide, one place narrower."""
-    row, within = np.divmod(edges.begins, width)
-    is_kept = within < width - 1
-    # A document that ends its row loses a place.
-    is_last = (within + edges.sizes == width)[is_kept]
-    return Edges((row * (width - 1) + within)[is_kept], edges.sizes[is_kept] - is_last)
 
 
 def blank_labels(batch: Any, is_filler: npt.NDArray[np.bool_]) -> None:

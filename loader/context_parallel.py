@@ -63,7 +63,13 @@ def split_for_context_parallel(
                 f"the batch's {name} is no tensor of {list(ids.shape)}, and cannot be split over ranks; of "
                 "boundaries take 'position_ids', 'segment_ids' or 'cu_seqlens'"
             )
-    _check_labels(fields)
+    if (labels := fields.get("labels")) is not None:
+        is_ignored = labels == IGNORED
+        if not is_ignored.all() and (is_ignored | (labels == ids)).all():
+            raise UsageError(
+                "the labels are the tokens themselves, and what follows a token may be on another rank; make "
+                'the loader with targets="shifted"'
+            )
     if by == "document":
         return _split_documents(batch, fields, rank, size, multiple=2 * size if pad_documents else 1)
     width, num_parts = ids.shape[1], 2 * size
@@ -77,18 +83,6 @@ def split_for_context_parallel(
     whole = {name: batch[name] for name in _OF_THE_WHOLE if name in batch}
     parts = {name: value.index_select(1, places.to(value.device)) for name, value in fields.items()}
     return {"place_ids": places, **whole, **parts}
-
-
-def _check_labels(fields: Mapping[str, torch.Tensor]) -> None:
-    """Raise UsageError where labels stand at their own tokens: a split model cannot shift them."""
-    if (labels := fields.get("labels")) is None:
-        return
-    is_ignored = labels == IGNORED
-    if not is_ignored.all() and (is_ignored | (labels == fields["input_ids"])).all():
-        raise UsageError(
-            "the labels are the tokens themselves, and what follows a token may be on another rank; make "
-            'the loader with targets="shifted"'
-        )
 
 
 def _split_documents(

@@ -183,24 +183,22 @@ def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
             TOKEN_DTYPES[data.dtype[row]],
         )
         if dtype is None:
-            parts.append(_ids_of_json(data, row, bytes(data.buffer[start : start + num_bytes])))
+            raw, numbers = bytes(data.buffer[start : start + num_bytes]), array("i")
+            fault = ""
+            try:
+                numbers.fromlist(orjson.loads(raw))
+            except (ValueError, TypeError, OverflowError) as error:
+                fault = str(error)
+            if fault or b"e" in raw:  # of true and false, which an array takes for 1 and 0
+                fault = fault or "it has true or false"
+                raise data.broken(row, f"no JSON list of token ids ({fault}): {raw[:60]!r}")
+            parts.append(np.frombuffer(numbers, np.int32))
             continue
         ids = np.frombuffer(data.buffer, dtype, num_bytes // dtype.itemsize, start)
         if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
             raise data.broken(row, f"ids from {ids.min()} to {ids.max()}")
         parts.append(ids.astype(np.int32))
     return np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
-
-
-def _ids_of_json(data: SampleBytes, row: int, raw: bytes) -> Int32s:
-    ids = array("i")
-    try:
-        ids.fromlist(orjson.loads(raw))
-    except (ValueError, TypeError, OverflowError) as error:
-        raise data.broken(row, f"no JSON list of token ids ({error}): {raw[:60]!r}") from None
-    if b"e" in raw:  # of true and false, which an array takes for 1 and 0
-        raise data.broken(row, f"no JSON list of token ids (it has true or false): {raw[:60]!r}")
-    return np.frombuffer(ids, np.int32)
 
 
 def decode_starts(data: SampleBytes, rows: Int64s, row_tokens: int) -> Int32s:

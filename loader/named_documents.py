@@ -3,7 +3,7 @@
 The reader of training walks through the run, with numbers of samples in place of their bytes. So what decides
 which sample comes when (sources, stages, amendments, samples of like length, rows joined at load) decides
 here, too. Read are the side files that names are looked up in, and the shards that hold a named document; of
-samples of like length, every idx. The price: 0.5 us of CPU for each sample that the run has had so far.
+samples of like length, every idx. The price: 0.3 us of CPU for each sample so far, 0.6 us of a mixture.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ class _Wanted:
             documents += pieces.document[pieces.record == sample][part : part + 1].tolist()
         place_of = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
         rows: list[int] = []
-        if plan.spec.has_rows and places:
+        if plan.spec.has_rows and places and place_of:
             end = _first_place_behind(folder, plan, shard_id) if max(places) > place_of[-1] else None
             places = {each for each in places if end is None or each < end}
             found, rows = _at_places(plan, place_of, pieces, places)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
 from shardprep.format.idx import RecordFile, open_idx
+from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
 
@@ -64,7 +65,8 @@ class OpenShard:
 
 def open_shard(source: DatasetShards, row: int) -> OpenShard:
     """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
-    path, remedy = source.path_of(row), source.remedy_of(row)
+    path, shard_id = source.path_of(row), int(source.shard_ids[row])
+    remedy = None if source.scanned_tar else rerun_command(shard_id, source.folder)
     with contextlib.ExitStack() as opened:  # closes what is open where something fails
         try:
             tar = opened.enter_context(ReadFile(path))
@@ -77,7 +79,7 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
             raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
         records, idx, dtype = source.records, None, None
         if records is None:
-            idx = open_idx(source.folder, source.spec, int(source.shard_ids[row]))
+            idx = open_idx(source.folder, source.spec, shard_id)
             opened.enter_context(idx.file)
             expected = int(source.num_samples[row])
             if idx.num_samples != expected:
@@ -278,22 +280,24 @@ class ShardReader:
         is_cut |= row[1:] - row[:-1] != 1
         if self._shards.has_planned:  # samples of the other side may lie between two of one side
             is_cut |= offset[1:] - (offset + found.num_bytes)[:-1] > _MOST_GAP_BYTES
-        found.start[:] = self._read_spans(places, "ids", offset, found.num_bytes, is_cut)
+        found.start[:] = self._read_spans(places, "samples", offset, found.num_bytes, is_cut)
         if starts:
             sizes = 4 * found.num_starts
             is_cut_here = is_cut | (starts_offset[1:] != (starts_offset + sizes)[:-1])
-            found.starts_at[:] = self._read_spans(places, "starts", starts_offset, sizes, is_cut_here)
+            found.starts_at[:] = self._read_spans(
+                places, "document starts", starts_offset, sizes, is_cut_here
+            )
         has_mask = found.mask_at == 0
         if has_mask.any():
             sizes = np.where(has_mask, self._shards.row_tokens, 0)
             is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])
-            at = self._read_spans(places, "mask", mask_offset, sizes, is_cut_here)
+            at = self._read_spans(places, "loss masks", mask_offset, sizes, is_cut_here)
             found.mask_at[has_mask] = at[has_mask]
 
     def _read_spans(
         self,
         places: _Places,
-        column: Literal["ids", "starts", "mask"],
+        what: str,
         offset: Int64s,
         num_bytes: Int64s,
         is_cut: npt.NDArray[np.bool_],
@@ -309,24 +313,21 @@ class ShardReader:
         wrong[1:] |= places.is_behind[1:] & (offset[1:] < ends[:-1])
         if wrong.any():
             at = wrong.argmax()
-            raise _misplaced(self.opened(int(places.shard[at])), column, int(offset[at]), int(ends[at]))
+            raise self._misplaced(int(places.shard[at]), f"{what} at bytes {offset[at]} to {ends[at]}")
         first = _first_of_parts(is_cut)
         begin, end = offset[first], ends[np.append(first[1:], len(ends)) - 1]
         held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
         to_buffer = self._used + np.cumsum(held) - held
-        self._grow(int(held.sum()))
+        used, self._used = self._used, self._used + int(held.sum())
+        if self._used > len(self._buffer):
+            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
+            grown[:used] = self._buffer[:used]
+            self._buffer = grown
         for number, at, size, to in zip(
             *(each.tolist() for each in (places.shard[first], begin, end - begin, to_buffer)), strict=True
         ):
             self._fill(number, at, self._buffer.data[to : to + size])
         return offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
-
-    def _grow(self, num_bytes: int) -> None:
-        used, self._used = self._used, self._used + num_bytes
-        if self._used > len(self._buffer):
-            grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
-            grown[:used] = self._buffer[:used]
-            self._buffer = grown
 
     def _check_sizes(self, found: SampleBytes) -> None:
         """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
@@ -342,10 +343,17 @@ class ShardReader:
         if wrong.any():
             sample = found.sample[wrong.argmax()]
             number = int(self._shards.shard_of(sample))
-            row = int(self._shards.records_of(sample, number))
-            offset = int(self._records(number, slice(row, row + 1))["offset"][0])
-            end = offset + int(found.num_bytes[wrong.argmax()])
-            raise _misplaced(self.opened(number), "ids", offset, end)
+            raise self._misplaced(number, f"sample {self._shards.records_of(sample, number)}")
+
+    def _misplaced(self, number: int, what: str) -> BrokenShard:
+        """Return the error to raise for an idx that cannot be that of its tar."""
+        tar = self.opened(number).tar
+        return BrokenShard(
+            path=tar.path,
+            found=f"an idx that places {what}, of a wrong size or order",
+            expected=f"places apart in {tar.num_bytes} bytes",
+            remedy=f"shardprep verify {quoted(tar.path.parent)}",
+        )
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
@@ -357,13 +365,3 @@ def _stretches(rows: Int64s) -> list[slice]:
     """Return ascending rows as stretches of consecutive ones."""
     bounds = [*_first_of_parts(np.diff(rows) != 1).tolist(), len(rows)]
     return [slice(int(rows[first]), int(rows[first]) + end - first) for first, end in pairwise(bounds)]
-
-
-def _misplaced(shard: OpenShard, column: str, first: int, last: int) -> BrokenShard:
-    what = {"ids": "samples", "starts": "document starts", "mask": "loss masks"}[column]
-    return BrokenShard(
-        path=shard.tar.path,
-        found=f"an idx that places {what} at bytes {first} to {last}, of a wrong size or order",
-        expected=f"places apart in {shard.tar.num_bytes} bytes",
-        remedy=f"shardprep verify {quoted(shard.tar.path.parent)}",
-    )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from loader.order import Int64s
 from shardprep.errors import UsageError
-from shardprep.format.names import DatasetSpec, blank_id, rerun_command, tar_path
+from shardprep.format.names import DatasetSpec, blank_id, tar_path
 
 SplitName = Literal["train", "validation"]
 
@@ -43,10 +43,6 @@ class DatasetShards:
     def path_of(self, row: int) -> Path:
         """Return the tar of a shard."""
         return self.scanned_tar or tar_path(self.folder, int(self.shard_ids[row]))
-
-    def remedy_of(self, row: int) -> str | None:
-        """Return the command that makes a shard again, None for a tar that others wrote."""
-        return None if self.scanned_tar else rerun_command(int(self.shard_ids[row]), self.folder)
 
     @property
     def row_tokens(self) -> int:

@@ -97,8 +97,8 @@ class TokenLoader(DataLoader[Batch]):
 
     def _go_by(self, run: Run) -> None:
         """Deliver a run from now on."""
-        self.run = run
-        slots = share(range(run.order.num_slots), self.process_rank.rank, self.process_rank.world_size)
+        self.run, who = run, self.process_rank
+        slots = share(range(run.order.num_slots), who.rank, who.world_size)
         chunks = ChunkDataset(run, slots, endless=self.persistent_workers or not self.num_workers)
         workers = {**self._worker_options, "num_workers": min(self.num_workers, len(slots))}
         self._stream = BatchStream(chunks, self.step_batches, self.metrics, workers)

@@ -89,7 +89,16 @@ def take_over(
     progress = Progress("taking over", len(untouched), unit="shards")
     for number in untouched:
         if done_manifest(new, number, plan.plan_id) is None:
-            _take_over_shard(folder, new, number)
+            # The files of the shard get a second name, the manifest last.
+            for path, _ in shard_files(folder, read_manifest(folder, number)):
+                target = new / path.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                publish_link(target, path)
+                if target.parent != new:
+                    sync_folder(target.parent)
+            sync_folder(new)
+            publish_link(manifest_path(new, number), manifest_path(folder, number))
+            sync_folder(new)
         progress.add(1)
     return planned, sorted(named), not missing
 
@@ -180,16 +189,3 @@ def _begin(folder: Path, new: Path, planned: Plan, documents: dict[int, BlankedD
             (tokenizer.temporary / name).write_bytes(content)
         tokenizer.publish_first()
     publish_plan(planned, new)
-
-
-def _take_over_shard(folder: Path, new: Path, shard_id: int) -> None:
-    """Give the files of a shard a second name, the manifest last."""
-    for path, _ in shard_files(folder, read_manifest(folder, shard_id)):
-        target = new / path.relative_to(folder)
-        target.parent.mkdir(exist_ok=True)
-        publish_link(target, path)
-        if target.parent != new:
-            sync_folder(target.parent)
-    sync_folder(new)
-    publish_link(manifest_path(new, shard_id), manifest_path(folder, shard_id))
-    sync_folder(new)

@@ -3,6 +3,7 @@
 This package is what the others share. It imports none of them before one of their names is asked for.
 """
 
+import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,14 @@ __version__ = "0.1.0"
 
 class LeaveOut(Exception):
     """Raise it in a function of ``plan --transform`` to leave a document out, counted by this reason."""
+
+
+def main() -> int:
+    """Run the command of this process. Ctrl-C while Python still imports waits until it can stop cleanly."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    from shardprep.__main__ import main as run
+
+    return run()
 
 
 def __getattr__(name: str) -> Any:

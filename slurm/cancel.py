@@ -29,7 +29,6 @@ def cancel(args: argparse.Namespace) -> int:
         task = f"{job_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
         if here := next((each for each in (job_id, task) if each in jobs), None):
             say(f"warning: this runs in job {here}, which is one of {', '.join(jobs)}, and ends with it")
-        named = {} if args.shards is None else {"shards": args.shards}
         try:
             slurm_output("scancel", *jobs)
         except SlurmRefused as error:
@@ -38,15 +37,14 @@ def cancel(args: argparse.Namespace) -> int:
             # scancel has ended this user's jobs all the same. Controllers and unrecorded jobs are theirs.
             user_of = {job.job_id: job.user for job in queue.jobs.values()}
             owners = {each: user_of.get(each.partition("_")[0], user_name()) for each in jobs}
-            own = [each for each in jobs if owners[each] == user_name()]
-            if own:
-                append_event(args.output_dir, "cancel", jobs=own, **named)
+            if own := [each for each in jobs if owners[each] == user_name()]:
+                append_event(args.output_dir, "cancel", jobs=own, shards=args.shards)
             whose = ", ".join(sorted({*owners.values()} - {user_name()})) or "another user"
             raise SlurmRefused(
                 f"{whose} submitted jobs of this data set, and only that user or an administrator can cancel "
                 f"them; cancelled: {', '.join(own) or 'none'}; {error}"
             ) from None
-        append_event(args.output_dir, "cancel", jobs=jobs, **named)
+        append_event(args.output_dir, "cancel", jobs=jobs, shards=args.shards)
     if queue.foreign and args.shards is None:
         ids = " ".join(queue.foreign)
         say(f"left alone: jobs of the folder that this one was copied from; to end them: scancel {ids}")

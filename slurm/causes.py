@@ -54,6 +54,7 @@ _OF_LOG = (
     ("DUE TO JOB REQUEUE", REQUEUED),
     (r"\*\*\* JOB .* CANCELLED AT", CANCELLED),
     (r"\*\*\* STEP .* CANCELLED AT", STEP_STOPPED),
+    ("srun: error: Unable to (confirm allocation|create step)", SRUN_FAILED),  # with exit code 1
 )
 _AGAIN = "retry sends it again"
 # Cause -> what to do. Only people can help where retry alone would fail the same way.

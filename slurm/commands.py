@@ -30,10 +30,10 @@ REQUEST_VARIABLES = {
     "container": "SHARDPREP_EXEC",
     "srun_args": "SHARDPREP_SRUN_ARGS",
 }
-# Slurm's own words for a controller that is down, too slow, or not configured here.
+# Slurm's own words for a controller that is down, too slow or not configured, or whose accounts are slow.
 _AWAY = re.compile(
     r"contact slurm controller|timed out|configuration source|Zero Bytes|connection fail|"
-    r"can't be reached now|Munge|authentication",
+    r"can't be reached now|Munge|authentication|not available right now",
     re.IGNORECASE,
 )
 _IS_IT_UP = "is the controller up? scontrol ping"

@@ -84,7 +84,8 @@ end_record() {
   local code=$1
   set +e
   [[ -n $record ]] || { ((code)) && begin_record; } # the worker may have made the plan meanwhile
-  [[ -f $record && ! -L $record ]] || return
+  # A worker that ends with 0 has removed it: no look, and srun alone may say 0 where its node failed.
+  [[ $code$stage != 0work && -f $record && ! -L $record ]] || return
   { printf '%s\n' end "time=$(date +%s)" "exit_code=$code" "stage=$stage" "killed_by=$killed_by" \
       "signal=$stop_signal" "stopped=$stopped"
     # Before 24.11 a task is not told its time limit, which a retry asks for again.

@@ -184,7 +184,7 @@ class Queue:
 
     # By number of the submission (or PLAIN), job id and index in the array.
     jobs: dict[tuple[int, str, int], Job] = field(default_factory=dict)
-    hidden: dict[int, str] = field(default_factory=dict)  # number of a submission -> why jobs are not shown
+    hidden: dict[str, str] = field(default_factory=dict)  # id of a job that is not shown -> why not
     controllers: list[str] = field(default_factory=list)  # jobs of submit --until_done
     unrecorded: list[str] = field(default_factory=list)  # jobs of ours that wait or run, and no record names
     foreign: list[str] = field(default_factory=list)  # live ones of the folder that this was copied from
@@ -214,21 +214,12 @@ def find_queue(
     users = {me, *(each.user for each in (*submissions, *copied)), *(each.user for each in plain.values())}
     shown = [job for user in sorted(users - {""}) for job in jobs_of_user(user)]
     own = [each for each in shown if each.user == me and each.is_live and each.job_id not in recorded]
-    if not config and (submissions or copied):
+    if not config and (submissions or copied or users - {me, ""}):
         config = read_config()
     queue = Queue(config=config)
 
-    is_private = re.search(r"\b(jobs|all)\b", config.get("PrivateData", ""))
     for sent in submissions:
-        jobs = _jobs_of(sent, shown)
-        queue.jobs |= {(sent.number, *each.key): each for each in jobs}
-        if sent.cluster not in ("", config.get("ClusterName", "")):
-            queue.hidden[sent.number] = (
-                f"jobs of cluster {sent.cluster} are seen by: SLURM_CLUSTERS={sent.cluster} "
-                f"shardprep status {quoted(folder)}"
-            )
-        elif is_private and sent.user != me and not jobs:
-            queue.hidden[sent.number] = f"this site shows the jobs of {sent.user} to {sent.user} alone"
+        queue.jobs |= {(sent.number, *each.key): each for each in _jobs_of(sent, shown)}
     for sent in copied:
         queue.foreign += [job.job_id for job in _jobs_of(sent, shown) if job.is_live]
 
@@ -244,6 +235,19 @@ def find_queue(
             is_plain = job.submit_time <= datetime.fromtimestamp(moment, timezone.utc).strftime(_TIME)
         if is_plain:
             queue.jobs[PLAIN, job.job_id, job.index] = job
+
+    # Jobs that cannot be seen from here, whatever has become of them.
+    hides_users = re.search(r"\b(jobs|all)\b", config.get("PrivateData", ""))
+    seen_users = {me, *(job.user for job in shown)}
+    sent_jobs = [(job.job_id, sent.user, sent.cluster) for sent in submissions for job in sent.jobs]
+    for job_id, user, cluster in [*sent_jobs, *((each.job_id, each.user, "") for each in plain.values())]:
+        if cluster not in ("", config.get("ClusterName", "")):
+            queue.hidden[job_id] = (
+                f"jobs of cluster {cluster} are seen by: SLURM_CLUSTERS={cluster} "
+                f"shardprep status {quoted(folder)}"
+            )
+        elif hides_users and user not in seen_users:
+            queue.hidden[job_id] = f"this site shows the jobs of {user} to {user} alone"
 
     # Jobs of ours that no record names, by their names.
     known = {job_id for number, job_id, _ in queue.jobs if number == PLAIN}

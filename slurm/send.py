@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lustre
@@ -303,7 +304,8 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
     # Only now that they are recorded the jobs may begin; a slurmctld that gives no answer is asked again.
     ids = ",".join(job.job_id for job in submission.jobs)
     try:
-        ask_patiently(lambda: slurm_output("scontrol", "release", ids))
+        for job in submission.jobs:  # one by one: of several some may be released, and begin
+            ask_patiently(partial(slurm_output, "scontrol", "release", job.job_id))
     except (SlurmAway, SlurmRefused) as error:
         way_on = f"The jobs are recorded and wait, held; when the cause is mended: scontrol release {ids}"
         if re.search("already finished|Invalid job id", str(error)):

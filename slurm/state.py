@@ -196,8 +196,8 @@ def find_state(
         except SlurmAway as error:
             if needs_slurm:
                 raise
-            hidden = {each.number: "Slurm gives no answer" for each in submissions}
-            queue = Queue(hidden=hidden, away=str(error))
+            ids = {job.job_id for it in submissions for job in it.jobs} | {it.job_id for it in open_records}
+            queue = Queue(hidden=dict.fromkeys(ids, "Slurm gives no answer"), away=str(error))
     # Looked at last: what Slurm says has ended has its manifest, or the end of its record, by then.
     listed = {each.path for each in records.own}
     now = read_attempts(folder, plan.plan_id, identity)
@@ -271,7 +271,7 @@ def _add_attempts(
         submitted, array = arrays.get(record.job_id, (record.began, None))
         found.append(
             Attempt(
-                state=_state_of_record(record, job, is_away=bool(queue.away)),
+                state=_state_of_record(record, job, is_hidden=record.job_id in queue.hidden),
                 task=f"{record.job_id}_{record.index}" if record.job_id else f"{record.node}-{record.pid}",
                 shards=record.shards,
                 submitted=submitted,
@@ -298,7 +298,7 @@ def _add_attempts(
                 task = f"{array.job_id}_{index}"
                 if job and (job.is_live or cause_of_job(job)):
                     state = _state_of_job(job)
-                elif job is None and submission.number in queue.hidden:
+                elif job is None and array.job_id in queue.hidden:
                     state = "not visible"
                 else:
                     for shard_id in shard_ids:
@@ -332,14 +332,14 @@ def _add_attempts(
             shard.without_record = ""
 
 
-def _state_of_record(record: AttemptRecord, job: Job | None, *, is_away: bool) -> StateName:
+def _state_of_record(record: AttemptRecord, job: Job | None, *, is_hidden: bool) -> StateName:
     if record.ended is not None:
         return "failed"
     if record.pid:  # of ``run``
         is_alive = record.is_alive()
         return "not visible" if is_alive is None else "running" if is_alive else "failed"
     if job is None:
-        return "not visible" if is_away else "failed"
+        return "not visible" if is_hidden else "failed"
     return "running" if job.is_live and not job.is_waiting else "failed"
 
 

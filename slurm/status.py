@@ -273,7 +273,7 @@ def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
 
 def _lost_controller(state: DatasetState, history: Sequence[dict[str, Any]]) -> str:
     """Return the job of --until_done that is gone and has not said why it stopped, or ""."""
-    ends = [each for each in history if each["event"] in _ENDS_OF_CONTROLLERS]
+    ends = [each for each in history if each["event"] in _ENDS_OF_CONTROLLERS and not each.get("shards")]
     last = ends[-1] if ends else {}
     if not state.submissions or state.queue.away or last.get("user") != user_name():
         return ""  # of the folder that this one was copied from, or of a colleague

@@ -63,8 +63,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "loader/reading.py",
-        "while len(self._open) >= self.max_open:",
-        "while (len(self._open) > self.max_open):",
+        "while len(self._open) >= self._max_open:",
+        "while (len(self._open) > self._max_open):",
         READS,
     ),
     (
@@ -93,8 +93,8 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "loader/rounds.py",
-        "if laid_out is None or not laid_out.first <= at < laid_out.end:",
-        "if laid_out is None or not (laid_out.first < at < laid_out.end):",
+        "if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:",
+        "if laid_out is None or of_round is None or not (of_round.first < at < of_round.end):",
         SPEED,
     ),
     (
@@ -164,8 +164,14 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("loader/reading.py", "_MOST_AT_ONCE_BYTES = 1 << 30", "_MOST_AT_ONCE_BYTES = 1 << (31)", LIMIT),
     (
         "loader/run.py",
-        "begins_round = any(stage.step == step and stage.weights is not None for stage in self.stages)",
-        "begins_round = any((stage.step == step or stage.weights is not None) for stage in self.stages)",
+        "begins_round = any(stage.step == step and stage.begins_round for stage in self.stages)",
+        "begins_round = any((stage.step == step or stage.begins_round) for stage in self.stages)",
+        BORDER,
+    ),
+    (
+        "loader/run.py",
+        "goes_on = held.weights == before.weights and not (begins_round and held.step == step)",
+        "goes_on = held.weights == before.weights and not ((begins_round or held.step == step))",
         BORDER,
     ),
     ("preprocess/make/members.py", "self._num_held = 0", "self._num_held = (1)", MEMORY),

@@ -50,7 +50,11 @@ def clean(args: argparse.Namespace) -> int:
     num_kept, failed = 0, ""
     for path in paths:
         try:
-            num_bytes, age_s = _size_and_age(path)
+            stats = [path.lstat()]
+            if stat.S_ISDIR(stats[0].st_mode):
+                stats += [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
+            num_bytes = sum(each.st_size for each in stats if not stat.S_ISDIR(each.st_mode))
+            age_s = time.time() - max(each.st_mtime for each in stats)
             if age_s < STALE_AFTER_S and path.suffix != ".log" and not _is_of_done_shard(path, folder, plan):
                 num_kept += 1
                 continue
@@ -85,15 +89,6 @@ def _left_behind(folder: Path) -> Iterator[Path]:
     logs = folder / LOGS_FOLDER
     if size_of_file(folder / INDEX_NAME) is not None and not is_link(logs):
         yield from (logs / name for name in names_in(logs) if _TASK_LOG.fullmatch(name))
-
-
-def _size_and_age(path: Path) -> tuple[int, float]:
-    """Return the bytes of a file, or of all in a folder, and the seconds since the last write."""
-    found = [path.lstat()]
-    if stat.S_ISDIR(found[0].st_mode):
-        found += [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
-    num_bytes = sum(each.st_size for each in found if not stat.S_ISDIR(each.st_mode))
-    return num_bytes, time.time() - max(each.st_mtime for each in found)
 
 
 def _is_of_done_shard(path: Path, folder: Path, plan: Plan | None) -> bool:

@@ -195,7 +195,7 @@ def _tell_problems(folder: Path, plan: Plan, problems: Sequence[Problem], check:
     others = [each for each in problems if not is_of_shard(each[1])]
     try:
         not_read = {shard_id for shard_id, _ in others}
-        publish_findings(folder, plan.plan_id, wrong, check=check, not_read=not_read)
+        publish_findings(folder, plan.plan_id, dict(wrong), check, not_read)
     except ShardprepError as error:
         say(f"warning: other commands will not know this: {error}")
     for some, what in (
@@ -224,7 +224,16 @@ def _check_shards(
     def read(shard_id: int) -> Manifest:
         manifest = check_shard(folder, shard_id, plan.plan_id)
         check_sizes(folder, manifest)
-        _check_coverage(plan, manifest, sizes[shard_id])
+        # It was made of exactly the bytes that the plan gives it, for this spec.
+        name, num_bytes = f"shard {shard_id:05d}", manifest.counts.input_bytes
+        if manifest.spec != plan.spec:
+            raise OtherPlan(f"the manifest of {name} describes another data set than plan.json")
+        if num_bytes != sizes[shard_id]:
+            raise BrokenShard(f"{name} was made of {num_bytes} input bytes, planned are {sizes[shard_id]}")
+        for what in ("ids", "digests"):
+            if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
+                has = "some" if is_there else "no"
+                raise BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
         if not is_fast:
             _check_bytes(folder, plan, manifest)
         refuse_found(folder, standing, [shard_id])
@@ -255,19 +264,6 @@ def _check_shards(
                 problems.append(result)
             progress.add(1)
     return manifests, problems
-
-
-def _check_coverage(plan: Plan, manifest: Manifest, planned_bytes: int) -> None:
-    """Check that a shard was made of exactly the bytes that the plan gives it, for this spec."""
-    name, found = f"shard {manifest.shard_id:05d}", manifest.counts.input_bytes
-    if manifest.spec != plan.spec:
-        raise OtherPlan(f"the manifest of {name} describes another data set than plan.json")
-    if found != planned_bytes:
-        raise BrokenShard(f"{name} was made of {found} input bytes, the plan gives it {planned_bytes}")
-    for what in ("ids", "digests"):
-        if (is_there := getattr(manifest, what) is not None) != (what in plan.options.side_files()):
-            has = "some" if is_there else "no"
-            raise BrokenShard(f"the manifest of {name} has {has} {what}, other than the plan")
 
 
 def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:

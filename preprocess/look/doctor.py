@@ -105,24 +105,23 @@ def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
         yield Finding("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in found.items())
     yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
-    if has_gpu and "torch" in found:
-        yield _torch_finding()
-
-
-def _torch_finding() -> Finding:
-    """Ask torch in a process of its own, which a broken installation may end."""
+    if not has_gpu or "torch" not in found:
+        return
+    # In a process of its own, which a broken installation may end.
     command = [sys.executable, "-W", "ignore", "-c", _ASK_TORCH]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         text = f"torch was not loaded, or a GPU did not answer, within {_TORCH_LIMIT_S:.0f} s"
-        return Finding("torch", text, "look at nvidia-smi", UsageError.exit_code)
-    for line in done.stdout.splitlines():
-        if line.startswith("shardprep ") and not done.returncode:
-            return Finding("torch", line.removeprefix("shardprep "))
+        yield Finding("torch", text, "look at nvidia-smi", UsageError.exit_code)
+        return
+    said = [line for line in done.stdout.splitlines() if line.startswith("shardprep ")]
+    if said and not done.returncode:
+        yield Finding("torch", said[0].removeprefix("shardprep "))
+        return
     why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     todo = "install torch anew for this machine"
-    return Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
+    yield Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
 def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:

@@ -457,12 +457,18 @@ def is_new_code_point() -> npt.NDArray[np.bool_]:
 
 def texts_with_new_code_points(texts: Texts) -> list[int]:
     """Return the numbers of the texts that hold a code point of ``is_new_code_point``: 1 ns per character."""
-    if texts.characters.isascii():
+    is_beyond_ascii = np.frombuffer(texts.joined, np.int8) < 0
+    num_beyond = np.count_nonzero(is_beyond_ascii)
+    if not num_beyond:
         return []
-    units = np.frombuffer(texts.characters.encode("utf-16-le"), "<u2")
+    if num_beyond < len(is_beyond_ascii) // 8:
+        characters = np.frombuffer(texts.joined, np.uint8)[is_beyond_ascii].tobytes().decode()
+    else:
+        characters = texts.characters or texts.joined.decode()
+    units = np.frombuffer(characters.encode("utf-16-le"), "<u2")
     # Comparing takes a tenth of a look-up, and of Korean most characters are syllables, from U+AC00 on.
     others = units[(units >= 0x80) & (units - np.uint16(0xAC00) >= 11172)]
-    if not _is_unsure_unit().take(others).any() or not len(_new_code_points(texts.characters)):
+    if not _is_unsure_unit().take(others).any() or not len(_new_code_points(characters)):
         return []
     strings = [text.decode() for text in texts]
     ends = np.cumsum([len(string) for string in strings])

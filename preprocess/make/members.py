@@ -40,8 +40,7 @@ from shardprep.format.options import PlanOptions
 
 _SIZE = slice(124, 135)  # eleven octal digits
 _CHECKSUM = slice(148, 154)  # six octal digits
-_OCTAL_SIZE = 8 ** np.arange(10, -1, -1, dtype=np.int64)
-_OCTAL_CHECKSUM = 8 ** np.arange(5, -1, -1, dtype=np.int64)
+_SHIFTS = np.arange(30, -1, -3)  # of the bits of eleven octal digits
 
 Bytes = npt.NDArray[np.uint8]
 Records = npt.NDArray[np.void]  # of an idx
@@ -99,7 +98,7 @@ class DocumentMembers:
             id_bytes = self._json.lengths(tokens)
         else:
             id_bytes = lengths * self._spec.dtype.itemsize + self._npy_header_bytes
-        texts = documents.texts if self._options.keep_text else []
+        texts = documents.texts.each if self._options.keep_text else []
         text_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         largest = max(id_bytes.max(initial=0), text_bytes.max(initial=0))
         if largest > MAX_MEMBER_BYTES:
@@ -196,12 +195,14 @@ def document_headers(shard_id: int, lines: Numbers, field: str, num_bytes: Numbe
     template = np.frombuffer(ustar_header(f"{key}.{field}", 0), np.uint8).copy()
     template_sum = int(template[:148].sum()) + int(template[156:].sum()) + 8 * ord(" ")
     headers = np.broadcast_to(template, (len(lines), BLOCK_BYTES)).copy()
-    digits = lines[:, None] // 10 ** np.arange(7, -1, -1, dtype=np.int64) % 10
-    octals = num_bytes[:, None] // _OCTAL_SIZE % 8
+    digits, rest = np.empty((len(lines), 8), np.int64), lines
+    for place in range(7, -1, -1):
+        digits[:, place], rest = rest - rest // 10 * 10, rest // 10
+    octals = num_bytes[:, None] >> _SHIFTS & 7
     headers[:, len(key) - 8 : len(key)] += digits.astype(np.uint8)
     headers[:, _SIZE] += octals.astype(np.uint8)
     checksums = template_sum + digits.sum(axis=1) + octals.sum(axis=1)
-    headers[:, _CHECKSUM] = ord("0") + checksums[:, None] // _OCTAL_CHECKSUM % 8
+    headers[:, _CHECKSUM] = ord("0") + (checksums[:, None] >> _SHIFTS[-6:] & 7)
     return headers
 
 
@@ -288,7 +289,7 @@ class RowMembers:
         documents alone, however they are batched, and consecutive ones for training are packed together.
         """
         documents, tokens = batch.documents, batch.tokens
-        starts = np.zeros(len(documents.texts), START)
+        starts = np.zeros(len(documents.lines), START)
         starts["source"], starts["source_offset"] = documents.input_number, documents.offsets
         if len(batch.digests):
             starts["digest"] = batch.digests

@@ -21,7 +21,7 @@ import orjson
 from preprocess.make.engines import Numbers
 from preprocess.make.members import Batch, Members, Piece
 from preprocess.read.documents import BadDocument, Documents
-from preprocess.read.format import BETWEEN, Texts
+from preprocess.read.format import Texts
 from shardprep.errors import BadInput
 from shardprep.files import (
     STALE_AFTER_S,
@@ -70,12 +70,11 @@ class _Source:
         self.num_text_bytes = self.num_chars = 0
         self.lengths = np.zeros((2, _MOST_LENGTHS), np.int64)  # documents and tokens, see TextCounts
 
-    def add_texts(self, texts: Sequence[bytes], num_tokens: Numbers) -> None:
-        joined = texts.joined if isinstance(texts, Texts) else BETWEEN.join(texts)
-        num_between = len(BETWEEN) * max(0, len(texts) - 1)
-        self.num_text_bytes += len(joined) - num_between
+    def add_texts(self, texts: Texts, num_tokens: Numbers) -> None:
+        self.num_text_bytes += texts.num_bytes
         # The bytes of UTF-8 that go on with a character are 10xxxxxx.
-        self.num_chars += int(np.count_nonzero(np.frombuffer(joined, np.int8) >= -64)) - num_between
+        is_inside = np.frombuffer(texts.joined, np.int8) < -64
+        self.num_chars += texts.num_bytes - int(np.count_nonzero(is_inside))
         dropped = np.maximum(np.frexp(num_tokens)[1] - LENGTH_BITS, 0)
         place = (dropped << (LENGTH_BITS - 1)) + (num_tokens >> dropped)
         self.lengths[0] += np.bincount(place, minlength=_MOST_LENGTHS)
@@ -124,7 +123,7 @@ class Counting:
 
     def add(self, documents: Documents, num_tokens: Numbers) -> None:
         """Count a batch, given the tokens of each document. Raises BadInput for too many sources."""
-        num_documents, number = len(documents.texts), documents.input_number
+        num_documents, number = len(documents.lines), documents.input_number
         self.num_documents += num_documents
         self.num_tokens += int(num_tokens.sum())
         self._num_lines += documents.num_lines
@@ -141,8 +140,8 @@ class Counting:
             for place, name in enumerate(names):
                 places.setdefault(name, []).append(place)
             for name, of_source in places.items():
-                source, texts = self._source(name, number), [documents.texts[place] for place in of_source]
-                source.num_bytes += sum(map(len, texts))
+                source, texts = self._source(name, number), documents.texts.only(of_source)
+                source.num_bytes += texts.num_bytes
                 source.add_texts(texts, num_tokens[of_source])
         self.bad += documents.bad
         for bad in documents.bad:
@@ -359,7 +358,7 @@ class ShardWriter:
 
 def _id_lines(documents: Documents) -> bytes:
     """A line of JSON for each document: its input, its place there, its id; lines of text have none."""
-    ids = documents.columns.get("id") or [""] * len(documents.texts)
+    ids = documents.columns.get("id") or [""] * len(documents.lines)
     rows = [
         orjson.dumps([documents.input_number, offset, name])
         for offset, name in zip(documents.offsets.tolist(), ids, strict=True)

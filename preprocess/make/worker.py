@@ -32,6 +32,7 @@ from preprocess.make.resources import WorkerSettings, memory_note
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read import BATCH_BYTES
 from preprocess.read.documents import Documents, load_libraries, read_documents
+from preprocess.read.format import Texts
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, say, short_bytes, short_number
 from shardprep.errors import (
@@ -228,7 +229,7 @@ class Worker:
         ):
             for batch in batches:
                 writer.append(batch)
-                num_documents, num_tokens = len(batch.documents.texts), len(batch.tokens.ids)
+                num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
                 progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             if digest is not None and digest.hexdigest() != shard.sha256:
@@ -263,7 +264,7 @@ class Worker:
         tokens = self.engine.encode_documents(
             documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
         )
-        is_blanked = np.zeros(len(documents.texts), np.bool_)
+        is_blanked = np.zeros(len(documents.lines), np.bool_)
         if blanked is not None:
             is_blanked = blanked.are_at(documents.input_number, documents.offsets)
         if not is_blanked.any():
@@ -284,7 +285,7 @@ class Worker:
             ids_of = zip(columns["id"], is_blanked, strict=True)
             columns["id"] = ["" if blank else name for name, blank in ids_of]
         texts = [b"" if blank else text for text, blank in zip(documents.texts, is_blanked, strict=True)]
-        laid_out = dataclasses.replace(documents, texts=texts)
+        laid_out = dataclasses.replace(documents, texts=Texts(texts))
         batch = members.lay_out(laid_out, dataclasses.replace(tokens, ids=ids), digests)
         return batch._replace(documents=dataclasses.replace(documents, columns=columns))
 

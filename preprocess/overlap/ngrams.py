@@ -247,6 +247,7 @@ def find_hits(documents: Units, index: EvalIndex, *, num_gaps: int, min_share: f
         is_held = np.zeros(eval_end - eval_first, np.bool_)
         longest = (0, 0)
         for _, _, shift in some:
+            # All runs of this shift, also those with n-grams that were not looked at.
             low, high = max(first, eval_first - shift), min(end, eval_end - shift)
             is_equal = documents.keys[low:high] == evals.keys[low + shift : high + shift]
             edges = np.flatnonzero(np.diff(is_equal, prepend=False, append=False)).reshape(-1, 2)

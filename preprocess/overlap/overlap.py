@@ -91,7 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--min_share", metavar="F", type=float, help=text)
     add("--shards", metavar="IDS", help="look into these only, such as 0-9,12 (default: all)")
     text = "folder of the lists; a new one for other settings (default: DATA/overlap)"
-    add("--output", metavar="OUT", type=Path, help=text)
+    add("--output", "--output_dir", metavar="OUT", dest="output", type=Path, help=text)
     others = {item.name for item in dataclasses.fields(PlanOptions)} - {*READ_OPTIONS}
     add_flags_of(parser.add_argument_group("how EVALS is read, as by plan"), PlanOptions, but=others)
 
@@ -256,8 +256,8 @@ class Output:
     def merge(self, data_dir: Path) -> None:
         """Write the lists, of the files of all shards. Raises BrokenShard, Refused, ReadWriteError."""
         names, names_path = dict[str, None](), self.folder / "names.txt"
-        num_documents = num_hits = num_unnamed = 0
-        documents, evals = set[str](), Counter[str]()
+        num_documents = num_overlapping = num_hits = num_unnamed = 0
+        last, evals = "", Counter[str]()
         largest: list[tuple[float, int, dict[str, Any]]] = []  # a heap
         with PublishedFile(self.folder / "overlap.jsonl") as file:
             for shard_id in range(self._num_shards):
@@ -267,7 +267,8 @@ class Output:
                     for line in lines:
                         hit = json.loads(line)
                         num_hits += 1
-                        documents.add(hit["document"])
+                        num_overlapping += hit["document"] != last  # its hits follow each other
+                        last = hit["document"]
                         evals[hit["eval"]["name"]] += 1
                         heapq.heappush(largest, (hit["share"], -num_hits, hit))
                         if len(largest) > _MOST_SHOWN:
@@ -285,7 +286,7 @@ class Output:
             file.publish()
         publish_bytes(names_path, "".join(names).encode())
         found = (
-            f"{len(documents):,} of {counted(num_documents, 'document')} hold text of "
+            f"{num_overlapping:,} of {counted(num_documents, 'document')} hold text of "
             f"{counted(len(evals), 'evaluation document')}: {counted(num_hits, 'hit')}"
         )
         hits = [hit for *_, hit in sorted(largest, key=lambda item: item[:2], reverse=True)]

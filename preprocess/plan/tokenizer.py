@@ -450,21 +450,18 @@ def _auto_tokenizer(model_id: str) -> Any:
     except BaseException as error:
         if not is_library_fault(error):
             raise
-        raise no_tokenizer(model_id, _lacks_library(Path(model_id)) or words_of_fault(error)) from None
+        reason, folder = words_of_fault(error), Path(model_id)
+        with contextlib.suppress(OSError):
+            # A vocabulary without a tokenizer.json, which transformers takes for one of tiktoken.
+            for path in [] if (folder / TOKENIZER_FILE).exists() else sorted(folder.glob("*.model"))[:1]:
+                with path.open("rb") as file:
+                    is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ [0-9]+\s*", file.readline(1000))
+                libraries = "tiktoken" if is_tiktoken else "sentencepiece protobuf"
+                reason = f"{path.name} alone; to let transformers convert it: pip install {libraries}"
+        raise no_tokenizer(model_id, reason) from None
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():  # as transformers 5.0 makes one up
         raise no_tokenizer(model_id, f"{type(tokenizer).__name__} without a vocabulary: a file is missing")
     return tokenizer
-
-
-def _lacks_library(folder: Path) -> str:
-    """Say what a vocabulary without a tokenizer.json needs, which transformers takes for one of tiktoken."""
-    with contextlib.suppress(OSError):
-        for path in [] if (folder / TOKENIZER_FILE).exists() else sorted(folder.glob("*.model")):
-            with path.open("rb") as file:
-                is_tiktoken = re.fullmatch(rb"[A-Za-z0-9+/=]+ [0-9]+\s*", file.readline(1000)) is not None
-            libraries = "tiktoken" if is_tiktoken else "sentencepiece protobuf"
-            return f"{path.name} alone; to let transformers convert it: pip install {libraries}"
-    return ""
 
 
 def special_tokens_of(config: dict[str, Any]) -> dict[str, str | None]:

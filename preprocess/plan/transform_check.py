@@ -50,7 +50,16 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
     Raises UsageError where it gives other texts again or ends its process, BadInput where it fails for all.
     """
     sample = _Sample(plan, transform.path)
-    texts_elsewhere = _texts_of_another_process(sample)  # first: what ends a process ends that one
+    # First in another process: what ends a process ends that one.
+    command = [sys.executable, "-c", _CODE, str(HOME)]
+    done = subprocess.run(command, input=pickle.dumps(sample), capture_output=True, check=False)
+    words = done.stdout.split()
+    if done.returncode or not words:
+        last_line = "".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+        found = f"it ended the process that tried it, with exit code {done.returncode}"
+        expected = f"a text; its last words: {last_line or 'none'}"
+        raise UsageError(path=transform.path, found=found, expected=expected)
+    texts_elsewhere = words[-1].decode()  # the function may print, too
     texts, num_documents, failures = sample.run(transform)
     if failures:
         found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
@@ -65,18 +74,6 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
         if texts_again != texts:
             expected = "the same text for the same record, whatever the time, chance and other documents"
             raise UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
-
-
-def _texts_of_another_process(sample: _Sample) -> str:
-    command = [sys.executable, "-c", _CODE, str(HOME)]
-    done = subprocess.run(command, input=pickle.dumps(sample), capture_output=True, check=False)
-    words = done.stdout.split()
-    if done.returncode or not words:
-        last_line = "".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
-        found = f"it ended the process that tried it, with exit code {done.returncode}"
-        expected = f"a text; its last words: {last_line or 'none'}"
-        raise UsageError(path=sample.function, found=found, expected=expected)
-    return words[-1].decode()  # the function may print, too
 
 
 def answer() -> None:

@@ -64,7 +64,7 @@ class Documents:
     """A batch: consecutive documents of one input. Empty lines are left out but counted."""
 
     input_number: int  # position of the file in the plan
-    texts: Sequence[bytes]  # each document as UTF-8; never empty
+    texts: Texts  # each document as UTF-8; never empty; a list becomes Texts
     lines: Numbers  # int64[n]: line, or row, of each document in the shard, from 0
     offsets: Numbers  # int64[n]: where each begins in the file, see docs/format.md
     # What stands beside each text, by name: "id" and "source" of its record; of conversations "spans", the
@@ -75,12 +75,16 @@ class Documents:
     num_bytes: int  # of the file
     bad: list[BadDocument] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.texts, Texts):
+            object.__setattr__(self, "texts", Texts(self.texts))
+
     def only(self, numbers: Numbers) -> Documents:
         """Return some of the documents; the counts stay."""
         picked = numbers.tolist()
         return dataclasses.replace(
             self,
-            texts=Texts([self.texts[number] for number in picked]),
+            texts=self.texts.only(picked),
             lines=self.lines[numbers],
             offsets=self.offsets[numbers],
             columns={name: [column[n] for n in picked] for name, column in self.columns.items()},
@@ -89,14 +93,14 @@ class Documents:
     def parts(self, most: int) -> Iterator[Documents]:
         """Cut the batch into parts of at most ``most`` documents; the last one accounts for the bytes."""
         rest = self
-        while len(rest.texts) > most:
+        while len(rest.lines) > most:
             part, rest = rest.split(most, int(rest.lines[most]), num_bytes=0)
             yield part
         yield rest
 
     def split(self, num_documents: int, end_line: int, *, num_bytes: int) -> tuple[Documents, Documents]:
         """Return the documents before a line, which account for ``num_bytes`` of the input, and the rest."""
-        numbers = np.arange(len(self.texts))
+        numbers = np.arange(len(self.lines))
         before = dataclasses.replace(
             self.only(numbers[:num_documents]),
             num_lines=end_line - self.first_line,
@@ -187,13 +191,13 @@ def read_documents(
             if named.max(initial=-1) >= 0:
                 texts = zip(documents.texts, named, strict=True)
                 documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in texts)
-        if num_left is not None and len(documents.texts) >= num_left:
+        if num_left is not None and len(documents.lines) >= num_left:
             # The last document of a trial: it accounts for all bytes behind it, too.
             end_line = int(documents.lines[num_left - 1]) + 1 if num_left else documents.first_line
             yield documents.split(num_left, end_line, num_bytes=bytes_left)[0]
             return
         if num_left is not None:
-            num_left -= len(documents.texts)
+            num_left -= len(documents.lines)
         bytes_left -= documents.num_bytes
         yield documents
 
@@ -212,7 +216,7 @@ def read_records(
         reader = RangeReader(part, digest)
         for records in format_of(part.path.name).read(reader, options, fields, batch_bytes):
             yield _documents_of(records, part.input_number, line)
-            line += len(records.texts)
+            line += len(records.starts)
         reader.hash_rest()
         # Where all bytes were hashed as they were read, the hash tells, and a touch does no harm.
         if digest is None or not input_kind(part.path.name).is_in_bytes:
@@ -222,18 +226,18 @@ def read_records(
 def _documents_of(records: Records, input_number: int, first_line: int) -> Documents:
     """Take the documents among records, the first of which is a line of the shard."""
     texts = records.texts
-    is_all = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
+    is_whole = isinstance(texts, Texts) or (all(texts) and {bytes}.issuperset(map(type, texts)))
     documents = Documents(
         input_number=input_number,
-        texts=texts if isinstance(texts, Texts) else Texts(cast("list[bytes]", texts)),
-        lines=np.arange(first_line, first_line + len(texts)),
+        texts=cast(Texts, texts if is_whole else [text if type(text) is bytes else b"" for text in texts]),
+        lines=np.arange(first_line, first_line + len(records.starts)),
         offsets=records.starts,
         columns={name: list(column) for name, column in records.columns.items()},
         first_line=first_line,
-        num_lines=len(texts),
+        num_lines=len(records.starts),
         num_bytes=records.num_bytes,
     )
-    return documents if is_all else documents.sorted_out(texts, records.sizes)[0]
+    return documents if is_whole else documents.sorted_out(texts, records.sizes)[0]
 
 
 def _transformed(
@@ -247,7 +251,7 @@ def _transformed(
     given = zip(records, documents.offsets.tolist(), strict=True)
     results = transform.texts(given, name, reasons, is_chat=is_chat)
     kept, texts = dataclasses.replace(documents, columns=columns).sorted_out(results)
-    return dataclasses.replace(kept, texts=texts)
+    return dataclasses.replace(kept, texts=Texts(texts))
 
 
 def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Documents:
@@ -272,7 +276,7 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
     kept, rendered = documents.sorted_out(found)
     return dataclasses.replace(
         kept,
-        texts=[one.text.encode() for one in rendered],
+        texts=Texts([one.text.encode() for one in rendered]),
         columns={**kept.columns, "spans": [one.spans for one in rendered]},
     )
 

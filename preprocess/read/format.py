@@ -44,13 +44,13 @@ BETWEEN = b'"\0\1document\2"'
 
 
 class Texts(Sequence[bytes]):
-    """Texts of consecutive documents, as UTF-8: one by one, and all joined, the other when asked for.
+    """Texts of consecutive documents, as UTF-8: joined, and one by one where somebody asks for that.
 
     Args:
-        each: the texts.
+        each: the texts; or instead
         joined: all texts in one buffer, with BETWEEN between two of them, and in none of them.
         num_texts: in ``joined``.
-        characters: any string that holds each character of the texts, for who looks for some of them.
+        characters: any string that has all their characters beyond ASCII, if there is one already.
     """
 
     def __init__(
@@ -61,28 +61,26 @@ class Texts(Sequence[bytes]):
         num_texts: int = 0,
         characters: str | None = None,
     ) -> None:
-        self._num_texts = num_texts if each is None else len(each)
-        if each is None:
-            self.joined = joined
-        else:
-            self.each = each
-        if characters is not None:
-            self.characters = characters
+        self.joined, self.num_texts = joined, num_texts
+        if each is not None:
+            self.each, self.joined, self.num_texts = each, BETWEEN.join(each), len(each)
+        self.num_bytes = len(self.joined) - max(0, self.num_texts - 1) * len(BETWEEN)  # of the texts alone
+        self.characters = characters
 
     @functools.cached_property
     def each(self) -> list[bytes]:
-        return self.joined.split(BETWEEN) if self._num_texts else []
+        return self.joined.split(BETWEEN) if self.num_texts else []
 
-    @functools.cached_property
-    def joined(self) -> bytes:
-        return BETWEEN.join(self.each)
-
-    @functools.cached_property
-    def characters(self) -> str:
-        return self.joined.decode()
+    def only(self, numbers: Iterable[int]) -> Texts:
+        """Return some of the texts."""
+        each = self.each
+        return Texts([each[number] for number in numbers])
 
     def __len__(self) -> int:
-        return self._num_texts
+        return self.num_texts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self.each)
 
     def __getitem__(self, number: Any) -> Any:
         return self.each[number]

@@ -145,15 +145,17 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
         for number in _lines_at(_perhaps_infinite(letters), starts):
             orjson.loads(block[starts[number] : np.append(starts, len(block))[number + 1]])
         # A string without escapes is its own text.
-        if escaped := _lines_at(escapes, starts):
-            texts = orjson.loads(b"[%b]" % b",".join([strings[number] for number in escaped]))
-            unescaped = f'"{BETWEEN.decode().join(texts)}"'
-            for number, text in zip(escaped, unescaped.encode().split(_BETWEEN_QUOTES), strict=True):
-                strings[number] = text
-            characters += unescaped
+        escaped = _lines_at(escapes, starts)
+        if 4 * len(escaped) > len(strings):
+            joined = _unescaped(strings)
+        else:
+            if escaped:
+                texts = _unescaped([strings[number] for number in escaped]).split(_BETWEEN_QUOTES)
+                for number, text in zip(escaped, texts, strict=True):
+                    strings[number] = text
+            joined = _BETWEEN_QUOTES.join(strings)
     except (UnicodeDecodeError, msgspec.MsgspecError, RecursionError, ValueError, TypeError):
         return None
-    joined = _BETWEEN_QUOTES.join(strings)
     letters = np.frombuffer(joined, np.uint8)
     # No text has the first byte of what stands between them.
     bounds = np.flatnonzero(letters == 0)
@@ -170,7 +172,13 @@ def _joined_texts(block: bytes, starts: Numbers, fields: TextFields) -> Texts | 
             return None
     if len(joined) > MOST_DOCUMENT_BYTES:
         return None
-    return Texts(joined=joined[1:-1], num_texts=len(strings), characters=characters)
+    joined = joined[1:-1]
+    return Texts(joined=joined, num_texts=len(strings), characters=None if may_spell else characters)
+
+
+def _unescaped(strings: list[bytes]) -> bytes:
+    """Return what strings of JSON say, in quotes, joined. Raises TypeError where one is no string."""
+    return f'"{BETWEEN.decode().join(orjson.loads(b"[%b]" % b",".join(strings)))}"'.encode()
 
 
 def _may_be_deep(letters: npt.NDArray[np.uint8], starts: Numbers) -> bool:

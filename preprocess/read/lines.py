@@ -357,7 +357,9 @@ def _texts_of(
     """Return the lines of a block. It nearly always is UTF-8; any other one is decoded line by line."""
     if codec == "utf-8":
         with contextlib.suppress(UnicodeDecodeError):
-            return _stripped(block, block.decode())[: len(starts)], {}
+            characters = block.decode()
+            texts = _stripped(block, characters)[: len(starts)]
+            return Texts(texts, characters=characters) if all(texts) else texts, {}
     bounds = itertools.pairwise([*starts.tolist(), len(block)])
     return [_text_of(block[begin:end], at + begin, codec) for begin, end in bounds], {}
 

@@ -143,6 +143,7 @@ def folder_identity(folder: Path) -> str:
 def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptRecords:
     """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
     identity = identity or folder_identity(folder)
+    logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
     records = AttemptRecords(own=[], unreadable=[])
     try:
         names = names_in(folder / ATTEMPTS_FOLDER)
@@ -163,19 +164,13 @@ def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptReco
         record = _record_of(path, content)
         if record is None or record.plan_id != plan_id or record.identity != identity:
             continue
-        if status.st_uid != os.geteuid() and not _is_log_of(folder, record.log):
-            record.log = ""  # of another user: it may name any file of this one's
+        if status.st_uid != os.geteuid():  # it may name any file of this user's
+            log = "" if "\0" in record.log else os.path.realpath(record.log)
+            if os.path.dirname(log) != logs:  # noqa: PTH120
+                record.log = ""
         records.own.append(record)
     records.own.sort(key=lambda each: (each.began, each.path))
     return records
-
-
-def _is_log_of(folder: Path, log: str) -> bool:
-    """Return whether a log lies in DATA/jobs/logs, and is no link that leads elsewhere."""
-    if "\0" in log:
-        return False
-    logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
-    return os.path.dirname(os.path.realpath(log)) == logs  # noqa: PTH120
 
 
 def _record_of(path: Path, content: bytes) -> AttemptRecord | None:

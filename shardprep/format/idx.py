@@ -104,7 +104,17 @@ class RecordFile:
         self.file = ReadFile(path)
         with contextlib.ExitStack() as opened:  # closes it where this fails
             opened.enter_context(self.file)
-            self._check_header(header)
+            found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
+            if len(found) < HEADER_BYTES or found[:8] != header[:8]:
+                what = f"no idx: it begins {found[:8]!r}"
+                raise BrokenShard(path=path, found=what, expected=f"{header[:8]!r}", remedy=remedy)
+            values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
+            if (version := int(values["version"])) != FORMAT_VERSION:
+                raise unknown_version(path, version)
+            for name in IDX_HEADER.names or ():
+                if values[name] != wanted[name]:
+                    what = f"an idx for {name} {values[name]}"
+                    raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=remedy)
             # One number of records at most makes a file of its size.
             chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
             num_bytes = self.file.num_bytes - HEADER_BYTES
@@ -112,28 +122,14 @@ class RecordFile:
             num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
             self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
             if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
-                found = f"cut short: {num_bytes} bytes behind the header"
+                what = f"cut short: {num_bytes} bytes behind the header"
                 expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
-                raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
+                raise BrokenShard(path=path, found=what, expected=expected, remedy=remedy)
             self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
             crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
             crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
             opened.pop_all()
         self._crcs = np.frombuffer(crcs, CHUNK_CRC)
-
-    def _check_header(self, expected: bytes) -> None:
-        header = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
-        path, magic = self.file.path, expected[:8]
-        if len(header) < HEADER_BYTES or not header.startswith(magic):
-            found = f"no idx: it begins {header[:8]!r}"
-            raise BrokenShard(path=path, found=found, expected=f"{magic!r}", remedy=self.remedy)
-        found, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (header, expected))
-        if (version := int(found["version"])) != FORMAT_VERSION:
-            raise unknown_version(path, version)
-        for name in IDX_HEADER.names or ():
-            if found[name] != wanted[name]:
-                what = f"an idx for {name} {found[name]}"
-                raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=self.remedy)
 
     def read(self, rows: slice) -> npt.NDArray[np.void]:
         """Read the records of some rows. Raises BrokenShard, OSError.
@@ -380,29 +376,20 @@ def ids_of(
         group = records[first:end]
         raw = read(begin, int(ends[end - 1]) - begin)
         places = group["offset"].astype(np.int64) - begin
-        yield _json_ids(raw, places, group) if spec.kind == "json" else _binary_ids(raw, places, group, spec)
         first = end
-
-
-def _json_ids(
-    raw: bytearray, places: npt.NDArray[np.int64], group: npt.NDArray[np.void]
-) -> npt.NDArray[np.int64]:
-    sizes = group["num_bytes"].tolist()
-    texts = [raw[place : place + size] for place, size in zip(places.tolist(), sizes, strict=True)]
-    lists = orjson.loads(b"[" + b",".join(texts) + b"]")
-    if [*map(len, lists)] != group["num_tokens"].tolist():
-        raise ValueError("a list has another number of tokens than the idx says")
-    ids = list(chain.from_iterable(lists))
-    if not {int}.issuperset(map(type, ids)) or (ids and min(ids) < 0):
-        raise ValueError("a list holds what is no token id")
-    return np.array(ids, np.int64)
-
-
-def _binary_ids(
-    raw: bytearray, places: npt.NDArray[np.int64], group: npt.NDArray[np.void], spec: DatasetSpec
-) -> npt.NDArray[np.integer]:
-    size = spec.dtype.itemsize
-    counts = group["num_bytes"].astype(np.int64) // size
-    shifts = places // size - np.cumsum(counts) + counts
-    every = np.frombuffer(raw, spec.dtype, len(raw) // size)
-    return np.take(every, np.repeat(shifts, counts) + np.arange(counts.sum()))
+        if spec.kind == "json":
+            sizes = group["num_bytes"].tolist()
+            texts = [raw[place : place + size] for place, size in zip(places.tolist(), sizes, strict=True)]
+            lists = orjson.loads(b"[" + b",".join(texts) + b"]")
+            if [*map(len, lists)] != group["num_tokens"].tolist():
+                raise ValueError("a list has another number of tokens than the idx says")
+            ids = list(chain.from_iterable(lists))
+            if not {int}.issuperset(map(type, ids)) or (ids and min(ids) < 0):
+                raise ValueError("a list holds what is no token id")
+            yield np.array(ids, np.int64)
+        else:
+            size = spec.dtype.itemsize
+            counts = group["num_bytes"].astype(np.int64) // size
+            shifts = places // size - np.cumsum(counts) + counts
+            every = np.frombuffer(raw, spec.dtype, len(raw) // size)
+            yield np.take(every, np.repeat(shifts, counts) + np.arange(counts.sum()))

@@ -463,20 +463,14 @@ def standing_findings(folder: Path, plan_id: str, check: Check) -> dict[int, Fin
 
 
 def publish_findings(
-    folder: Path,
-    plan_id: str,
-    wrong: Iterable[tuple[int, ShardprepError]],
-    *,
-    check: Check = "full",
-    not_read: Collection[int] = (),
+    folder: Path, plan_id: str, wrong: Mapping[int, ShardprepError], check: Check, not_read: Collection[int]
 ) -> None:
     """Write what a verify found wrong of shards, and remove index.json, which says otherwise.
 
     A shard without a manifest is not done anyway, and left out. Findings of before stand for the shards in
     ``not_read``, and where a more thorough verify made them. Raises CannotWrite or ReadWriteError.
     """
-    errors = dict(wrong)
-    if not errors:
+    if not wrong:
         return
     before: dict[int, Finding] = {}
     with contextlib.suppress(BrokenShard):
@@ -486,13 +480,13 @@ def publish_findings(
         for number, each in before.items()
         if number in not_read or _RANKS[each.check] > _RANKS[check]
     }
-    for shard_id in errors.keys() - findings.keys():
+    for shard_id in wrong.keys() - findings.keys():
         if digest := _manifest_sha256(folder, shard_id):
             # Without half surrogates and NULs, which the file cannot hold.
-            said = str(errors[shard_id])[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
+            said = str(wrong[shard_id])[:_MOST_MESSAGE_CHARS].encode(errors="replace").decode()
             findings[shard_id] = Finding(
                 shard=shard_id,
-                exit_code=errors[shard_id].exit_code,
+                exit_code=wrong[shard_id].exit_code,
                 message=said.replace("\0", "?"),
                 manifest_sha256=digest,
                 check=check,

@@ -248,11 +248,9 @@ class PrepConfig(PlanOptions):
         if not 0 <= self.max_bad_fraction <= 1:
             raise UsageError.of_value("--max_bad_fraction", self.max_bad_fraction, "0 to 1")
         if self.is_chat and self.engine not in ("auto", "tokenizers"):
-            raise UsageError(
-                found=f"--engine {self.engine}",
-                expected="--engine tokenizers, which tells the places of tokens for loss masks, or none",
-                remedy="--engine tokenizers",
-            )
+            remedy = "--engine tokenizers"
+            expected = f"{remedy}, which tells the places of tokens for loss masks, or none"
+            raise UsageError(found=f"--engine {self.engine}", expected=expected, remedy=remedy)
         if self.limit and self.hash_inputs:
             raise UsageError(found="--limit --hash_inputs", expected="one: a part of the input, or all of it")
 
@@ -296,8 +294,5 @@ def _python_encoding(name: str) -> str:
             return known
     except (LookupError, ValueError, TypeError):  # a NUL in the name is a ValueError, too
         raise UsageError(found=f"--encoding {name}", expected="an encoding, such as utf-8 or cp949") from None
-    raise UsageError(
-        found=f"--encoding {name}",
-        expected="a superset of ASCII, in whose bytes line ends can be found; convert the files first",
-        remedy=f"iconv -f {name} -t utf-8",
-    )
+    expected = "a superset of ASCII, in whose bytes line ends can be found; convert the files first"
+    raise UsageError(found=f"--encoding {name}", expected=expected, remedy=f"iconv -f {name} -t utf-8")

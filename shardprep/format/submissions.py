@@ -35,10 +35,12 @@ from shardprep.files import (
     NOT_THERE,
     PublishedFile,
     append_bytes,
+    is_folder,
     make_subfolder,
     names_in,
     read_regular,
     read_with_status,
+    size_of_file,
     sync_folder,
 )
 from shardprep.format.json_files import Count, Text, as_type, checked_object, load_json, with_content_hash
@@ -220,7 +222,26 @@ def read_submissions(folder: Path) -> list[Submission]:
     made a second time.
     """
     jobs = folder / JOBS_FOLDER
-    return [_read_submission(jobs / name) for name in names_in(jobs) if re.fullmatch(r"[0-9]{4}\.json", name)]
+    names = names_in(jobs)
+    if not names and size_of_file(jobs) is not None and not is_folder(jobs):
+        raise ReadWriteError(path=jobs, found="no folder", expected="the folder of what was submitted")
+    found = []
+    for name in names:
+        if not re.fullmatch(r"[0-9]{4}\.json", name):
+            continue
+        path = jobs / name
+        try:
+            raw, status = read_with_status(path, max_bytes=_MAX_BYTES)
+            submission = as_type(path, checked_object(path, raw, _FORMAT), Submission)
+        except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
+            raise ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
+        except (BrokenShard, UnknownVersion, UsageError) as error:  # UsageError: of a request
+            what = f"no whole submission of this version: {error}"
+            todo = "one; move it away: it only records job ids"
+            raise BrokenShard(path=path, found=what, expected=todo) from None
+        is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+        found.append(dataclasses.replace(submission, is_own=is_own))
+    return found
 
 
 def user_name() -> str:
@@ -269,17 +290,3 @@ def publish_submission(folder: Path, submission: Submission) -> None:
                 "one sent was cancelled before it began"
             )
     sync_folder(jobs)
-
-
-def _read_submission(path: Path) -> Submission:
-    try:
-        raw, status = read_with_status(path, max_bytes=_MAX_BYTES)
-        submission = as_type(path, checked_object(path, raw, _FORMAT), Submission)
-    except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
-        raise ReadWriteError(f"{path} cannot be read: {error.strerror}") from None
-    except (BrokenShard, UnknownVersion, UsageError) as error:  # UsageError: of a request
-        raise BrokenShard(
-            f"{path} is no whole submission of this version: {error}; move it away: it only records job ids"
-        ) from None
-    is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
-    return dataclasses.replace(submission, is_own=is_own)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from loader import TokenLoader
+from tests.oracle.forms import DataSets
 from tests.world import World, call_main, open_loader
 
 NUM_DOCUMENTS, PAD, EOS, VOCAB_SIZE = 400, 500, 501, 502  # every id of document 7 is 7
@@ -216,3 +218,78 @@ def test_a_run_that_was_amended_is_gone_through_as_it_was(data: Path, tmp_path: 
     words = ["where", *folders, "--state", tmp_path / "state.json", "--ids", data / "low.places"]
     assert call_main(*words).code == 2  # a place of which data set?
     assert call_main("where", folders[1], *words[3:5], "--ids", data / "ids").code == 2  # without low
+
+
+@pytest.mark.processes  # blank makes shards as run does
+@pytest.mark.parametrize("form", ["json", "concat"])
+def test_a_run_that_blanks_a_list_goes_on_and_is_told_the_steps_before_that_saw_it(
+    data: Path, tmp_path: Path, form: str
+) -> None:
+    new, names = tmp_path / "new", data / f"{form}.places"
+    with load(data, form) as loader:
+        expected, _ = seen_in(loader, 20)
+        (tmp_path / "20.json").write_text(json.dumps(loader.state_dict()))
+        batches = [batch for _, batch in zip(range(30), _all_batches(loader), strict=False)]
+    ended = call_main("blank", data / form, "--ids", names, "--output", new)
+    assert ended.code == 0, ended.text
+    for folder in (data / form, new):  # whose places are the same
+        answer = where(folder, "--state", tmp_path / "20.json", "--ids", names)
+        assert {each["step"] for each in answer["steps"]} == set(expected)
+    num_gone = 0
+    with load(tmp_path, "new") as loader:
+        loader.load_state_dict(json.loads((tmp_path / "20.json").read_text()))
+        for before, now in zip(batches, _all_batches(loader), strict=False):
+            is_gone = torch.isin(before["input_ids"], torch.tensor(NAMED))
+            assert torch.equal(now["input_ids"], before["input_ids"].masked_fill(is_gone, PAD))
+            is_behind = torch.zeros_like(is_gone)  # what would be predicted from a blanked place
+            is_behind[:, 1:] = is_gone[:, :-1]
+            assert torch.equal(now["labels"], before["labels"].masked_fill(is_gone | is_behind, -100))
+            num_gone += int(is_gone.sum())
+    assert num_gone > 50
+    assert len(expected) > 3
+
+
+def test_the_steps_are_printed_a_line_each_and_names_that_are_nowhere_are_counted(
+    data: Path, tmp_path: Path
+) -> None:
+    with load(data, "json") as loader:
+        expected, _ = seen_in(loader, 20)
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    (tmp_path / "names").write_text((data / "ids").read_text() + "nobody\nnor this one\n")
+    ended = call_main("where", data / "json", "--state", tmp_path / "state.json", "--ids", tmp_path / "names")
+    assert ended.code == 0
+    lines = [line for line in ended.out.splitlines() if line.startswith("step ")]
+    assert lines == [f"step {step}, epoch 0: all {len(of['all'])}" for step, of in sorted(expected.items())]
+    assert f"2 of {len(NAMED) + 2} names" in ended.err
+
+
+def test_lists_that_cannot_be_looked_up_are_refused(data: Path, sets: DataSets, tmp_path: Path) -> None:
+    states = {}
+    for form in ("json", "best fit", "sides of rows"):
+        with load(data, form) as loader:
+            states[form] = loader.state_at(9)
+    with open_loader(sets["documents"]) as loader:
+        states["plain"] = loader.state_at(9)
+    for form, state in states.items():
+        (tmp_path / f"{form}.state.json").write_text(json.dumps(state))
+    lists = {"nobody": "nobody\n", "empty": "", "a.jsonl": "{}\n", "b.jsonl": '{"document": "9:9"}\n'}
+    for name, text in lists.items():
+        (tmp_path / name).write_text(text)
+    for form, names, code in (
+        ("json", tmp_path / "none", 66),
+        ("json", tmp_path / "none.jsonl", 66),
+        ("json", tmp_path / "nobody", 66),
+        ("json", tmp_path / "empty", 65),
+        ("json", tmp_path / "a.jsonl", 65),
+        ("json", tmp_path / "b.jsonl", 66),
+        ("best fit", data / "ids", 2),
+        ("best fit", data / "best fit.places", 2),
+        ("sides of rows", data / "ids", 2),
+        ("plain", data / "ids", 2),  # it keeps none
+        ("plain", data / "texts", 2),  # nor digests
+    ):
+        folder = sets["documents"] if form == "plain" else data / form
+        ended = call_main("where", folder, "--state", tmp_path / f"{form}.state.json", "--ids", names)
+        assert ended.code == code, (form, names, ended.text)
+    words = ["--state", tmp_path / "json.state.json", "--ids", data / "ids", "--step", 3]
+    assert call_main("where", data / "json", *words).code == 2

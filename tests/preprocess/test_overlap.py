@@ -220,6 +220,40 @@ def test_the_names_are_taken_by_exclude_and_by_blank_and_nothing_is_found_afterw
     assert search(left, evals, tmp_path / "left", rule="llama") == []
 
 
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_running_run_goes_on_without_what_was_found_and_the_steps_that_saw_it_are_named(
+    worlds: dict[str, World], evals: Path, tmp_path: Path
+) -> None:
+    world, options = worlds["packed"], {"global_batch_size": 4, "seed": 5, "batch_size": 4}
+    search(world, evals, tmp_path / "out")
+    names, num_steps = tmp_path / "out" / "names.txt", 12
+    with world.loader(**options) as loader:
+        batches = list(loader)
+        state = loader.state_at(num_steps)
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    blanked = world.main("blank", world.data_dir, ids=names, output=tmp_path / "blanked", num_proc=1)
+    assert blanked.code == 0, blanked.text
+    left = World(tmp_path, data_dir=tmp_path / "blanked")
+    with left.loader(**options) as loader:
+        gone = [(batch["labels"] == -100) for batch in loader]
+    saw = {step for step in range(num_steps) if (gone[step] & (batches[step]["labels"] != -100)).any()}
+    state_and_hits = ("--state", tmp_path / "state.json", "--ids", tmp_path / "out" / "overlap.jsonl")
+    ended = world.main("where", world.data_dir, *state_and_hits, "--json")
+    assert ended.code == 0, ended.text
+    assert {each["step"] for each in json.loads(ended.out.splitlines()[-1])["steps"]} == saw
+    assert 0 < len(saw) < num_steps
+    with left.loader(**options) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        rest = list(loader)
+    assert len(rest) == len(batches) - num_steps
+    for step, batch in enumerate(rest, num_steps):
+        is_left = batch["labels"] != -100
+        assert (batch["labels"][is_left] == batches[step]["labels"][is_left]).all()
+        assert (batch["input_ids"][is_left] == batches[step]["input_ids"][is_left]).all()
+        assert (~is_left).equal(gone[step])
+
+
 def test_documents_whose_ids_do_not_give_back_their_text_are_named_by_place(tmp_path: Path) -> None:
     words = sorted({word for text in [*EVALS, *DOCUMENTS] for word in text.split()})
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate([*words, "<end>"])}, "<end>"))

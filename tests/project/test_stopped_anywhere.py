@@ -188,7 +188,7 @@ class Interrupt:
 sys.meta_path.insert(0, Interrupt())
 """
 COMMANDS = {
-    "shardprep": "from shardprep.entry import main; sys.argv[0] = 'shardprep'; sys.exit(main())",
+    "shardprep": "from shardprep import main; sys.argv[0] = 'shardprep'; sys.exit(main())",
     **{
         f"python -m {package}": f"import runpy; runpy.run_module('{package}', run_name='__main__')"
         for package in ("shardprep", "preprocess")

@@ -56,6 +56,11 @@ ROWS = [
     Row("set-up or usage (2)", [ended(2, stage="set-up")]),
     Row("the set-up file ended the task", [ended(3, stage="set-up")]),
     Row("srun failed", [ended(75, stage="start")]),
+    Row(
+        "srun failed",
+        [ended(1)],
+        "srun: error: Unable to confirm allocation for job 8: Unable to contact slurm controller",
+    ),
     # killed: the record has the signal, the log or squeue knows better
     Row("killed by signal 9", [ended(75, killed_by=9)]),
     Row(

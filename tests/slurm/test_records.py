@@ -58,11 +58,13 @@ def test_an_attempt_that_makes_its_shard_leaves_no_record(fake: FakeSlurm, data_
 
 
 def test_an_srun_that_ends_with_0_where_its_node_failed_leaves_the_record(
-    fake: FakeSlurm, data_dir: Path
+    fake: FakeSlurm, data_dir: Path, tmp_path: Path
 ) -> None:
-    run_task(fake, data_dir, index=0, srun="#!/bin/sh\necho 'srun: error: Node failure on n1' >&2\n")
+    srun = "#!/bin/sh\necho 'srun: error: Node failure on n1'\n"
+    with (tmp_path / "log").open("wb") as file:
+        run_task(fake, data_dir, index=0, srun=srun, stdout=file)
     assert records(data_dir) == ["7_0.r0"]
-    assert status(data_dir)["causes"] == {"finished without a manifest": "0"}
+    assert status(data_dir)["causes"] == {"NODE_FAIL": "0"}
 
 
 def test_a_set_up_file_that_exits_leaves_a_record_that_says_so(
@@ -296,4 +298,5 @@ def test_what_cannot_be_read_in_jobs_is_named_and_holds_nobody(
             "loop": lambda: path.symlink_to(path),
         }
         make[what]()
-    assert str(jobs) in slurm("status", data_dir, code=65 if what in {"folder", "fifo"} else 74)
+    codes = {"folder": 65, "fifo": 65, "jobs is a file": 73}
+    assert str(jobs) in slurm("submit", data_dir, code=codes.get(what, 74))

@@ -169,6 +169,7 @@ def test_jobs_of_another_cluster_are_called_not_visible_and_never_sent_twice(
     fake: FakeSlurm, data_dir: Path
 ) -> None:
     submitted(data_dir, cluster="other")
+    write_record(data_dir, "1_2")  # of a task that has begun
     state = status(data_dir)
     assert (state["not_visible"], state["failed"]) == ("0-4", "")
     assert "SLURM_CLUSTERS=other" in state["why_not_visible"]
@@ -196,11 +197,24 @@ def test_a_colleagues_jobs_on_a_private_site_are_not_visible_but_for_those_whose
 ) -> None:
     submitted(data_dir, user="kim")
     write_record(data_dir, "1_1", ended(74))
+    write_record(data_dir, "1_2", SLURM_JOB_USER="kim")
     fake.answers("config", f"{CONFIG}PrivateData = jobs,usage\n")
     state = status(data_dir)
     assert (state["not_visible"], state["causes"]) == ("0,2-4", {"read or write error (74)": "1"})
     fake.answers("config", f"{CONFIG}PrivateData = none\n")
     assert status(data_dir)["not_visible"] == "", "where all is shown, what is not shown has ended"
+
+
+def test_so_are_a_colleagues_tasks_of_plain_sbatch_but_not_those_of_who_looks(
+    fake: FakeSlurm, data_dir: Path
+) -> None:
+    fake.answers("config", f"{CONFIG}PrivateData = jobs\n")
+    write_record(data_dir, "7_1", SLURM_JOB_USER="kim")
+    write_record(data_dir, "8_2")
+    state = status(data_dir)
+    assert (state["not_visible"], state["failed"]) == ("1", "2")
+    slurm("submit", data_dir)
+    assert "shards_of=(0 2 3 4)" in fake.sent()[0]
 
 
 def test_two_who_look_from_two_time_zones_see_the_same_job_and_starts_in_their_own(

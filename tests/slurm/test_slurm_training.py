@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,10 +50,6 @@ def has_daemon(job: str) -> bool:
 def log_of(site: Cluster, job: str) -> str:
     path = site.folder / f"train-{job}.log"
     return path.read_text() if path.exists() else ""
-
-
-def has_logged(site: Cluster, job: str, text: str) -> bool:
-    return text in log_of(site, job)
 
 
 @pytest.fixture(scope="module")
@@ -146,31 +141,6 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     assert [(line["step"], line["batch"]) for line in ours] == [
         (line["step"], line["batch"]) for line in theirs
     ]
-
-
-def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
-    site: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two programs that only stop: one saves nothing, one saves but was requeued often enough."""
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, sys, time\nfrom pathlib import Path\nprint('it trains', flush=True)\n"
-        "while not Path(os.environ['SHARDPREP_STOP_FILE']).exists(): time.sleep(0.1)\n"
-        "if '--save' in sys.argv: Path(sys.argv[2], 'step-1.pt').touch()\nsys.exit(75)\n"
-    )
-    words = {"--no": "no newer checkpoint", "--save": "(SHARDPREP_MAX_REQUEUES): not again"}
-    monkeypatch.setitem(site.environ, "SHARDPREP_MAX_REQUEUES", "0")
-    jobs = {
-        flag: site.run("sbatch", "--parsable", SCRIPT, program, "DATA", tmp_path / f"checkpoints{flag}", flag)
-        for flag in words
-    }
-    for flag, job in jobs.items():
-        wait_until(partial(has_logged, site, job, "it trains"))
-        site.run("scancel", "--batch", "--signal=USR1", job)
-        last = end_of_job(site, job)
-        assert (last["JobState"], last["ExitCode"]) == ("FAILED", "75:0"), log_of(site, job)
-        assert words[flag] in log_of(site, job)
-        assert not list((tmp_path / f"checkpoints{flag}").glob(".stop*"))
 
 
 def test_torchrun_starts_its_ranks_on_two_nodes(

@@ -413,6 +413,10 @@ def test_a_controller_that_died_is_told_unless_somebody_ended_it(fake: FakeSlurm
     slurm("submit", data_dir, "--until_done")
     assert status(data_dir)["controller_lost"] == "3"
     assert "control-3.log" in slurm("status", data_dir)
+    fake.answers("squeue", squeue_line("0-4", "PENDING", name=f"{names_of_jobs(data_dir)}0"))
+    slurm("cancel", data_dir, "--shards", 0)
+    assert fake.calls("scancel") == ["1_0"]
+    assert status(data_dir)["controller_lost"] == "3"
     fake.answers("squeue", control_line(data_dir, "3"))
     assert status(data_dir)["controller_lost"] == ""
     slurm("cancel", data_dir)
@@ -442,7 +446,7 @@ printf '%s\\n' "$script" | "{fake.place}/sbatch.sh" "$@\""""
     fake.answers_by("sbatch", body)
     slurm("submit", data_dir, "--until_done")
     assert fake.calls("scancel") == ["1 2"], "what was sent before, not yet released"
-    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 3,4"]
+    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 3", "release 4"]
     assert "shards_of=(0-1 2-4)" in fake.sent()[2]
 
 

@@ -342,7 +342,7 @@ def sbatch_that_says(fake: FakeSlurm, words: str) -> None:
 def test_a_banner_of_the_sites_sbatch_before_the_job_id_is_no_error(fake: FakeSlurm, data_dir: Path) -> None:
     sbatch_that_says(fake, 'echo "Welcome to 7 nodes"; echo; echo "$id;test"; echo')
     slurm("submit", data_dir)
-    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 1,2"]
+    assert [call for call in fake.calls("scontrol") if "release" in call] == ["release 1", "release 2"]
 
 
 def test_a_job_whose_id_cannot_be_understood_is_not_recorded_and_cancel_finds_it_by_its_name(
@@ -355,6 +355,20 @@ def test_a_job_whose_id_cannot_be_understood_is_not_recorded_and_cancel_finds_it
     fake.answers("squeue", squeue_line("0-4", "PENDING", "JobHeldUser", job="41", name=name))
     slurm("cancel", data_dir)
     assert fake.calls("scancel") == ["41"]
+
+
+def test_a_release_that_slurm_puts_off_while_its_accounts_are_slow_is_asked_for_again(
+    fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("slurm.commands.sleep", waits.append)
+    refused = f'[[ "$*" != "release 1" || -e "{fake.place}/asked" ]]'
+    words = "Job update not available right now, the DB index is being set, try again in a bit for job 1"
+    first = f'{refused} || {{ touch "{fake.place}/asked"; echo "{words}" >&2; exit 1; }}'
+    fake.answers_by("scontrol", f'{first}\nexec "{fake.place}/scontrol.sh" "$@"')
+    slurm("submit", data_dir)
+    assert waits == [5]
+    assert [call for call in fake.calls("scontrol.sh") if "release" in call] == ["release 1", "release 2"]
 
 
 def test_a_submit_whose_jobs_somebody_cancels_before_they_begin_says_so(

@@ -53,10 +53,11 @@ if how == "unheeding":
     (folder / "step-1.pt").touch()
 if how == "twice" and rank == 1 and start == "1":
     sys.exit(7)
-if how in ("stop", "unheeding") or (how == "once" and start == "1"):
+if how in ("stop", "unheeding", "save nothing") or (how == "once" and start == "1"):
     while not asked and not Path(os.environ["SHARDPREP_STOP_FILE"]).exists():
         time.sleep(0.02)
-    (folder / "step-1.pt").touch()
+    if how != "save nothing":
+        (folder / "step-1.pt").touch()
     sys.exit(75)
 if how in ("once", "twice"):
     while rank == 0 and not asked:
@@ -159,6 +160,18 @@ def test_a_signal_saves_and_requeues_unless_the_job_is_being_cancelled_or_runs_e
     assert (tmp_path / "checkpoints" / "step-1.pt").exists(), log
     assert (tmp_path / "requeued").exists() == is_requeued, log
     assert is_requeued or process.returncode == 75, log
+
+
+@pytest.mark.parametrize(("how", "most"), [("save nothing", "20"), ("stop", "0")])
+def test_without_a_newer_checkpoint_or_past_the_most_requeues_it_stays_stopped(
+    tmp_path: Path, how: str, most: str
+) -> None:
+    process = start(tmp_path, how, SHARDPREP_MAX_REQUEUES=most)
+    wait_until_begun(tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    end_of(process, code=75)
+    assert not (tmp_path / "requeued").exists()
+    assert not list((tmp_path / "checkpoints").glob(".stop*"))
 
 
 def test_a_job_that_slurm_started_again_too_often_ends(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import sys
 import tempfile
 import time
@@ -165,12 +166,15 @@ def _check_fields(plan: Plan, counting: Counting) -> None:
 def scratch_folder() -> Iterator[Path]:
     """Make an empty folder under TMPDIR for the time of a ``with``. Raises CannotWrite."""
     try:
-        folder = tempfile.TemporaryDirectory(prefix="shardprep-", ignore_cleanup_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix="shardprep-"))
     except OSError as error:
         found = f"no scratch folder can be made: {error.strerror}"
         raise CannotWrite(found=found, expected="one with some space; let TMPDIR name it") from None
-    with folder as path:
-        yield Path(path)
+    try:
+        yield folder
+    finally:
+        with contextlib.suppress(OSError):  # rmtree ignores no error of close()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def sample_documents(

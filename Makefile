@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[loader,slurm,columns,fix_text]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[loader,slurm,columns]' --group dev
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -62,7 +62,7 @@ test_frameworks: .venv-frameworks/.installed ## tests with Lightning, DeepSpeed,
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
 	.venv-frameworks/bin/python -m pip install --quiet $(TORCH)
-	.venv-frameworks/bin/python -m pip install --quiet $(TORCH) --editable '.[loader,slurm,columns,fix_text]' --group dev --group frameworks
+	.venv-frameworks/bin/python -m pip install --quiet $(TORCH) --editable '.[loader,slurm,columns]' --group dev --group frameworks
 	@touch $@
 
 torture: install ## each fault of disks, files and processes, one by one (2 hours; needs gcc)

@@ -89,7 +89,7 @@ class JobRequest:
     setup: str | None = option(
         None,
         "a file that tasks source first: modules, conda, a virtual environment; with more than some hundred "
-        "tasks, slurm/environment_on_node.sh",
+        "tasks, examples/environment_on_node.sh",
         group=_RUNS,
     )
     container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'", group=_RUNS)

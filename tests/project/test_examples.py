@@ -70,7 +70,7 @@ def test_tasks_of_a_node_that_begin_together_enter_one_unpacked_environment(tmp_
     shared.mkdir()
     (environment / "bin/python").write_text("#!/bin/sh\necho from_the_tar\n")
     (environment / "bin/python").chmod(0o755)
-    setup = shutil.copy(ROOT / "slurm/environment_on_node.sh", shared)
+    setup = shutil.copy(ROOT / "examples/environment_on_node.sh", shared)
     subprocess.run(["tar", "-C", environment, "-cf", shared / "environment.tar", "."], check=True)
     command = ["bash", "-c", f"source {setup}; echo $environment; python"]
     tasks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]

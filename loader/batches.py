@@ -276,7 +276,10 @@ class StepBatches:
                 blank_labels(batch, is_filler[first:end])
             elif self.has_masks or self.has_blanks or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
-            num_tokens = num_places = ids.size if lengths is None else int(lengths.sum())
+            if lengths is None:
+                yield batch, (ids.size, 0)
+                continue
+            num_tokens = num_places = int(lengths.sum())
             made = batch.get("input_ids") if hasattr(batch, "get") else None
             if isinstance(made, torch.Tensor):  # a user's own batch may be anything
                 num_places = made.numel()

@@ -187,4 +187,22 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "number = np.arange(CYCLE) - np.repeat((np.cumsum(counts) + counts), counts)",
         "all places move by as much",
     ),
+    (
+        "loader/rounds.py",
+        "ids=ids if laid_out.row_tokens else ids.joined(),",
+        "ids=ids if (not (laid_out.row_tokens)) else ids.joined(),",
+        SPEED,
+    ),
+    (
+        "loader/order.py",
+        "SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = 512, 1 << 20",
+        "SLOT_BLOCK_BYTES, MOST_BLOCK_BYTES = 512, 1 << (21)",
+        CHOICE,
+    ),
+    (
+        "preprocess/make/members.py",
+        "_SHIFTS = np.arange(30, -1, -3)",
+        "_SHIFTS = np.arange(30, -(2), -3)",
+        "the last number is 0 either way",
+    ),
 )

@@ -131,7 +131,10 @@ def test_a_manifest_counts_what_its_shard_holds(tmp_path: Path, form: str, num_s
         )
     for source in ("en", "ko"):
         lengths = Counter[str]()
+        of_texts = Counter[str]()
         for manifest in manifests:
+            told = manifest["run"]["texts"].get(source, {})
+            of_texts.update({name: told.get(name, 0) for name in ("num_bytes", "num_chars")})
             for length, (count, tokens) in (
                 manifest["run"]["texts"].get(source, {"lengths": {}})["lengths"].items()
             ):
@@ -142,7 +145,19 @@ def test_a_manifest_counts_what_its_shard_holds(tmp_path: Path, form: str, num_s
                 rounded = size >> max(size.bit_length() - 4, 0) << max(size.bit_length() - 4, 0)
                 expected.update({f"documents of {rounded}": 1, f"tokens of {rounded}": size})
         assert lengths == expected
+        texts = [line.text for line in documents if line.source == source]
+        assert of_texts == Counter(
+            num_bytes=sum(len(text.encode()) for text in texts), num_chars=sum(map(len, texts))
+        )
     check_side_files(world, every, has_order=form != "best_fit")
+
+
+def test_a_source_that_records_name_counts_the_bytes_of_their_texts(tmp_path: Path) -> None:
+    rows = [{"text": "가 b", "from": "web"}, {"text": "c", "from": "code"}, {"text": "de", "from": "web"}]
+    world = World(tmp_path).raw({"a.jsonl": rows}).make(num_shards=1, source_field="from")
+    sources = world.manifests()[0]["counts"]["sources"]
+    found = {name: (source["num_documents"], source["num_bytes"]) for name, source in sources.items()}
+    assert found == {"web": (2, 7), "code": (1, 1)}
 
 
 @pytest.mark.parametrize("form", ["json", "npy"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.world import EOS, PAD, World, hostile_texts, save_tokenizer, tokenizer_dir
+from tests.world import EOS, PAD, World, hostile_texts, open_loader, save_tokenizer, tokenizer_dir
 
 OPEN_ROWS = 1024  # of best fit: the fullest one is closed where there would be more
 Rows = list[list[int]]
@@ -145,3 +145,25 @@ def test_rows_of_a_tokenizer_without_pad_token_are_filled_with_0(tmp_path: Path)
     world = World(tmp_path, tokenizer=model).raw({"a.txt": "one\ntwo words\n"})
     world.make(record="packed", seq_len=64, num_shards=1)
     assert set(ids_of_padding(world.data_dir / "shard-00000.tar")) == {0}
+
+
+def test_a_mixture_of_rows_keeps_where_documents_begin(tmp_path: Path) -> None:
+    folders = {}
+    for seed, name in enumerate(("web", "code")):
+        texts = [text.replace("\n", " ") for text in hostile_texts(200, seed=seed, most_words=6)]
+        world = World(tmp_path / name).raw({"a.txt": "\n".join(texts)})
+        folders[name] = world.make(num_shards=2, record="packed", seq_len=32).data_dir
+    end = Tokenizer.from_file(str(tokenizer_dir() / "tokenizer.json")).token_to_id(EOS)
+    options: dict[str, Any] = {"weights": {"web": 0.6, "code": 0.4}, "boundaries": "segment_ids"}
+    num_begun = 0
+    with open_loader(folders, 4, num_workers=0, **options) as loader:
+        for batch, _ in zip(loader, range(40), strict=False):
+            for ids, segments, mask in zip(
+                *(batch[name].tolist() for name in ("input_ids", "segment_ids", "attention_mask")),
+                strict=True,
+            ):
+                num_tokens = sum(mask)
+                begins = [segments[at] != segments[at - 1] for at in range(1, num_tokens)]
+                assert begins == [token == end for token in ids[: num_tokens - 1]]
+                num_begun += sum(begins)
+    assert num_begun > 100

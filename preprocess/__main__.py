@@ -33,7 +33,7 @@ from shardprep.console import (
     short_time,
 )
 from shardprep.errors import BadInput, CannotWrite, NotFound, Refused, ShardprepError, UsageError
-from shardprep.format.names import id_ranges, ids_of_ranges
+from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.options import GROUPS, RESOURCES, PrepConfig
 
 _FINAL_CODES = {BadInput.exit_code, NotFound.exit_code, Refused.exit_code}
@@ -177,13 +177,8 @@ def run(args: argparse.Namespace) -> int:
     resources.check_address_space()
     folder = args.output_dir
     plan = need_plan(folder)
-    wanted: Sequence[int] = range(plan.num_shards)
-    if args.shards is not None:
-        try:
-            wanted = sorted(set(ids_of_ranges(args.shards, end=plan.num_shards)))
-        except ValueError:
-            expected = f"ids of 0 to {plan.num_shards - 1}, such as {plan.num_shards - 1}"
-            raise UsageError.of_value("--shards", args.shards, expected) from None
+    chosen = chosen_shards(plan.num_shards, args.shards)
+    wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
     todo = missing_shards(plan, folder, wanted)
     if len(todo) < len(wanted):
         say(f"{len(wanted) - len(todo)} of {len(wanted)} shards are done already")

@@ -7,11 +7,11 @@ import os
 
 from shardprep.console import print_lines, say, shards_text
 from shardprep.errors import UsageError
-from shardprep.format.names import id_ranges
+from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import need_plan
 from shardprep.format.submissions import append_event, user_name
 from slurm.commands import SlurmRefused, slurm_output
-from slurm.state import DatasetState, chosen_shards, find_state
+from slurm.state import DatasetState, find_state
 
 
 def cancel(args: argparse.Namespace) -> int:

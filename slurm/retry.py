@@ -18,7 +18,7 @@ from typing import Any
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError
-from shardprep.format.names import id_ranges
+from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import need_plan
 from shardprep.format.submissions import COMMANDS, JOBS_FOLDER, JobRequest, append_event
 from shardprep.own_packages import HOME
@@ -26,7 +26,7 @@ from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.commands import ask_patiently, minutes_of
 from slurm.script import check_folder, find_site
 from slurm.send import Groups, check_queue, leave_controller, send_groups, with_variables
-from slurm.state import DatasetState, Shard, chosen_shards, find_state, reason_to_leave
+from slurm.state import DatasetState, Shard, find_state, reason_to_leave
 from slurm.status import wait_for_jobs
 
 _MOST_ROUNDS = 5  # of --until_done: times that what failed is sent again

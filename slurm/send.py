@@ -28,7 +28,7 @@ from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import make_subfolder, publish_bytes
 from shardprep.format.attempts import LOGS_FOLDER, folder_identity
-from shardprep.format.names import id_ranges
+from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.submissions import (
     JOBS_FOLDER,
     MEMORY_FIELDS,
@@ -64,7 +64,7 @@ from slurm.script import (
     tasks_of_shards,
     verify_script,
 )
-from slurm.state import DatasetState, chosen_shards, find_state
+from slurm.state import DatasetState, find_state
 from slurm.status import wait_for_jobs
 
 Groups = list[tuple[JobRequest, list[int]]]

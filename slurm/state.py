@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardprep.errors import ReadWriteError, UsageError
+from shardprep.errors import ReadWriteError
 from shardprep.format.attempts import (
     LOGS_FOLDER,
     AttemptRecord,
@@ -25,7 +25,6 @@ from shardprep.format.attempts import (
     read_attempts,
 )
 from shardprep.format.manifest import MadeShards, find_made_shards, is_verified
-from shardprep.format.names import ids_of_ranges
 from shardprep.format.plan import Plan
 from shardprep.format.submissions import JobArray, JobRequest, Submission, read_submissions, user_name
 from slurm.causes import (
@@ -150,17 +149,6 @@ class DatasetState:
         obsolete = {each.verify.job_id for each in self.submissions[:-1]}
         live = (*self.live_job_ids(), *self.queue.unrecorded, *self.queue.controllers)
         return [each for each in live if each not in obsolete]
-
-
-def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
-    """Return the shards of --shards, or None for all. Raises UsageError."""
-    if text is None:
-        return None
-    try:
-        return set(ids_of_ranges(text, end=num_shards))
-    except ValueError:
-        expected = f"ids of 0 to {num_shards - 1}, such as {num_shards - 1}"
-        raise UsageError.of_value("--shards", text, expected) from None
 
 
 def find_state(

@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -42,7 +42,7 @@ from shardprep.format.documents import name_of_place
 from shardprep.format.idx import ShardSamples
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import Manifest, check_done, read_findings
-from shardprep.format.names import ids_of_ranges, shard_name
+from shardprep.format.names import chosen_shards, shard_name
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 
@@ -100,13 +100,8 @@ def overlap(args: argparse.Namespace) -> int:
     """``overlap DATA --against EVALS``: make the files that are missing, and merge them if all are there."""
     folder: Path = args.data_dir
     plan = need_plan(folder)
-    wanted: Sequence[int] = range(plan.num_shards)
-    if args.shards is not None:
-        try:
-            wanted = sorted(set(ids_of_ranges(args.shards, end=plan.num_shards)))
-        except ValueError:
-            expected = f"ids of 0 to {plan.num_shards - 1}, such as {plan.num_shards - 1}"
-            raise UsageError.of_value("--shards", args.shards, expected) from None
+    chosen = chosen_shards(plan.num_shards, args.shards)
+    wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
     rule = _rule_of(args)
     check_tokenizer_files(folder, plan.tokenizer_files)
     findings = read_findings(folder, plan.plan_id)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from msgspec import Meta
 
-from shardprep.errors import MissingShard, quoted
+from shardprep.errors import MissingShard, UsageError, quoted
 from shardprep.files import Digest
 from shardprep.format.json_files import Text
 
@@ -157,6 +157,17 @@ def ids_of_ranges(text: str, *, end: int = 10**7) -> list[int]:
             raise ValueError(f"{text[:40]!r} is no list of ids such as 0-2,5")
         ids += range(int(match[1]), last + 1)
     return ids
+
+
+def chosen_shards(num_shards: int, text: str | None) -> set[int] | None:
+    """Return the shards of --shards, or None for all. Raises UsageError."""
+    if text is None:
+        return None
+    try:
+        return set(ids_of_ranges(text, end=num_shards))
+    except ValueError:
+        expected = f"ids of 0 to {num_shards - 1}, such as {num_shards - 1}"
+        raise UsageError.of_value("--shards", text, expected) from None
 
 
 # The decoder, truncation and padding change no id of an encoded document.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations
+from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations, texts_in
 from preprocess.read.text_fields import UnusableText
 from shardprep.console import counted
 from shardprep.errors import UsageError
@@ -82,14 +82,6 @@ def _said_in(shape: list[dict[str, Any]]) -> list[str]:
     """Return what of a conversation's text the rendered one is expected to have."""
     found = []
     for message in shape:
-        for text in _strings([message.get("content"), message.get("tool_calls")]):
+        for text in texts_in([message.get("content"), message.get("tool_calls")]):
             found += re.split(r"\s*</?think>\s*", text)
     return [words for words in found if words and words not in ("call00001", "function")]
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _strings(each)

@@ -376,7 +376,7 @@ class Conversations:
             if role not in ROLES:
                 raise _Unusable("wrong_role", f"message {number} has the role {str(role)[:40]!r}")
             num_answers += role == "assistant"
-            for text in _strings(message):
+            for text in texts_in(message):
                 num_chars += len(text)
                 if found := self._control.search(text):
                     raise _Unusable("control_token", f"message {number} holds the control token {found[0]}")
@@ -429,10 +429,10 @@ class Conversations:
         return text, spans[0] if spans else []
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Every text in a message, however deep; names of keys left out."""
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield every text in a message, however deep, without the names of keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)
+            yield from texts_in(item)

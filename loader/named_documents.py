@@ -30,7 +30,7 @@ from loader.shards import ShardSet
 from loader.token_loader import TokenLoader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import BadInput, NotFound, UsageError
-from shardprep.files import NOT_THERE, read_lines, read_regular
+from shardprep.files import NOT_THERE, read_lines
 from shardprep.format.documents import (
     DIGEST,
     DocumentNames,
@@ -40,12 +40,12 @@ from shardprep.format.documents import (
     keys_of_places,
     named_places,
     pieces_of,
+    read_digests,
     read_names,
 )
 from shardprep.format.idx import ShardSamples, read_idx
 from shardprep.format.json_files import load_json
 from shardprep.format.manifest import read_manifest
-from shardprep.format.names import digests_path
 from shardprep.format.plan import Plan, need_plan
 
 Place = tuple[int, int]  # number of the input, and byte or row in it: docs/format.md, "Places"
@@ -308,8 +308,7 @@ class _Wanted:
         if stamp is None:
             expected = "names by id or place, or a data set of plan --digests"
             raise UsageError(path=folder, found="no digests, by which texts are found", expected=expected)
-        raw = read_regular(digests_path(folder, shard_id), max_bytes=stamp.num_bytes)
-        return np.flatnonzero(self._is_named(np.frombuffer(raw, DIGEST))).tolist()
+        return np.flatnonzero(self._is_named(read_digests(folder, shard_id, stamp))).tolist()
 
     def _places(self, folder: Path, plan: Plan, shard_id: int) -> set[Place]:
         """Return the places of documents that are named by id, and those that may be of a shard."""

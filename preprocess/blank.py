@@ -22,7 +22,6 @@ from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
 from shardprep.files import PublishedFolder, make_folder, publish_link, read_regular, sync_folder
 from shardprep.format.documents import (
-    DIGEST,
     BlankedDocuments,
     DocumentNames,
     kept_ids,
@@ -31,13 +30,13 @@ from shardprep.format.documents import (
     named_places,
     publish_blanked,
     read_blanked,
+    read_digests,
     read_names,
 )
 from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
 from shardprep.format.names import (
     EXCLUDED_NAME,
     TOKENIZER_DIR,
-    digests_path,
     id_ranges,
     ids_of_ranges,
     manifest_path,
@@ -138,8 +137,7 @@ def _named_places(
     is_named = "text" in names.kinds
     if is_named and plan.options.digests:
         stamp = read_manifest(folder, shard_id).digests
-        raw = read_regular(digests_path(folder, shard_id), max_bytes=stamp.num_bytes) if stamp else b""
-        is_named = bool((names.find(np.frombuffer(raw, DIGEST)) >= 0).any())
+        is_named = bool(stamp and (names.find(read_digests(folder, shard_id, stamp)) >= 0).any())
     if is_named or any(named_places(names, shard.ranges)):
         digest = None if shard.sha256 is None else hashlib.sha256()
         for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):

@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from preprocess.make.engines import Ids, Numbers, ids_around, load_tokenizer, split_tokenizer
 from shardprep.errors import BrokenShard
-from shardprep.files import read_regular, size_of_file
-from shardprep.format.documents import DIGEST, kept_ids, pieces_of
+from shardprep.files import read_regular
+from shardprep.format.documents import kept_ids, pieces_of, read_digests
 from shardprep.format.idx import ShardSamples
 from shardprep.format.input_formats import name_of_input
 from shardprep.format.manifest import Manifest
@@ -120,12 +120,12 @@ class ShardDocuments:
         shard_id, stamp = self._samples.shard_id, self._manifest.digests
         if stamp is None:
             return None
-        path, expected = digests_path(self._folder, shard_id), len(self._numbers) * DIGEST_BYTES
-        raw = read_regular(path, max_bytes=stamp.num_bytes) if size_of_file(path) else b""
-        if len(raw) != expected:
-            remedy = remake_command(shard_id, self._folder)
-            raise BrokenShard(path=path, found=f"{len(raw)} bytes", expected=expected, remedy=remedy)
-        return np.frombuffer(raw, DIGEST)
+        digests = read_digests(self._folder, shard_id, stamp)
+        if len(digests) != len(self._numbers):
+            path, remedy = digests_path(self._folder, shard_id), remake_command(shard_id, self._folder)
+            expected = f"{len(self._numbers)} digests"
+            raise BrokenShard(path=path, found=f"{len(digests)} digests", expected=expected, remedy=remedy)
+        return digests
 
 
 class TokenTexts:

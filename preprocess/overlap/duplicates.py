@@ -26,7 +26,7 @@ from preprocess.make.worker import documents_of_shard
 from preprocess.read.transform import transform_of
 from shardprep.console import Progress, counted, print_lines, quoted, say
 from shardprep.errors import BrokenShard, Refused, UsageError
-from shardprep.files import NOT_THERE, FileStamp, PublishedFile, read_regular, sync_folder
+from shardprep.files import FileStamp, PublishedFile, sync_folder
 from shardprep.format.documents import (
     DIGEST,
     MOST_NAMES,
@@ -34,11 +34,12 @@ from shardprep.format.documents import (
     name_of_place,
     pieces_of,
     read_blanked,
+    read_digests,
 )
 from shardprep.format.idx import ShardSamples, read_idx
 from shardprep.format.input_formats import name_of_input
 from shardprep.format.manifest import check_done, read_findings, read_manifest
-from shardprep.format.names import DIGEST_BYTES, digests_path, missing_file, remake_command, source_of_path
+from shardprep.format.names import DIGEST_BYTES, digests_path, remake_command, source_of_path
 from shardprep.format.plan import Plan, need_plan
 
 Digests = npt.NDArray[np.uint64]  # uint64[documents, 2]: 16 bytes as two numbers
@@ -91,17 +92,9 @@ class _Shard(NamedTuple):
     stamp: FileStamp  # of its digests
 
     def digests(self, *, is_checked: bool) -> Digests:
-        """Read its digests; compare their hash, unless that was done. Raises MissingShard, BrokenShard."""
-        folder = self.data_set.folder
-        path = digests_path(folder, self.shard_id)
-        try:
-            raw = read_regular(path, max_bytes=self.stamp.num_bytes)
-        except NOT_THERE:
-            raise missing_file(path, self.shard_id, folder) from None
-        if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != self.stamp.sha256:
-            remedy, expected = remake_command(self.shard_id, folder), self.stamp.sha256[:12]
-            raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
-        return np.frombuffer(raw, ">u8").reshape(-1, 2).astype(np.uint64)
+        """Read its digests. Raises MissingShard, BrokenShard."""
+        found = read_digests(self.data_set.folder, self.shard_id, self.stamp, is_checked=is_checked)
+        return found.view(">u8").reshape(-1, 2).astype(np.uint64)
 
 
 class _Copies(NamedTuple):

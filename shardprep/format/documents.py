@@ -30,11 +30,27 @@ import numpy.typing as npt
 import orjson
 
 from shardprep.errors import BadInput, BrokenShard, NotFound, OtherPlan, UsageError
-from shardprep.files import NOT_THERE, Digest, make_subfolder, publish_bytes, read_lines, read_regular
+from shardprep.files import (
+    NOT_THERE,
+    Digest,
+    FileStamp,
+    make_subfolder,
+    publish_bytes,
+    read_lines,
+    read_regular,
+)
 from shardprep.format.idx import ShardSamples
 from shardprep.format.input_formats import input_kind
 from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
-from shardprep.format.names import DIGEST_BYTES, EXCLUDED_NAME, blanked_path, ids_path, remake_command
+from shardprep.format.names import (
+    DIGEST_BYTES,
+    EXCLUDED_NAME,
+    blanked_path,
+    digests_path,
+    ids_path,
+    missing_file,
+    remake_command,
+)
 from shardprep.format.plan import ByteRange
 
 DIGEST = np.dtype(f"V{DIGEST_BYTES}")
@@ -241,6 +257,25 @@ def kept_ids(folder: Path, shard_id: int) -> Iterator[tuple[int, int, str]]:
                 f"{path} has the line {line[:60]!r}; run: {remedy}", path=path, found=line[:60], remedy=remedy
             )
         yield input_number, offset, kept
+
+
+def read_digests(
+    folder: Path, shard_id: int, stamp: FileStamp, *, is_checked: bool = False
+) -> npt.NDArray[np.void]:
+    """Read the digests of a shard: DIGEST[documents], in the order of docs/format.md.
+
+    ``stamp``: of its manifest; their hash is compared, unless it ``is_checked``. Raises MissingShard,
+    BrokenShard, ReadWriteError.
+    """
+    path = digests_path(folder, shard_id)
+    try:
+        raw = read_regular(path, max_bytes=stamp.num_bytes)
+    except NOT_THERE:
+        raise missing_file(path, shard_id, folder) from None
+    if not is_checked and (found := hashlib.sha256(raw).hexdigest()) != stamp.sha256:
+        remedy, expected = remake_command(shard_id, folder), stamp.sha256[:12]
+        raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
+    return np.frombuffer(raw, DIGEST)
 
 
 class Pieces(NamedTuple):

@@ -165,10 +165,11 @@ def test_no_file_is_locked_while_shards_are_made_and_read(
 def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_it(
     sets: DataSets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    documents = sets["documents"]  # made before the count begins
     gc.collect()
     before = num_handles()
     opened = opened_files(monkeypatch)
-    with open_loader(sets["documents"], 8) as loader:
+    with open_loader(documents, 8) as loader:
         for step in (3, 1, 7, 0):
             loader.load_state_dict(loader.state_at(step))
             next(iter(loader))
@@ -178,7 +179,7 @@ def test_each_shard_is_opened_once_wherever_the_loader_is_sent_and_closed_with_i
         assert num_handles() > before
     assert num_handles() <= before
     for _ in range(3):
-        next(iter(open_loader(sets["documents"])))  # that nobody closes
+        next(iter(open_loader(documents)))  # that nobody closes
     assert num_handles() <= before
 
 

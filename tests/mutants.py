@@ -108,6 +108,7 @@ class Mutant:
     start: int
     end: int
     text: str
+    is_in_function: bool  # or is run when its module is imported
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} {self.operator}"
@@ -144,6 +145,7 @@ class Finder(ast.NodeVisitor):
     def __init__(self, path: str) -> None:
         self.path = path
         self.found: list[Mutant] = []
+        self._is_in_function = False
         self._source = (ROOT / path).read_bytes()
         self._line_starts = [0]
         for line in self._source.splitlines(keepends=True):
@@ -153,15 +155,17 @@ class Finder(ast.NodeVisitor):
     def _add(self, node: Any, operator: str, text: str) -> None:
         start = self._line_starts[node.lineno - 1] + node.col_offset
         end = self._line_starts[node.end_lineno - 1] + node.end_col_offset
-        self.found.append(Mutant(self.path, node.lineno, operator, start, end, text))
+        self.found.append(Mutant(self.path, node.lineno, operator, start, end, text, self._is_in_function))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.name in QUIET:
             return
         for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
             self.visit(default)
+        is_nested, self._is_in_function = self._is_in_function, True
         for statement in node.body:
             self.visit(statement)
+        self._is_in_function = is_nested
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for statement in node.body:  # its decorators are no logic
@@ -325,8 +329,10 @@ class Seen:
         changed = range(mutant.line, last_line + 1)
 
         def ran(by_test: dict[str, list[int]]) -> set[str]:
-            return {test for test, lines in by_test.items() if not set(changed).isdisjoint(lines)}
+            return {test for test, lines in by_test.items() if any(line in changed for line in lines)}
 
+        if not mutant.is_in_function:  # its module is imported before the tests: whoever runs that may notice
+            changed = range(1, sys.maxsize)
         called, set_up = ran(self.lines[mutant.path]), ran(self.in_setup[mutant.path])
         files = {test.partition("::")[0] for test in set_up}  # what a fixture made is of other tests, too
         tests = {test for test in self.seconds if test in called or test.partition("::")[0] in files}

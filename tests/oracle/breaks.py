@@ -141,7 +141,7 @@ BREAKS = [
     ),
     Break(
         "a schedule of batch sizes holds to its last stage",
-        "loader/sources.py",
+        "loader/samples.py",
         "size_at, weights_at = dict(sizes), dict(weights)",
         "size_at, weights_at = dict(sizes[:2]), dict(weights)",
         f"{_STREAM}[batch_size_schedule-1]",

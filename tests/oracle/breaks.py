@@ -118,8 +118,8 @@ BREAKS = [
     Break(
         "a resumed run keeps its schedule of weights",
         "loader/state.py",
-        "            stages=tuple(stages),\n",
-        "            stages=tuple(stages[:1]),\n",
+        "stages=tuple(stages), batches_per_tick",
+        "stages=tuple(stages[:1]), batches_per_tick",
         f"{_STREAM}[mixture-2]",
         "the state, of step 23, is of another run",
     ),

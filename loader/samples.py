@@ -326,19 +326,15 @@ def make_samples(
     if max_length is not None:
         for_documents = f"max_length={max_length}"
     if seq_len is not None and for_documents:
-        raise UsageError(
-            found=f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them",
-            expected="one of the two",
-        )
+        found = f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them"
+        raise UsageError(found=found, expected="one of the two")
     if shards.has_rows and not shards.row_tokens:
         raise UsageError(
             found="packed rows beside documents, or beside rows of another length",
             expected="documents alone, or rows of one length: load them apart",
         )
     if shards.has_rows:
-        given = for_documents
-        if seq_len not in (None, shards.row_tokens):
-            given = f"seq_len={seq_len}"
+        given = for_documents if seq_len in (None, shards.row_tokens) else f"seq_len={seq_len}"
         if given:
             rows = f"packed rows of {shards.row_tokens} tokens"
             raise UsageError(
@@ -350,14 +346,8 @@ def make_samples(
         return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
     if seq_len is None:
         return Samples(shards=shards, max_length=max_length, **others)
-    return JoinedRows(
-        shards=shards,
-        row_tokens=seq_len,
-        eos_token_id=eos_token_id,
-        keeps_tail=keeps_tail,
-        starts=starts,
-        **others,
-    )
+    of_rows = {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail, "starts": starts}
+    return JoinedRows(shards=shards, row_tokens=seq_len, **of_rows, **others)
 
 
 # The run that the arguments say.

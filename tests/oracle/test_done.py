@@ -226,6 +226,7 @@ FORGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "as it was": ("json", {}),
     "a sample less": ("json", {"records": lambda records: records[:-1]}),
     "a token more": ("json", {"records": with_field("num_tokens", lambda number: number + 1)}),
+    "no token": ("json", {"records": with_field("num_tokens", lambda _: 0)}),
     "a token of another document": ("json", {"records": one_token_moved}),
     "ids a byte later": ("json", {"records": with_field("offset", lambda offset: offset + 1)}),
     "ids a byte shorter": ("json", {"records": with_field("num_bytes", lambda size: size - 1)}),

@@ -48,6 +48,7 @@ FIRST_ID = {
     "rows b": 2701,
     "large": 3001,
     "many": 4001,
+    "two": 5001,
 }
 SIZES = {
     "web": 700,
@@ -58,6 +59,7 @@ SIZES = {
     "rows b": 110,
     "large": 200,
     "many": 9600,
+    "two": 2,  # the fewest that have an order
 }
 LARGE_BYTES = 400_000  # of a sample of ``large``: blocks and windows are as small as their bytes ask for
 
@@ -85,6 +87,7 @@ FORMS = {
     "large": Form(sources=["large"], size=2),
     "large, grouped": Form(sources=["large"], size=2, options={"group_by_length": 2}),
     "one": Form(sources=["wiki"], size=1),
+    "two": Form(sources=["two"], size=1, later_ticks=(1, 2)),
     "many": Form(sources=["many"], size=512, later_ticks=(1, 2)),
     "fewer": Form(sources=["many"], size=128, later_ticks=(1, 2)),
     "long windows": Form(sources=["many"], size=3, options={"group_by_length": 3}),

@@ -181,6 +181,28 @@ def test_what_was_read_wrongly_when_a_shard_was_made_is_found_though_all_hashes_
     world.run().verify(deep=1)
 
 
+def test_without_a_number_three_shards_are_made_again(tmp_path: Path) -> None:
+    """All are wrong, each behind what a worker compares of its input."""
+    lines = [f"line {number:05d} of a file\n" for number in range(8000)]
+    world = World(tmp_path).raw({"a.txt": "".join(lines)}).plan(num_shards=5)
+    path, wrong = world.raw_dir / "a.txt", [*lines]
+    times = path.stat()
+    for number in (700, 2500, 4500, 5600, 7200):
+        wrong[number] = lines[number].replace("file", "tile")
+    for content in (wrong, lines):
+        path.write_text("".join(content))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if content is wrong:
+            world.run()
+    world.verify()
+    assert world.main("verify", world.data_dir, "--deep").code == 65
+    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
+    assert len(findings) == 3
+    assert world.main("verify", world.data_dir, "--deep", 5).code == 65
+    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
+    assert len(findings) == 5
+
+
 @pytest.mark.processes
 def test_conversations_are_made_again_with_what_was_left_out(tmp_path: Path) -> None:
     world = World(tmp_path, tokenizer=save_tokenizer(tmp_path / "model", TAGGED))

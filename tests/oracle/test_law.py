@@ -421,6 +421,19 @@ def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(d
 
 
 @pytest.mark.slow
+def test_a_source_that_joins_while_the_global_batch_grows_is_walked_in_the_ticks_of_the_run(
+    data: Data,
+) -> None:
+    pair = Pair(data, FORMS["mixture"], seed=3)
+    pair.check(3)
+    border = pair.amend(sizes=[(0, 24)], weights=[(0, {"web": 2, "code": 1, "books": 3})])
+    for step in (border, border + 5):
+        pair.resume(step)
+        pair.check(3)
+    pair.ranks.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["mixture", "mixture by tokens"])
 def test_a_run_that_gains_and_loses_sources_is_the_laws_from_every_state(data: Data, form: str) -> None:
     """One source is added, then another, then the first is dropped; each time it goes on from a state behind

@@ -376,6 +376,38 @@ def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(
     assert status()[0] == "0,2"
 
 
+def test_without_a_number_three_shards_are_made_again(tmp_path: Path) -> None:
+    """All are wrong, each behind what a worker compares of its input."""
+    lines = [f"line {number:05d} of a file\n" for number in range(8000)]
+    world = World(tmp_path).raw({"a.txt": "".join(lines)}).plan(num_shards=5)
+    path, wrong = world.raw_dir / "a.txt", [*lines]
+    times = path.stat()
+    for number in (700, 2500, 4500, 5600, 7200):
+        wrong[number] = lines[number].replace("file", "tile")
+    for content in (wrong, lines):
+        path.write_text("".join(content))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if content is wrong:
+            world.run()
+    world.verify()
+    assert world.main("verify", world.data_dir, "--deep").code == 65
+    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
+    assert len(findings) == 3
+    assert world.main("verify", world.data_dir, "--deep", 5).code == 65
+    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
+    assert len(findings) == 5
+
+
+def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "one\ntwo\n"}).make()
+    moved = world.raw_dir.rename(tmp_path / "moved")
+    assert world.main("verify", world.data_dir, deep=True).code == 66
+    assert not (world.data_dir / "findings.json").exists(), "that says nothing of a shard"
+    assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 0
+    (moved / "a.txt").write_text("one\ntwo\nmore\n")
+    assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 78
+
+
 @pytest.mark.parametrize("name", ["json", "packed"])
 def test_each_file_is_on_the_disk_before_its_name_and_the_manifests_name_comes_last(
     whole: Callable[[str], World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

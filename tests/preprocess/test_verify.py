@@ -181,41 +181,9 @@ def test_what_was_read_wrongly_when_a_shard_was_made_is_found_though_all_hashes_
     world.run().verify(deep=1)
 
 
-def test_without_a_number_three_shards_are_made_again(tmp_path: Path) -> None:
-    """All are wrong, each behind what a worker compares of its input."""
-    lines = [f"line {number:05d} of a file\n" for number in range(8000)]
-    world = World(tmp_path).raw({"a.txt": "".join(lines)}).plan(num_shards=5)
-    path, wrong = world.raw_dir / "a.txt", [*lines]
-    times = path.stat()
-    for number in (700, 2500, 4500, 5600, 7200):
-        wrong[number] = lines[number].replace("file", "tile")
-    for content in (wrong, lines):
-        path.write_text("".join(content))
-        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-        if content is wrong:
-            world.run()
-    world.verify()
-    assert world.main("verify", world.data_dir, "--deep").code == 65
-    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
-    assert len(findings) == 3
-    assert world.main("verify", world.data_dir, "--deep", 5).code == 65
-    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
-    assert len(findings) == 5
-
-
 @pytest.mark.processes
 def test_conversations_are_made_again_with_what_was_left_out(tmp_path: Path) -> None:
     world = World(tmp_path, tokenizer=save_tokenizer(tmp_path / "model", TAGGED))
     with (write_chats(world.raw_dir, conversations(40)) / "chats.jsonl").open("a") as file:
         file.write('{"messages": []}\n{"messages": [{"role": "elf", "content": ""}]}\n{"messages": 1}\n\n')
     world.make(record="chat", seq_len=64, id_field="id", max_bad_fraction=0.5).verify(deep=2)
-
-
-def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.txt": "one\ntwo\n"}).make()
-    moved = world.raw_dir.rename(tmp_path / "moved")
-    assert world.main("verify", world.data_dir, deep=True).code == 66
-    assert not (world.data_dir / "findings.json").exists(), "that says nothing of a shard"
-    assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 0
-    (moved / "a.txt").write_text("one\ntwo\nmore\n")
-    assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 78

@@ -218,4 +218,5 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         SPEED,
     ),
     ("loader/reading.py", "opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
+    ("loader/decode.py", "has_numbers = sizes > 2", "has_numbers = sizes > (3)", SPEED),
 )

@@ -329,6 +329,8 @@ def test_a_finding_stands_until_an_equally_thorough_verify_finds_the_shard_right
     assert world.main("verify", world.data_dir, fast=True).code != 0
     second.write_bytes(right[1])
     assert num_done(world) == 1, "a quick look at the sizes takes back no finding of a whole verify"
+    assert world.main("verify", world.data_dir, fast=True).code != 0, "nor does another one"
+    assert num_done(world) == 2, "it found the second shard right"
     first.write_bytes(right[0])
     second.write_bytes(flipped_middle(right[1]))
     assert world.main("verify", world.data_dir).code != 0

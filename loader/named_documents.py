@@ -43,9 +43,9 @@ from shardprep.format.documents import (
     read_digests,
     read_names,
 )
-from shardprep.format.idx import ShardSamples, read_idx
-from shardprep.format.json_files import load_json
+from shardprep.format.index import ShardSamples, read_idx
 from shardprep.format.manifest import read_manifest
+from shardprep.format.names import load_json
 from shardprep.format.plan import Plan, need_plan
 
 Place = tuple[int, int]  # number of the input, and byte or row in it: docs/format.md, "Places"

@@ -28,12 +28,12 @@ from shardprep.files import (
     refuse_fifos,
 )
 from shardprep.format.index import without_garbage_collection
-from shardprep.format.json_files import is_text
 from shardprep.format.names import (
     CHAT_TEMPLATES_DIR,
     TOKENIZER_DIR,
     TokenizerSpec,
     fingerprint_of,
+    is_text,
     tokenizer_fingerprint,
 )
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault

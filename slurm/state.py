@@ -16,17 +16,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardprep.errors import ReadWriteError
-from shardprep.format.attempts import (
+from shardprep.format.jobs import (
     LOGS_FOLDER,
     AttemptRecord,
     AttemptRecords,
+    JobArray,
+    JobRequest,
+    Submission,
     append_end,
     folder_identity,
     read_attempts,
+    read_submissions,
+    user_name,
 )
 from shardprep.format.manifest import MadeShards, find_made_shards, is_verified
 from shardprep.format.plan import Plan
-from shardprep.format.submissions import JobArray, JobRequest, Submission, read_submissions, user_name
 from slurm.causes import (
     BAD_INPUT,
     CANCELLED,

@@ -45,7 +45,6 @@ from shardprep.files import (
     size_of_file,
     stamp_file,
 )
-from shardprep.format.json_files import Count, Seconds, Text, as_type, read_file, with_content_hash
 from shardprep.format.names import (
     INDEX_NAME,
     MAX_MANIFEST_BYTES,
@@ -53,12 +52,18 @@ from shardprep.format.names import (
     MAX_SHARDS,
     PLAN_NAME,
     VOUCHED_PATHS,
+    Count,
     DatasetSpec,
+    Seconds,
+    Text,
+    as_type,
     manifest_path,
     missing_file,
+    read_file,
     remake_command,
     rerun_command,
     shard_name,
+    with_content_hash,
 )
 
 _FORMAT = "shardprep-manifest"

@@ -47,17 +47,21 @@ from shardprep.files import (
     sync_folder,
 )
 from shardprep.format.input_formats import known_input_kind
-from shardprep.format.json_files import (
+from shardprep.format.names import (
     FORMAT_VERSION,
+    MAX_SHARDS,
+    PLAN_NAME,
+    TOKENIZER_DIR,
     Count,
+    DatasetSpec,
     Text,
+    TokenizerSpec,
     as_type,
     checked_object,
     prepare_type,
     with_content_hash,
     wrong_value,
 )
-from shardprep.format.names import MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR, DatasetSpec, TokenizerSpec
 from shardprep.format.options import PLAN_FIELDS, PlanOptions, option_differences
 
 T = TypeVar("T")

@@ -36,10 +36,9 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.idx import ShardSamples
-from shardprep.format.json_files import load_json
+from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import check_done, read_findings
-from shardprep.format.names import shard_name
+from shardprep.format.names import load_json, shard_name
 from shardprep.format.plan import Plan, need_plan
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about

@@ -21,15 +21,15 @@ from shardprep.console import Progress, counted, output_is_read, print_lines, qu
 from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import read_beginning
 from shardprep.format.documents import kept_ids
-from shardprep.format.idx import ShardSamples, read_idx, samples_holding
+from shardprep.format.index import ShardSamples, read_idx, samples_holding
 from shardprep.format.input_formats import input_kind, name_of_input, place_text
-from shardprep.format.json_files import load_json
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import (
     BLANK,
     TOKENIZER_DIR,
     TOKENIZER_FILE,
     blank_id,
+    load_json,
     manifest_path,
     quarantine_path,
     shard_name,

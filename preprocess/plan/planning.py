@@ -82,6 +82,13 @@ from shardprep.format.plan import (
 )
 
 Say = Callable[[str], None]
+# A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
+_LEAST_WAIT_S = 3.0
+_STAMPED_PER_S = 2000
+_LOOK_EVERY_S = 0.2
+_NUM_STAT_THREADS = 16  # a stat is a round trip on a network file system
+_CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
+_NUM_NAMED = 3  # inputs that differ
 
 
 def make_plan(
@@ -288,15 +295,6 @@ def _with_engine(
                 f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"
             )
     return plan, engine if plan.options.add_special_tokens else engine.bare()
-
-
-# A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
-_LEAST_WAIT_S = 3.0
-_STAMPED_PER_S = 2000
-_LOOK_EVERY_S = 0.2
-_NUM_STAT_THREADS = 16  # a stat is a round trip on a network file system
-_CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
-_NUM_NAMED = 3  # inputs that differ
 
 
 def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:

@@ -312,7 +312,7 @@ class _Wanted:
 
     def _places(self, folder: Path, plan: Plan, shard_id: int) -> set[Place]:
         """Return the places of documents that are named by id, and those that may be of a shard."""
-        found = set(named_places(self.names, plan.ranges(shard_id)))
+        found = set(named_places(self.names, plan.shard(shard_id).ranges))
         if "id" in self.names.kinds and plan.options.id_field:
             kept = list(kept_ids(folder, shard_id))
             is_named = self._is_named(keys_of_ids(name for *_, name in kept)).tolist()

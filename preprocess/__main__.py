@@ -50,9 +50,11 @@ _HUB = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors are a line on standard error, never a traceback."""
     code = PROGRAM.run(command_words(given_words(argv)))
-    if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):  # of a job's task, which succeeded
+    # The script of a job keeps a record of the attempt, see shardprep/format/jobs.py. A task that succeeded
+    # removes it, as no file stays for a shard that is done.
+    if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):
         with contextlib.suppress(OSError):
-            os.unlink(record)  # noqa: PTH108 - one call, as no file stays for a shard that is done
+            os.unlink(record)  # noqa: PTH108 - one call of the file system
     return code
 
 
@@ -64,7 +66,6 @@ def command_words(argv: Sequence[str]) -> list[str]:
 
 def make_shard(args: argparse.Namespace) -> int:
     """Make one shard: the command of a job array's task."""
-    from shardprep.format.jobs import Failure, append_failure
     from shardprep.format.plan import need_plan, read_plan
 
     try:
@@ -73,7 +74,9 @@ def make_shard(args: argparse.Namespace) -> int:
         folder = given.setdefault("output_dir", PrepConfig().output_dir)
         num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
         plan = need_plan(folder) if args.planned or args.check_inputs else read_plan(folder)
-        if plan is None or args.check_inputs or given.keys() != {"output_dir"}:  # else no planner is loaded
+        # A task of a job array names its folder alone. Only what else is given has to be compared with the
+        # plan, and only without a plan one is made: both by the planner, whose import takes 0.2 s.
+        if plan is None or args.check_inputs or given.keys() != {"output_dir"}:
             from preprocess.plan.planning import check_inputs, plan_of_task
 
             if plan is not None and args.check_inputs:
@@ -84,6 +87,8 @@ def make_shard(args: argparse.Namespace) -> int:
         plan = plan.at(given.get("input_dir"))
         return make(plan, folder, args.shard_id, resources.worker_settings(args), num_cpus)
     except ShardprepError as error:
+        from shardprep.format.jobs import Failure, append_failure
+
         append_failure(Failure.of(args.shard_id, error))
         raise
 

@@ -251,7 +251,7 @@ def _plan_of(
 
         def sha256_of_input(shard_id: int) -> str:
             digest = hashlib.sha256()
-            for part in plan.ranges(shard_id):
+            for part in plan.shard(shard_id).ranges:
                 reader = RangeReader(part, digest)
                 reader.hash_rest()
                 reader.file.check_unchanged()

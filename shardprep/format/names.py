@@ -196,13 +196,8 @@ def blank_id(vocab_size: int) -> int:
     return BLANK if token_bytes(vocab_size) == 4 else 2**16 - 1
 
 
-def tokenizer_fingerprint(tokenizer_json: str) -> str:
-    """Return the sha256, in hex, of what decides ids in a ``tokenizer.json``, whatever its order."""
-    return fingerprint_of(json.loads(tokenizer_json))
-
-
 def fingerprint_of(data: dict[str, Any]) -> str:
-    """Return ``tokenizer_fingerprint`` of a file that is parsed already, and left as it is."""
+    """Return the sha256, in hex, of what decides ids in a parsed ``tokenizer.json``, whatever its order."""
     kept = {name: data.get(name) for name in _DECISIVE}
     model = kept["model"] or {}
     merges, vocab = model.get("merges"), model.get("vocab")
@@ -368,7 +363,7 @@ class TokenizerSpec:
     """What shards remember of the tokenizer that made them."""
 
     model_id: Text
-    fingerprint: Digest  # see tokenizer_fingerprint
+    fingerprint: Digest  # see fingerprint_of
     vocab_size: Annotated[int, Meta(ge=1, le=2**32 - 1)]  # added tokens included
     bos_token_id: int | None
     eos_token_id: int | None

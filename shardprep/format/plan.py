@@ -151,7 +151,7 @@ class Plan(_Decisions):
     # Of a plan that was read these are Rows, which read what they are asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
-    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see listing.InputListing
+    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see InputListing
 
     @property
     def num_shards(self) -> int:
@@ -196,17 +196,6 @@ class Plan(_Decisions):
 
     def shard(self, shard_id: int) -> PlannedShard:
         """Return what is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
-        ranges, (share, rest) = self.ranges(shard_id), divmod(self.options.limit, self.num_shards)
-        return PlannedShard(
-            shard_id=shard_id,
-            ranges=ranges,
-            num_bytes=sum(part.end - part.start for part in ranges),
-            most_documents=share + (shard_id < rest) if self.options.limit else None,
-            sha256=self.cuts[shard_id].sha256 or None,
-        )
-
-    def ranges(self, shard_id: int) -> list[ByteRange]:
-        """Return the byte ranges of a shard, in order. Raises NotFound for a shard past the plan's end."""
         if not 0 <= shard_id < self.num_shards:
             last = self.num_shards - 1
             remedy = f"--array=0-{last}"
@@ -232,7 +221,14 @@ class Plan(_Decisions):
                     planned=item,
                 )
             )
-        return ranges
+        share, rest = divmod(self.options.limit, self.num_shards)
+        return PlannedShard(
+            shard_id=shard_id,
+            ranges=ranges,
+            num_bytes=sum(part.end - part.start for part in ranges),
+            most_documents=share + (shard_id < rest) if self.options.limit else None,
+            sha256=begin.sha256 or None,
+        )
 
     def shard_bytes(self) -> list[int]:
         """Return the input bytes of every shard. Reads all of the plan."""
@@ -413,7 +409,7 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
     """Raise Refused if the plan of a folder is not this one, naming what differs."""
     if frozen.plan_id != plan.plan_id:
-        differences = "; ".join(plan_differences(frozen, plan))
+        differences = "; ".join(_differences(frozen, plan))
         raise Refused(
             f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
             f"{differences}. A plan is never changed: for more data or other options plan into a new folder "
@@ -507,7 +503,7 @@ def _open_plan(path: Path) -> Plan:
     )
 
 
-def plan_differences(frozen: Plan, other: Plan) -> list[str]:
+def _differences(frozen: Plan, other: Plan) -> list[str]:
     """Return how two plans differ, in words."""
     found = option_differences(frozen.options, other.options)
     if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:

@@ -144,7 +144,7 @@ class RecordFile:
                 if values[name] != wanted[name]:
                     what = f"an idx for {name} {values[name]}"
                     raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=remedy)
-            # One number of records at most makes a file of its size.
+            # The size tells how many records there are: no two numbers of records make the same size.
             chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
             num_bytes = self.file.num_bytes - HEADER_BYTES
             num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)

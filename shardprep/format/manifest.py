@@ -1,10 +1,16 @@
 """shard-N.json, the manifest: what one shard holds, and how it was made; and which shards are done.
 
-A manifest is written last. A shard is done if its manifest is of this plan, tar and idx have the manifest's
-sizes, and no ``verify`` found it wrong. What verify found stands in DATA/findings.json until the shard is
-made anew, or a verify as thorough finds it right. A data set is verified if its index.json has the numbers of
-the shards that are done, and nothing was found wrong. What cannot be read is no answer: the caller's error,
-neither done nor wrong. Nothing here needs numpy, which takes 0.1 s to load.
+A manifest is written last. A shard is done if
+
+1. its manifest is of this plan, and tar and idx have the sizes that it says: ``check_shard``;
+2. no ``verify`` found it wrong: ``check_done`` asks both, and ``done_manifest`` gives None in place of an
+   error where the shard is to be made.
+
+What verify found stands in DATA/findings.json until the shard is made anew, or a verify as thorough finds it
+right. A file that cannot be read makes a shard neither done nor wrong: the error goes to the caller. A data
+set is verified if index.json has the numbers of all shards, all are done, and nothing was found wrong.
+
+Nothing here needs numpy, which takes 0.1 s to load.
 """
 
 from __future__ import annotations

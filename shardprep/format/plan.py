@@ -131,7 +131,7 @@ class PlannedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class _Decisions:
-    """What the plan and its first line on the disk say alike."""
+    """The fields that a Plan and the first line of plan.json share."""
 
     plan_id: Digest
     options: PlanOptions
@@ -148,7 +148,7 @@ class Plan(_Decisions):
     """What plan.json holds. Frozen: a plan is never edited."""
 
     input_dir: Path
-    # Of a plan that was read these are Rows, which read what they are asked for.
+    # Of a plan that was read, Rows: a block of the file is read when one of its rows is asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
     names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see InputListing

@@ -49,19 +49,16 @@ _HUB = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors are a line on standard error, never a traceback."""
-    code = PROGRAM.run(command_words(given_words(argv)))
+    words = given_words(argv)
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words = ["shard", *words]  # --shard_id N alone makes a shard
+    code = PROGRAM.run(words)
     # The script of a job keeps a record of the attempt, see shardprep/format/jobs.py. A task that succeeded
     # removes it, as no file stays for a shard that is done.
     if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):
         with contextlib.suppress(OSError):
             os.unlink(record)  # noqa: PTH108 - one call of the file system
     return code
-
-
-def command_words(argv: Sequence[str]) -> list[str]:
-    """Return the words with their command: ``--shard_id N`` alone makes a shard."""
-    is_nameless = not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help"))
-    return ["shard", *argv] if is_nameless else list(argv)
 
 
 def make_shard(args: argparse.Namespace) -> int:

@@ -73,7 +73,6 @@ from shardprep.format.manifest import (
     Check,
     Finding,
     Manifest,
-    ValidationCounts,
     check_done,
     check_hashes,
     check_shard,
@@ -339,7 +338,7 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
             f"{manifest.tar.num_bytes} bytes"
         )
     # The rows for validation, which come last, and the digests are as many as is said.
-    validation = counts.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
+    validation = counts.held_out
     num_train = counts.num_samples - validation.num_samples
     begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
     num_begun = int(begin_in.sum())

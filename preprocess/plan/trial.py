@@ -47,6 +47,8 @@ _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
 _MOST_FILES = 16  # of the sample: to open one is a round trip on a network file system
 _NUM_SHOWN = 20  # fields
+_FUNCTION_BYTES = 1 << 18  # that a function is tried on
+_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from preprocess.plan.trial import answer; answer()"
 _STARTUP_S = 3.0  # a task's Python and tokenizer, generously
 _GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
 
@@ -265,26 +267,15 @@ def _ranges(
         number, start = number + 1, Start(0)
 
 
-_FUNCTION_BYTES = 1 << 18  # that a function is tried on
-_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from preprocess.plan.trial import answer; answer()"
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """What is sampled, and the function that the sample goes through."""
-
-    plan: Plan
-    function: Path
-
-    def run(self, transform: Transform) -> tuple[str, int, list[str]]:
-        """Return the hash of the texts, the number of documents, and why the function failed for some."""
-        digest, num_documents, failures = hashlib.sha256(), 0, []
-        for documents in sample_of_plan(self.plan, _FUNCTION_BYTES, transform):
-            num_documents += len(documents.texts) + len(documents.bad)
-            failures += [bad.detail for bad in documents.bad if bad.reason == "transform_error"]
-            for text in documents.texts:
-                digest.update(len(text).to_bytes(8, "big") + text)
-        return digest.hexdigest(), num_documents, failures
+def _try(plan: Plan, transform: Transform) -> tuple[str, int, list[str]]:
+    """Put a sample through a function. Return the texts' hash, the documents' number, and why some failed."""
+    digest, num_documents, failures = hashlib.sha256(), 0, list[str]()
+    for documents in sample_of_plan(plan, _FUNCTION_BYTES, transform):
+        num_documents += len(documents.texts) + len(documents.bad)
+        failures += [bad.detail for bad in documents.bad if bad.reason == "transform_error"]
+        for text in documents.texts:
+            digest.update(len(text).to_bytes(8, "big") + text)
+    return digest.hexdigest(), num_documents, failures
 
 
 def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
@@ -292,10 +283,11 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
 
     Raises UsageError where it gives other texts again or ends its process, BadInput where it fails for all.
     """
-    sample = _Sample(plan, transform.path)
     # First in another process: what ends a process ends that one.
     command = [sys.executable, "-c", _CODE, str(HOME)]
-    done = subprocess.run(command, input=pickle.dumps(sample), capture_output=True, check=False)
+    done = subprocess.run(
+        command, input=pickle.dumps((plan, transform.path)), capture_output=True, check=False
+    )
     words = done.stdout.split()
     if done.returncode or not words:
         last_line = "".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
@@ -303,7 +295,7 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
         expected = f"a text; its last words: {last_line or 'none'}"
         raise UsageError(path=transform.path, found=found, expected=expected)
     texts_elsewhere = words[-1].decode()  # the function may print, too
-    texts, num_documents, failures = sample.run(transform)
+    texts, num_documents, failures = _try(plan, transform)
     if failures:
         found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
         message = f"{found}, first so: {failures[0]}"
@@ -311,7 +303,7 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
             raise BadInput(message, path=transform.path)
         say(f"warning: {message}")
     for texts_again, where in (
-        (sample.run(transform)[0], "the second time that it was given the same sample"),
+        (_try(plan, transform)[0], "the second time that it was given the same sample"),
         (texts_elsewhere, "in another process"),
     ):
         if texts_again != texts:
@@ -321,9 +313,9 @@ def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]
 
 def answer() -> None:
     """Print the hash of the texts of the sample that stands on standard input."""
-    sample: _Sample = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - of the process that started this one
-    transform = Transform(sample.function, sample.plan.options.transform_files)
-    sys.stdout.write(f"\n{sample.run(transform)[0]}\n")
+    plan, path = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - of the process that started this one
+    transform = Transform(path, plan.options.transform_files)
+    sys.stdout.write(f"\n{_try(plan, transform)[0]}\n")
 
 
 def _turns(*texts: str) -> list[dict[str, Any]]:

@@ -547,9 +547,8 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
                 remedy=remake_command(manifest.shard_id, folder),
             )
         counts = manifest.counts
-        num_validation = counts.validation.num_samples if counts.validation else 0
         found = (counts.num_samples, counts.num_documents, counts.num_tokens)
-        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, num_validation))
+        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, counts.held_out.num_samples))
         hashes.append((manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS])
         blanked += [manifest.shard_id] if manifest.made_from else []
         sources.append(counts.sources)

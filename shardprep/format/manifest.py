@@ -151,6 +151,11 @@ class ShardCounts:
     sources: dict[str, SourceCounts]  # in the order of their names
     validation: ValidationCounts | None = None  # of all the above; None without a plan's fraction
 
+    @property
+    def held_out(self) -> ValidationCounts:
+        """Return what is for validation, nothing without a plan's fraction."""
+        return self.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from loader.ranks import find_process_rank
+from shardprep import HOME
 from shardprep.console import say
 from shardprep.errors import (
     BadInput,
@@ -32,7 +33,6 @@ from shardprep.errors import (
 )
 from shardprep.files import check_names_are_utf8, publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
-from shardprep.own_packages import HOME
 
 _SAY_EVERY_S = 60.0  # that this rank waits
 _LOOK_EVERY_S = 0.5

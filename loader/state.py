@@ -20,7 +20,7 @@ from msgspec import Meta
 from loader.run import CYCLE, Position, Run, Source, Stage, source_seed
 from loader.sources import check_batch, sizes_of_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
-from shardprep.format.json_files import as_type
+from shardprep.format.names import as_type
 
 logger = logging.getLogger(__name__)
 

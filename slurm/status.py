@@ -29,10 +29,10 @@ from shardprep.console import (
     source_lines,
 )
 from shardprep.errors import NotFound, ReadWriteError
+from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import sum_of_sources
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
-from shardprep.format.submissions import read_events, user_name
 from slurm.causes import (
     BAD_INPUT,
     NODE_FAIL,

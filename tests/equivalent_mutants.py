@@ -68,7 +68,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         READS,
     ),
     (
-        "preprocess/check/verify.py",
+        "preprocess/verify.py",
         'has = "some" if is_there else "no"',
         'has = "some" if (not (is_there)) else "no"',
         MESSAGE,

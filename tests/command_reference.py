@@ -16,8 +16,8 @@ PAGE = ROOT / "docs" / "commands.md"
 HEAD = """\
 # Commands
 
-Each command and flag. A flag that several commands have is explained once; one without a default is off, or has no
-value. `shardprep help plan` shows the same in a terminal. `python -m tests.command_reference` writes this page.
+Each command and flag. A flag that several commands have is explained once; one without a default is off, or
+has no value. In a terminal: `shardprep help plan`. `python -m tests.command_reference` writes this page.
 
 ## Exit codes
 
@@ -72,7 +72,8 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
     usage, description, *groups = re.split(r"\n\n", text.rstrip("\n"))
     words = " ".join(usage.split()).removeprefix("usage: shardprep ").removesuffix(" [flags]")
     what = " ".join(description.split())
-    if title in EXPLAINED_IN:
+    if title in EXPLAINED_IN:  # the first sentence is enough, the page says the rest
+        what = re.split(r"(?<=\.) (?=[A-Z])", what)[0]
         what += f" See [{EXPLAINED_IN[title].partition('#')[0]}]({EXPLAINED_IN[title]})."
     section = f"\n## {words}\n\n{textwrap.fill(what, 120, break_on_hyphens=False, break_long_words=False)}"
     kept: list[str] = []

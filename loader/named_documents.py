@@ -23,8 +23,7 @@ import numpy.typing as npt
 from loader.chunks import Chunk, Ragged
 from loader.decode import places_of
 from loader.order import Int64s
-from loader.rounds import RunReader
-from loader.run import Position, Run
+from loader.run import Position, Run, RunReader
 from loader.samples import JoinedRows, Samples, Window
 from loader.shards import ShardSet
 from loader.token_loader import TokenLoader

@@ -92,7 +92,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "any number below 0 stands before the first begin, which is 0",
     ),
     (
-        "loader/rounds.py",
+        "loader/run.py",
         "if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:",
         "if laid_out is None or of_round is None or not (of_round.first < at < of_round.end):",
         SPEED,
@@ -188,7 +188,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "all places move by as much",
     ),
     (
-        "loader/rounds.py",
+        "loader/run.py",
         "ids=ids if laid_out.row_tokens else ids.joined(),",
         "ids=ids if (not (laid_out.row_tokens)) else ids.joined(),",
         SPEED,

@@ -43,7 +43,6 @@ from tests.equivalent_mutants import EQUIVALENT
 TARGETS = (
     "loader/order.py",
     "loader/run.py",
-    "loader/rounds.py",
     "loader/state.py",
     "loader/chunks.py",
     "loader/decode.py",

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from preprocess.read.documents import format_of, load_libraries, starts_in
-from preprocess.read.format import Start
-from preprocess.read.inputs import OpenInput, check_is_fetched, sample_sha256
+from preprocess.read.format import OpenInput, Start, check_is_fetched, sample_sha256
 from shardprep.errors import UsageError
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import MAX_SHARDS

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from preprocess.read.compressed import COMPRESSIONS, decompressed
-from preprocess.read.inputs import OpenInput
+from preprocess.read.format import OpenInput
 from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError

@@ -10,7 +10,7 @@ from typing import Any
 
 from preprocess.plan.listing import find_inputs
 from preprocess.plan.planning import make_plan
-from preprocess.read.inputs import OpenInput, sample_sha256
+from preprocess.read.format import OpenInput, sample_sha256
 from shardprep.console import counted, say
 from shardprep.errors import NotFound, OtherTokenizer, ReadWriteError, Refused
 from shardprep.files import NOT_THERE, read_regular, size_of_file

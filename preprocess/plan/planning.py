@@ -25,7 +25,7 @@ from preprocess.plan.tokenizer import (
 )
 from preprocess.plan.transform_check import check_transform
 from preprocess.read.chat import chat_template_of, chat_versions
-from preprocess.read.inputs import RangeReader
+from preprocess.read.format import RangeReader
 from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted
 from shardprep.errors import CannotWrite, UsageError

@@ -617,10 +617,9 @@ def _json_values(array: Any, kind: Any) -> list[Any]:
         return _json_values(array.dictionary.take(array.indices), kind.value_type)
     if array.type in _TEXT_OF:
         try:  # all at once, if they can be decoded, as nearly always
-            texts: list[Any] = array.view(_TEXT_OF[array.type]).to_pylist()
+            return list(array.view(_TEXT_OF[array.type]).to_pylist())
         except UnicodeDecodeError:
             return _each(array, _decoded)
-        return texts
     if types.is_decimal(kind):
         # All digits: Decimal rounds none where it is made from a text.
         unscaled = _each(array, lambda value: int.from_bytes(value, "little", signed=True))
@@ -634,7 +633,8 @@ def _json_values(array: Any, kind: Any) -> list[Any]:
         rows = _lists(array, pairs)
         return [[[*pair.values()] for pair in row] if isinstance(row, list) else row for row in rows]
     if types.is_run_end_encoded(kind):
-        return _json_values(compute.run_end_decode(array), kind.value_type)
+        values = compute.run_end_decode(array)
+        return _json_values(values.view(_stored_type(values.type)), values.type)
     if hasattr(kind, "value_type"):  # lists of any kind
         return _lists(array, kind.value_type)
     if types.is_float16(kind):
@@ -646,10 +646,9 @@ def _json_values(array: Any, kind: Any) -> list[Any]:
     if unit:
         return _each(array, lambda value: _text_of_time(value * _NANOSECONDS[unit], kind))
     try:
-        values: list[Any] = array.to_pylist()
+        return list(array.to_pylist())
     except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError, arrow.ArrowException):
         return [_unusable(f"a value of the type {kind}") for _ in range(len(array))]
-    return values
 
 
 def _each(array: Any, value_of: Callable[[Any], Any]) -> list[Any]:

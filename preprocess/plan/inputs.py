@@ -31,8 +31,7 @@ from urllib.parse import unquote
 
 from preprocess.read.compressed import COMPRESSIONS, decompressed
 from preprocess.read.documents import format_of, load_libraries, starts_in
-from preprocess.read.format import Start
-from preprocess.read.inputs import OpenInput, check_is_fetched, sample_sha256
+from preprocess.read.format import OpenInput, Start, check_is_fetched, sample_sha256
 from shardprep.command_line import needs
 from shardprep.console import counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError

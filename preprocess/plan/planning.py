@@ -44,7 +44,7 @@ from preprocess.plan.trial import (
     template_warnings,
 )
 from preprocess.read.chat import chat_template_of, chat_versions
-from preprocess.read.inputs import OpenInput, RangeReader, sample_sha256
+from preprocess.read.format import OpenInput, RangeReader, sample_sha256
 from preprocess.read.transform import Transform
 from shardprep.console import Progress, counted, say
 from shardprep.errors import CannotWrite, NotFound, OtherTokenizer, ReadWriteError, Refused, UsageError

@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, processors
 
 import shardprep
 from preprocess.make import engines
-from preprocess.read.inputs import what_fetches
+from preprocess.read.format import what_fetches
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,

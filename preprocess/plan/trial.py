@@ -33,8 +33,7 @@ from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations, texts_in
 from preprocess.read.documents import Documents, read_documents, read_records, starts_in
-from preprocess.read.format import SHORT_LINE_BYTES, Start
-from preprocess.read.inputs import OpenInput
+from preprocess.read.format import SHORT_LINE_BYTES, OpenInput, Start
 from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform
 from shardprep import HOME

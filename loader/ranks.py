@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardprep import HOME
 from shardprep.console import say
 from shardprep.errors import (
     BadInput,
@@ -32,7 +33,6 @@ from shardprep.errors import (
 )
 from shardprep.files import check_names_are_utf8, publish_bytes, read_regular, size_of_file
 from shardprep.format.names import INDEX_NAME, PLAN_NAME
-from shardprep.own_packages import HOME
 
 # The rank, the number of ranks, and who sets them. mpirun within a Slurm job starts one srun task a node, so
 # Slurm's variables are looked at behind these.

@@ -355,8 +355,14 @@ def make_samples(
         return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
     if seq_len is None:
         return Samples(shards=shards, max_length=max_length, **others)
-    of_rows: dict[str, Any] = {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail, "starts": starts}
-    return JoinedRows(shards=shards, row_tokens=seq_len, **of_rows, **others)
+    return JoinedRows(
+        shards=shards,
+        row_tokens=seq_len,
+        eos_token_id=eos_token_id,
+        keeps_tail=keeps_tail,
+        starts=starts,
+        **others,
+    )
 
 
 # The run that the arguments say.

@@ -19,7 +19,7 @@ from msgspec import Meta
 from loader.run import CYCLE, Position, Run, Source, Stage, source_seed
 from loader.samples import check_batch, sizes_of_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
-from shardprep.format.json_files import as_type
+from shardprep.format.names import as_type
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ def _read(state: Mapping[str, Any]) -> _State:
         )
     if state.get("format") != STATE_FORMAT:
         found = f"the state's format is {state.get('format')!r:.80}"
-        raise BrokenShard(found=found, expected=f"{STATE_FORMAT}, as state_dict() returns it")
+        expected = f"{STATE_FORMAT}, as state_dict() returns it"
+        raise BrokenShard(found=found, expected=expected, remedy="state_dict()")
     if state.get("version") != STATE_VERSION:
         raise UnknownVersion(
             found=f"the state has version {state.get('version')!r:.80}",

@@ -51,7 +51,7 @@ TARGETS = (
     "preprocess/make/members.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",
-    "preprocess/check/verify.py",
+    "preprocess/verify.py",
 )
 ORACLE = ("tests/oracle",)  # files and folders of tests
 ROOMS = (  # what tries survivors of the oracle

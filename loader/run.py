@@ -413,7 +413,7 @@ class Run:
         return replace(self, sources=tuple(sources), stages=tuple(stages))
 
 
-# Reading.
+# How a process reads the ticks of its slots.
 
 
 class RunReader:

@@ -36,8 +36,7 @@ import loader.reading
 from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
 from loader.order import share
-from loader.rounds import RunReader
-from loader.run import Position, Run
+from loader.run import Position, Run, RunReader
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 

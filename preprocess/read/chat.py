@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
+from shardprep import HOME
 from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.options import MaskRule
-from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on

@@ -79,7 +79,8 @@ class Cluster:
     def ended(self, job: str) -> dict[int, dict[str, str]]:
         """Wait until no task waits or runs, and return what Slurm shows of them."""
         wait_until(
-            lambda: {each["JobState"] for each in self.tasks(job).values()} <= ENDED, every_s=_ASK_SLURM_EVERY_S
+            lambda: {each["JobState"] for each in self.tasks(job).values()} <= ENDED,
+            every_s=_ASK_SLURM_EVERY_S,
         )
         return self.tasks(job)
 

@@ -38,7 +38,7 @@ EXPLAINED_IN = {  # command -> the section that shows how to use it
     "overlap": "overlap.md",
     "duplicates": "duplicates.md",
     "train_tokenizer": "inputs.md#a-tokenizer-of-your-own",
-    "submit": "cluster.md#3-submit-watch-mend",
+    "submit": "cluster.md#3-submit-watch-repair",
     "status": "cluster.md#what-status-knows",
     "report": "seeing.md#afterwards-report",
     "stage": "cluster.md#staging-shards-on-the-nodes-own-disks",

@@ -27,9 +27,7 @@ from loader.batches import (
 from loader.boundaries import Boundary, boundary_names
 from loader.find_shards import InputShards, find_sources
 from loader.ranks import find_process_rank
-from loader.samples import make_samples
-from loader.shards import ShardSet, SplitName, check_choice
-from loader.sources import (
+from loader.samples import (
     Sizes,
     Weights,
     WeightsIn,
@@ -37,9 +35,11 @@ from loader.sources import (
     choose_sizes,
     group_size,
     make_run,
+    make_samples,
     weights_of_samples,
     whole_number,
 )
+from loader.shards import ShardSet, SplitName, check_choice
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError

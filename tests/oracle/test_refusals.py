@@ -425,7 +425,7 @@ SHARD_ROWS = [
         78, path="$BROKEN/tokenizer/tokenizer.json"),
     row("too many bad documents", lambda s: s.shard(0, output_dir=planned_bad(s)), 65,
         path="$NEW/quarantine/shard-00000.jsonl", found="50.00%", expected="1.00%",
-        remedy="--max_bad_fraction"),
+        remedy="--max_bad_fraction 0.51"),
     row("no memory", lambda s: s.shard(0, memory_gb=0), 2, found="--memory_gb 0",
         expected="more than 0"),
     row("a full disk", on_full_disk, 74, path="$BROKEN/shard-00000.tar"),

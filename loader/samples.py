@@ -96,8 +96,8 @@ class Samples:
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(found.ids, lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
-        ones = np.ones(by_tick.size, np.int64)
-        return self._with_documents(chunk, ones, 0 * ones, 0 * ones, data.sample[by_tick.reshape(-1)])
+        none = np.zeros(by_tick.size, np.int64)
+        return self._with_origins(chunk, none + 1, none, none, data.sample[by_tick.reshape(-1)])
 
     def _decode(self, data: SampleBytes, rows: Int64s, end_ids: Int64s | None = None) -> Decoded:
         """Decode samples, and check ids that others made. Ids of blanked documents are BLANK, and so is an
@@ -118,24 +118,25 @@ class Samples:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _with_documents(
+    def _with_starts(self, chunk: Chunk, counts: Int64s, places: Integers) -> Chunk:
+        """Say where documents begin: ``counts`` places in each sample, tick by tick."""
+        by_sample = counts.reshape(chunk.lengths.T.shape).T
+        return replace(chunk, starts=Ragged.of_joined(places.astype(np.int32, copy=False), by_sample))
+
+    def _with_origins(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:
-        """Add the documents' starts and origins to a chunk, where the loader wants them.
+        """Say where documents come from, of which each sample has ``counts``, tick by tick.
 
-        ``counts``: documents of each sample, tick by tick. Of each document: its place in the sample, its
-        number there, and the sample that holds it. A document that goes on from another row is at place 0.
+        Of each document: its place in the sample, its number there, and the sample that holds it. A document
+        that goes on from another row is at place 0.
         """
-        by_sample = counts.reshape(chunk.lengths.T.shape).T
-        if self.starts:
-            chunk = replace(chunk, starts=Ragged.of_joined(places.astype(np.int32), by_sample))
-        if self.origins:
-            shard = self.shards.shard_of(samples)
-            later = np.zeros_like(shard)  # row and source are put in later
-            columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
-            origins = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
-            chunk = replace(chunk, origins=Ragged.of_joined(origins, by_sample * len(ORIGIN)))
-        return chunk
+        shard = self.shards.shard_of(samples)
+        later = np.zeros_like(shard)  # row and source are put in later
+        columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
+        origins = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
+        by_sample = counts.reshape(chunk.lengths.T.shape).T * len(ORIGIN)
+        return replace(chunk, origins=Ragged.of_joined(origins, by_sample))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +158,10 @@ class PackedRows(Samples):
         if not (self.starts or self.origins):
             return chunk
         starts, num_starts = decode_starts(data, by_tick, self.row_tokens), data.num_starts[by_tick]
+        if self.starts:
+            chunk = self._with_starts(chunk, num_starts, starts)
+        if not self.origins:
+            return chunk
         # A row whose first document begins behind its first token goes on with one of another row.
         first_start = np.cumsum(num_starts) - num_starts
         goes_on = np.ones(len(by_tick), np.bool_)
@@ -165,7 +170,7 @@ class PackedRows(Samples):
         counts = num_starts + goes_on
         places = np.insert(starts, first_start[goes_on], 0)
         numbers = places_of(np.zeros_like(counts), counts)
-        return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
+        return self._with_origins(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +308,11 @@ class JoinedRows(Samples):
         counts = np.searchsorted(starts, by_tick + lengths.T.reshape(-1)) - low
         taken = places_of(low, counts)
         places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-        return self._with_documents(chunk, counts, places, np.zeros_like(places), documents[taken])
+        if self.starts:
+            chunk = self._with_starts(chunk, counts, places)
+        if self.origins:
+            chunk = self._with_origins(chunk, counts, places, np.zeros_like(places), documents[taken])
+        return chunk
 
 
 def make_samples(
@@ -346,8 +355,14 @@ def make_samples(
         return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
     if seq_len is None:
         return Samples(shards=shards, max_length=max_length, **others)
-    of_rows = {"eos_token_id": eos_token_id, "keeps_tail": keeps_tail, "starts": starts}
-    return JoinedRows(shards=shards, row_tokens=seq_len, **of_rows, **others)
+    return JoinedRows(
+        shards=shards,
+        row_tokens=seq_len,
+        eos_token_id=eos_token_id,
+        keeps_tail=keeps_tail,
+        starts=starts,
+        **others,
+    )
 
 
 # The run that the arguments say.

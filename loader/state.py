@@ -160,7 +160,8 @@ def _read(state: Mapping[str, Any]) -> _State:
         )
     if state.get("format") != STATE_FORMAT:
         found = f"the state's format is {state.get('format')!r:.80}"
-        raise BrokenShard(found=found, expected=f"{STATE_FORMAT}, as state_dict() returns it")
+        expected = f"{STATE_FORMAT}, as state_dict() returns it"
+        raise BrokenShard(found=found, expected=expected, remedy="state_dict()")
     if state.get("version") != STATE_VERSION:
         raise UnknownVersion(
             found=f"the state has version {state.get('version')!r:.80}",

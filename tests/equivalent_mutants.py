@@ -206,12 +206,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "the last number is 0 either way",
     ),
     (
-        "loader/rounds.py",
-        "if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:",
-        "if (laid_out is not None) or of_round is None or not of_round.first <= at < of_round.end:",
-        SPEED,
-    ),
-    (
         "loader/reading.py",
         "self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)",
         "pass",
@@ -219,4 +213,10 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("loader/reading.py", "opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
     ("loader/decode.py", "has_numbers = sizes > 2", "has_numbers = sizes > (3)", SPEED),
+    (
+        "loader/run.py",
+        "if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:",
+        "if (laid_out is not None) or of_round is None or not of_round.first <= at < of_round.end:",
+        SPEED,
+    ),
 )

@@ -719,7 +719,7 @@ LOAD_ROWS = [
     row("a state by its file", lambda s: s.load_state("x.pt"), UsageError, found="'x.pt'",
         remedy="loader.load_state_dict(torch.load(PATH))"),
     row("a state without a fingerprint", lambda s: s.resume({"fingerprint": None}), BrokenShard,
-        found="fingerprint None", expected="a dict"),
+        found="fingerprint None", expected="an object"),
     row("a state of a newer order", lambda s: s.resume({"order_version": 99}), UnknownVersion, found="99"),
     row("a state of another data set", lambda s: s.resume({}, "OTHER"), OtherRun, found="data tokenizer"),
     row("a state of another seed", lambda s: s.resume({}, seed=5), OtherRun, found="seed 0",

@@ -25,7 +25,6 @@ from loader.batches import (
     log_pad_token,
 )
 from loader.boundaries import Boundary, boundary_names
-from loader.find_shards import InputShards, find_sources
 from loader.ranks import find_process_rank
 from loader.samples import (
     Sizes,
@@ -39,7 +38,7 @@ from loader.samples import (
     weights_of_samples,
     whole_number,
 )
-from loader.shards import ShardSet, SplitName, check_choice
+from loader.shards import InputShards, ShardSet, SplitName, check_choice, find_sources
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError

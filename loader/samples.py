@@ -20,9 +20,12 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Integers, Ragged
-from loader.decode import (
+from loader.chunks import (
+    ORIGIN,
+    Chunk,
     Decoded,
+    Integers,
+    Ragged,
     check_vocab,
     decode_samples,
     decode_starts,

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -91,12 +91,6 @@ _EXIT_STATUS = re.compile(r": exit -?\d+")
 _BLOCK_BYTES = 1 << 20  # of a URL at once
 
 SplitName = Literal["train", "validation"]
-
-
-def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raise UsageError for a value of an argument that is none of a Literal's."""
-    if value not in get_args(choices):
-        raise UsageError.of_value(name, value, " or ".join(map(repr, get_args(choices))))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,6 @@ from loader.boundaries import HostNumber, document_numbers
 from loader.chunks import IGNORED
 from loader.order import Int64s
 from loader.origins import source_ids
-from loader.shards import check_choice
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -321,7 +320,8 @@ def split_for_context_parallel(
         raise UsageError("the batch has no input_ids of [batch, seq]; pass what the loader gives")
     if not 0 <= rank < size:
         raise UsageError(found=f"rank {rank} of {size}", expected="0 <= rank < size")
-    check_choice("by", by, Literal["row", "document"])
+    if by not in ("row", "document"):
+        raise UsageError.of_value("by", by, "'row' or 'document'")
     fields = {name: value for name, value in batch.items() if name not in _OF_THE_WHOLE}
     for name, value in fields.items():
         if not isinstance(value, torch.Tensor) or value.shape != ids.shape:

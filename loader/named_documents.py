@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import Chunk, Ragged
-from loader.decode import places_of
+from loader.chunks import Chunk, Ragged, places_of
 from loader.order import Int64s
 from loader.run import Position, Run, RunReader
 from loader.samples import JoinedRows, Samples, Window

@@ -27,7 +27,6 @@ from shardprep.format.documents import (
     kept_ids,
     keys_of_ids,
     lines_of,
-    named_places,
     publish_blanked,
     read_blanked,
     read_digests,
@@ -138,7 +137,7 @@ def _named_places(
     if is_named and plan.options.digests:
         stamp = read_manifest(folder, shard_id).digests
         is_named = bool(stamp and (names.find(read_digests(folder, shard_id, stamp)) >= 0).any())
-    if is_named or any(named_places(names, shard.ranges)):
+    if is_named or names.has_places_in(shard.ranges):
         digest = None if shard.sha256 is None else hashlib.sha256()
         for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
             of = find_names(documents, names, plan.inputs[documents.input_number].path)

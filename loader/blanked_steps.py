@@ -10,6 +10,7 @@ of like length, every idx is read.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -18,14 +19,13 @@ import numpy as np
 
 from loader.chunks import Chunk, Ragged
 from loader.order import Int64s
-from loader.rounds import RunReader
-from loader.run import Position, Run
+from loader.run import Position, Run, RunReader
 from loader.samples import JoinedRows, Samples, Window
 from loader.shards import ShardSet
 from loader.token_loader import TokenLoader
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, UsageError
-from shardprep.format.idx import ShardSamples
+from shardprep.format.index import ShardSamples
 from shardprep.format.names import BLANK, blank_id, ids_of_ranges
 from shardprep.format.plan import need_plan
 
@@ -146,20 +146,25 @@ def _steps(run: Run, blanked: dict[str, Int64s], num_steps: int) -> dict[int, Co
         sources.append(replace(source, samples=marked))
     reader = RunReader(replace(run, sources=tuple(sources)), range(run.order.num_slots))
     found: dict[int, Counter[str]] = {}
-    last_tick = run.tick_of(Position(num_steps))
-    progress = Progress("looking through the order", last_tick, unit="ticks")
+
+    def first_tick(step: int) -> int:
+        return run.tick_of(Position(step))
+
+    progress = Progress("looking through the order", first_tick(num_steps), unit="ticks")
     for epoch in range(run.epoch_of(num_steps) + 1):
         at = epoch * run.ticks_per_epoch
-        for chunk in reader.chunks(epoch, 0, _CHUNK_TICKS, endless=False) if at < last_tick else ():
+        for chunk in (
+            reader.chunks(epoch, 0, _CHUNK_TICKS, endless=False) if at < first_tick(num_steps) else ()
+        ):
             for tick in np.flatnonzero(chunk.lengths.any(axis=0)).tolist():
-                step = run.step_at(at + tick)
-                if step < num_steps:
+                if at + tick < first_tick(num_steps):
+                    step = bisect_right(range(num_steps), at + tick, key=first_tick) - 1
                     marks = chunk.lengths[:, tick]
                     names = (run.sources[mark - 1].name for mark in marks[marks > 0].tolist())
                     found.setdefault(step, Counter()).update(names)
             at += chunk.num_ticks
             progress.add(chunk.num_ticks)
-            if at >= last_tick:
+            if at >= first_tick(num_steps):
                 break
     reader.close()
     return found

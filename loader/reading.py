@@ -29,7 +29,7 @@ from loader.shards import DatasetShards, ShardSet
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
-from shardprep.format.idx import RecordFile, open_idx
+from shardprep.format.index import RecordFile, open_idx
 from shardprep.format.names import rerun_command
 
 T = TypeVar("T")

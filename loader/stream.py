@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
 from loader.order import share
-from loader.rounds import RunReader
-from loader.run import Position, Run
+from loader.run import Position, Run, RunReader
 from shardprep.errors import ReadWriteError, ShardprepError, UsageError
 from shardprep.signals import stop_signals_wait
 

@@ -19,7 +19,7 @@ from loader.order import share
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.run import Position, Run
-from loader.sources import whole_number
+from loader.samples import whole_number
 from loader.state import Progress, go_on, state_of
 from loader.stream import BatchStream, ChunkDataset
 from loader.tokenizer import LoaderTokenizer

@@ -33,7 +33,7 @@ from shardprep.format.documents import (
     read_blanked,
     read_digests,
 )
-from shardprep.format.idx import read_idx
+from shardprep.format.index import read_idx
 from shardprep.format.input_formats import name_of_input
 from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.names import (

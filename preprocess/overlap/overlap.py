@@ -27,8 +27,7 @@ from preprocess.make.engines import TokenBatch, load_tokenizer
 from preprocess.make.worker import load_engine
 from preprocess.overlap.duplicates import add_input_flags, documents_left
 from preprocess.overlap.ngrams import EvalIndex, find_hits, numbered_words, words_of
-from preprocess.plan.divide import stamp_inputs
-from preprocess.plan.listing import find_inputs
+from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import Documents, read_documents
 from preprocess.read.transform import transform_of
 from shardprep.command_line import add_flags_of

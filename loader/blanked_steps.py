@@ -38,25 +38,16 @@ def print_steps(loader: TokenLoader, *, is_json: bool) -> int:
     Raises NotFound where no document is blanked, UsageError, and what reading raises.
     """
     run, num_steps = loader.run, loader.progress.delivered.step
-    blanked: dict[str, Int64s] = {}
-    for source in run.sources:
-        if source.samples is None:
-            raise UsageError(found=f"no {source.name}, which the run had", expected=f"{source.name}=PATH")
-        blanked[source.name] = blanked_samples(source.samples.shards)
-    if not any(map(len, blanked.values())):
-        raise NotFound(found="no blanked document in the data", expected="data sets that 'blank' made")
+    found = sorted(_steps(run, num_steps).items())
     if loader.progress.num_left:
         say("note: the loop left epochs by set_epoch; all steps of these count as seen")
-    num_blanked = {name: len(samples) for name, samples in blanked.items()}
-    found = sorted(_steps(run, blanked, num_steps).items())
     steps = [{"step": step, "epoch": run.epoch_of(step), "sources": of} for step, of in found]
     if is_json:
-        print_lines(json.dumps({"num_steps": num_steps, "num_blanked": num_blanked, "steps": steps}))
+        print_lines(json.dumps({"num_steps": num_steps, "steps": steps}))
         return 0
-    times = sum((of for _, of in found), Counter[str]())
+    sums = sum((of for _, of in found), Counter[str]())
     print_lines(f"{len(found):,} of {counted(num_steps, 'step')} saw blanked documents")
-    for name, count in num_blanked.items():
-        print_lines(f"  {name}: {times[name]:,} times, of {counted(count, 'sample')} with some")
+    print_lines(*(f"  {name}: {counted(count, 'sample')} with some" for name, count in sums.items()))
     for step, of in found:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(of.items()))
         print_lines(f"step {step}, epoch {run.epoch_of(step)}: {counts}")
@@ -137,13 +128,18 @@ def _tokens_of(samples: JoinedRows, documents: Int64s) -> tuple[Int64s, Int64s]:
     return begins, ends
 
 
-def _steps(run: Run, blanked: dict[str, Int64s], num_steps: int) -> dict[int, Counter[str]]:
+def _steps(run: Run, num_steps: int) -> dict[int, Counter[str]]:
     """Return the steps before ``num_steps`` that saw blanked documents: of each source, how many samples."""
-    sources = []
+    sources, num_blanked = [], 0
     for mark, source in enumerate(run.sources, 1):
-        assert source.samples is not None
-        marked: Any = _MarkedSamples(source.samples, blanked[source.name], mark)
+        if source.samples is None:
+            raise UsageError(found=f"no {source.name}, which the run had", expected=f"{source.name}=PATH")
+        blanked = blanked_samples(source.samples.shards)
+        num_blanked += len(blanked)
+        marked: Any = _MarkedSamples(source.samples, blanked, mark)
         sources.append(replace(source, samples=marked))
+    if not num_blanked:
+        raise NotFound(found="no blanked document in the data", expected="data sets that 'blank' made")
     reader = RunReader(replace(run, sources=tuple(sources)), range(run.order.num_slots))
     found: dict[int, Counter[str]] = {}
 

@@ -1,9 +1,10 @@
 """``shardprep duplicates``: equal documents, across shards and data sets, by the digests that plans keep.
 
 Of equal documents the first one stays, by the order of data sets, then of their inputs. Digests are compared
-in parts, by their first bits, so memory does not grow with the number of documents. The price: 0.5 GB, and 50
-bytes for each group of equal ones. All digests, 16 bytes a document, are read once for each 8 million of
-them: 120 times 16 GB of 10^9 documents, which the page cache may hold.
+in parts, by their first bits, so memory does not grow with the number of documents: 0.7 GB, and 50 bytes for
+each group of equal ones. All digests, 16 bytes a document, are read once for each 8 million of them: 120
+times 16 GB of 10^9 documents, which the page cache may hold. Where the documents that go begin is read from
+the input of their shards, at 1 us a document and 3 ns a byte.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from preprocess.make.worker import documents_of_shard
 from preprocess.read.documents import Documents
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, quoted
-from shardprep.errors import BrokenShard, Refused, UsageError
+from shardprep.errors import Refused, UsageError
 from shardprep.files import FileStamp, PublishedFile, sync_folder
 from shardprep.format.documents import (
     DIGEST,
@@ -33,16 +34,8 @@ from shardprep.format.documents import (
     read_blanked,
     read_digests,
 )
-from shardprep.format.index import read_idx
-from shardprep.format.input_formats import name_of_input
 from shardprep.format.manifest import check_done, read_findings
-from shardprep.format.names import (
-    DIGEST_BYTES,
-    digests_path,
-    ids_of_ranges,
-    remake_command,
-    source_of_path,
-)
+from shardprep.format.names import DIGEST_BYTES, ids_of_ranges, source_of_path
 from shardprep.format.plan import Plan, need_plan
 
 Numbers = npt.NDArray[np.int64]
@@ -54,8 +47,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Find equal documents across the shards of one or several data sets, and write for each a list of "
         "those that go, which 'plan --exclude' and 'blank --ids' take. The first one stays: by the order in "
-        "which the data sets are named, then of their inputs. Plans must keep digests. Of packed rows the "
-        "input is read."
+        "which the data sets are named, then of their inputs. Plans must keep digests. Of shards with copies "
+        "the input is read."
     )
     add = parser.add_argument
     add("data_dirs", metavar="DATA", nargs="+", type=Path, help="folder of a data set, complete")
@@ -75,6 +68,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
 class _Shard(NamedTuple):
     folder: Path
     plan: Plan
+    transform: Transform | None
     shard_id: int
     stamp: FileStamp  # of its digests
 
@@ -94,24 +88,34 @@ def duplicates(args: argparse.Namespace) -> int:
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             # Before the work, so that a folder that cannot be written to is told at once.
             lists[folder] = opened.enter_context(PublishedFile(path))
-            findings = read_findings(folder, plan.plan_id)
+            transform, findings = (
+                transform_of(plan.options, args.transform),
+                read_findings(folder, plan.plan_id),
+            )
             for shard_id in range(plan.num_shards):
                 stamp = check_done(folder, shard_id, plan.plan_id, findings).digests
                 if stamp is None:
-                    expected, remedy = (
-                        "digests of its documents: plan --digests, into a new folder",
-                        "--digests",
-                    )
-                    raise UsageError(path=folder, found="none", expected=expected, remedy=remedy)
-                shards.append(_Shard(folder, plan.at(args.input_dir), shard_id, stamp))
+                    expected = "a data set of plan --digests; plan anew with it, into a new folder"
+                    raise UsageError(path=folder, found="no digests", expected=expected, remedy="--digests")
+                shards.append(_Shard(folder, plan.at(args.input_dir), transform, shard_id, stamp))
         names, first_shard, has_copies, num_documents, num_copies = _find(shards)
         with_copies = np.flatnonzero(has_copies).tolist()
         progress = Progress("writing the lists", len(with_copies), unit="shards")
         for number in with_copies:
-            folder = shards[number].folder
-            for path, offset in _going(shards[number], number, names, first_shard, args.transform):
-                lists[folder].write(f"{name_of_place(path, offset)}\n".encode())
-                going[folder, source_of_path(path)] += 1
+            shard, kept = shards[number], set[int]()
+            for documents in documents_left(shard.plan, shard.folder, shard.shard_id, shard.transform):
+                path, group_of = (
+                    shard.plan.inputs[documents.input_number].path,
+                    names.find(documents.digests()),
+                )
+                for document in np.flatnonzero(group_of >= 0).tolist():
+                    group = int(group_of[document])
+                    if first_shard[group] == number and group not in kept:
+                        kept.add(group)  # this is the first one
+                        continue
+                    name = name_of_place(path, int(documents.offsets[document]))
+                    lists[shard.folder].write(f"{name}\n".encode())
+                    going[shard.folder, source_of_path(path)] += 1
             progress.add(1)
         if going.total() != num_copies:
             found = f"{going.total()} of {num_copies} duplicates in the input"
@@ -171,39 +175,6 @@ def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.
     # Parts ascend, and within them digests do.
     names = DocumentNames(keys=np.concatenate(groups))
     return names, np.concatenate(firsts), has_copies, num_documents, num_copies
-
-
-def _going(
-    shard: _Shard, number: int, names: DocumentNames, first_shard: Numbers, transform_file: Path | None
-) -> Iterator[tuple[str, int]]:
-    """Yield input, and place there, of each document that goes of a shard.
-
-    ``number``: of the shard. ``names``: digests of equal documents. ``first_shard``: where the first one is.
-    """
-    folder, plan, shard_id, stamp = shard
-    paths, kept = [item.path for item in plan.inputs], set[int]()
-    batches: Iterator[tuple[Any, ...]]
-    if plan.spec.has_rows:
-        # An idx has the place of a document that is a sample. Of rows it has not, so their input is read.
-        read = documents_left(plan, folder, shard_id, transform_of(plan.options, transform_file))
-        batches = (
-            (each.digests(), np.full(len(each.lines), each.input_number), each.offsets) for each in read
-        )
-    else:
-        records, digests = read_idx(folder, plan.spec, shard_id), read_digests(folder, shard_id, stamp)
-        if len(records) != len(digests):
-            path, remedy = digests_path(folder, shard_id), remake_command(shard_id, folder)
-            found, expected = f"{len(digests)} digests", f"{len(records)}"
-            raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
-        batches = iter([(digests, records["source"], records["source_offset"])])
-    for digests, inputs, offsets in batches:
-        group_of = names.find(digests)
-        for document in np.flatnonzero(group_of >= 0).tolist():
-            group = int(group_of[document])
-            if first_shard[group] == number and group not in kept:
-                kept.add(group)
-            else:
-                yield name_of_input(paths, int(inputs[document])), int(offsets[document])
 
 
 def documents_left(

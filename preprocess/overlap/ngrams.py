@@ -113,11 +113,9 @@ class EvalIndex:
         found: dict[tuple[int, int], set[int]] = defaultdict(set)
         times = Counter[tuple[int, int]]()
         for place, document, hashed in zip(*(column.tolist() for column in columns), strict=True):
-            eval_places = self._places.get(hashed, [])
-            if eval_places:
-                times[document, hashed] += 1
+            times[document, hashed] += 1
             if times[document, hashed] <= _MOST_PLACES:
-                for eval_place in eval_places:
+                for eval_place in self._places.get(hashed, ()):
                     found[document, int(self._document_of[eval_place])].add(eval_place - place)
         return found
 

@@ -45,7 +45,6 @@ from shardprep.format.names import TOKENIZER_DIR, TOKENIZER_FILE, chosen_shards,
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange, Plan, check_tokenizer_files, need_plan, read_plan
 
-_MOST_NGRAM = 1000
 _MOST_TEXT_CHARS = 2000  # of a hit
 _MOST_SHOWN = 50  # hits on the page
 # The options of plan that say how the files of an evaluation are read.
@@ -102,8 +101,8 @@ def overlap(args: argparse.Namespace) -> int:
     chosen = chosen_shards(plan.num_shards, args.shards)
     wanted = range(plan.num_shards) if chosen is None else sorted(chosen)
     rule = RULES[args.rule]._replace(**{} if args.ngram is None else {"ngram": args.ngram})
-    if not 2 <= rule.ngram <= _MOST_NGRAM:
-        raise UsageError.of_value("--ngram", rule.ngram, f"2 to {_MOST_NGRAM}")
+    if rule.ngram < 2:
+        raise UsageError.of_value("--ngram", rule.ngram, "2 or more")
     transform = transform_of(plan.options, args.transform)
     read_options = {name: vars(args)[name] for name in _READ_OPTIONS if name in vars(args)}
     evals = read_evaluation(args.against, read_options)
@@ -189,14 +188,12 @@ class Search:
         _, units = self._units_of([text for _, text in evals], may_add=True)
         lengths = np.diff(units.offsets)
         num_short, num_evals = int((lengths < rule.ngram).sum()), counted(len(lengths), "evaluation document")
-        found = f"{num_short} of {num_evals} have fewer than {rule.ngram} {rule.unit}"
         if num_short == len(lengths):
-            longest = f"the longest has {lengths.max()}"
-            raise BadInput(f"{found}: {longest}; give a lesser --ngram", found=longest, remedy="--ngram")
-        if num_short:
-            say(f"note: {found} and cannot be found")
+            found = f"at most {lengths.max()} {rule.unit} in {num_evals}"
+            raise BadInput(found=found, expected=f"{rule.ngram}, or a lesser --ngram", remedy="--ngram")
         self._index = EvalIndex(units, rule.ngram)
-        say(f"{num_evals}, {len(self._index):,} different n-grams")
+        short = f"{num_short} of fewer than {rule.ngram} {rule.unit} cannot be found"
+        say(f"{num_evals}, {len(self._index):,} different n-grams; {short}")
 
     def _units_of(self, texts: Sequence[bytes], *, may_add: bool = False) -> tuple[list[Any], TokenBatch]:
         """Return the units of texts, themselves and as numbers."""
@@ -244,10 +241,7 @@ def _merge(out: Path, paths: list[Path], data_dir: Path, settings: dict[str, Any
                     names[f"sha256:{hit['sha256']}\n"] = None
                     file.write(line)
             except (ValueError, LookupError, TypeError):
-                remedy = f"rm {quoted(path)}"
-                raise BrokenShard(
-                    path=path, found="no hit", expected="lines of hits", remedy=remedy
-                ) from None
+                raise BrokenShard(path=path, found="no hit", remedy=f"rm {quoted(path)}") from None
         file.sync()
         file.publish()
     publish_bytes(names_path, "".join(names).encode())

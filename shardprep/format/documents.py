@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -52,10 +52,12 @@ from shardprep.format.names import (
     with_content_hash,
     wrong_value,
 )
-from shardprep.format.plan import ByteRange
+from shardprep.format.plan import PlannedShard
 
 DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 NameKind = Literal["id", "text", "place"]
+Numbers = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.void]  # DIGEST[n]
 _TEXT, _PLACE = "sha256:", "at:"
 _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
 _MOST_NAMES = 10_000_000
@@ -105,16 +107,38 @@ class DocumentNames:
         is_there = self.keys[places] == keys if len(self.keys) else np.zeros(len(keys), np.bool_)
         return np.where(is_there, places, -1)
 
-    def has_places_in(self, ranges: Iterable[ByteRange]) -> bool:
-        """Return whether a name may be the place of a document that begins in these parts of inputs."""
-        for part in ranges:
+    def of_documents(
+        self, path: str, offsets: Numbers, ids: Iterable[str] | None, digests: Callable[[], Digests]
+    ) -> npt.NDArray[np.intp]:
+        """Return the names of documents of an input, by id, text and place: intp[kinds, n], -1 for none.
+
+        ``digests`` takes time, and is called only where texts are named.
+        """
+        keys = []
+        if "id" in self.kinds and ids is not None:
+            keys.append(keys_of_ids(ids))
+        if "text" in self.kinds:
+            keys.append(digests())
+        if "place" in self.kinds:
+            keys.append(keys_of_places(path, offsets))
+        return np.array([self.find(each) for each in keys], np.intp).reshape(len(keys), len(offsets))
+
+    def may_be_in(self, folder: Path, shard: PlannedShard, stamp: FileStamp | None) -> bool:
+        """Return whether a text or a place that is named may be of a shard, so that its input must be read.
+
+        ``stamp``: of its digests, where these are kept.
+        """
+        has_texts = "text" in self.kinds
+        if has_texts and stamp is not None:
+            has_texts = bool((self.find(read_digests(folder, shard.shard_id, stamp)) >= 0).any())
+        for part in shard.ranges if not has_texts else ():
             path = part.planned.path if part.planned else part.path.name
             # Rows, and bytes of decompressed text, may be of any part of the file.
             bounds = (part.start, part.end) if input_kind(path).is_in_bytes else (0, 2**63 - 1)
             first, end = np.searchsorted(self.keys, keys_of_places(path, np.array(bounds)))
             if first < end:
                 return True
-        return False
+        return has_texts
 
 
 def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:

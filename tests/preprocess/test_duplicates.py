@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from shardprep.errors import Refused
 from tests.forged import rewrite_json
 from tests.killed_calls import killed_at
 from tests.world import World, call_main
@@ -194,11 +195,17 @@ def test_a_kill_at_any_call_leaves_the_list_of_before_or_the_new_one(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("digests", "num_more"),
-    [((0, 0), 1), ((0, 1), 0), ((0, 1 << 64), 0), ((0, 1 << 127), 0), ((1 << 127, 1 << 127), 1)],
+    ("digests", "are_equal"),
+    [
+        ((0, 0), True),
+        ((0, 1), False),
+        ((0, 1 << 64), False),
+        ((0, 1 << 127), False),
+        ((1 << 127, 1 << 127), True),
+    ],
 )
-def test_documents_are_equal_if_all_of_their_digests_is(
-    tmp_path: Path, digests: tuple[int, int], num_more: int
+def test_documents_are_equal_if_all_of_their_digests_is_and_digests_of_no_document_are_refused(
+    tmp_path: Path, digests: tuple[int, int], are_equal: bool
 ) -> None:
     """Digests that are equal in part, of which no texts are known, are put in the places of two others."""
     world, documents = made(tmp_path, 0, digests=True)
@@ -206,12 +213,15 @@ def test_documents_are_equal_if_all_of_their_digests_is(
     path = world.data_dir / "digests" / "shard-00000.digests"
     found = [path.read_bytes()[place : place + 16] for place in range(0, path.stat().st_size, 16)]
     alone = [number for number in range(len(found)) if counts[documents[number][1]] == 1]
-    before = run(world.data_dir, "--output", tmp_path / "names.txt")
     for number, digest in zip(alone, digests, strict=False):
         found[number] = (digest + 5).to_bytes(16, "big")
     path.write_bytes(b"".join(found))
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     rewrite_json(world.data_dir / "shard-00000.json", **{"digests.sha256": sha256})
-    now = run(world.data_dir, "--output", tmp_path / "names.txt")
-    assert now["num_duplicates"] - before["num_duplicates"] == num_more
-    assert (documents[alone[1]][0] in listed(tmp_path / "names.txt")) == bool(num_more)
+    ended = call_main("duplicates", world.data_dir, "--output", tmp_path / "names.txt")
+    if are_equal:
+        assert (ended.code, type(ended.error)) == (78, Refused)
+        assert not (tmp_path / "names.txt").exists()
+    else:
+        assert ended.code == 0
+        assert listed(tmp_path / "names.txt") == expected([documents])[0]

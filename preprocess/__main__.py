@@ -68,7 +68,7 @@ def make_shard(args: argparse.Namespace) -> int:
     try:
         resources.check_address_space()  # before anything large is loaded
         given = given_of(args, PrepConfig)
-        folder = given.setdefault("output_dir", PrepConfig().output_dir)
+        folder = given.setdefault("output_dir", PrepConfig.output_dir)
         num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
         plan = need_plan(folder) if args.planned or args.check_inputs else read_plan(folder)
         # A task of a job array names its folder alone. Only what else is given has to be compared with the
@@ -77,7 +77,7 @@ def make_shard(args: argparse.Namespace) -> int:
             from preprocess.plan.planning import check_inputs, plan_of_task
 
             if plan is not None and args.check_inputs:
-                check_inputs(plan, given.get("input_dir", PrepConfig().input_dir))
+                check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
             plan = plan_of_task(plan, given)
         from preprocess.make.worker import make_shard as make
 

@@ -49,6 +49,7 @@ PLAN_NAME = "plan.json"
 INDEX_NAME = "index.json"
 TOKENIZER_DIR = "tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
+FAST_TOKENIZER_FILE = "fast_tokenizer.json"  # the same, without merges that no text needs
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"

@@ -274,7 +274,7 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
-    text = "list of the documents: an id of --id_field, sha256:HEX of a text or at:FILE:BYTE per line"
+    text = "list of the documents: ids of --id_field, or sha256:HEX of texts, one per line"
     add("--ids", metavar="FILE", type=Path, required=True, help=text)
     text = "folder of the new data set; one on the same file system shares the other shards' files"
     add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)

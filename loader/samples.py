@@ -20,9 +20,12 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Integers, Ragged
-from loader.decode import (
+from loader.chunks import (
+    ORIGIN,
+    Chunk,
     Decoded,
+    Integers,
+    Ragged,
     check_vocab,
     decode_samples,
     decode_starts,
@@ -33,7 +36,7 @@ from loader.decode import (
 from loader.order import Int32s, Int64s, Order, choose_windows
 from loader.reading import SampleBytes, ShardReader
 from loader.run import CYCLE, Run, Source, Stage, source_seed
-from loader.shards import ShardSet, check_choice
+from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
 
@@ -472,16 +475,13 @@ def make_run(
     return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
 
 
-def check_mixing(
-    input_shards: object, weights: Weights | None, weights_in: WeightsIn, *, is_validation: bool
-) -> bool:
+def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> bool:
     """Return whether sources are mixed. Raises UsageError where the arguments do not fit each other."""
     if not isinstance(input_shards, Mapping):
         if weights is not None:
             remedy = 'input_shards={"web": ..., "code": ...}'
             raise UsageError(found="weights of no named sources", expected=remedy, remedy=remedy)
         return False
-    check_choice("weights_in", weights_in, WeightsIn)
     if is_validation:
         raise UsageError(found='split="validation" of several sources', expected="one loader for each source")
     if weights is None:

@@ -31,10 +31,8 @@ from loader.samples import (
     WeightsIn,
     check_mixing,
     choose_sizes,
-    group_size,
     make_run,
     make_samples,
-    weights_of_samples,
     whole_number,
 )
 from loader.shards import InputShards, ShardSet, SplitName, find_sources
@@ -232,19 +230,18 @@ def get_llama3_dataloader(
         raise UsageError("targets='shifted' is for the loader's own batches; leave out collate_fn or it")
     seq_len = None if seq_len is None else seq_len + shifts
     max_length = None if max_length is None else max_length + shifts
-    group = group_size(group_by_length, batch_size)
-    tick_samples, sizes = choose_sizes(
-        global_batch_size, group, batch_size=batch_size, world_size=who.world_size
+    tick_samples, group, sizes = choose_sizes(
+        global_batch_size, group_by_length, batch_size=batch_size, world_size=who.world_size
     )
     if is_validation and len(sizes) > 1:
         raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
-    is_mixture = check_mixing(input_shards, weights, is_validation=is_validation)
+    check_mixing(input_shards, weights, is_validation=is_validation)
     if padding == "max_length" and max_length is None:
         raise UsageError(found=f"padding={padding!r}", expected="max_length beside it")
     shards_of = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         cache_dir=cache_dir,
-        count_tokens=seq_len is not None or group > 1 or (is_mixture and weights_in == "tokens"),
+        count_tokens=seq_len is not None or group > 1 or (weights is not None and weights_in == "tokens"),
         split=split,
     )
     shards = ShardSet([part for of_source in shards_of.values() for part in of_source.sources], split)
@@ -265,18 +262,17 @@ def get_llama3_dataloader(
         )
         for name, of_source in shards_of.items()
     }
-    of_samples = weights_of_samples(samples, weights, weights_in)
     run = make_run(
         samples,
         sizes,
-        of_samples,
+        weights,
+        weights_in,
         tick_samples=tick_samples,
         batches_per_tick=tick_samples // (batch_size * who.world_size),
         group=group,
         seed=seed,
         shuffle=shuffle and not is_validation,
         keeps_tail=is_validation,
-        is_mixture=is_mixture,
         settings={
             "tokenizer": tokenizer.fingerprint,
             "seq_len": shards.row_tokens or seq_len or 0,

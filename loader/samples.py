@@ -249,16 +249,15 @@ class JoinedRows(Samples):
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = (offset + rows * self.row_tokens) % self.offsets
-        shards = np.searchsorted(self.first_token, begins, side="right") - 1
-        opening = reader.opening_order(np.unique(shards)).tolist()
-        place = {number: place for place, number in enumerate(opening)}
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
         end_ids: list[Int64s] = []
         num_decoded = 0
-        # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
-        stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
-        for first, end in sorted(stretches, key=lambda part: place[int(shards[part[0]])]):
+        # Consecutive rows are one stretch of the stream, which goes on from shard to shard. Each process
+        # begins with another one.
+        bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
+        for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
+            first, end = bounds[stretch : stretch + 2].tolist()
             token, num_left = int(begins[first]), (end - first) * self.row_tokens
             stretch_at = None  # where it begins in the decoded documents
             while num_left:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from measured_run import machine_line, run_pinned
 
-from shardprep.format.idx import IDX_DOCUMENT, ChunkCrcs, idx_header
+from shardprep.format.index import IDX_DOCUMENT, ChunkCrcs, idx_header
 from shardprep.format.plan import need_plan
 from tests.forged import rewrite_json
 from tests.world import World

@@ -27,9 +27,7 @@ from loader.batches import (
 from loader.boundaries import Boundary, boundary_names
 from loader.find_shards import InputShards, find_sources
 from loader.ranks import find_process_rank
-from loader.samples import make_samples
-from loader.shards import ShardSet, SplitName, check_choice
-from loader.sources import (
+from loader.samples import (
     Sizes,
     Weights,
     WeightsIn,
@@ -37,9 +35,11 @@ from loader.sources import (
     choose_sizes,
     group_size,
     make_run,
+    make_samples,
     weights_of_samples,
     whole_number,
 )
+from loader.shards import ShardSet, SplitName, check_choice
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError
@@ -156,26 +156,22 @@ def get_llama3_dataloader(
                 own, and another one is refused.
             cache_dir: where webdataset copies tars that are no local files.
             split: ``"validation"`` gives the documents that ``plan --validation_fraction`` chose (all of a
-                data set that was planned without it), ``"train"`` the others. A validation loader has one
-                fixed order and gives each document once. Samples whose labels are all -100 fill its last
-                global batch up, so that ranks get equally many batches.
+                data set that was planned without it), ``"train"`` the others. A validation loader gives each
+                document once, in one order. Samples whose labels are all -100 fill up its last global batch.
 
         What a batch is:
             batch_size: samples per batch on each rank.
             global_batch_size: samples per optimizer step, on all ranks, accumulation included; or sizes by
-                step, ``[(0, 256), (1000, 512)]``, which change ``loader.num_accumulated``. It alone fixes the
-                order: keep it when the number of ranks changes, or see ``amend``. Default: batch_size x
-                world_size.
+                step, ``[(0, 256), (1000, 512)]``, which change ``loader.num_accumulated``. It fixes the
+                order: keep it when the number of ranks changes. Default: batch_size x world_size.
             group_by_length: put documents of similar length side by side, in groups of this many samples;
-                True: of ``batch_size``. It is part of the order: keep the number when you change
-                ``batch_size``.
+                True: of ``batch_size``. Keep the number when you change ``batch_size``.
             padding: ``"longest"`` pads to the longest sample of a batch, ``"max_length"`` to one width.
             pad_to_multiple_of: round the width of padded batches up to a multiple of this.
             collate_fn: called with a list of ``{"input_ids": list[int]}``, in the training process. The
                 default makes the same batches as transformers' DataCollatorForLanguageModeling.
-            origins: add ``origins`` int64[documents, 6] to batches: row and place in the batch, then source,
-                shard, sample and document, which ``loader.origin`` resolves to file and byte. Take them out
-                before ``model(**batch)``.
+            origins: add ``origins`` int64[documents, 6] to batches: row, place, source, shard, sample and
+                document, which ``loader.origin`` resolves. Take them out before ``model(**batch)``.
 
         Order and mixing:
             seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
@@ -184,15 +180,15 @@ def get_llama3_dataloader(
                 {...}), (80_000, {...})]``. A source has its own epochs, see ``loader.source_epochs``.
             weights_in: unit of the weights: ``"tokens"``, by the mean of each source, or ``"samples"``.
             amend: go on from a state of other weights, sources or global batch sizes, which the default
-                refuses. The new ones hold from the next border on, at most 64 steps later; the loader logs
-                the step. Each source goes on at its own place. A source that you drop must stay in
-                ``input_shards`` until then, without a weight. Sizes must be multiples of the run's first.
+                refuses. The new ones hold from the next border on, at most 64 steps later. A source that you
+                drop must stay in ``input_shards`` until then, without a weight. Sizes must be multiples of
+                the run's first.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
             boundaries: keep attention inside each document of packed rows. ``"transformers"``: the fields
-                that ``model(**batch)`` of a transformers model needs, without ``attention_mask``; ask
-                ``check_boundaries(model, batch)`` whether your model heeds them. For other models one or
+                that ``model(**batch)`` of a transformers model needs, without ``attention_mask``;
+                ``check_boundaries(model, batch)`` says whether yours heeds them. For other models one or
                 several of ``"position_ids"``, ``"segment_ids"``, ``"cu_seqlens"``. The first label of each
                 document is -100.
             targets: ``"same"``: labels are the ids, for models that shift them, as transformers' do.

@@ -23,8 +23,7 @@ import numpy.typing as npt
 from loader.chunks import Chunk, Ragged
 from loader.decode import places_of
 from loader.order import Int64s
-from loader.rounds import RunReader
-from loader.run import Position, Run
+from loader.run import Position, Run, RunReader
 from loader.samples import JoinedRows, Samples, Window
 from loader.shards import ShardSet
 from loader.token_loader import TokenLoader
@@ -43,9 +42,9 @@ from shardprep.format.documents import (
     read_digests,
     read_names,
 )
-from shardprep.format.idx import ShardSamples, read_idx
-from shardprep.format.json_files import load_json
+from shardprep.format.index import ShardSamples, read_idx
 from shardprep.format.manifest import read_manifest
+from shardprep.format.names import load_json
 from shardprep.format.plan import Plan, need_plan
 
 Place = tuple[int, int]  # number of the input, and byte or row in it: docs/format.md, "Places"
@@ -312,7 +311,7 @@ class _Wanted:
 
     def _places(self, folder: Path, plan: Plan, shard_id: int) -> set[Place]:
         """Return the places of documents that are named by id, and those that may be of a shard."""
-        found = set(named_places(self.names, plan.ranges(shard_id)))
+        found = set(named_places(self.names, plan.shard(shard_id).ranges))
         if "id" in self.names.kinds and plan.options.id_field:
             kept = list(kept_ids(folder, shard_id))
             is_named = self._is_named(keys_of_ids(name for *_, name in kept)).tolist()

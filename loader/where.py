@@ -20,7 +20,7 @@ from loader.state import STATE_FORMAT
 from loader.token_loader import TokenLoader
 from shardprep.console import print_lines
 from shardprep.errors import BrokenShard, NotFound, UsageError
-from shardprep.format.json_files import load_json
+from shardprep.format.names import load_json
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -123,8 +123,8 @@ def _named_places(
 ) -> Places:
     """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
-    Texts are looked for in digests/, and where it has one that is named, or is not kept, in the input. So are
-    places that may be of this shard.
+    The input is read only where digests/ has a named text or is not kept, or where a named place may lie in
+    this shard.
     """
     shard = plan.shard(shard_id)
     parts = [np.empty((0, 2), np.int64)]

@@ -68,7 +68,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         READS,
     ),
     (
-        "preprocess/check/verify.py",
+        "preprocess/verify.py",
         'has = "some" if is_there else "no"',
         'has = "some" if (not (is_there)) else "no"',
         MESSAGE,
@@ -92,7 +92,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "any number below 0 stands before the first begin, which is 0",
     ),
     (
-        "loader/rounds.py",
+        "loader/run.py",
         "if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:",
         "if laid_out is None or of_round is None or not (of_round.first < at < of_round.end):",
         SPEED,
@@ -188,7 +188,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "all places move by as much",
     ),
     (
-        "loader/rounds.py",
+        "loader/run.py",
         "ids=ids if laid_out.row_tokens else ids.joined(),",
         "ids=ids if (not (laid_out.row_tokens)) else ids.joined(),",
         SPEED,
@@ -204,5 +204,19 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "_SHIFTS = np.arange(30, -1, -3)",
         "_SHIFTS = np.arange(30, -(2), -3)",
         "the last number is 0 either way",
+    ),
+    (
+        "loader/reading.py",
+        "self._buffer = np.empty(min(num_bytes, _MOST_AT_ONCE_BYTES), np.uint8)",
+        "pass",
+        SPEED,
+    ),
+    ("loader/reading.py", "opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
+    ("loader/decode.py", "has_numbers = sizes > 2", "has_numbers = sizes > (3)", SPEED),
+    (
+        "loader/run.py",
+        "if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:",
+        "if (laid_out is not None) or of_round is None or not of_round.first <= at < of_round.end:",
+        SPEED,
     ),
 )

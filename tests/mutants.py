@@ -43,7 +43,6 @@ from tests.equivalent_mutants import EQUIVALENT
 TARGETS = (
     "loader/order.py",
     "loader/run.py",
-    "loader/rounds.py",
     "loader/state.py",
     "loader/chunks.py",
     "loader/decode.py",
@@ -52,7 +51,7 @@ TARGETS = (
     "preprocess/make/members.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",
-    "preprocess/check/verify.py",
+    "preprocess/verify.py",
 )
 ORACLE = ("tests/oracle",)  # files and folders of tests
 ROOMS = (  # what tries survivors of the oracle

@@ -23,7 +23,7 @@ from preprocess.make.engines import Ids, Numbers, ids_around, load_tokenizer, sp
 from shardprep.errors import BrokenShard
 from shardprep.files import read_regular
 from shardprep.format.documents import kept_ids, pieces_of, read_digests
-from shardprep.format.idx import ShardSamples
+from shardprep.format.index import ShardSamples
 from shardprep.format.input_formats import name_of_input
 from shardprep.format.manifest import Manifest
 from shardprep.format.names import (

@@ -36,7 +36,7 @@ from shardprep.format.documents import (
     read_blanked,
     read_digests,
 )
-from shardprep.format.idx import ShardSamples, read_idx
+from shardprep.format.index import ShardSamples, read_idx
 from shardprep.format.input_formats import name_of_input
 from shardprep.format.manifest import check_done, read_findings, read_manifest
 from shardprep.format.names import DIGEST_BYTES, digests_path, remake_command, source_of_path

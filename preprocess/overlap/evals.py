@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from preprocess.overlap.documents import ShardDocuments, TokenTexts
-from preprocess.plan.divide import stamp_inputs
-from preprocess.plan.listing import find_inputs
+from preprocess.plan.inputs import find_inputs, stamp_inputs
 from preprocess.read.documents import read_documents
 from shardprep.console import Progress, say
 from shardprep.errors import BadInput, NotFound, UsageError
 from shardprep.files import is_folder, size_of_file
-from shardprep.format.idx import ShardSamples
+from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import check_done, read_findings
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange, Plan, read_plan

@@ -39,10 +39,9 @@ from shardprep.files import (
     size_of_file,
 )
 from shardprep.format.documents import name_of_place
-from shardprep.format.idx import ShardSamples
-from shardprep.format.json_files import load_json
+from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import Manifest, check_done, read_findings
-from shardprep.format.names import chosen_shards, shard_name
+from shardprep.format.names import chosen_shards, load_json, shard_name
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
 

@@ -18,8 +18,7 @@ import numpy.typing as npt
 
 from preprocess.read import BATCH_BYTES
 from preprocess.read.compressed import COMPRESSIONS, load_zstd
-from preprocess.read.format import Format, Records, Start, Texts, starts_among
-from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.format import Format, OpenInput, RangeReader, Records, Start, Texts, starts_among
 from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
 from shardprep.command_line import needs

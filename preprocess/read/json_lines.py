@@ -21,8 +21,16 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from preprocess.read.format import BETWEEN, MOST_DOCUMENT_BYTES, Inspected, Records, Texts, texts_of
-from preprocess.read.inputs import OpenInput, RangeReader
+from preprocess.read.format import (
+    BETWEEN,
+    MOST_DOCUMENT_BYTES,
+    Inspected,
+    OpenInput,
+    RangeReader,
+    Records,
+    Texts,
+    texts_of,
+)
 from preprocess.read.lines import LineEnds, LineFormat, Numbers
 from preprocess.read.text_fields import (
     MAX_JSON_DEPTH,
@@ -194,7 +202,8 @@ def _may_be_deep(letters: npt.NDArray[np.uint8], starts: Numbers) -> bool:
 
 def _lines_at(places: Numbers, starts: Numbers) -> list[int]:
     """Return the numbers of the lines that have some places, each once."""
-    numbers: list[int] = np.unique(np.searchsorted(starts, places, side="right") - 1).tolist()
+    num_places = np.bincount(np.searchsorted(starts, places, side="right") - 1)
+    numbers: list[int] = np.flatnonzero(num_places).tolist()  # np.unique would import numpy.ma, 10 ms
     return numbers
 
 

@@ -39,17 +39,20 @@ from shardprep.files import (
     read_lines,
     read_regular,
 )
-from shardprep.format.idx import ShardSamples
+from shardprep.format.index import ShardSamples
 from shardprep.format.input_formats import input_kind
-from shardprep.format.json_files import Count, read_file, with_content_hash, wrong_value
 from shardprep.format.names import (
     DIGEST_BYTES,
     EXCLUDED_NAME,
+    Count,
     blanked_path,
     digests_path,
     ids_path,
     missing_file,
+    read_file,
     remake_command,
+    with_content_hash,
+    wrong_value,
 )
 from shardprep.format.plan import ByteRange
 

@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from shardprep.command_line import option
 from shardprep.errors import UsageError
-from shardprep.format.json_files import MOST
-from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST_FRACTION, Record, TokenFormat
+from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST, MOST_FRACTION, Record, TokenFormat
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]

@@ -188,13 +188,3 @@ def test_conversations_are_made_again_with_what_was_left_out(tmp_path: Path) -> 
     with (write_chats(world.raw_dir, conversations(40)) / "chats.jsonl").open("a") as file:
         file.write('{"messages": []}\n{"messages": [{"role": "elf", "content": ""}]}\n{"messages": 1}\n\n')
     world.make(record="chat", seq_len=64, id_field="id", max_bad_fraction=0.5).verify(deep=2)
-
-
-def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"a.txt": "one\ntwo\n"}).make()
-    moved = world.raw_dir.rename(tmp_path / "moved")
-    assert world.main("verify", world.data_dir, deep=True).code == 66
-    assert not (world.data_dir / "findings.json").exists(), "that says nothing of a shard"
-    assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 0
-    (moved / "a.txt").write_text("one\ntwo\nmore\n")
-    assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 78

@@ -116,6 +116,7 @@ def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Pa
             assert ended.error.remedy == f"iconv -f {encoding} -t utf-8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["\r\n", "\r", "\n"])
 def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end: str) -> None:
     """From where a shard should begin 16 KiB are read, then 64 KiB each time; of a shard 128 or 512 KiB."""
@@ -409,6 +410,7 @@ def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_all
     assert plan_ids[0] == plan_ids[1], "the window is no part of the plan's id"
 
 
+@pytest.mark.slow
 def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type(tmp_path: Path) -> None:
     data = zstandard.compress((b"the " * 4000 + b"\n") * 300) + long_zstd(b"two\n", 30)
     world = World(tmp_path).raw({"x.txt.zst": data}).plan(num_shards=1)

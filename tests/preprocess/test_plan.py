@@ -185,9 +185,10 @@ def test_a_touch_a_copy_and_a_moved_folder_change_nothing(world: World, tmp_path
     assert world.try_shard(3, input_dir=moved.raw_dir).code == 0
 
 
+@pytest.mark.slow
 def test_a_change_in_each_of_the_three_sampled_parts_changes_the_plan(tmp_path: Path) -> None:
     size = 1 << 19
-    text = ("a b " * 200)[:-1] + "\n"
+    text = ("the " * 200)[:-1] + "\n"
     text = (text * size)[:size]
     world = World(tmp_path).raw({"a.txt": text})
     world.plan(num_shards=1)
@@ -287,6 +288,7 @@ def change_unseen(path: Path) -> None:
         file.write(b"Z")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_shards", "options"), [(1, {}), (3, {}), (1, {"doc": "file"}), (3, {"encoding": "utf-8-sig"})]
 )

@@ -151,6 +151,7 @@ def test_right_shards_are_equal_and_nothing_is_written(tmp_path: Path, name: str
     assert every_file(world.data_dir) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["a line lost", "a letter altered", "an id altered"])
 def test_what_was_read_wrongly_when_a_shard_was_made_is_found_though_all_hashes_agree(
     tmp_path: Path, change: str

@@ -20,9 +20,12 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Integers, Ragged
-from loader.decode import (
+from loader.chunks import (
+    ORIGIN,
+    Chunk,
     Decoded,
+    Integers,
+    Ragged,
     check_vocab,
     decode_samples,
     decode_starts,
@@ -33,7 +36,7 @@ from loader.decode import (
 from loader.order import Int32s, Int64s, Order, choose_windows
 from loader.reading import SampleBytes, ShardReader
 from loader.run import CYCLE, Run, Source, Stage, source_seed
-from loader.shards import ShardSet, check_choice
+from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
 
@@ -246,16 +249,15 @@ class JoinedRows(Samples):
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = (offset + rows * self.row_tokens) % self.offsets
-        shards = np.searchsorted(self.first_token, begins, side="right") - 1
-        opening = reader.opening_order(np.unique(shards)).tolist()
-        place = {number: place for place, number in enumerate(opening)}
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
         end_ids: list[Int64s] = []
         num_decoded = 0
-        # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
-        stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
-        for first, end in sorted(stretches, key=lambda part: place[int(shards[part[0]])]):
+        # Consecutive rows are one stretch of the stream, which goes on from shard to shard. Each process
+        # begins with another one.
+        bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
+        for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
+            first, end = bounds[stretch : stretch + 2].tolist()
             token, num_left = int(begins[first]), (end - first) * self.row_tokens
             stretch_at = None  # where it begins in the decoded documents
             while num_left:
@@ -473,16 +475,13 @@ def make_run(
     return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
 
 
-def check_mixing(
-    input_shards: object, weights: Weights | None, weights_in: WeightsIn, *, is_validation: bool
-) -> bool:
+def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> bool:
     """Return whether sources are mixed. Raises UsageError where the arguments do not fit each other."""
     if not isinstance(input_shards, Mapping):
         if weights is not None:
             remedy = 'input_shards={"web": ..., "code": ...}'
             raise UsageError(found="weights of no named sources", expected=remedy, remedy=remedy)
         return False
-    check_choice("weights_in", weights_in, WeightsIn)
     if is_validation:
         raise UsageError(found='split="validation" of several sources', expected="one loader for each source")
     if weights is None:

@@ -16,6 +16,7 @@ process that trains.
 from __future__ import annotations
 
 import ast
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -27,7 +28,6 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
-from multiprocessing.pool import ExceptionWithTraceback
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,7 +149,8 @@ class BatchStream:
                 self._start_workers()
             self._num_sent += 1
             for worker in self._workers:
-                worker.connection.send((self._num_sent, epoch, tick))
+                with contextlib.suppress(OSError):  # one that died is told of when its chunk is missing
+                    worker.connection.send((self._num_sent, epoch, tick))
         self._stands_at = None
 
     def _start_workers(self) -> None:
@@ -204,7 +205,7 @@ class BatchStream:
                 "memory ran out: pass fewer num_workers, or ask for more memory",
                 found=found,
             ) from None
-        if isinstance(item, Exception):
+        if isinstance(item, ShardprepError):
             raise item
         assert isinstance(item, Chunk)
         return item
@@ -240,7 +241,10 @@ def _work(
     ahead: queue.Queue[bytes] = queue.Queue(num_ahead)
     threading.Thread(target=_send_all, args=(connection, ahead), daemon=True).start()
     while True:
-        number, epoch, tick = connection.recv()
+        try:
+            number, epoch, tick = connection.recv()
+        except (EOFError, OSError):
+            return  # the process that trains is gone
         try:
             for chunk in reader.chunks(epoch, tick, chunk_ticks, endless=endless):
                 message = pickle.dumps((number, chunk.joined()), pickle.HIGHEST_PROTOCOL)
@@ -250,13 +254,12 @@ def _work(
                     break
         except ShardprepError as error:
             ahead.put(pickle.dumps((number, error)))
-        except Exception as error:
-            ahead.put(pickle.dumps((number, ExceptionWithTraceback(error, error.__traceback__))))
 
 
 def _send_all(connection: Connection, ahead: queue.Queue[bytes]) -> None:
-    while True:
-        connection.send_bytes(ahead.get())
+    with contextlib.suppress(OSError):  # the process that trains is gone
+        while True:
+            connection.send_bytes(ahead.get())
 
 
 def _end_with_main_process(parent_pid: int) -> None:

@@ -192,7 +192,16 @@ def run(args: argparse.Namespace) -> int:
     cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
     settings = resources.worker_settings(args)
     assert settings.memory_gb is not None
-    num_proc = min(_num_processes(args, len(cpus), settings.memory_gb), len(todo))
+    # --num_proc, else DATASET_NUM_PROC, else one process per CPU as far as the memory goes.
+    num_proc = args.num_proc
+    if num_proc is None:
+        num_proc = resources.environment_number(os.environ, "DATASET_NUM_PROC")
+    if num_proc is None:
+        fitting = int(settings.memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
+        num_proc = max(1, min(len(cpus), fitting))
+    if num_proc < 1:
+        raise UsageError.of_value("--num_proc", num_proc, "1 or more")
+    num_proc = min(num_proc, len(todo))
     memory_gb = settings.memory_gb / num_proc
     settings = dataclasses.replace(settings, memory_gb=memory_gb)
     if note := resources.memory_note(memory_gb, num_proc):
@@ -220,19 +229,6 @@ def run(args: argparse.Namespace) -> int:
         say(f"error: failed: {shards_text(ids)}; {what}: shardprep run {quoted(folder)} --shards {ids}")
         return failures[0].exit_code
     return 0
-
-
-def _num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
-    """Return --num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes."""
-    given: int | None = args.num_proc
-    if given is None:
-        given = resources.environment_number(os.environ, "DATASET_NUM_PROC")
-    if given is None:
-        fitting = int(memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
-        return max(1, min(num_cpus, fitting))
-    if given < 1:
-        raise UsageError.of_value("--num_proc", given, "1 or more")
-    return given
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:

@@ -120,7 +120,8 @@ def _named_places(
 ) -> Places:
     """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
-    Texts and places are looked for in the input, where one that is named may be of the shard.
+    The input is read only where digests/ has a named text or is not kept, or where a named place may lie in
+    this shard.
     """
     shard = plan.shard(shard_id)
     parts = [np.empty((0, 2), np.int64)]

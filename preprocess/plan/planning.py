@@ -164,7 +164,7 @@ def make_plan(
         if frozen is None:
             publish_tokenizer(resolved, config.output_dir, resolved.files)
         frozen = publish_plan(plan, config.output_dir)
-        # It holds what the plan names, whoever planned meanwhile, or damaged it since.
+        # Again: another planner may have put its own files there meanwhile, or they were damaged since.
         publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)

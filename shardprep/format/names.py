@@ -70,7 +70,7 @@ def shard_name(shard_id: int) -> str:
 
 
 def _path_of(kind: str) -> Callable[[Path, int], Path]:
-    """Return what gives a shard's file of this kind, by the data set's folder and the shard's id."""
+    """Return the function that gives the path of such a file, by the data set's folder and the shard's id."""
     return lambda folder, shard_id: folder / kind.format(shard_name(shard_id))
 
 

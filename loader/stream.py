@@ -82,7 +82,6 @@ class BatchStream:
         self._endless = endless
         self._num_workers: int = workers.get("num_workers", 0)
         self._num_ahead: int = workers.get("prefetch_factor") or 1
-        self._context: Any = workers.get("multiprocessing_context")  # None: what multiprocessing is set to
         self._workers: list[_Worker] = []
         self._num_sent = 0  # how often the workers were sent to a position
         self._reader = RunReader(run, slots)  # of this process, where it has no workers
@@ -154,7 +153,7 @@ class BatchStream:
         self._stands_at = None
 
     def _start_workers(self) -> None:
-        context = self._context or multiprocessing.get_context()
+        context: Any = multiprocessing.get_context()
         spawns = context.get_start_method() != "fork"
         if spawns:
             _check_main_guard()

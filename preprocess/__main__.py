@@ -189,13 +189,13 @@ def run(args: argparse.Namespace) -> int:
     if not os.access(folder, os.W_OK | os.X_OK):
         expected = "one that you can; its owner can make the shards"
         raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
-    cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
+    cpus = resources.allowed_cpus(offset=todo[0])
     settings = resources.worker_settings(args)
     assert settings.memory_gb is not None
     # --num_proc, else DATASET_NUM_PROC, else one process per CPU as far as the memory goes.
     num_proc = args.num_proc
     if num_proc is None:
-        num_proc = resources.environment_number(os.environ, "DATASET_NUM_PROC")
+        num_proc = resources.environment_number("DATASET_NUM_PROC")
     if num_proc is None:
         fitting = int(settings.memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
         num_proc = max(1, min(len(cpus), fitting))

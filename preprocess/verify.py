@@ -317,9 +317,9 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
             records = _check_idx(folder, plan, manifest)
             _check_ids(manifest, tar, records)
         except ShardprepError:
-            check_hashes(folder, manifest, tar_sha256=tar.sha256())
+            check_hashes(folder, manifest, tar.sha256())
             raise
-        check_hashes(folder, manifest, tar_sha256=tar.sha256())
+        check_hashes(folder, manifest, tar.sha256())
 
 
 def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:

@@ -20,9 +20,8 @@ import numpy as np
 import torch
 from loader_data_sets import BATCH_TOKENS
 
-from loader.decode import DECODE_BYTES, parse_id_lists
-from shardprep.format.idx import read_idx
-from shardprep.format.index import read_index
+from loader.chunks import DECODE_BYTES, parse_id_lists
+from shardprep.format.index import read_idx, read_index
 from shardprep.format.names import tar_path
 
 _NUM_ROWS = 8

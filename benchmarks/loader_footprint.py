@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 from benchmark_text import ROOT
 
-from shardprep.format.idx import idx_num_bytes
-from shardprep.format.index import DatasetIndex, read_index
+from shardprep.format.index import DatasetIndex, idx_num_bytes, read_index
 from shardprep.format.names import tar_path
 
 NUM_SHARDS = 99_999

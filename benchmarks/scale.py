@@ -21,7 +21,7 @@ from benchmark_text import ROOT, lay_out
 from measured_run import machine_line, run_pinned
 
 from shardprep.files import FileStamp
-from shardprep.format.idx import idx_num_bytes
+from shardprep.format.index import idx_num_bytes
 from shardprep.format.manifest import Manifest, ShardCounts
 from shardprep.format.names import INDEX_NAME, idx_path, manifest_path, tar_path
 from shardprep.format.plan import Plan, need_plan

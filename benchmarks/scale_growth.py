@@ -28,8 +28,15 @@ from measured_run import machine_line
 from loader.order import Order, choose_windows, share
 from loader.reading import HELD_IDX_BYTES, MAX_OPEN_SHARDS
 from loader.shards import DatasetShards, ShardSet
-from shardprep.format.idx import ChunkCrcs, idx_header, idx_num_bytes, open_idx, read_idx
-from shardprep.format.index import DatasetIndex, read_index
+from shardprep.format.index import (
+    ChunkCrcs,
+    DatasetIndex,
+    idx_header,
+    idx_num_bytes,
+    open_idx,
+    read_idx,
+    read_index,
+)
 from shardprep.format.names import DatasetSpec, TokenizerSpec, idx_path
 
 ROW_TOKENS, ROW_BYTES = 2048, 4 * 2048

@@ -37,7 +37,7 @@ _TMPFS = Path("/dev/shm")
 def stage_seconds(folder: Path) -> dict[str, float]:
     """CPU seconds of each stage over all shards of a data set."""
     plan, settings = need_plan(folder), WorkerSettings()
-    paths = {part.path for shard_id in range(plan.num_shards) for part in plan.ranges(shard_id)}
+    paths = {part.path for shard_id in range(plan.num_shards) for part in plan.shard(shard_id).ranges}
     found = {READ: cpu_s(lambda: [path.read_bytes().decode().split("\n") for path in paths])}
     worker = load_worker(plan, folder, settings, num_cpus=1, warn=print)
     batches, engine = _batches(worker), worker.engine
@@ -63,7 +63,7 @@ def _batches(worker: Worker) -> list[Documents]:
     return [
         documents
         for shard_id in range(worker.plan.num_shards)
-        for documents in read_documents(worker.plan.ranges(shard_id), options, batch_bytes=batch_bytes)
+        for documents in read_documents(worker.plan.shard(shard_id).ranges, options, batch_bytes=batch_bytes)
     ]
 
 

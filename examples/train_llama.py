@@ -34,9 +34,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from loader import get_llama3_dataloader, set_up_training
-from loader.ranks import find_process_rank
-from loader.training_setup import TrainingSetup
+from loader import find_process_rank, get_llama3_dataloader, set_up_training
+from loader.training import TrainingSetup
 
 STOPPED = 75
 _stop_asked = False

@@ -8,8 +8,9 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
@@ -19,27 +20,22 @@ from loader.batches import (
     PadToken,
     StepBatches,
     Targets,
-    check_padding,
-    check_targets,
     choose_pad_token,
     log_pad_token,
 )
 from loader.boundaries import Boundary, boundary_names
-from loader.find_shards import InputShards, find_sources
 from loader.ranks import find_process_rank
-from loader.samples import make_samples
-from loader.shards import ShardSet, SplitName, check_choice
-from loader.sources import (
+from loader.samples import (
     Sizes,
     Weights,
     WeightsIn,
     check_mixing,
     choose_sizes,
-    group_size,
     make_run,
-    weights_of_samples,
+    make_samples,
     whole_number,
 )
+from loader.shards import InputShards, ShardSet, SplitName, find_sources
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError
@@ -50,6 +46,7 @@ logger = logging.getLogger(__name__)
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
+_CHOICES = {"SplitName": SplitName, "Padding": Padding, "WeightsIn": WeightsIn, "Targets": Targets}
 _PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
 
@@ -92,6 +89,10 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
         if value in (True, False):
             return bool(value)
         expected = "True or False"
+    elif kind in _CHOICES:
+        if value in get_args(_CHOICES[kind]):
+            return value
+        expected = " or ".join(map(repr, get_args(_CHOICES[kind])))
     elif name in _PATHS:
         if isinstance(value, (str, os.PathLike)):
             return value
@@ -156,26 +157,22 @@ def get_llama3_dataloader(
                 own, and another one is refused.
             cache_dir: where webdataset copies tars that are no local files.
             split: ``"validation"`` gives the documents that ``plan --validation_fraction`` chose (all of a
-                data set that was planned without it), ``"train"`` the others. A validation loader has one
-                fixed order and gives each document once. Samples whose labels are all -100 fill its last
-                global batch up, so that ranks get equally many batches.
+                data set that was planned without it), ``"train"`` the others. A validation loader gives each
+                document once, in one order. Samples whose labels are all -100 fill up its last global batch.
 
         What a batch is:
             batch_size: samples per batch on each rank.
             global_batch_size: samples per optimizer step, on all ranks, accumulation included; or sizes by
-                step, ``[(0, 256), (1000, 512)]``, which change ``loader.num_accumulated``. It alone fixes the
-                order: keep it when the number of ranks changes, or see ``amend``. Default: batch_size x
-                world_size.
+                step, ``[(0, 256), (1000, 512)]``, which change ``loader.num_accumulated``. It fixes the
+                order: keep it when the number of ranks changes. Default: batch_size x world_size.
             group_by_length: put documents of similar length side by side, in groups of this many samples;
-                True: of ``batch_size``. It is part of the order: keep the number when you change
-                ``batch_size``.
+                True: of ``batch_size``. Keep the number when you change ``batch_size``.
             padding: ``"longest"`` pads to the longest sample of a batch, ``"max_length"`` to one width.
             pad_to_multiple_of: round the width of padded batches up to a multiple of this.
             collate_fn: called with a list of ``{"input_ids": list[int]}``, in the training process. The
                 default makes the same batches as transformers' DataCollatorForLanguageModeling.
-            origins: add ``origins`` int64[documents, 6] to batches: row and place in the batch, then source,
-                shard, sample and document, which ``loader.origin`` resolves to file and byte. Take them out
-                before ``model(**batch)``.
+            origins: add ``origins`` int64[documents, 6] to batches: row, place, source, shard, sample and
+                document, which ``loader.origin`` resolves. Take them out before ``model(**batch)``.
 
         Order and mixing:
             seed: of the shuffle. Equal seeds give equal global batches on any number of ranks and workers.
@@ -184,15 +181,15 @@ def get_llama3_dataloader(
                 {...}), (80_000, {...})]``. A source has its own epochs, see ``loader.source_epochs``.
             weights_in: unit of the weights: ``"tokens"``, by the mean of each source, or ``"samples"``.
             amend: go on from a state of other weights, sources or global batch sizes, which the default
-                refuses. The new ones hold from the next border on, at most 64 steps later; the loader logs
-                the step. Each source goes on at its own place. A source that you drop must stay in
-                ``input_shards`` until then, without a weight. Sizes must be multiples of the run's first.
+                refuses. The new ones hold from the next border on, at most 64 steps later. A source that you
+                drop must stay in ``input_shards`` until then, without a weight. Sizes must be multiples of
+                the run's first.
 
         Packing and labels:
             seq_len: pack documents into full rows of this many tokens, with EOS between documents.
             boundaries: keep attention inside each document of packed rows. ``"transformers"``: the fields
-                that ``model(**batch)`` of a transformers model needs, without ``attention_mask``; ask
-                ``check_boundaries(model, batch)`` whether your model heeds them. For other models one or
+                that ``model(**batch)`` of a transformers model needs, without ``attention_mask``;
+                ``check_boundaries(model, batch)`` says whether yours heeds them. For other models one or
                 several of ``"position_ids"``, ``"segment_ids"``, ``"cu_seqlens"``. The first label of each
                 document is -100.
             targets: ``"same"``: labels are the ids, for models that shift them, as transformers' do.
@@ -223,23 +220,28 @@ def get_llama3_dataloader(
     is_validation = split == "validation"
     who = find_process_rank(rank, world_size)
     fields = boundary_names(boundaries)
-    shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
+    shifts = targets == "shifted"
+    if shifts and "transformers" in fields:
+        raise UsageError(
+            found="targets='shifted', for a model that shifts labels itself",
+            expected="other boundaries than 'transformers', or targets='same'",
+        )
+    if shifts and collate_fn is not None:
+        raise UsageError("targets='shifted' is for the loader's own batches; leave out collate_fn or it")
     seq_len = None if seq_len is None else seq_len + shifts
     max_length = None if max_length is None else max_length + shifts
-    group = group_size(group_by_length, batch_size)
-    tick_samples, sizes = choose_sizes(
-        global_batch_size, group, batch_size=batch_size, world_size=who.world_size
+    tick_samples, group, sizes = choose_sizes(
+        global_batch_size, group_by_length, batch_size=batch_size, world_size=who.world_size
     )
     if is_validation and len(sizes) > 1:
         raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
-    if split is not None:
-        check_choice("split", split, SplitName)
-    is_mixture = check_mixing(input_shards, weights, weights_in, is_validation=is_validation)
-    check_padding(padding, max_length)
+    check_mixing(input_shards, weights, is_validation=is_validation)
+    if padding == "max_length" and max_length is None:
+        raise UsageError(found=f"padding={padding!r}", expected="max_length beside it")
     shards_of = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         cache_dir=cache_dir,
-        count_tokens=seq_len is not None or group > 1 or (is_mixture and weights_in == "tokens"),
+        count_tokens=seq_len is not None or group > 1 or (weights is not None and weights_in == "tokens"),
         split=split,
     )
     shards = ShardSet([part for of_source in shards_of.values() for part in of_source.sources], split)
@@ -260,18 +262,17 @@ def get_llama3_dataloader(
         )
         for name, of_source in shards_of.items()
     }
-    of_samples = weights_of_samples(samples, weights, weights_in)
     run = make_run(
         samples,
         sizes,
-        of_samples,
+        weights,
+        weights_in,
         tick_samples=tick_samples,
         batches_per_tick=tick_samples // (batch_size * who.world_size),
         group=group,
         seed=seed,
         shuffle=shuffle and not is_validation,
         keeps_tail=is_validation,
-        is_mixture=is_mixture,
         settings={
             "tokenizer": tokenizer.fingerprint,
             "seq_len": shards.row_tokens or seq_len or 0,
@@ -301,11 +302,9 @@ def get_llama3_dataloader(
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=run.row_tokens,
-        padded=padded,
+        padded=replace(padded, has_masks=shards.has_masks, has_blanks=has_blanks),
         collate_fn=collate_fn,
         boundaries=fields,
-        has_masks=shards.has_masks,
-        has_blanks=has_blanks,
         shifts_targets=shifts,
         origins=origins,
     )

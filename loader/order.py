@@ -233,31 +233,31 @@ def permute(positions: Int64s, count: int, key: int) -> Int64s:
     """
     if count < 2:
         return positions.copy()
+    half = ((count - 1).bit_length() + 1) // 2  # of the bits of a value
     if count <= _TABLE_SIZE:
-        return _permutation(count, key)[positions]
-    return _walk(positions.reshape(-1), count, key).reshape(positions.shape)
+        return _permutation(count, half, key)[positions]
+    found = _feistel(positions.reshape(-1), half, key)
+    walking = np.flatnonzero(found >= count)
+    while walking.size:
+        found[walking] = _feistel(found[walking], half, key)
+        walking = walking[found[walking] >= count]
+    return found.reshape(positions.shape)
 
 
 @lru_cache(maxsize=8)
-def _permutation(count: int, key: int) -> Int64s:
+def _permutation(count: int, half: int, key: int) -> Int64s:
     """Compute a small permutation, int64[count]. Cached: all windows of an epoch use the same."""
-    return _walk(np.arange(count), count, key)
-
-
-def _walk(positions: Int64s, count: int, key: int) -> Int64s:
-    """Send positions through the network until each is below ``count``: int64[n] -> int64[n]."""
-    found = _feistel(positions, count, key)
-    walking = np.flatnonzero(found >= count)
-    while walking.size:
-        found[walking] = _feistel(found[walking], count, key)
-        walking = walking[found[walking] >= count]
+    # The whole network once: to send few values on again and again would take five times as long.
+    whole = _feistel(np.arange(1 << 2 * half), half, key)
+    found = whole[:count].copy()
+    while (walking := np.flatnonzero(found >= count)).size:
+        found[walking] = whole[found[walking]]
     return found
 
 
-def _feistel(values: Int64s, count: int, key: int) -> Int64s:
-    """Apply the network once to values below the power of four: int64[n] -> int64[n]."""
-    half = np.int64(((count - 1).bit_length() + 1) // 2)
-    mask = (np.int64(1) << half) - 1
+def _feistel(values: Int64s, half: int, key: int) -> Int64s:
+    """Apply the network once to values of ``2 half`` bits: int64[n] -> int64[n]."""
+    mask = (1 << half) - 1
     left, right = values >> half, values & mask
     for round_ in range(FEISTEL_ROUNDS):
         sent = hash_array(hash_ints(key, round_), right).astype(np.int64) & mask

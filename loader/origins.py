@@ -15,7 +15,7 @@ import torch
 from loader.shards import ShardSet
 from shardprep.errors import NotFound, UsageError
 from shardprep.files import NOT_THERE
-from shardprep.format.idx import read_idx
+from shardprep.format.index import read_idx
 from shardprep.format.input_formats import name_of_input, place_text
 from shardprep.format.plan import read_input_names
 

@@ -1,4 +1,4 @@
-"""A run of training: its sources, its stages, and which samples each step takes.
+"""A run of training: its sources, its stages, which samples each step takes, and how a process reads them.
 
 A run has one source or several, each with an order of its own (order.py). A **tick** takes L samples, one for
 each of its L places; a training **step** is one tick or several. A **stage** sets the
@@ -24,19 +24,21 @@ some rounds only.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from loader.chunks import ORIGIN, Chunk, Ragged
 from loader.order import ORDER_VERSION, Int64s, Order, hash_array, hash_ints
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
-    from loader.samples import Samples
+    from loader.reading import ShardReader
+    from loader.samples import Samples, Window
 
 ROUND = 64  # ticks
 CYCLE = 1 << 16  # ticks
@@ -89,10 +91,10 @@ class _Stretch(NamedTuple):
     """Steps of equal size: the rest of an epoch, or all epochs from the beginning of one on."""
 
     step: int  # the first one
-    epoch: int  # where that begins
-    tick: int  # of the epoch, likewise
+    epoch: int  # in which it begins
+    tick: int  # of that epoch, at which it begins
     size: int  # ticks of a step
-    num_steps: int  # from the tick to the end of the epoch
+    num_steps: int  # from that tick to the end of the epoch
 
 
 class _Mix(NamedTuple):
@@ -268,11 +270,6 @@ class Run:
         epoch, tick = self.epoch_and_tick(position)
         return epoch * self.ticks_per_epoch + tick
 
-    def step_at(self, tick: int) -> int:
-        """Return the step that holds a tick, or the last one before an unused tick."""
-        # A step has one tick at least.
-        return bisect_right(range(tick + 1), tick, key=lambda step: self.tick_of(Position(step))) - 1
-
     # Rounds.
 
     def shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
@@ -414,3 +411,137 @@ class Run:
                 stages.append(replace(held, begins_round=not goes_on, is_amended=held.step == step))
             before = held
         return replace(self, sources=tuple(sources), stages=tuple(stages))
+
+
+# How a process reads the ticks of its slots.
+
+
+class RunReader:
+    """The ticks of a run, in a process that reads some of the slots. It keeps shards open until ``close``."""
+
+    def __init__(self, run: Run, slots: range) -> None:
+        self._run, self._slots = run, slots
+        self._sources = [_SourceReader(source, number, slots) for number, source in enumerate(run.sources)]
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+    def chunks(self, epoch: int, tick: int, chunk_ticks: int, *, endless: bool) -> Iterator[Chunk]:
+        """Yield the ticks of an epoch from one on, and of later epochs if it is endless.
+
+        A chunk has up to ``chunk_ticks``, and ends where a window, a round or an epoch ends.
+        """
+        run = self._run
+        of_round: Round | None = None
+        laid_out: Chunk | None = None  # the ticks of that round
+        for number in count(epoch) if endless else (epoch,):
+            first_tick = number * run.ticks_per_epoch
+            at = first_tick + (tick if number == epoch else 0)
+            end = first_tick + run.ticks_in(number)  # behind it ticks may be left that no step fits into
+            while at < end:
+                only = run.only_source_at(at)
+                if only is not None:
+                    source, source_tick, stage_end = only
+                    most = min(at + chunk_ticks, stage_end, end) - at
+                    chunk = self._sources[source].chunk(source_tick, most)
+                    at += chunk.num_ticks
+                    yield chunk
+                    del chunk  # it may hold its window; the next one is read now
+                    continue
+                if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:
+                    laid_out = None  # likewise
+                    of_round = run.round_at(at)
+                    laid_out = self._lay_out(of_round)
+                first, at = at, min(at + chunk_ticks, of_round.end, end)
+                yield _ticks_of(laid_out, first - of_round.first, at - of_round.first)
+                laid_out = replace(laid_out, num_cut=0)  # the first chunk has counted them
+
+    def _lay_out(self, of_round: Round) -> Chunk:
+        """Read a round: each slot takes the next ticks of a source where its pattern has that source.
+
+        Samples stay where they lie, in windows and chunks of their sources.
+        """
+        run = self._run
+        pattern = np.repeat(run.pattern(of_round, self._slots), run.order.group, axis=0)
+        lengths, num_cut = np.empty(pattern.shape, np.int32), 0
+        ids = Ragged.empty(pattern.shape, run.row_tokens)
+        starts, origins = Ragged.empty(pattern.shape), Ragged.empty(pattern.shape)
+        rows = np.arange(len(pattern))[:, None]
+        for number in np.unique(of_round.sources).tolist():
+            columns = np.nonzero(pattern == number)[1].reshape(len(pattern), -1)  # of each row, ascending
+            done, num_ticks = 0, columns.shape[1]
+            while done < num_ticks:
+                tick = int(of_round.taken[number]) + done
+                chunk = self._sources[number].chunk(tick, num_ticks - done)
+                places = (rows, columns[:, done : done + chunk.num_ticks])
+                done += chunk.num_ticks
+                num_cut += chunk.num_cut
+                lengths[places] = chunk.lengths
+                # The source's next window would overwrite what is not copied.
+                ids.put(places, chunk.ids if done == num_ticks else chunk.ids.joined())
+                if chunk.starts is not None:
+                    starts.put(places, chunk.starts)
+                if chunk.origins is not None:
+                    origins.put(places, chunk.origins)
+                del chunk
+        return Chunk(
+            lengths=lengths,
+            ids=ids,
+            row_tokens=run.row_tokens,
+            num_cut=num_cut,
+            starts=starts if starts.flats else None,
+            origins=origins if origins.flats else None,
+        )
+
+
+def _ticks_of(laid_out: Chunk, first: int, end: int) -> Chunk:
+    """Return some ticks of a round. Documents are joined here, which costs less than tick by tick."""
+    ids, starts, origins = laid_out.ids.ticks(first, end), laid_out.starts, laid_out.origins
+    return replace(
+        laid_out,
+        lengths=laid_out.lengths[:, first:end],
+        ids=ids if laid_out.row_tokens else ids.joined(),
+        starts=starts and starts.ticks(first, end),
+        origins=origins and origins.ticks(first, end),
+    )
+
+
+class _SourceReader:
+    """The ticks of one source, window by window."""
+
+    def __init__(self, source: Source, number: int, slots: range) -> None:
+        self._order, self._samples, self._number, self._slots = source.order, source.samples, number, slots
+        self._reader: ShardReader | None = None  # opens files as it reads them
+        self._window: Window | None = None
+        self._place = (0, 0, 0)  # of the window: epoch, first tick and end
+
+    def close(self) -> None:
+        self._window = None
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    def chunk(self, tick: int, most: int) -> Chunk:
+        """Return the ticks of the source from one on, counted through its epochs: as many as ``most``, or as
+        its window still has."""
+        epoch, tick = divmod(tick, self._order.ticks_per_epoch)
+        window_epoch, first, end = self._place
+        if self._window is None or epoch != window_epoch or not first <= tick < end:
+            # A whole window is read at once: a part of it would be many small reads.
+            self._window = None
+            samples = self._samples
+            assert samples is not None, "a loader is refused a run whose sources it lacks"
+            self._reader = reader = self._reader or samples.open()
+            first, end = next(self._order.windows(tick))
+            self._place = epoch, first, end
+            num_tokens = partial(samples.num_tokens, reader)
+            numbers = self._order.samples_of(epoch, self._slots, first, end, num_tokens)
+            self._window = samples.read(reader, numbers, self._order.offset(epoch, samples.offsets))
+        stop = min(tick + most, end)
+        chunk = self._window(tick - first, stop - first)
+        if stop == end:
+            self._window = None  # before the next one is read: half the memory
+        if chunk.origins is not None:
+            chunk.origins.flats[0][ORIGIN.index("source") :: len(ORIGIN)] = self._number
+        return chunk

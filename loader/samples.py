@@ -1,24 +1,31 @@
-"""Samples: their numbers, and how their bytes become token ids.
+"""The samples of each source, and the run that the loader's arguments make of them.
 
 A sample is a stored document (``Samples``), a packed row, or a row that is joined at load (``seq_len``).
 ``make_samples`` chooses by the user's rules; each kind numbers its samples, and reads the windows that a
-worker asks for.
+worker asks for. ``make_run`` puts sources together: order, weights, sizes of global batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from math import gcd
+from numbers import Integral, Real
+from operator import index
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Integers, Ragged
-from loader.decode import (
+from loader.chunks import (
+    ORIGIN,
+    Chunk,
     Decoded,
+    Integers,
+    Ragged,
     check_vocab,
     decode_samples,
     decode_starts,
@@ -26,12 +33,17 @@ from loader.decode import (
     rows_in_place,
     with_loss_masks,
 )
-from loader.order import Int32s, Int64s
+from loader.order import Int32s, Int64s, Order, choose_windows
 from loader.reading import SampleBytes, ShardReader
+from loader.run import CYCLE, Run, Source, Stage, source_seed
 from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
 
+Weights: TypeAlias = "Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]"
+Sizes: TypeAlias = "int | Sequence[tuple[int, int]]"
+WeightsIn = Literal["tokens", "samples"]
+_MOST_COUNTED = 1 << 20  # samples whose lengths tell the mean of a source
 Window = Callable[[int, int], Chunk]  # decodes the ticks from one up to another of the samples that were read
 
 
@@ -87,8 +99,8 @@ class Samples:
         chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(found.ids, lengths), num_cut=found.num_cut)
         if not self.origins:
             return chunk
-        ones = np.ones(by_tick.size, np.int64)
-        return self._with_documents(chunk, ones, 0 * ones, 0 * ones, data.sample[by_tick.reshape(-1)])
+        none = np.zeros(by_tick.size, np.int64)
+        return self._with_origins(chunk, none + 1, none, none, data.sample[by_tick.reshape(-1)])
 
     def _decode(self, data: SampleBytes, rows: Int64s, end_ids: Int64s | None = None) -> Decoded:
         """Decode samples, and check ids that others made. Ids of blanked documents are BLANK, and so is an
@@ -109,24 +121,25 @@ class Samples:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _with_documents(
+    def _with_starts(self, chunk: Chunk, counts: Int64s, places: Integers) -> Chunk:
+        """Say where documents begin: ``counts`` places in each sample, tick by tick."""
+        by_sample = counts.reshape(chunk.lengths.T.shape).T
+        return replace(chunk, starts=Ragged.of_joined(places.astype(np.int32, copy=False), by_sample))
+
+    def _with_origins(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:
-        """Add the documents' starts and origins to a chunk, where the loader wants them.
+        """Say where documents come from, of which each sample has ``counts``, tick by tick.
 
-        ``counts``: documents of each sample, tick by tick. Of each document: its place in the sample, its
-        number there, and the sample that holds it. A document that goes on from another row is at place 0.
+        Of each document: its place in the sample, its number there, and the sample that holds it. A document
+        that goes on from another row is at place 0.
         """
-        by_sample = counts.reshape(chunk.lengths.T.shape).T
-        if self.starts:
-            chunk = replace(chunk, starts=Ragged.of_joined(places.astype(np.int32), by_sample))
-        if self.origins:
-            shard = self.shards.shard_of(samples)
-            later = np.zeros_like(shard)  # row and source are put in later
-            columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
-            origins = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
-            chunk = replace(chunk, origins=Ragged.of_joined(origins, by_sample * len(ORIGIN)))
-        return chunk
+        shard = self.shards.shard_of(samples)
+        later = np.zeros_like(shard)  # row and source are put in later
+        columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
+        origins = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
+        by_sample = counts.reshape(chunk.lengths.T.shape).T * len(ORIGIN)
+        return replace(chunk, origins=Ragged.of_joined(origins, by_sample))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +161,10 @@ class PackedRows(Samples):
         if not (self.starts or self.origins):
             return chunk
         starts, num_starts = decode_starts(data, by_tick, self.row_tokens), data.num_starts[by_tick]
+        if self.starts:
+            chunk = self._with_starts(chunk, num_starts, starts)
+        if not self.origins:
+            return chunk
         # A row whose first document begins behind its first token goes on with one of another row.
         first_start = np.cumsum(num_starts) - num_starts
         goes_on = np.ones(len(by_tick), np.bool_)
@@ -156,7 +173,7 @@ class PackedRows(Samples):
         counts = num_starts + goes_on
         places = np.insert(starts, first_start[goes_on], 0)
         numbers = places_of(np.zeros_like(counts), counts)
-        return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
+        return self._with_origins(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,16 +249,15 @@ class JoinedRows(Samples):
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = (offset + rows * self.row_tokens) % self.offsets
-        shards = np.searchsorted(self.first_token, begins, side="right") - 1
-        opening = reader.opening_order(np.unique(shards)).tolist()
-        place = {number: place for place, number in enumerate(opening)}
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
         end_ids: list[Int64s] = []
         num_decoded = 0
-        # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
-        stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
-        for first, end in sorted(stretches, key=lambda part: place[int(shards[part[0]])]):
+        # Consecutive rows are one stretch of the stream, which goes on from shard to shard. Each process
+        # begins with another one.
+        bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
+        for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
+            first, end = bounds[stretch : stretch + 2].tolist()
             token, num_left = int(begins[first]), (end - first) * self.row_tokens
             stretch_at = None  # where it begins in the decoded documents
             while num_left:
@@ -294,7 +310,11 @@ class JoinedRows(Samples):
         counts = np.searchsorted(starts, by_tick + lengths.T.reshape(-1)) - low
         taken = places_of(low, counts)
         places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-        return self._with_documents(chunk, counts, places, np.zeros_like(places), documents[taken])
+        if self.starts:
+            chunk = self._with_starts(chunk, counts, places)
+        if self.origins:
+            chunk = self._with_origins(chunk, counts, places, np.zeros_like(places), documents[taken])
+        return chunk
 
 
 def make_samples(
@@ -317,19 +337,15 @@ def make_samples(
     if max_length is not None:
         for_documents = f"max_length={max_length}"
     if seq_len is not None and for_documents:
-        raise UsageError(
-            found=f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them",
-            expected="one of the two",
-        )
+        found = f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them"
+        raise UsageError(found=found, expected="one of the two")
     if shards.has_rows and not shards.row_tokens:
         raise UsageError(
             found="packed rows beside documents, or beside rows of another length",
             expected="documents alone, or rows of one length: load them apart",
         )
     if shards.has_rows:
-        given = for_documents
-        if seq_len not in (None, shards.row_tokens):
-            given = f"seq_len={seq_len}"
+        given = for_documents if seq_len in (None, shards.row_tokens) else f"seq_len={seq_len}"
         if given:
             rows = f"packed rows of {shards.row_tokens} tokens"
             raise UsageError(
@@ -349,3 +365,169 @@ def make_samples(
         starts=starts,
         **others,
     )
+
+
+# The run that the arguments say.
+
+
+def whole_number(name: str, value: object, *, least: int) -> int:
+    """Return the value as an int. Raises UsageError for what is none, or less than ``least``."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise UsageError.of_value(name, value, f"a whole number of at least {least}")
+    if (number := index(value)) < least:
+        raise UsageError.of_value(name, number, f"at least {least}")
+    return number
+
+
+def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
+    """Return pairs of a step and what holds from it on. Raises UsageError unless steps ascend from 0."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [(0, value)]
+    try:
+        stages = [(whole_number(name, step, least=0), held) for step, held in value]
+    except (TypeError, ValueError):
+        raise UsageError.of_value(name, value, "pairs of a step and what holds from it on") from None
+    steps = [step for step, _ in stages]
+    if steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
+        raise UsageError(found=f"{name} {steps}", expected="whole numbers that ascend from 0")
+    return stages
+
+
+def choose_sizes(
+    global_batch_size: Sizes | None, group_by_length: bool | int, *, batch_size: int, world_size: int
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """Return L, which all sizes are multiples of, the samples of a group, and the global batch size by step.
+
+    Raises UsageError.
+    """
+    name = "global_batch_size"
+    stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
+    sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
+    if isinstance(group_by_length, bool):
+        group = batch_size if group_by_length else 1
+    else:
+        group = whole_number("group_by_length", group_by_length, least=0) or 1
+    tick_samples = gcd(*(size for _, size in sizes))
+    check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
+    return tick_samples, group, sizes
+
+
+def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
+    """Raise UsageError unless a global batch is equally many batches and slots of each rank."""
+    if global_batch_size % (batch_size * world_size):
+        raise UsageError(
+            found=f"global_batch_size={global_batch_size}",
+            expected=f"a multiple of batch_size {batch_size} x {world_size} ranks, {batch_size * world_size}",
+        )
+    num_slots, rest = divmod(global_batch_size, group)
+    if not rest and num_slots % world_size:  # Order refuses other groups
+        raise UsageError(
+            found=f"{world_size} ranks, which cannot share {num_slots} groups of {group} samples evenly",
+            expected=[n for n in range(1, num_slots + 1) if num_slots % n == 0],
+        )
+
+
+def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
+    """Return the sizes in a source's order, by their names in Order."""
+    num_samples, num_bytes = samples.num_samples, samples.shards.tar_bytes
+    block_samples, window_samples = choose_windows(
+        num_samples=num_samples, num_bytes=num_bytes, tick_samples=tick_samples, group=group
+    )
+    return {
+        "num_samples": num_samples,
+        "tick_samples": tick_samples,
+        "block_samples": block_samples,
+        "window_samples": window_samples,
+    }
+
+
+def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:
+    """Raise UsageError unless several sources have names and weights, or one has neither."""
+    if not isinstance(input_shards, Mapping):
+        if weights is not None:
+            remedy = 'input_shards={"web": ..., "code": ...}'
+            raise UsageError(found="weights of no named sources", expected=remedy, remedy=remedy)
+    elif is_validation:
+        raise UsageError(found='split="validation" of several sources', expected="one loader for each source")
+    elif weights is None:
+        raise UsageError(found="input_shards that names sources", expected="weights=, for each a weight")
+
+
+def make_run(
+    samples: Mapping[str, Samples],
+    sizes: Sequence[tuple[int, int]],
+    weights: Weights | None,
+    weights_in: WeightsIn,
+    *,
+    tick_samples: int,
+    group: int,
+    seed: int,
+    shuffle: bool,
+    keeps_tail: bool,
+    **others: Any,
+) -> Run:
+    """Return the run that the arguments say. ``others``: fields of Run. Raises UsageError."""
+    is_mixture = weights is not None
+    sources = []
+    for number, (name, of_source) in enumerate(samples.items()):
+        order = Order(
+            **sizes_of_order(of_source, tick_samples, group),
+            group=group,
+            seed=source_seed(seed, number) if is_mixture else seed,
+            shuffle=shuffle,
+            keeps_tail=keeps_tail,
+        )
+        data = of_source.shards.fingerprint[:16]
+        sources.append(Source(name=name, data=data, order=order, samples=of_source))
+    size_at, shares_at = dict(sizes), {0: dict.fromkeys(samples, 1.0)}
+    if weights is not None:
+        lengths = {name: of_source.row_tokens for name, of_source in samples.items()}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise UsageError(found=f"rows of {found} tokens (0: documents)", expected="one length")
+        means = dict.fromkeys(samples, 1.0)
+        if weights_in == "tokens":
+            means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
+        shares_at = {step: _shares(of_stage, means) for step, of_stage in _stages("weights", weights)}
+    stages, size, shares = [], size_at[0], shares_at[0]
+    for step in sorted({*size_at, *shares_at}):
+        size, shares = size_at.get(step, size), shares_at.get(step, shares)
+        begins_round = step in shares_at
+        stages.append(Stage(step=step, global_batch_size=size, weights=shares, begins_round=begins_round))
+    return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
+
+
+def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of samples of each source. ``means``: tokens of a sample, or 1."""
+    given = dict(weights) if isinstance(weights, Mapping) else {}
+    values = [given.get(name, 0.0) for name in means]
+    are_numbers = all(isinstance(value, Real) and 0 <= float(value) < float("inf") for value in values)
+    if given.keys() - means.keys() or not are_numbers or not sum(values) > 0:
+        expected = f"a dict of non-negative numbers for {', '.join(means)}, not all zero"
+        raise UsageError(found=f"weights={weights!r}", expected=expected)
+    of_samples = {}
+    for (name, mean), value in zip(means.items(), values, strict=True):
+        # Exactly, and 0.1 as 1/10: weights in equal proportions are equal shares to the last digit.
+        exact = Fraction(int(value) if isinstance(value, Integral) else str(float(value)))
+        of_samples[name] = exact / Fraction(mean)
+    shares = {name: float(value / sum(of_samples.values())) for name, value in of_samples.items()}
+    for name, share in shares.items():
+        if 0 < share < 1 / CYCLE:
+            raise UsageError(found=f"so small a weight of {name}", expected=f"one of {CYCLE} samples, or 0")
+    return shares
+
+
+def _mean_tokens(samples: Samples) -> float:
+    """Return the tokens of a sample, by the manifests or by a million samples, evenly chosen."""
+    shards = samples.shards
+    if samples.row_tokens:
+        return float(samples.row_tokens)
+    is_whole = samples.num_samples == shards.num_samples and samples.mean_tokens == shards.mean_tokens
+    if is_whole and not shards.has_external and shards.split is None:
+        return shards.mean_tokens
+    num_chosen = min(samples.num_samples, _MOST_COUNTED)
+    chosen = np.linspace(0, samples.num_samples - 1, num_chosen).astype(np.int64)
+    reader = samples.open()
+    mean = float(samples.num_tokens(reader, chosen).mean())
+    reader.close()
+    return max(mean, 1.0)

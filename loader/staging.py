@@ -25,6 +25,7 @@ from shardprep.files import (
     errors_named,
     is_folder,
     make_folder,
+    publish_bytes,
     size_of_file,
     sync_folder,
 )
@@ -131,7 +132,8 @@ def _copy_shard(folder: Path, shard_id: int, target: Path, progress: Progress) -
             )
         if stamp in (manifest.tar, manifest.idx):
             progress.add(stamp.num_bytes)
-    _copy_file(manifest_path(folder, shard_id), manifest_path(target, shard_id))
+    # As it was read: DATA's may have changed since.
+    publish_bytes(manifest_path(target, shard_id), manifest.to_json())
 
 
 def _copy_file(path: Path, target: Path, stamp: FileStamp | None = None) -> FileStamp:

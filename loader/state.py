@@ -11,16 +11,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
 from loader.run import CYCLE, Position, Run, Source, Stage, source_seed
-from loader.sources import check_batch, sizes_of_order
+from loader.samples import check_batch, sizes_of_order
 from shardprep.errors import BrokenShard, OtherTokenizer, Refused, UnknownVersion, UsageError
-from shardprep.format.json_files import as_type
+from shardprep.format.names import as_type
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class _StageRow(NamedTuple):
 
 @dataclass(frozen=True)
 class _State:
-    """The values of a state, but for its format, version and fingerprint."""
+    """The values of a state, but for its format and version."""
 
     epoch: _Count
     step: _Count
@@ -62,6 +61,7 @@ class _State:
     tick_samples: _Number
     sources: Annotated[list[_SourceRow], Meta(min_length=1)]
     stages: Annotated[list[_StageRow], Meta(min_length=1)]
+    fingerprint: dict[str, Any]
 
 
 def state_of(run: Run, position: Position, layout: Mapping[str, int], num_left: int) -> dict[str, Any]:
@@ -102,8 +102,8 @@ def go_on(
     Returns the run, the position, the steps that the loop left out, and the step at which an amendment
     begins, or None. Raises OtherRun, OtherTokenizer, BrokenShard, UnknownVersion or UsageError.
     """
-    saved = _read(state, plan)
-    _check_fingerprint(saved, state["fingerprint"], plan)
+    saved = _read(state)
+    _check_fingerprint(saved, plan)
     # Where no sample was delivered, another plan begins, also in ticks of another size.
     is_new = not (saved.epoch or saved.step or saved.num_micro)
     if amend and is_new and saved.tick_samples != plan.tick_samples:
@@ -137,50 +137,55 @@ def go_on(
         if is_new:
             return given, position, saved.num_left, 0
         run, border = run.amended(step, plan)
-    return _with_samples(run, given, step), position, saved.num_left, border
+    known = {source.name: source.samples for source in given.sources}
+    for held in run.held_from(step):
+        for name in held.weights.keys() - known.keys():
+            raise OtherRun(
+                f"the run has samples of {name} from step {held.step} on; keep it in input_shards, without a "
+                "weight if it is to be dropped",
+                found=list(known),
+                expected=name,
+            )
+    sources = [replace(source, samples=known.get(source.name)) for source in run.sources]
+    return replace(run, sources=tuple(sources)), position, saved.num_left, border
 
 
-def _read(state: Mapping[str, Any], plan: Run) -> _State:
+def _read(state: Mapping[str, Any]) -> _State:
     """Return the values of a state. Raises UsageError, BrokenShard or UnknownVersion."""
     if not isinstance(state, Mapping):
         raise UsageError(
             found=f"the state is {state!r:.80}",
-            expected="what state_dict() returned; of a file: loader.load_state_dict(torch.load(PATH))",
+            expected="what state_dict() returned",
             remedy="loader.load_state_dict(torch.load(PATH))",
         )
     if state.get("format") != STATE_FORMAT:
-        raise BrokenShard(
-            found=f"the state's format is {state.get('format')!r:.80}",
-            expected=f"{STATE_FORMAT}, as state_dict() returns it",
-            remedy="state_dict()",
-        )
-    version, expected, of_run = state.get("version"), STATE_VERSION, state.get("fingerprint")
-    if version == expected:
-        if not isinstance(of_run, Mapping):
-            raise _damaged(f"fingerprint is {of_run!r:.80}", "a dict")
-        version, expected = of_run.get("order_version"), plan.fingerprint["order_version"]
-    if version != expected:
+        found = f"the state's format is {state.get('format')!r:.80}"
+        expected = f"{STATE_FORMAT}, as state_dict() returns it"
+        raise BrokenShard(found=found, expected=expected, remedy="state_dict()")
+    if state.get("version") != STATE_VERSION:
         raise UnknownVersion(
-            found=f"the state, or the order of samples in it, has version {version!r:.80}",
-            expected=f"{expected}; go on with the shardprep that saved it, or start without the state",
+            found=f"the state has version {state.get('version')!r:.80}",
+            expected=f"{STATE_VERSION}; go on with the shardprep that saved it, or start without the state",
         )
     known = {name: state[name] for name in _State.__annotations__ if name in state}
     try:
         saved = as_type(Path("state"), known, _State)
     except BrokenShard as error:
         raise _damaged(error.found, error.expected) from None
-    names = [row.name for row in saved.sources]
-    added = [row.added_at for row in saved.sources]
-    if len(set(names)) < len(names) or added[0] or added != sorted(added):
-        raise _damaged("sources", "different names, in the order in which they were added")
-    steps = [row.step for row in saved.stages]
-    if steps[0] or any(first >= later for first, later in pairwise(steps)) or saved.stages[0].shares is None:
-        raise _damaged("stages", "steps that ascend from 0, the first one with shares")
-    for row in saved.stages:
-        if row.shares is not None and (len(row.shares) > len(names) or sum(row.shares) != CYCLE):
-            raise _damaged("stages", f"shares of {len(names)} sources, {CYCLE} in all")
-        if row.global_batch_size % saved.tick_samples:
-            raise _damaged("stages", f"multiples of {saved.tick_samples}")
+    names, added = [row.name for row in saved.sources], [row.added_at for row in saved.sources]
+    steps, shares = [row.step for row in saved.stages], [row.shares for row in saved.stages]
+    is_of_run = (
+        len(set(names)) == len(names)
+        and added[0] == 0
+        and added == sorted(added)
+        and steps[0] == 0
+        and steps == sorted(set(steps))
+        and shares[0] is not None
+        and all(each is None or (len(each) <= len(names) and sum(each) == CYCLE) for each in shares)
+        and not any(row.global_batch_size % saved.tick_samples for row in saved.stages)
+    )
+    if not is_of_run:
+        raise _damaged("sources and stages", "some that a run can have")
     return saved
 
 
@@ -188,22 +193,24 @@ def _damaged(found: object, expected: object) -> BrokenShard:
     return BrokenShard(found=f"the state is damaged: its {found}", expected=f"{expected}; take another one")
 
 
-def _check_fingerprint(saved: _State, fingerprint: Mapping[str, Any], plan: Run) -> None:
-    """Raise OtherRun or OtherTokenizer for a state of another fingerprint."""
-    then, here = dict(fingerprint), plan.fingerprint
+def _check_fingerprint(saved: _State, plan: Run) -> None:
+    """Raise OtherRun, OtherTokenizer or UnknownVersion for a state of another fingerprint."""
+    then, here = dict(saved.fingerprint), plan.fingerprint
     if not plan.is_mixture:  # no source can be added: its only data is part of what it is
         then["data"], here["data"] = saved.sources[0].data, plan.sources[0].data
     differing = [name for name in {**here, **then} if then.get(name) != here.get(name)]
-    if differing:
-        found = "; ".join(f"{name} {then.get(name)!r:.20}" for name in differing)
-        wanted = "; ".join(f"{name} {here.get(name)!r:.20}" for name in differing)
-        error = OtherTokenizer if differing == ["tokenizer"] else OtherRun
-        raise error(
-            f"the state is of another run: {found} in the state, {wanted} here; make the loader as it was "
-            "when the state was saved, or start without the state",
-            found=found,
-            expected=wanted,
-        )
+    if not differing:
+        return
+    found, wanted = ("; ".join(f"{name} {of.get(name)!r:.20}" for name in differing) for of in (then, here))
+    error: type[Refused] = OtherTokenizer if differing == ["tokenizer"] else OtherRun
+    advice = "make the loader as it was when the state was saved"
+    if "order_version" in differing:
+        error, advice = UnknownVersion, "go on with the shardprep that saved it"
+    raise error(
+        f"the state is of another run: {found} in the state, {wanted} here; {advice}, or start without it",
+        found=found,
+        expected=wanted,
+    )
 
 
 def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
@@ -227,24 +234,14 @@ def _run_of(saved: _State, plan: Run, layout: Mapping[str, int]) -> Run:
                 seed=source_seed(plan.seed, number) if plan.is_mixture else plan.seed,
             )
             sources.append(Source(name=row.name, data=row.data, order=order, added_at=row.added_at))
-        for each in saved.stages:
-            if each.shares is not None:
-                of_names = zip(sources, each.shares, strict=False)
+        for step, global_batch_size, shares, is_amended in saved.stages:
+            if shares is not None:
+                of_names = zip(sources, shares, strict=False)
                 weights = {source.name: share / CYCLE for source, share in of_names}
-            stage = Stage(
-                step=each.step,
-                global_batch_size=each.global_batch_size,
-                weights=weights,
-                begins_round=each.shares is not None,
-                is_amended=each.is_amended,
-            )
-            stages.append(stage)
-        return replace(
-            plan,
-            sources=tuple(sources),
-            stages=tuple(stages),
-            batches_per_tick=size // (layout["batch_size"] * layout["world_size"]),
-        )
+            stage = Stage(step=step, global_batch_size=global_batch_size, weights=weights)
+            stages.append(replace(stage, begins_round=shares is not None, is_amended=is_amended))
+        num_batches = size // (layout["batch_size"] * layout["world_size"])
+        return replace(plan, sources=tuple(sources), stages=tuple(stages), batches_per_tick=num_batches)
     except UsageError as error:  # of orders and sizes that no run has
         raise BrokenShard(f"the state is damaged: {error}") from None
 
@@ -254,9 +251,8 @@ def _check_data(run: Run, plan: Run) -> None:
     here = {source.name: source for source in plan.sources}
     for then in run.sources:
         now = here.get(then.name, then)
-        if (now.data, now.order.num_samples) != (then.data, then.order.num_samples):
-            found = f"data {then.data}, {then.order.num_samples:,} samples"
-            expected = f"data {now.data}, {now.order.num_samples:,} samples"
+        found, expected = (f"data {of.data}, {of.order.num_samples:,} samples" for of in (then, now))
+        if found != expected:
             remedy = f'{{"{then.name}": ..., "{then.name}_2": NEW}}'
             raise OtherRun(
                 f"the source {then.name} is other data: {found} in the state, {expected} here. A source "
@@ -275,13 +271,11 @@ def _position_of(saved: _State, run: Run, layout: Mapping[str, int]) -> Position
             found=f"a state inside of a step, after {saved.num_micro} batches of {saved.layout}",
             expected=f"one of after the optimizer's step, or a loader of these batches, not {dict(layout)}",
         )
-    steps_per_epoch = run.steps_in(saved.epoch)
-    if saved.step >= steps_per_epoch:
-        raise _damaged(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {steps_per_epoch}")
+    if saved.step >= (num_steps := run.steps_in(saved.epoch)):
+        raise _damaged(f"step is {saved.step} of epoch {saved.epoch}", f"a step below {num_steps}")
     position = Position(run.first_step(saved.epoch) + saved.step, saved.num_micro)
-    num_batches = run.batches_in_step(position.step)
-    if position.num_micro >= num_batches:
-        raise UsageError(found=f"a state after {position.num_micro} batches", expected=f"below {num_batches}")
+    if saved.num_micro >= (num_batches := run.batches_in_step(position.step)):
+        raise UsageError(found=f"a state after {saved.num_micro} batches", expected=f"below {num_batches}")
     return position
 
 
@@ -302,21 +296,6 @@ def _in_ticks_of(run: Run, plan: Run) -> Run:
         sizes = sizes_of_order(source.samples, size, source.order.group)
         sources.append(replace(source, order=replace(source.order, **sizes)))
     return replace(plan, sources=tuple(sources))
-
-
-def _with_samples(run: Run, plan: Run, step: int) -> Run:
-    """Return a run with the samples of a plan. Raises OtherRun where some from a step on are missing."""
-    known = {source.name: source.samples for source in plan.sources}
-    for held in run.held_from(step):
-        for name in held.weights.keys() - known.keys():
-            raise OtherRun(
-                f"the run has samples of {name} from step {held.step} on; keep it in input_shards, without a "
-                "weight if it is to be dropped",
-                found=list(known),
-                expected=name,
-            )
-    sources = [replace(source, samples=known.get(source.name)) for source in run.sources]
-    return replace(run, sources=tuple(sources))
 
 
 @dataclass(kw_only=True)

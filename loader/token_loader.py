@@ -19,9 +19,9 @@ from loader.order import share
 from loader.origins import Origin, find_origin
 from loader.ranks import ProcessRank, check_process_rank
 from loader.run import Position, Run
-from loader.sources import whole_number
+from loader.samples import whole_number
 from loader.state import Progress, go_on, state_of
-from loader.stream import BatchStream, ChunkDataset
+from loader.stream import BatchStream
 from loader.tokenizer import LoaderTokenizer
 from shardprep.errors import UsageError
 
@@ -99,9 +99,14 @@ class TokenLoader(DataLoader[Batch]):
         """Deliver a run from now on."""
         self.run, who = run, self.process_rank
         slots = share(range(run.order.num_slots), who.rank, who.world_size)
-        chunks = ChunkDataset(run, slots, endless=self.persistent_workers or not self.num_workers)
-        workers = {**self._worker_options, "num_workers": min(self.num_workers, len(slots))}
-        self._stream = BatchStream(chunks, self.step_batches, self.metrics, workers)
+        self._stream = BatchStream(
+            run,
+            slots,
+            self.step_batches,
+            self.metrics,
+            endless=self.persistent_workers or not self.num_workers,
+            workers={**self._worker_options, "num_workers": min(self.num_workers, len(slots))},
+        )
 
     def __len__(self) -> int:
         """Return the batches of the next epoch, on every rank. See ``first_batch`` for a resumed one."""

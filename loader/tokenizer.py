@@ -7,6 +7,7 @@ longer than all else, comes when somebody asks for its object.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,13 +29,12 @@ from shardprep.files import (
     refuse_fifos,
 )
 from shardprep.format.index import without_garbage_collection
-from shardprep.format.json_files import is_text
 from shardprep.format.names import (
     CHAT_TEMPLATES_DIR,
     TOKENIZER_DIR,
     TokenizerSpec,
     fingerprint_of,
-    tokenizer_fingerprint,
+    is_text,
 )
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
@@ -209,7 +209,7 @@ def _check_same(dataset: DatasetShards, model_id: str, given: Any) -> None:
 
 def _fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    return "of a slow tokenizer" if backend is None else tokenizer_fingerprint(backend.to_str())
+    return "of a slow tokenizer" if backend is None else fingerprint_of(json.loads(backend.to_str()))
 
 
 def _load(name: str) -> Any:

@@ -21,8 +21,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from loader.batches import Batch
 from loader.boundaries import why_unchecked
-from loader.evaluation import LossMean, SourceLosses
 from loader.token_loader import TokenLoader
+from loader.training import LossMean, SourceLosses
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:

@@ -49,41 +49,43 @@ _HUB = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors are a line on standard error, never a traceback."""
-    code = PROGRAM.run(command_words(given_words(argv)))
-    if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):  # of a job's task, which succeeded
+    words = given_words(argv)
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words = ["shard", *words]  # --shard_id N alone makes a shard
+    code = PROGRAM.run(words)
+    # The script of a job keeps a record of the attempt, see shardprep/format/jobs.py. A task that succeeded
+    # removes it, as no file stays for a shard that is done.
+    if code == 0 and (record := os.environ.get("SHARDPREP_ATTEMPT")):
         with contextlib.suppress(OSError):
-            os.unlink(record)  # noqa: PTH108 - one call, as no file stays for a shard that is done
+            os.unlink(record)  # noqa: PTH108 - one call of the file system
     return code
-
-
-def command_words(argv: Sequence[str]) -> list[str]:
-    """Return the words with their command: ``--shard_id N`` alone makes a shard."""
-    is_nameless = not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help"))
-    return ["shard", *argv] if is_nameless else list(argv)
 
 
 def make_shard(args: argparse.Namespace) -> int:
     """Make one shard: the command of a job array's task."""
-    from shardprep.format.attempts import Failure, append_failure
     from shardprep.format.plan import need_plan, read_plan
 
     try:
         resources.check_address_space()  # before anything large is loaded
         given = given_of(args, PrepConfig)
-        folder = given.setdefault("output_dir", PrepConfig().output_dir)
+        folder = given.setdefault("output_dir", PrepConfig.output_dir)
         num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
         plan = need_plan(folder) if args.planned or args.check_inputs else read_plan(folder)
-        if plan is None or args.check_inputs or given.keys() != {"output_dir"}:  # else no planner is loaded
-            from preprocess.plan.plan_of_task import check_inputs, plan_of_task
+        # A task of a job array names its folder alone. Only what else is given has to be compared with the
+        # plan, and only without a plan one is made: both by the planner, whose import takes 0.2 s.
+        if plan is None or args.check_inputs or given.keys() != {"output_dir"}:
+            from preprocess.plan.planning import check_inputs, plan_of_task
 
             if plan is not None and args.check_inputs:
-                check_inputs(plan, given.get("input_dir", PrepConfig().input_dir))
+                check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
             plan = plan_of_task(plan, given)
         from preprocess.make.worker import make_shard as make
 
         plan = plan.at(given.get("input_dir"))
         return make(plan, folder, args.shard_id, resources.worker_settings(args), num_cpus)
     except ShardprepError as error:
+        from shardprep.format.jobs import Failure, append_failure
+
         append_failure(Failure.of(args.shard_id, error))
         raise
 
@@ -117,7 +119,7 @@ def make_plan(args: argparse.Namespace) -> int:
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
-    plan, cost = make(config, **how, stripe=args.stripe, dry_run=args.dry_run, say=say)
+    plan, cost = make(config, **how, stripe=args.stripe, dry_run=args.dry_run)
     num_shards, sizes = plan.num_shards, plan.shard_bytes()
     each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     warnings = [*cost.notes]
@@ -171,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the missing shards on this machine."""
     from preprocess.make.local_run import run_shards
     from preprocess.make.worker import amounts_line, missing_shards
-    from shardprep.format.attempts import RunRecord
+    from shardprep.format.jobs import RunRecord
     from shardprep.format.plan import need_plan
 
     resources.check_address_space()
@@ -187,10 +189,19 @@ def run(args: argparse.Namespace) -> int:
     if not os.access(folder, os.W_OK | os.X_OK):
         expected = "one that you can; its owner can make the shards"
         raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
-    cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
+    cpus = resources.allowed_cpus(offset=todo[0])
     settings = resources.worker_settings(args)
     assert settings.memory_gb is not None
-    num_proc = min(_num_processes(args, len(cpus), settings.memory_gb), len(todo))
+    # --num_proc, else DATASET_NUM_PROC, else one process per CPU as far as the memory goes.
+    num_proc = args.num_proc
+    if num_proc is None:
+        num_proc = resources.environment_number("DATASET_NUM_PROC")
+    if num_proc is None:
+        fitting = int(settings.memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
+        num_proc = max(1, min(len(cpus), fitting))
+    if num_proc < 1:
+        raise UsageError.of_value("--num_proc", num_proc, "1 or more")
+    num_proc = min(num_proc, len(todo))
     memory_gb = settings.memory_gb / num_proc
     settings = dataclasses.replace(settings, memory_gb=memory_gb)
     if note := resources.memory_note(memory_gb, num_proc):
@@ -220,19 +231,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
-    """Return --num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes."""
-    given: int | None = args.num_proc
-    if given is None:
-        given = resources.environment_number(os.environ, "DATASET_NUM_PROC")
-    if given is None:
-        fitting = int(memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
-        return max(1, min(num_cpus, fitting))
-    if given < 1:
-        raise UsageError.of_value("--num_proc", given, "1 or more")
-    return given
-
-
 def _run_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("output_dir", metavar="DATA", type=Path, help="folder of the data set")
@@ -251,7 +249,7 @@ def _making_flags(parser: argparse.ArgumentParser) -> None:
 def blank(args: argparse.Namespace) -> int:
     """Take over the shards that hold none of the documents, make the others, and verify."""
     from preprocess.blank import check_places, take_over
-    from preprocess.check.verify import verify
+    from preprocess.verify import verify
 
     folder, new = args.data_dir, args.output_dir
     plan, touched, are_all_found = take_over(
@@ -276,7 +274,7 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
-    text = "list of the documents: an id of --id_field, sha256:HEX of a text or at:FILE:BYTE per line"
+    text = "list of the documents: ids of --id_field, or sha256:HEX of texts, one per line"
     add("--ids", metavar="FILE", type=Path, required=True, help=text)
     text = "folder of the new data set; one on the same file system shares the other shards' files"
     add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)
@@ -285,9 +283,8 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _elsewhere(module: str, summary: str) -> Command:
-    """Return a command of another module, imported when it is called. Its ``run`` is named after it."""
-    name = f"preprocess.{module}"
-    return Command(summary, f"{name}:add_flags", f"{name}:{module.rpartition('.')[2]}")
+    """Return a command of the module of its name, imported when it is called."""
+    return Command(summary, f"preprocess.{module}:add_flags", f"preprocess.{module}:{module}")
 
 
 _PACKED = "documents are packed into rows by --record packed --seq_len 8192"
@@ -315,16 +312,17 @@ PROGRAM = Program(
             "decide which input bytes belong to which shard, and write plan.json", _plan_flags, make_plan
         ),
         "run": Command("make the missing shards on this machine", _run_flags, run),
-        "verify": _elsewhere("check.verify", "check all shards and write index.json"),
-        "doctor": _elsewhere("look.doctor", "check machine, tokenizer and folders before the work"),
-        "peek": _elsewhere("look.peek", "print decoded samples and where they came from"),
-        "export": _elsewhere("look.export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
+        "verify": _elsewhere("verify", "check all shards and write index.json"),
+        "doctor": _elsewhere("doctor", "check machine, tokenizer and folders before the work"),
+        "peek": _elsewhere("peek", "print decoded samples and where they came from"),
+        "export": _elsewhere("export", "write the token ids as Megatron, nanoGPT or Hugging Face files"),
         "blank": Command("make the data set anew with some documents blanked", _blank_flags, blank),
-        "clean": _elsewhere(
-            "check.clean",
+        "clean": Command(
             "remove temporary files of finished shards, those older than 24 hours, logs of a verified set",
+            "preprocess.verify:add_clean_flags",
+            "preprocess.verify:clean",
         ),
-        "train_tokenizer": _elsewhere("look.train_tokenizer", "train a byte-level BPE like Llama 3's"),
+        "train_tokenizer": _elsewhere("train_tokenizer", "train a byte-level BPE like Llama 3's"),
     },
 )
 

@@ -5,6 +5,7 @@ This package is what the others share. It imports none of them before one of the
 
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if sys.version_info < (3, 10):  # noqa: UP036  before anything that older ones cannot read
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from loader import get_llama3_dataloader as get_llama3_dataloader
 
 __version__ = "0.1.0"
+HOME = Path(__file__).parents[1]  # our packages stand beside one another, installed or not
 
 
 class LeaveOut(Exception):
@@ -45,6 +47,33 @@ def main() -> int:
     from shardprep.__main__ import main as run
 
     return run()
+
+
+def check_not_hidden(package: str) -> None:
+    """Raise ImportError where a user's own module hides one of our packages, such as their preprocess.py.
+
+    A script of that name beside the script that is started, or in the folder of ``python -m``, is found
+    first. In a ``python -m`` of our packages it is a line on standard error and exit code 2 instead.
+    """
+    from importlib.util import find_spec
+
+    spec = find_spec(package)
+    if spec is None:
+        return  # not there at all: Python says so itself
+    places = list(spec.submodule_search_locations or ())
+    if any(Path(place).parent.samefile(HOME) for place in places):
+        return
+    found = spec.origin or (places[0] if places else package)
+    message = (
+        f"{found} hides shardprep's package of the same name, which is needed here; rename it, or keep it "
+        "away from the script that you start and from the folder that you start it in"
+    )
+    if sys.argv[:1] == ["-m"]:  # so it is while Python looks for the package that it shall run
+        from shardprep.console import say
+
+        say(f"error: {message}")
+        raise SystemExit(2)
+    raise ImportError(message, name=package, path=found)
 
 
 def __getattr__(name: str) -> Any:

@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardprep import __version__
+from shardprep import __version__, check_not_hidden
 from shardprep.command_line import Command, Program, given_words, unknown_command
 from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import UsageError
-from shardprep.own_packages import check_not_hidden
 
 # Command -> the package whose command it is, in the order in which a user meets them.
 COMMANDS = {

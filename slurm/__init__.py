@@ -5,7 +5,7 @@ Nothing else of this project imports it.
 
 from typing import TYPE_CHECKING, Any
 
-from shardprep.own_packages import check_not_hidden
+from shardprep import check_not_hidden
 
 if TYPE_CHECKING:
     from slurm.submitit_executor import submit_with_submitit

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardprep.command_line import Command, Program, add_flags_of, given_words
-from shardprep.format.submissions import FLAG_GROUPS, JobRequest
+from shardprep.format.jobs import FLAG_GROUPS, JobRequest
 
 
 def main(argv: Sequence[str] | None = None) -> int:

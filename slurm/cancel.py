@@ -7,9 +7,9 @@ import os
 
 from shardprep.console import print_lines, say, shards_text
 from shardprep.errors import UsageError
+from shardprep.format.jobs import append_event, user_name
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import need_plan
-from shardprep.format.submissions import append_event, user_name
 from slurm.commands import SlurmRefused, slurm_output
 from slurm.state import DatasetState, find_state
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardprep.errors import ShardprepError
 from shardprep.files import open_regular
-from shardprep.format.attempts import AttemptRecord
+from shardprep.format.jobs import AttemptRecord
 from slurm.commands import seconds_of
 from slurm.queue import LOG_NOT_OPENED, Job
 
@@ -68,8 +68,7 @@ _REMEDIES = {
     SRUN_FAILED: f"{_AGAIN}; where it fails again, look at --srun_args and at srun's words in the log",
     SETUP: "correct what its message names (--setup, --worker_args); then retry",
     SETUP_ENDED: "correct the file of --setup (SHARDPREP_SETUP), which must not exit; then retry",
-    BAD_INPUT: "retry does not send it again: correct the input and plan anew, or accept what is left out: "
-    "--worker_args '--max_bad_fraction 0.05'",
+    BAD_INPUT: "retry does not send it again: correct the input and plan anew, or accept what is left out",
     _OF_EXIT_CODE[66]: "bring the input back, or name its new folder: --worker_args '--input_dir RAW'",
     _OF_EXIT_CODE[73]: "look at permissions, quota and free space of the folder (df, lfs quota); then retry",
     _OF_EXIT_CODE[74]: f"{_AGAIN}; where it fails again, look at the file system that its message names",

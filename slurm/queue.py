@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from shardprep.errors import quoted
-from shardprep.format.attempts import AttemptRecord
+from shardprep.format.jobs import AttemptRecord, Submission, user_name
 from shardprep.format.names import MAX_SHARDS, ids_of_ranges
-from shardprep.format.submissions import Submission, user_name
 from slurm.commands import SlurmAway, SlurmRefused, read_config, seconds_of, slurm_answer
 from slurm.script import CONTROL, JOB_NAME, names_begin
 

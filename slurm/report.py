@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from shardprep.console import (
     short_number,
     short_time,
 )
-from shardprep.errors import ShardprepError
 from shardprep.files import publish_bytes
 from shardprep.format.manifest import (
     Manifest,
@@ -39,7 +37,6 @@ from shardprep.format.manifest import (
     ShardMaking,
     TextCounts,
     longest_of,
-    read_manifest,
 )
 from shardprep.format.names import TOKENIZER_DIR, id_ranges, manifest_path
 from shardprep.format.options import PrepConfig, flags_of
@@ -48,7 +45,6 @@ from slurm.state import DatasetState, find_state
 from slurm.status import status_data
 
 REPORT_VERSION = 4  # it grows where a field goes or changes its meaning
-_NUM_THREADS = 8  # opening a file on Lustre is a wait for its server
 _MAPPINGS = {"quarantined", "length_histogram", "sources", "validation"}
 _NUMBERS = [item.name for item in dataclasses.fields(ShardCounts) if item.name not in _MAPPINGS]
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+@")
@@ -58,8 +54,16 @@ _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature
 def report(args: argparse.Namespace) -> int:
     """Write the report of a data set, finished or not: ``report DATA``."""
     folder = args.output_dir.absolute()
-    state = find_state(folder, need_plan(folder), needs_slurm=False)
-    data = _without_secrets(report_data(state))
+    plan, manifests = need_plan(folder), dict[int, Manifest]()
+    progress = Progress("reading manifests", plan.num_shards, unit="shards")
+
+    def keep(manifest: Manifest) -> None:
+        progress.add(manifest.shard_id not in manifests)  # find_state may look a second time
+        manifests[manifest.shard_id] = manifest
+
+    state = find_state(folder, plan, needs_slurm=False, see=keep)
+    progress.add(plan.num_shards - len(manifests))
+    data = _without_secrets(report_data(state, [manifests[shard_id] for shard_id in state.made.done]))
     lines = [json.dumps(data)] if args.json else page_lines(data)
     if args.json and args.output is None:
         print_lines(*lines)
@@ -70,12 +74,11 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-def report_data(state: DatasetState) -> dict[str, Any]:
+def report_data(state: DatasetState, manifests: Sequence[Manifest]) -> dict[str, Any]:
     """Return everything that the report says, as plain data: docs/report_json.md."""
     plan, folder = state.plan, state.folder
-    manifests = _read_manifests(folder, list(state.made.done))
     status = status_data(state)
-    made = [state.made.done[each.shard_id] for each in manifests]
+    made = list(state.made.done.values())
     counts = [each.counts for each in manifests]
     quarantined: Counter[str] = Counter()
     for each in counts:
@@ -120,24 +123,6 @@ def report_data(state: DatasetState) -> dict[str, Any]:
         "slurm_away": status["slurm_away"] if status["has_jobs"] else "",
         "again": _again(folder, plan, manifests),
     }
-
-
-def _read_manifests(folder: Path, shard_ids: Sequence[int]) -> list[Manifest]:
-    """Return the manifests of done shards, without those that are gone or broken by now."""
-
-    def read(shard_id: int) -> Manifest | None:
-        try:
-            return read_manifest(folder, shard_id)
-        except ShardprepError:
-            return None
-
-    found = []
-    progress = Progress("reading manifests", len(shard_ids), unit="shards")
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        for manifest in pool.map(read, shard_ids):
-            progress.add(1)
-            found += [manifest] if manifest else []
-    return found
 
 
 def _sums(counts: Iterable[Any]) -> dict[str, int]:

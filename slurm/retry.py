@@ -15,13 +15,13 @@ import sys
 from functools import partial
 from typing import Any
 
+from shardprep import HOME
 from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import NotFound, ReadWriteError, Refused, ShardprepError
+from shardprep.format.jobs import COMMANDS, JOBS_FOLDER, JobRequest, append_event
 from shardprep.format.names import chosen_shards, id_ranges
 from shardprep.format.plan import need_plan
-from shardprep.format.submissions import COMMANDS, JOBS_FOLDER, JobRequest, append_event
-from shardprep.own_packages import HOME
 from slurm.causes import OUT_OF_MEMORY, TIMEOUT, remedy_of
 from slurm.commands import ask_patiently, minutes_of
 from slurm.script import check_folder, find_site

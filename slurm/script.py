@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardprep import HOME
 from shardprep.console import quoted, say
 from shardprep.errors import CannotWrite, UsageError
 from shardprep.files import is_link
-from shardprep.format.attempts import LOGS_FOLDER, folder_identity
+from shardprep.format.jobs import JOBS_FOLDER, LOGS_FOLDER, JobRequest, folder_identity
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
-from shardprep.format.submissions import JOBS_FOLDER, JobRequest
-from shardprep.own_packages import HOME
 from slurm.commands import (
     REQUEST_VARIABLES,
     SlurmRefused,

@@ -27,19 +27,20 @@ from shardprep.command_line import given_of
 from shardprep.console import counted, print_lines, quoted, say, shards_text
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.files import make_subfolder, publish_bytes
-from shardprep.format.attempts import LOGS_FOLDER, folder_identity
-from shardprep.format.names import chosen_shards, id_ranges
-from shardprep.format.submissions import (
+from shardprep.format.jobs import (
     JOBS_FOLDER,
+    LOGS_FOLDER,
     MEMORY_FIELDS,
     JobArray,
     JobRequest,
     SentJob,
     Submission,
     append_event,
+    folder_identity,
     publish_submission,
     with_changes,
 )
+from shardprep.format.names import chosen_shards, id_ranges
 from slurm.commands import (
     REQUEST_VARIABLES,
     SlurmAway,

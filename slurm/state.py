@@ -10,23 +10,27 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from shardprep.errors import ReadWriteError
-from shardprep.format.attempts import (
+from shardprep.format.jobs import (
     LOGS_FOLDER,
     AttemptRecord,
     AttemptRecords,
+    JobArray,
+    JobRequest,
+    Submission,
     append_end,
     folder_identity,
     read_attempts,
+    read_submissions,
+    user_name,
 )
-from shardprep.format.manifest import MadeShards, find_made_shards, is_verified
+from shardprep.format.manifest import MadeShards, Manifest, find_made_shards, is_verified
 from shardprep.format.plan import Plan
-from shardprep.format.submissions import JobArray, JobRequest, Submission, read_submissions, user_name
 from slurm.causes import (
     BAD_INPUT,
     CANCELLED,
@@ -152,12 +156,18 @@ class DatasetState:
 
 
 def find_state(
-    folder: Path, plan: Plan, *, needs_slurm: bool = True, before: DatasetState | None = None
+    folder: Path,
+    plan: Plan,
+    *,
+    needs_slurm: bool = True,
+    before: DatasetState | None = None,
+    see: Callable[[Manifest], None] | None = None,
 ) -> DatasetState:
     """Join manifests, records and what Slurm shows. Raises SlurmAway, unless ``needs_slurm`` is False.
 
     What no manifest or record proves is ``not visible`` then. ``before``: what was found a moment ago; what
-    was done then is not read again. Raises BrokenShard and ReadWriteError of files, too.
+    was done then is not read again. ``see``: as for ``find_made_shards``. Raises BrokenShard and
+    ReadWriteError of files, too.
     """
     identity, unreadable = folder_identity(folder), list[str]()
     try:
@@ -175,7 +185,7 @@ def find_state(
     found, queue = None, Queue()
     asks = bool(sent or open_records)
     if not asks:  # tasks of plain sbatch may wait, unless all is done
-        found = find_made_shards(folder, plan.spec, known=known)
+        found = find_made_shards(folder, plan.spec, known=known, see=see)
         asks = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
     if asks:
         config = before.queue.config if before else {}
@@ -193,7 +203,7 @@ def find_state(
     records.unreadable = [*unreadable, *now.unreadable]
     _add_ends(records.own, queue)
     if found is None or queue.jobs:
-        found = find_made_shards(folder, plan.spec, known=known)
+        found = find_made_shards(folder, plan.spec, known=known, see=see)
 
     nothing: StateName = "not visible" if records.unreadable else "not submitted"
     shards = [

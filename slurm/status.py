@@ -29,10 +29,10 @@ from shardprep.console import (
     source_lines,
 )
 from shardprep.errors import NotFound, ReadWriteError
+from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import sum_of_sources
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
-from shardprep.format.submissions import read_events, user_name
 from slurm.causes import (
     BAD_INPUT,
     NODE_FAIL,
@@ -51,7 +51,7 @@ from slurm.state import DatasetState, Shard, StateName, find_state, reason_to_le
 STATUS_VERSION = 4  # of --json: it grows where a field goes or changes its meaning
 POLL_S = 5.0
 _STATES: tuple[StateName, ...] = ("done", "running", "pending", "failed", "not submitted", "not visible")
-_PERCENT = r"\(([0-9]{1,3}\.[0-9]+)%\)"  # of a worker's message: "51 documents (5.10%) cannot be decoded"
+_ACCEPTING = r"--max_bad_fraction ([0-9.]+)"  # of the message of a worker that left out too many documents
 # Of --until_done: the last of these in the history says whether a controller should be there.
 _ENDS_OF_CONTROLLERS = {"submit", "retry", "cancel", "finished", "stopped"}
 _MOST_FAILURES = 8  # shown with the last lines of their logs
@@ -237,13 +237,14 @@ def _verify_trouble(state: DatasetState) -> str:
 def _accepting_args(state: DatasetState) -> str:
     """Return the worker's arguments that let shards of bad input leave out what they must, or ""."""
     failed = state.failed_by_cause().get(BAD_INPUT, [])
-    array = next((each.attempts[-1].array for each in failed), None)
-    shares = [0.0]
+    enough: list[float] = []  # for each shard, as its worker said
     for shard in failed:
-        shares += [float(it) / 100 for it in re.findall(_PERCENT, shard.attempts[-1].message(shard.shard_id))]
-    enough = next((each for each in (0.05, 0.5, 1) if each >= max(shares)), None)
+        enough += map(float, re.findall(_ACCEPTING, shard.attempts[-1].message(shard.shard_id)))
+    if not enough:
+        return ""  # its input is bad in another way
+    array = next((each.attempts[-1].array for each in failed), None)
     args = array.request.worker_args if array else ""  # of a flag that stands twice the later one counts
-    return f"{args} --max_bad_fraction {enough}".strip() if failed else ""
+    return f"{args} --max_bad_fraction {max(enough):g}".strip()
 
 
 def _waits_for(state: DatasetState) -> list[dict[str, Any]]:
@@ -416,7 +417,8 @@ def next_line(data: dict[str, Any]) -> str:
         )
     # What makes failed shards again; what only people can help with is said by its cause's remedy.
     args = data["accepting_args"]  # of shards of bad input
-    if data["failed"] and not data["has_slurm"]:
+    has_answer = data["has_slurm"] and not data["slurm_away"]
+    if data["failed"] and not has_answer:
         flags = f" {args}" if args and not data["can_retry"] else ""
         return f"next: shardprep run {folder}{flags}"
     if data["can_retry"]:
@@ -428,7 +430,6 @@ def next_line(data: dict[str, Any]) -> str:
         is_mended = data["causes"].keys() <= {OUT_OF_MEMORY, TIMEOUT}  # retry asks for more
         return f"next: {again}" if is_mended else f"next: correct the cause, then: {again}"
     if data["not_submitted"]:
-        has_answer = data["has_slurm"] and not data["slurm_away"]
         return f"next: shardprep {'submit' if has_answer else 'run'} {folder}"
     if data["other_plan"] or not data["verified"]:
         return f"next: shardprep verify {folder}"

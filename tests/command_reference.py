@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -15,18 +16,36 @@ PAGE = ROOT / "docs" / "commands.md"
 HEAD = """\
 # Commands
 
-On this page you can look up each flag of each command, with its default, and the exit codes.
-A flag that several commands have is explained once. A flag without a default is off, or has no value.
-`shardprep help plan` shows all flags of a command in a terminal. [reference.md](reference.md) says which page
-explains which command. `python -m tests.command_reference` writes this page.
+Each command and flag. A flag that several commands have is explained once; one without a default is off, or
+has no value. In a terminal: `shardprep help plan`. `python -m tests.command_reference` writes this page.
 
 ## Exit codes
 
-All commands use these, and so do the tasks of a job array:
+Of all commands, and of the tasks of a job array:
 
 | code | meaning |
 |---|---|
 """
+EXPLAINED_IN = {  # command -> the section that shows how to use it
+    "doctor": "seeing.md#before-doctor",
+    "plan": "inputs.md",
+    "run": "getting-started.md#3-plan-run-verify",
+    "shard": "reference.md#the-form-of-the-first-script",
+    "verify": "seeing.md#proof-from-the-input-verify---deep",
+    "peek": "seeing.md#afterwards-peek",
+    "export": "seeing.md#in-the-layouts-of-other-tools-export",
+    "blank": "training_data.md#blanking-documents",
+    "overlap": "overlap.md",
+    "duplicates": "duplicates.md",
+    "train_tokenizer": "inputs.md#a-tokenizer-of-your-own",
+    "submit": "cluster.md#3-submit-watch-repair",
+    "status": "cluster.md#what-status-knows",
+    "report": "seeing.md#afterwards-report",
+    "stage": "cluster.md#staging-shards-on-the-nodes-own-disks",
+    "where": "seeing.md#what-a-step-of-training-saw-where",
+    "lustre show": "lustre.md",
+    "completion": "reference.md#names-and-completion",
+}
 
 
 def page() -> str:
@@ -50,12 +69,22 @@ def helps() -> Iterator[tuple[str, str]]:
 def section_of(title: str, text: str, explained: dict[str, str]) -> str:
     """A command's help, without what stands under an earlier command, and defaults that say nothing."""
     text = re.sub(r"\s+\(default:\s+(off|none)\)", "", text)
+    text = re.sub(
+        r"^  --(\w+), --no-\1\s+", lambda m: f"  --[no-]{m[1]}".ljust(27) + " ", text, flags=re.MULTILINE
+    )
+    usage, description, *groups = re.split(r"\n\n", text.rstrip("\n"))
+    words = " ".join(usage.split()).removeprefix("usage: shardprep ").removesuffix(" [flags]")
+    what = " ".join(description.split())
+    if title in EXPLAINED_IN:  # the first sentence is enough, the page says the rest
+        what = re.split(r"(?<=\.) (?=[A-Z])", what)[0]
+        what += f" See [{EXPLAINED_IN[title].partition('#')[0]}]({EXPLAINED_IN[title]})."
+    section = f"\n## {words}\n\n{textwrap.fill(what, 120, break_on_hyphens=False, break_long_words=False)}"
     kept: list[str] = []
     repeated: dict[str, list[str]] = defaultdict(list)
-    for block in re.split(r"\n(?=\n)", text.rstrip("\n")):  # each begins with an empty line but the first
-        entries = re.split(r"\n(?=  (?! ))", block)
-        shown = entries[:1]
-        for entry in entries[1:]:
+    for group in groups:
+        head, *entries = re.split(r"\n(?=  (?! ))", group)
+        shown = []
+        for entry in entries:
             words = " ".join(entry.split())
             if words.startswith("-h, --help"):
                 continue
@@ -64,9 +93,14 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
                 shown.append(entry)
             elif words.startswith("-"):
                 repeated[explained[words]].append(name_of(words))
-        if len(shown) > 1 or len(entries) == 1:
-            kept.append("\n".join(shown))
-    also = ""
+        # argparse's own heads say nothing of the flags below them
+        heads = [] if head in ("options:", "positional arguments:") else [head]
+        if shown or not entries:
+            kept.append("\n".join([*heads, *shown]))
+    if kept:
+        section += "\n\n```text\n" + "\n\n".join(kept) + "\n```\n"
+    else:
+        section += "\n"
     for other, flags in repeated.items():
         missing = [
             name_of(words)
@@ -76,13 +110,13 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
         listed = ", ".join(flags)
         if len(missing) < len(flags):
             listed = f"all flags but {', '.join(missing)}" if missing else "all flags"
-        also += f"\nExplained under `{other}`: {listed}.\n"
-    return f"\n## {title}\n\n```text\n" + "\n".join(kept) + f"\n```\n{also}"
+        section += f"\nAs of `{other}`: {listed}.\n"
+    return section
 
 
 def name_of(words: str) -> str:
     """The long name of a flag, of its entry in a help."""
-    return f"`{re.findall(r'--[a-z_]+', words)[0]}`"
+    return f"`{re.findall(r'--[a-z_]+', words.replace('[no-]', ''))[0]}`"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
+import importlib.metadata
 import json
 import lzma
 import multiprocessing.util
+import os
 import runpy
 import shutil
 import sys
@@ -174,6 +178,23 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waits_that_no_test_sees() -> Iterator[None]:
+    """What libraries do again for every command in this process, a quarter of the time of small tests.
+
+    Processes that tests start do it all, and tests/faults/power_loss.py replays power cuts from the calls.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: os.fstat(fd) and None)
+        # 6 ms a call, and what is installed stays so; a test may put another ``distribution`` in its place.
+        version_by = functools.cache(lambda distribution, name: distribution(name).version)
+        metadata = importlib.metadata
+        patch.setattr(metadata, "version", lambda name: version_by(metadata.distribution, name))
+        # argparse looks for translations of itself 8 times a parser, and there are none
+        patch.setattr(argparse, "_", str)
         yield
 
 

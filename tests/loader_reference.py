@@ -54,17 +54,15 @@ def _arguments() -> Iterator[str]:
     parameters = inspect.signature(loader.get_llama3_dataloader).parameters
     for group, arguments in arguments_by_group().items():
         yield f"### {group}\n"
-        yield "| argument | meaning |\n|---|---|"
         for name, text in arguments.items():
             default = parameters[name].default
             shown = "" if default in (None, (), inspect.Parameter.empty) else f"={default!r}"
-            yield f"| `{name}{shown}` | {_in_table(text)} |"
+            yield f"- `{name}{shown}`: {_one_line(text)}"
         yield ""
 
 
 def _members() -> Iterator[str]:
     yield "## The loader\n"
-    yield "| member | what it is |\n|---|---|"
     for name, member in sorted(vars(loader.TokenLoader).items()):
         is_property = isinstance(member, (property, functools.cached_property))
         if name.startswith("_") or not (is_property or inspect.isfunction(member)):
@@ -73,22 +71,21 @@ def _members() -> Iterator[str]:
         if inspect.isfunction(member):
             _, *parameters = inspect.signature(member).parameters
             called = f"({', '.join(parameters)})"
-        yield f"| `{name}{called}` | {_in_table(_first_paragraph(member))} |"
+        yield f"- `{name}{called}`: {_one_line(_first_paragraph(member))}"
     counts = "`num_batches`, `num_tokens`, `num_padding`, `num_cut_tokens`, `wait_s`, `padding_share`"
-    yield f"| `metrics` | counts of this rank: {counts}; `reset()` |"
+    yield f"- `metrics`: counts of this rank: {counts}; `reset()`."
     yield ""
 
 
 def _names() -> Iterator[str]:
     yield "## Other names of the package\n"
-    yield "| name | what it is |\n|---|---|"
     errors = []
     for name in loader.__all__:
         item = getattr(loader, name)
         if inspect.isclass(item) and issubclass(item, loader.ShardprepError):
             errors.append(f"`{name}`")
         elif name not in ("get_llama3_dataloader", "TokenLoader"):
-            yield f"| `{name}` | {_in_table(_first_paragraph(item))} |"
+            yield f"- `{name}`: {_one_line(_first_paragraph(item))}"
     yield f"\nErrors, with the [exit codes](commands.md#exit-codes) of commands: {', '.join(errors)}."
 
 
@@ -97,8 +94,8 @@ def _first_paragraph(item: Any) -> str:
     return (inspect.getdoc(item) or "").partition("\n\n")[0].removeprefix("Return ")
 
 
-def _in_table(text: str) -> str:
-    return " ".join(text.replace("``", "`").replace("|", r"\|").split())
+def _one_line(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
 
 
 if __name__ == "__main__":

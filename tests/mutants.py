@@ -43,16 +43,14 @@ from tests.equivalent_mutants import EQUIVALENT
 TARGETS = (
     "loader/order.py",
     "loader/run.py",
-    "loader/rounds.py",
     "loader/state.py",
     "loader/chunks.py",
-    "loader/decode.py",
     "loader/reading.py",
     "preprocess/make/packing.py",
     "preprocess/make/members.py",
     "preprocess/make/shard_writer.py",
     "shardprep/format/manifest.py",
-    "preprocess/check/verify.py",
+    "preprocess/verify.py",
 )
 ORACLE = ("tests/oracle",)  # files and folders of tests
 ROOMS = (  # what tries survivors of the oracle

@@ -17,7 +17,7 @@ from preprocess.make.resources import WorkerSettings, bind_to
 from preprocess.make.worker import Work, done_line, load_worker
 from shardprep.console import Progress, guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError
-from shardprep.format.attempts import Failure, append_failure
+from shardprep.format.jobs import Failure, append_failure
 from shardprep.format.manifest import Manifest
 from shardprep.format.plan import need_plan
 from shardprep.signals import start_child

@@ -21,7 +21,7 @@ from preprocess.make.packing import START, RowGroup, Starts, packer_of, rows_per
 from preprocess.read.documents import Documents
 from shardprep.errors import BadInput
 from shardprep.format.documents import DIGEST, are_for_validation
-from shardprep.format.idx import IDX_DOCUMENT, idx_dtype
+from shardprep.format.index import IDX_DOCUMENT, idx_dtype
 from shardprep.format.names import (
     BLANK,
     BLOCK_BYTES,

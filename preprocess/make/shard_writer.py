@@ -32,7 +32,7 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.idx import ChunkCrcs, idx_dtype, idx_header
+from shardprep.format.index import ChunkCrcs, idx_dtype, idx_header
 from shardprep.format.manifest import (
     LENGTH_BITS,
     Manifest,

@@ -298,16 +298,17 @@ class Worker:
         quarantine.publish()
         flags = sorted({_OTHER_FLAG[reason] for reason in counting.bad_reasons & {*_OTHER_FLAG}})
         first = next(bad for bad in counting.bad if not is_chosen(bad.reason))
+        accepting = f"--max_bad_fraction {min(int(counting.bad_fraction * 100) + 1, 100) / 100:g}"
         hint = f"Is it another {' or '.join(flags)}? " if flags else ""
         raise BadInput(
             f"shard {shard_id:05d}: {counted(len(counting.bad), 'document')} ({counting.bad_fraction:.2%}) "
             f"are left out ({', '.join(sorted(counting.bad_reasons))}), the limit is {limit:.2%}; they are "
             f"named in {quarantine.path}, the first so: {first.detail}. {hint}Otherwise mend the input and "
-            "plan anew, or accept them: --max_bad_fraction",
+            f"plan anew, or accept them: {accepting}",
             path=quarantine.path,
             found=f"{counting.bad_fraction:.2%}",
             expected=f"{limit:.2%}",
-            remedy="--max_bad_fraction",
+            remedy=accepting,
         )
 
 

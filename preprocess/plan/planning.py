@@ -1,21 +1,33 @@
-"""``plan``: list the inputs, divide them into shards, resolve the tokenizer, measure, freeze the plan."""
+"""``plan``: list the inputs, divide them into shards, resolve the tokenizer, measure, freeze the plan.
+
+Also the plan that ``--shard_id N`` works by: the one in its folder, checked against the flags, or a new one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.plan.divide import NUM_THREADS, count_shards, divide, stamp_inputs
-from preprocess.plan.estimate import CostEstimate, measure, sample_of_plan, scratch_folder
-from preprocess.plan.listing import InputListing, find_inputs, left_out_lines, split_line
-from preprocess.plan.template_check import template_warnings
+from preprocess.plan.inputs import (
+    NUM_THREADS,
+    InputListing,
+    count_shards,
+    divide,
+    find_inputs,
+    left_out_lines,
+    split_line,
+    stamp_inputs,
+)
 from preprocess.plan.tokenizer import (
     ResolvedTokenizer,
     added_ids,
@@ -23,20 +35,60 @@ from preprocess.plan.tokenizer import (
     publish_tokenizer,
     resolve_tokenizer,
 )
-from preprocess.plan.transform_check import check_transform
+from preprocess.plan.trial import (
+    CostEstimate,
+    check_transform,
+    measure,
+    sample_of_plan,
+    scratch_folder,
+    template_warnings,
+)
 from preprocess.read.chat import chat_template_of, chat_versions
-from preprocess.read.inputs import RangeReader
+from preprocess.read.format import OpenInput, RangeReader, sample_sha256
 from preprocess.read.transform import Transform
-from shardprep.console import Progress, counted
-from shardprep.errors import CannotWrite, UsageError
-from shardprep.files import STALE_AFTER_S, make_folder, publish_bytes, remove_temporaries
+from shardprep.console import Progress, counted, say
+from shardprep.errors import CannotWrite, NotFound, OtherTokenizer, ReadWriteError, Refused, UsageError
+from shardprep.files import (
+    NOT_THERE,
+    STALE_AFTER_S,
+    make_folder,
+    publish_bytes,
+    read_regular,
+    remove_temporaries,
+    size_of_file,
+)
 from shardprep.format.documents import DocumentNames, read_names
 from shardprep.format.input_formats import input_kind
-from shardprep.format.names import EXCLUDED_NAME, INDEX_NAME, PLAN_NAME, TOKENIZER_DIR, TOKENIZER_FILE
-from shardprep.format.options import PrepConfig
-from shardprep.format.plan import Cut, InputFile, Plan, plan_id, publish_plan, read_plan, refuse_another_plan
+from shardprep.format.names import (
+    EXCLUDED_NAME,
+    INDEX_NAME,
+    MAX_TOKENIZER_BYTES,
+    PLAN_NAME,
+    TOKENIZER_DIR,
+    TOKENIZER_FILE,
+    fingerprint_of,
+    load_json,
+)
+from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
+from shardprep.format.plan import (
+    Cut,
+    InputFile,
+    Plan,
+    is_one_file_a_shard,
+    plan_id,
+    publish_plan,
+    read_plan,
+    refuse_another_plan,
+)
 
 Say = Callable[[str], None]
+# A task waits for another's plan for about as long as its own would take: 3 s and more for many files.
+_LEAST_WAIT_S = 3.0
+_STAMPED_PER_S = 2000
+_LOOK_EVERY_S = 0.2
+_NUM_STAT_THREADS = 16  # a stat is a round trip on a network file system
+_CLAIM_NAME = f".{PLAN_NAME}.claimed.tmp"
+_NUM_NAMED = 3  # inputs that differ
 
 
 def make_plan(
@@ -46,7 +98,7 @@ def make_plan(
     shard_bytes: int | None = None,
     stripe: str = "none",
     dry_run: bool = False,
-    say: Say,
+    say: Say = say,
 ) -> tuple[Plan, CostEstimate]:
     """Plan a data set and, unless ``dry_run``, freeze plan and tokenizer in its folder.
 
@@ -112,7 +164,7 @@ def make_plan(
         if frozen is None:
             publish_tokenizer(resolved, config.output_dir, resolved.files)
         frozen = publish_plan(plan, config.output_dir)
-        # It holds what the plan names, whoever planned meanwhile, or damaged it since.
+        # Again: another planner may have put its own files there meanwhile, or they were damaged since.
         publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
@@ -202,7 +254,7 @@ def _plan_of(
 
         def sha256_of_input(shard_id: int) -> str:
             digest = hashlib.sha256()
-            for part in plan.ranges(shard_id):
+            for part in plan.shard(shard_id).ranges:
                 reader = RangeReader(part, digest)
                 reader.hash_rest()
                 reader.file.check_unchanged()
@@ -252,3 +304,133 @@ def _with_engine(
                 f"gigatoken is not used for this tokenizer ({fast}); tokenizers encodes, several times slower"
             )
     return plan, engine if plan.options.add_special_tokens else engine.bare()
+
+
+def plan_of_task(plan: Plan | None, given: dict[str, Any]) -> Plan:
+    """Return the plan in ``output_dir``, checked against what the user gave, or make 'one file, one shard'.
+
+    Of several tasks that find no plan, one plans and the others wait a little. One that does not see the plan
+    in time plans, too: the first to publish wins, the others compare.
+    """
+    output_dir: Path = given["output_dir"]
+    if plan is None:
+        # Shard N is the N-th of the .txt files, README.txt and the like included.
+        config = PrepConfig(**{**given, "also": ",".join(filter(None, ["*.txt", given.get("also")]))})
+        say(f"no plan in {output_dir}: planning one shard per file of {config.input_dir}")
+        plan = _plan_once(config)
+    _check_given(plan, given)
+    if "input_dir" in given and is_one_file_a_shard(plan):
+        check_inputs(plan, given["input_dir"], names_alone=True)
+    return plan
+
+
+def _plan_once(config: PrepConfig) -> Plan:
+    """Return the plan that another task is making, if it comes soon, else one's own.
+
+    A file tells who plans. It is no lock: nothing is wrong without it.
+    """
+    folder, claim = config.output_dir, config.output_dir / _CLAIM_NAME
+    is_ours = is_new_folder = False
+    with contextlib.suppress(OSError):  # planning will say what is wrong with the folder
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            is_new_folder = True
+        claim.touch(exist_ok=False)
+        is_ours = True
+    try:
+        if not is_ours and size_of_file(claim) is not None:
+            say("another task is planning: waiting for its plan")
+            num_files = len(find_inputs(config.input_dir, config).paths)
+            until = time.monotonic() + _LEAST_WAIT_S + num_files / _STAMPED_PER_S
+            while size_of_file(claim) is not None and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY_S)
+                if size_of_file(folder / PLAN_NAME) is not None:
+                    break
+        if (plan := read_plan(folder)) is not None:  # perhaps it came between the first look and the claim
+            return plan
+        return make_plan(config)[0]
+    finally:
+        with contextlib.suppress(OSError):
+            if is_ours:
+                claim.unlink()
+            if is_new_folder:
+                folder.rmdir()  # which does nothing to a folder that holds something
+
+
+def _check_given(plan: Plan, given: dict[str, Any]) -> None:
+    """Check given options against the plan's. Raises Refused or OtherTokenizer."""
+    base = {item.name: getattr(plan.options, item.name) for item in PLAN_FIELDS}
+    if given.get("record", plan.options.record) != plan.options.record:
+        base = {}  # seq_len and keep_text of the one record are no options of the other
+    if "text_field" in given or "text_template" in given:
+        base = {name: value for name, value in base.items() if name not in ("text_field", "text_template")}
+    differing = option_differences(plan.options, PrepConfig(**{**base, **given}), set(given))
+    if differing:
+        expected = "the options of its plan: leave them out, or use a new --output_dir"
+        raise Refused(
+            path=given["output_dir"], found="; ".join(differing), expected=expected, remedy="--output_dir"
+        )
+    model_id = given.get("model_id", plan.tokenizer.model_id)
+    if model_id == plan.tokenizer.model_id:
+        return
+    found = "no local folder with a tokenizer.json, so it cannot be compared"
+    with contextlib.suppress(*NOT_THERE, ValueError, TypeError, AttributeError):
+        raw = read_regular(Path(model_id, TOKENIZER_FILE), max_bytes=MAX_TOKENIZER_BYTES)
+        found = fingerprint_of(load_json(raw))
+    if found != plan.tokenizer.fingerprint:
+        what = found if " " in found else found[:12]
+        raise OtherTokenizer(
+            path=given["output_dir"],
+            found=f"--model_id {model_id} ({what})",
+            expected=f"the tokenizer of {plan.tokenizer.model_id} ({plan.tokenizer.fingerprint[:12]}), as "
+            "planned: leave --model_id out, or use a new --output_dir",
+            remedy="--output_dir",
+        )
+
+
+def check_inputs(plan: Plan, input_dir: Path, *, names_alone: bool = False) -> None:
+    """Refuse a folder that no longer holds the planned inputs, and these alone.
+
+    A file of the planned size and mtime is not opened. Of another mtime its sample is read and compared.
+    ``names_alone``: look at no file. Raises Refused, ReadWriteError, NotFound for a folder without inputs.
+    """
+    planned = {item.path for item in plan.inputs}
+    try:
+        listing = find_inputs(input_dir, plan.options)
+        found = {path.relative_to(input_dir).as_posix() for path in listing.paths}
+        differing = [f"{name} was added" for name in sorted(found - planned)]
+        differing += [f"{name} is missing" for name in sorted(planned - found)]
+        if not names_alone:
+            with ThreadPoolExecutor(_NUM_STAT_THREADS) as pool:
+                changes = pool.map(lambda item: _change_of(input_dir, item), plan.inputs)
+                differing += filter(None, changes)
+    except NotFound as error:
+        if names_alone:
+            raise
+        differing = [str(error)]
+    if differing:
+        more = f" and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
+        raise Refused(
+            path=input_dir,
+            found="; ".join(differing[:_NUM_NAMED]) + more,
+            expected=f"the {counted(len(plan.inputs), 'planned input file')}, as a plan is never changed: "
+            "bring them back, or put new files into a folder and an --output_dir of their own, and give the "
+            "loader a list of folders",
+            remedy="--output_dir",
+        )
+
+
+def _change_of(input_dir: Path, planned: InputFile) -> str | None:
+    """Return how an input differs from the planned one, or None for one that is missing or equal."""
+    try:
+        status = (input_dir / planned.path).stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ReadWriteError(f"input {input_dir / planned.path} cannot be read: {error.strerror}") from None
+    if status.st_size != planned.num_bytes:
+        return f"{planned.path} has {status.st_size} bytes, not {planned.num_bytes}"
+    if status.st_mtime_ns == planned.mtime_ns:
+        return None
+    is_equal = sample_sha256(OpenInput(input_dir / planned.path)) == planned.sha256
+    return None if is_equal else f"{planned.path} holds other bytes"

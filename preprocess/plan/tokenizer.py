@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, processors
 
 import shardprep
 from preprocess.make import engines
-from preprocess.read.inputs import what_fetches
+from preprocess.read.format import what_fetches
 from shardprep.errors import (
     BrokenShard,
     CannotWrite,
@@ -54,7 +54,6 @@ from shardprep.files import (
     refuse_fifos,
     size_of_file,
 )
-from shardprep.format.json_files import read_file, with_content_hash
 from shardprep.format.names import (
     CHAT_TEMPLATES_DIR,
     FAST_TOKENIZER_FILE,
@@ -64,6 +63,8 @@ from shardprep.format.names import (
     TOKENIZER_FILE,
     TokenizerSpec,
     fingerprint_of,
+    read_file,
+    with_content_hash,
 )
 from shardprep.format.plan import Plan, stamp_tokenizer
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault

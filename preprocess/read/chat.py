@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
+from shardprep import HOME
 from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
 from shardprep.format.options import MaskRule
-from shardprep.own_packages import HOME
 from shardprep.signals import STOP_SIGNALS, stop_signals_wait
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
@@ -56,11 +56,9 @@ _MOST_BATCH_BYTES = 256 << 20  # of answers for a batch, which has 0.5 MiB of me
 # this much takes 2 s. It is 700 short answers without tags, 8,000 with them.
 _MOST_WORK, _MOST_TAGGED_WORK = 1 << 28, 1 << 35
 _MESSAGE_CHARS = 256
-_LIBRARIES = ("transformers", "jinja2")
+_PROBE = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A probe."}]
 _CODE = "import sys; sys.path[0] = sys.argv[1]; from preprocess.read.chat import serve; serve()"
 
-
-_PROBE = [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A probe."}]
 Spans = list[tuple[int, int]]  # characters [begin, end) of a text
 
 
@@ -77,10 +75,18 @@ class Rendered(NamedTuple):
     spans: Spans  # what the assistant wrote, ascending
 
 
+class TooCostly(BadInput):
+    """A conversation took more memory or time to be rendered than is allowed."""
+
+    def __init__(self, number: int, what: str) -> None:
+        super().__init__(f"the chat template {what}")
+        self.number = number  # of the conversation, in the order asked
+
+
 def chat_versions() -> str:
     from importlib.metadata import version  # 10 ms that a task of texts need not wait for
 
-    return ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
+    return ", ".join(f"{name} {version(name)}" for name in ("transformers", "jinja2"))
 
 
 def check_chat_versions(planned: str) -> None:
@@ -92,14 +98,6 @@ def check_chat_versions(planned: str) -> None:
         )
 
 
-class TooCostly(BadInput):
-    """A conversation took more memory or time to be rendered than is allowed."""
-
-    def __init__(self, number: int, what: str) -> None:
-        super().__init__(f"the chat template {what}")
-        self.number = number  # of the conversation, in the order asked
-
-
 def chat_template_of(
     folder: Path, given: Path | None, *, allows_control_tokens: bool
 ) -> tuple[ChatTemplate, MaskRule]:
@@ -109,7 +107,7 @@ def chat_template_of(
     tags. Raises UsageError where there is no template, or it cannot be used, and Refused where the rule is
     unknown.
     """
-    (found,) = _asked({"folder": str(folder)})
+    (found,) = _asked({"folder": str(folder)}, 1)
     text = found["template"]
     if given is not None:
         try:
@@ -156,7 +154,7 @@ def chat_template_of(
 def render_conversations(
     template: ChatTemplate, conversations: Sequence[str]
 ) -> list[Rendered | UnusableText]:
-    """Each conversation, a list of messages as JSON; or why it cannot be used.
+    """Render conversations, lists of messages as JSON; of one that cannot be used, return why.
 
     Raises TooCostly where one takes too much memory or time, and ReadWriteError.
     """
@@ -170,38 +168,38 @@ def render_conversations(
     return found
 
 
+# The process that asks. ---------------------------------------------------------------------------------
+
 _LOCK = threading.Lock()
 
 
-def _asked(question: dict[str, Any], num_answers: int = 1) -> list[Any]:
+def _asked(question: dict[str, Any], num_answers: int) -> list[Any]:
     """Return what this process's renderer answers: lines of JSON to a line of JSON."""
-    answers: list[Any] = []
     question |= {"most_cpu_s": _MOST_CPU_S, "most_memory_bytes": _MOST_MEMORY_BYTES}
+    answers: list[Any] = []
+    num_bytes = 0
     with _LOCK:
-        child = _child()
+        child = _renderer()
         assert child.stdin is not None
         assert child.stdout is not None
-        number = num_bytes = 0
-        with contextlib.suppress(OSError, ValueError):  # of no line, or half of one
+        with contextlib.suppress(OSError, ValueError):  # it ended: of no line, or half of one
             child.stdin.write(json.dumps(question).encode() + b"\n")
             child.stdin.flush()
-            while (number := len(answers)) < num_answers:
+            while len(answers) < num_answers and num_bytes <= _MOST_BATCH_BYTES:
                 line = child.stdout.readline()
                 num_bytes += len(line)
                 answers.append(json.loads(line))
-                if num_bytes > _MOST_BATCH_BYTES:
-                    break
-            else:
-                return answers
+        if len(answers) == num_answers and num_bytes <= _MOST_BATCH_BYTES:
+            return answers
         code = _end(child)
-        _child.cache_clear()
-    if code == -signal.SIGXCPU:
-        raise TooCostly(number, f"took more than {_MOST_CPU_S} s of CPU time")
-    if code == _OUT_OF_MEMORY:
-        raise TooCostly(number, f"took more than {_MOST_MEMORY_BYTES >> 20} MiB of memory")
+        _renderer.cache_clear()
     if num_bytes > _MOST_BATCH_BYTES:
-        what = f"made more than {_MOST_BATCH_BYTES >> 20} MiB of text of {number + 1} conversations"
-        raise TooCostly(number, what)
+        what = f"made more than {_MOST_BATCH_BYTES >> 20} MiB of text of {len(answers)} conversations"
+        raise TooCostly(len(answers) - 1, what)
+    if code == -signal.SIGXCPU:
+        raise TooCostly(len(answers), f"took more than {_MOST_CPU_S} s of CPU time")
+    if code == _OUT_OF_MEMORY:
+        raise TooCostly(len(answers), f"took more than {_MOST_MEMORY_BYTES >> 20} MiB of memory")
     raise ReadWriteError(
         f"the process that renders chat templates ended with {code} and without a word; is there too little "
         "memory? Run this again"
@@ -209,7 +207,7 @@ def _asked(question: dict[str, Any], num_answers: int = 1) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def _child() -> subprocess.Popen[bytes]:
+def _renderer() -> subprocess.Popen[bytes]:
     """Return the one process that renders for this one; it ends with it."""
     command = [sys.executable, "-c", _CODE, str(HOME)]
     environ = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
@@ -233,9 +231,19 @@ def _end(child: subprocess.Popen[bytes]) -> int:
         return child.wait()
 
 
+# The process that renders. ------------------------------------------------------------------------------
+
+
 def serve() -> None:
-    """Answer questions, in the process that renders, until the process that asks ends."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    """Answer questions, until the process that asks ends."""
+    asker = os.getppid()
+
+    def end_with_asker() -> None:  # also where that was killed, and a template does not end
+        while os.getppid() == asker:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_asker, daemon=True).start()
     for number in STOP_SIGNALS:  # the end of who asks ends the input
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -246,11 +254,14 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     guard_streams()
-    conversations_of = functools.lru_cache(maxsize=1)(Conversations)
 
     def say(what: Any) -> None:
         answers.write(json.dumps(what, default=str).encode() + b"\n")  # a token may be no str
         answers.flush()
+
+    def limit(which: int, most: int) -> None:  # which the kernel holds, whatever a template does
+        _, hard = resource.getrlimit(which)
+        resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
     with contextlib.suppress(BrokenPipeError):
         for line in sys.stdin.buffer:
@@ -258,41 +269,28 @@ def serve() -> None:
             if "template" not in question:
                 say(_tokenizer_facts(question["folder"]))
                 continue
-            renderer = conversations_of(ChatTemplate(*question["template"]))
+            renderer = _Renderer(ChatTemplate(*question["template"]))
             num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-            _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + question["most_memory_bytes"])
+            limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + question["most_memory_bytes"])
             for text in question["conversations"]:
                 # The kernel counts whole seconds.
-                _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + question["most_cpu_s"])
+                limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + question["most_cpu_s"])
                 try:
-                    say(renderer.rendered(text))
+                    say(renderer.answer(text))
                 except MemoryError:
                     os._exit(_OUT_OF_MEMORY)
-
-
-def _end_with(parent: int) -> None:
-    """End this process with the one that started it, also when it was killed and a template does not end."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
-
-
-def _limit(which: int, most: int) -> None:
-    """Set a limit of this process, which the kernel holds, whatever a template does."""
-    _, hard = resource.getrlimit(which)
-    resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _tokenizer_facts(folder: str) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    added = tokenizer.added_tokens_decoder
     try:
         template = tokenizer.get_chat_template()
     except ValueError:
         template = ""
-    control = [token.content for _, token in sorted(added.items()) if token.special]
+    added = sorted(tokenizer.added_tokens_decoder.items())
+    control = [token.content for _, token in added if token.special]
     return {
         "template": template,
         "tokens": {"named": tokenizer.special_tokens_map, "control": control},
@@ -325,13 +323,11 @@ def _mask_rule() -> str:
 
 
 class _Unusable(Exception):
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.reason = reason
+    """``args``: the reason, and the detail for people."""
 
 
-class Conversations:
-    """Renders, in the process that has transformers."""
+class _Renderer:
+    """Renders conversations by one template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         from transformers.utils import chat_template_utils
@@ -351,8 +347,8 @@ class Conversations:
         control = [] if template.allows_control_tokens else sorted(tokens["control"], key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
 
-    def rendered(self, conversation: str) -> list[Any] | dict[str, str]:
-        """Text and spans; or reason and detail of a conversation that cannot be used."""
+    def answer(self, conversation: str) -> list[Any] | dict[str, str]:
+        """Return text and spans; or reason and detail of a conversation that cannot be used."""
         try:
             messages = self._checked(json.loads(conversation))
             if self._is_tagged:
@@ -360,11 +356,11 @@ class Conversations:
             else:
                 text, spans = self._by_beginnings(messages)
         except _Unusable as error:
-            return {"reason": error.reason, "detail": str(error)}
-        if not any(begin < end for begin, end in spans):
-            detail = "the template renders nothing that the assistant wrote"
-            return {"reason": "no_assistant", "detail": detail}
-        return [text, spans]
+            reason, detail = error.args
+            return {"reason": reason, "detail": detail}
+        if any(begin < end for begin, end in spans):
+            return [text, spans]
+        return {"reason": "no_assistant", "detail": "the template renders nothing that the assistant wrote"}
 
     def _checked(self, messages: list[Any]) -> list[dict[str, Any]]:
         """Return the messages without their nulls. Raises _Unusable."""
@@ -382,15 +378,14 @@ class Conversations:
                     raise _Unusable("control_token", f"message {number} holds the control token {found[0]}")
         if not num_answers:
             raise _Unusable("no_assistant", "no message is the assistant's")
-        most, remedy = _MOST_TAGGED_WORK, ""
-        if not self._is_tagged:
-            most = _MOST_WORK
+        if num_answers * (num_chars + _MESSAGE_CHARS * len(messages)) > (
+            _MOST_TAGGED_WORK if self._is_tagged else _MOST_WORK
+        ):
             remedy = "; put {% generation %} into a copy of the template, which may have more"
-        if num_answers * (num_chars + _MESSAGE_CHARS * len(messages)) > most:
             raise _Unusable(
                 "too_many_answers",
                 f"{num_answers} answers in {len(messages)} messages of {num_chars} characters take too long "
-                f"to render{remedy}",
+                f"to render{'' if self._is_tagged else remedy}",
             )
         # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
         return [{key: value for key, value in message.items() if value is not None} for message in messages]

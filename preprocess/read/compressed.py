@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from preprocess.read.format import Start
-from preprocess.read.inputs import OpenInput, unreadable
+from preprocess.read.format import OpenInput, Start, unreadable
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 

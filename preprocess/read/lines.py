@@ -24,6 +24,8 @@ from preprocess.read.format import (
     MOST_DOCUMENT_BYTES,
     SHORT_LINE_BYTES,
     Inspected,
+    OpenInput,
+    RangeReader,
     Records,
     Start,
     Texts,
@@ -31,7 +33,6 @@ from preprocess.read.format import (
     starts_among,
     too_long,
 )
-from preprocess.read.inputs import OpenInput, RangeReader
 from preprocess.read.text_fields import TextFields, UnusableText
 from shardprep.format.options import PlanOptions
 

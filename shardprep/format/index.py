@@ -1,35 +1,428 @@
-"""index.json: all manifests of a data set merged, so that a reader opens one file and not 10^5."""
+"""shard-N.idx, where each sample of a shard lies; index.json, what each shard of a data set holds.
+
+An idx is a file of records: 64 bytes of header, one record of fixed size per sample, and a crc32 for each 512
+records. It is read, never mapped: where a file system fails, a mapped page is a SIGBUS.
+
+ShardSamples reads a shard back: the token ids of its samples, whole or one by one, and their documents. They
+come in the order of the idx, some megabytes at a time, so a shard of any size takes little memory.
+
+index.json is all manifests merged, so that a reader opens one file and not 10^5.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 from msgspec import Meta
 
-from shardprep.errors import BrokenShard, MissingShard, NotFound, OtherPlan, quoted
-from shardprep.files import NOT_THERE, size_of_file
-from shardprep.format.idx import idx_num_bytes
-from shardprep.format.json_files import Count, Text, read_file, with_content_hash, wrong_value
+from shardprep.errors import (
+    BrokenShard,
+    MissingShard,
+    NotFound,
+    OtherPlan,
+    ReadWriteError,
+    UsageError,
+    quoted,
+)
+from shardprep.files import NOT_THERE, ReadFile, errors_named, size_of_file, with_retries
 from shardprep.format.manifest import Manifest, SourceCounts, manifest_ids, read_manifest, sum_of_sources
 from shardprep.format.names import (
     BLOCK_BYTES,
+    FORMAT_VERSION,
     INDEX_NAME,
     MAX_SAMPLES,
+    PACKED_MEMBER_BYTES,
     PLAN_NAME,
+    Count,
     DatasetSpec,
+    Text,
     id_ranges,
+    idx_path,
     manifest_path,
+    missing_file,
+    read_file,
     remake_command,
+    tar_path,
+    unknown_version,
+    with_content_hash,
+    wrong_value,
 )
+
+HEADER_BYTES = 64
+CHUNK_RECORDS = 512  # share a crc32, and are read together: of an idx 14 KB of documents, 20 KB of rows
+CHUNK_CRC = np.dtype("<u4")
+IDX_MAGIC = b"shardidx"
+IDX_HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("kind", "<u4"),  # position in IDX_KINDS
+        ("token_bytes", "<u4"),  # bytes of a token id; 0 where ids are JSON
+        ("seq_len", "<u4"),  # 0 unless packed
+        ("shard_id", "<u4"),
+        ("plan_id", "S32"),  # the first 32 hex digits
+        ("zero", "<u4"),
+    ]
+)
+IDX_DOCUMENT = np.dtype(
+    [
+        ("offset", "<u8"),  # byte in the tar where the sample's ids begin (past any npy header)
+        ("num_bytes", "<u4"),  # bytes of those ids
+        ("num_tokens", "<u4"),  # ids in it; in a packed row, without the padding
+        ("source", "<u4"),  # position of the input file in plan.json
+        ("source_offset", "<u8"),  # byte where its document, or its row's first, begins there
+    ]
+)
+IDX_ROW = np.dtype(
+    [
+        *IDX_DOCUMENT.descr,
+        ("starts_offset", "<u8"),  # byte in the tar of the row's part of doc_starts
+        ("num_starts", "<u4"),  # documents that begin in the row
+    ]
+)
+# mask_offset: byte in the tar of the row's part of loss_mask, a byte per token
+IDX_CHAT_ROW = np.dtype([*IDX_ROW.descr, ("mask_offset", "<u8")])
+# The records of each kind of samples; a new kind comes last.
+_KINDS = {"json": IDX_DOCUMENT, "npy": IDX_DOCUMENT, "packed": IDX_ROW, "chat": IDX_CHAT_ROW}
+IDX_KINDS = tuple(_KINDS)
+READ_BYTES = 4 << 20  # of ids at once, or one sample
+MAX_OFFSET = 2**62  # sums with it stay in an int64; who reads at it compares it with the tar's size
+
+
+class ChunkCrcs:
+    """The crc32 of each CHUNK_RECORDS records, taken while they are written one after another."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._chunk_bytes = CHUNK_RECORDS * dtype.itemsize
+        self._crcs: list[int] = []
+        self._rest = bytearray()  # of the last chunk, until it is full
+
+    def add(self, records: bytes) -> None:
+        """Take the next records, any number of them."""
+        self._rest += records
+        full = len(self._rest) // self._chunk_bytes * self._chunk_bytes
+        for begin in range(0, full, self._chunk_bytes):
+            self._crcs.append(zlib.crc32(memoryview(self._rest)[begin : begin + self._chunk_bytes]))
+        del self._rest[:full]
+
+    def table(self) -> bytes:
+        """Return what stands behind the records."""
+        last = [zlib.crc32(self._rest)] if self._rest else []
+        return np.array(self._crcs + last, CHUNK_CRC).tobytes()
+
+
+class RecordFile:
+    """A file of records, open, its header and size checked; close ``file``. Reads raise OSError."""
+
+    def __init__(self, path: Path, kind: str, header: bytes, remedy: str) -> None:
+        """Open it, and compare its first 64 bytes. Raises UnknownVersion, OtherPlan or BrokenShard."""
+        self.dtype, self.remedy = idx_dtype(kind), remedy
+        self.file = ReadFile(path)
+        with contextlib.ExitStack() as opened:  # closes it where this fails
+            opened.enter_context(self.file)
+            found = bytes(self.file.read(0, min(HEADER_BYTES, self.file.num_bytes)))
+            if len(found) < HEADER_BYTES or found[:8] != header[:8]:
+                what = f"no idx: it begins {found[:8]!r}"
+                raise BrokenShard(path=path, found=what, expected=f"{header[:8]!r}", remedy=remedy)
+            values, wanted = (np.frombuffer(each, IDX_HEADER)[0] for each in (found, header))
+            if (version := int(values["version"])) != FORMAT_VERSION:
+                raise unknown_version(path, version)
+            for name in IDX_HEADER.names or ():
+                if values[name] != wanted[name]:
+                    what = f"an idx for {name} {values[name]}"
+                    raise OtherPlan(path=path, found=what, expected=wanted[name], remedy=remedy)
+            # The size tells how many records there are: no two numbers of records make the same size.
+            chunk_bytes = CHUNK_RECORDS * self.dtype.itemsize + CHUNK_CRC.itemsize
+            num_bytes = self.file.num_bytes - HEADER_BYTES
+            num_chunks, rest_bytes = divmod(num_bytes, chunk_bytes)
+            num_rest = max(0, rest_bytes - CHUNK_CRC.itemsize) // self.dtype.itemsize
+            self.num_samples = num_chunks * CHUNK_RECORDS + num_rest
+            if self.file.num_bytes != idx_num_bytes(kind, self.num_samples):
+                what = f"cut short: {num_bytes} bytes behind the header"
+                expected = f"records of {self.dtype.itemsize} bytes, with their crc32s"
+                raise BrokenShard(path=path, found=what, expected=expected, remedy=remedy)
+            self._is_checked = bytearray(-(-self.num_samples // CHUNK_RECORDS))  # of each chunk
+            crcs_bytes = len(self._is_checked) * CHUNK_CRC.itemsize
+            crcs = self.file.read(self.file.num_bytes - crcs_bytes, crcs_bytes)
+            opened.pop_all()
+        self._crcs = np.frombuffer(crcs, CHUNK_CRC)
+
+    def read(self, rows: slice) -> npt.NDArray[np.void]:
+        """Read the records of some rows. Raises BrokenShard, OSError.
+
+        The first time, they are read with the chunks that hold them, whose crc32s are compared: 10 us for 20
+        KB of records, where reading the ids of as many rows takes 0.7 ms (one core, in the page cache).
+        """
+        first, stop, size = rows.start, rows.stop, self.dtype.itemsize
+        chunks = range(first // CHUNK_RECORDS, -(-stop // CHUNK_RECORDS))
+        is_new = 0 in self._is_checked[chunks.start : chunks.stop]
+        if is_new:
+            first, stop = chunks.start * CHUNK_RECORDS, min(chunks.stop * CHUNK_RECORDS, self.num_samples)
+        raw = self.file.read(HEADER_BYTES + first * size, (stop - first) * size)
+        records = np.frombuffer(raw, self.dtype)
+        for chunk in chunks if is_new else ():
+            begin = chunk * CHUNK_RECORDS - first
+            self._check(chunk, records[begin : begin + CHUNK_RECORDS])
+        return records[rows.start - first : rows.stop - first]
+
+    def _check(self, chunk: int, records: npt.NDArray[np.void]) -> None:
+        found = ""
+        if zlib.crc32(records.tobytes()) != self._crcs[chunk]:
+            found = f"damaged: another crc32 of the records from {chunk * CHUNK_RECORDS} on"
+        elif (last := int(records["offset"].max())) > MAX_OFFSET:
+            found = f"a sample at byte {last} of a tar"
+        if found:
+            raise BrokenShard(path=self.file.path, found=found, remedy=self.remedy)
+        self._is_checked[chunk] = True
+
+
+def idx_dtype(kind: str) -> np.dtype[Any]:
+    """Return the type of a record: IDX_DOCUMENT, IDX_ROW or IDX_CHAT_ROW."""
+    return _KINDS[kind]
+
+
+_Number = TypeVar("_Number", int, npt.NDArray[np.int64])
+
+
+def idx_num_bytes(kind: str, num_samples: _Number) -> _Number:
+    """Return the bytes of an idx: header, records and their crc32s. Of an array of numbers, an array."""
+    num_chunks = -(-num_samples // CHUNK_RECORDS)
+    return HEADER_BYTES + num_samples * idx_dtype(kind).itemsize + num_chunks * CHUNK_CRC.itemsize
+
+
+def open_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> RecordFile:
+    """Open a shard's idx and check its header and size.
+
+    Raises MissingShard, UnknownVersion, OtherPlan or BrokenShard; OSError where the file system fails.
+    """
+    path, remedy = idx_path(folder, shard_id), remake_command(shard_id, folder)
+    try:
+        return RecordFile(path, spec.kind, idx_header(spec, shard_id), remedy)
+    except NOT_THERE:
+        raise missing_file(path, shard_id, folder) from None
+
+
+def read_idx(folder: Path, spec: DatasetSpec, shard_id: int) -> npt.NDArray[np.void]:
+    """Return a shard's whole idx: a structured array of ``idx_dtype``, one per sample.
+
+    Raises MissingShard, UnknownVersion, OtherPlan, BrokenShard, or ReadWriteError.
+    """
+    try:
+        idx = open_idx(folder, spec, shard_id)
+        with idx.file:
+            return idx.read(slice(0, idx.num_samples))
+    except OSError as error:
+        raise ReadWriteError(f"{idx_path(folder, shard_id)} cannot be read: {error.strerror}") from error
+
+
+def misplaced_samples(
+    spec: DatasetSpec, records: npt.NDArray[np.void], tar_bytes: int
+) -> npt.NDArray[np.bool_]:
+    """Return which samples cannot be where an idx places them in a tar of this size: bool[samples].
+
+    Their ids, starts and masks must lie within the tar, with the bytes that they must have, and apart; what
+    belongs to a row stands near it. So whoever reads them takes memory by the tar's size at most.
+    """
+    tokens, size = records["num_tokens"].astype(np.int64), records["num_bytes"].astype(np.int64)
+    offset = records["offset"].astype(np.int64)
+    wrong = (offset < 0) | (offset > tar_bytes - size)
+    if spec.kind == "json":
+        wrong |= size < np.maximum(2, 2 * tokens)  # [7] is the shortest of one token
+    elif spec.kind == "npy":
+        wrong |= size != tokens * spec.dtype.itemsize
+    else:
+        row_bytes, num_starts = spec.seq_len * spec.dtype.itemsize, records["num_starts"].astype(np.int64)
+        wrong |= (size != row_bytes) | (tokens < 1) | (tokens > spec.seq_len) | (num_starts > spec.seq_len)
+        # A member has rows of about PACKED_MEMBER_BYTES, or one, and before them at most 9 bytes a token.
+        near = 16 * max(PACKED_MEMBER_BYTES, row_bytes) + (1 << 20)
+        places = [("starts_offset", 4 * num_starts)]
+        places += [("mask_offset", np.full(len(records), spec.seq_len))] if spec.kind == "chat" else []
+        for name, num_bytes in places:
+            begin = records[name].astype(np.int64)
+            wrong |= (begin < 0) | (begin > tar_bytes - num_bytes) | (begin < offset - near)
+    in_tar = np.argsort(offset, kind="stable")
+    ends = offset[in_tar] + size[in_tar]
+    overlaps = ends[:-1] > offset[in_tar][1:]
+    wrong[in_tar[:-1][overlaps]] = True
+    return wrong
+
+
+def idx_header(spec: DatasetSpec, shard_id: int) -> bytes:
+    """Return the 64 bytes that begin an idx."""
+    fields = (
+        IDX_MAGIC,
+        FORMAT_VERSION,
+        IDX_KINDS.index(spec.kind),
+        0 if spec.kind == "json" else spec.token_bytes,
+        spec.seq_len,
+        shard_id,
+        spec.plan_id[:32].encode(),
+        0,
+    )
+    return np.array([fields], IDX_HEADER).tobytes()
+
+
+def samples_holding(records: npt.NDArray[np.void], place: tuple[int, int], num_train: int) -> list[int]:
+    """Return the samples of a shard that hold a document, the last one that begins at a place or before.
+
+    Rows for validation stand behind the ``num_train`` others; either side may hold it.
+    """
+    is_in_rows = "num_starts" in (records.dtype.names or ())
+    if is_in_rows and 0 < num_train < len(records):
+        behind = samples_holding(records[num_train:], place, 0)
+        before = samples_holding(records[:num_train], place, num_train)
+        return before + [num_train + number for number in behind]
+    places = list(zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True))
+    if is_in_rows and places != sorted(places):
+        raise UsageError(
+            "rows of --pack best_fit hold documents of anywhere in their shard; look for a text of it instead"
+        )
+    nearest = max((item for item in places if item <= place), default=None)
+    # A row that begins in another input may hold all that a small one has.
+    if nearest is None or (not is_in_rows and nearest[0] != place[0]):
+        return []
+    rows = [number for number, item in enumerate(places) if item == nearest]
+    if is_in_rows and rows[0] and places[rows[0]] == nearest:
+        rows.insert(0, rows[0] - 1)  # the document may begin in the row before
+    return rows
+
+
+class ShardSamples:
+    """One shard, open for reading, or a part of its samples; within ``with``.
+
+    Raises MissingShard, BrokenShard or ReadWriteError, at opening and at reading.
+    """
+
+    def __init__(self, folder: Path, spec: DatasetSpec, shard_id: int, part: slice = slice(None)) -> None:
+        self.spec = spec
+        self.shard_id = shard_id
+        records = read_idx(folder, spec, shard_id)
+        self.records = records[part]  # see idx_dtype, one per sample
+        self.path = tar_path(folder, shard_id)
+        self._remedy = remake_command(shard_id, folder)
+        try:
+            with errors_named(self.path):
+                self._tar = ReadFile(self.path)
+        except NOT_THERE:
+            raise missing_file(self.path, shard_id, folder) from None
+        wrong = misplaced_samples(spec, records, self._tar.num_bytes)
+        if wrong.any():
+            self._tar.close()
+            found = f"a tar of {self._tar.num_bytes} bytes"
+            expected = f"sample {int(wrong.argmax())} where its idx places it"
+            raise BrokenShard(path=self.path, found=found, expected=expected, remedy=self._remedy)
+
+    def __enter__(self) -> ShardSamples:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tar.close()
+
+    def _read(self, offset: int, num_bytes: int) -> bytearray:
+        """Read some bytes of the tar, again where a file system may come back."""
+        return with_retries(f"{self.path} cannot be read", lambda: self._tar.read(offset, num_bytes))
+
+    def ids(self, number: int) -> npt.NDArray[np.uint32]:
+        """Return the ids of one sample, without padding: uint32[tokens]."""
+        (ids,) = self._ids_of(self.records[number : number + 1])
+        return ids[: int(self.records["num_tokens"][number])].astype(np.uint32)
+
+    def starts(self, number: int) -> npt.NDArray[np.int64]:
+        """Return where in a sample documents begin, ascending: int64[documents], 0 for a document."""
+        if not self.spec.has_rows:
+            return np.zeros(1, np.int64)
+        record = self.records[number]
+        raw = self._read(int(record["starts_offset"]), 4 * int(record["num_starts"]))
+        return np.frombuffer(raw, "<u4").astype(np.int64) % self.spec.seq_len
+
+    def loss_mask(self, number: int) -> npt.NDArray[np.bool_]:
+        """Return which ids of a sample the assistant wrote, bool[tokens]. Of what is no conversation, all."""
+        record = self.records[number]
+        if self.spec.record != "chat":
+            return np.ones(int(record["num_tokens"]), np.bool_)
+        raw = self._read(int(record["mask_offset"]), int(record["num_tokens"]))
+        return np.frombuffer(raw, np.uint8).astype(np.bool_)
+
+    def pieces(self) -> Iterator[npt.NDArray[np.uint32]]:
+        """Yield the ids of all samples in order, without padding, some at a time: uint32[tokens]."""
+        first, seq_len = 0, self.spec.seq_len
+        for ids in self._ids_of(self.records):
+            if seq_len:
+                rows = ids.reshape(-1, seq_len)
+                num_tokens = self.records["num_tokens"][first : first + len(rows)]
+                ids = rows[np.arange(seq_len) < num_tokens[:, None]]
+                first += len(rows)
+            yield ids.astype(np.uint32)
+
+    def document_lengths(self, *, rows_hold_wholes: bool) -> npt.NDArray[np.int64]:
+        """Return the tokens of the documents that ``pieces`` gives one after another: int64[documents].
+
+        In packed rows a document that goes on in the next row is one, but not with ``rows_hold_wholes``
+        (``--pack best_fit``): the next row may hold others, so each piece of a longer one counts for itself.
+        """
+        lengths = self.records["num_tokens"].astype(np.int64)
+        if not self.spec.has_rows or not len(lengths):
+            return lengths
+        row_begins = np.cumsum(lengths) - lengths
+        begins = [row_begins if rows_hold_wholes else row_begins[:1]]
+        begins += [row_begins[number] + self.starts(number) for number in range(len(lengths))]
+        return np.diff(np.unique(np.concatenate(begins)), append=lengths.sum())
+
+    def _ids_of(self, records: npt.NDArray[np.void]) -> Iterator[npt.NDArray[np.integer]]:
+        steps = np.diff(records["offset"].astype(np.int64))  # back, where samples for validation begin
+        try:
+            for part in np.split(records, np.flatnonzero(steps <= 0) + 1):
+                yield from ids_of(self.spec, part, self._read)
+        except (ValueError, OverflowError) as error:
+            found = f"it holds token ids that cannot be read ({error})"
+            raise BrokenShard(path=self.path, found=found, remedy=self._remedy) from None
+
+
+def ids_of(
+    spec: DatasetSpec, records: npt.NDArray[np.void], read: Callable[[int, int], bytearray]
+) -> Iterator[npt.NDArray[np.integer]]:
+    """Yield all ids of samples that stand one behind another, some samples at a time, rows with padding.
+
+    ``read``: gives bytes of the tar, by the first and their number. Raises ValueError for what is no id.
+    """
+    first, ends = 0, records["offset"] + records["num_bytes"]
+    while first < len(records):
+        begin = int(records["offset"][first])
+        end = max(first + 1, int(np.searchsorted(ends, begin + READ_BYTES, side="right")))
+        group = records[first:end]
+        raw = read(begin, int(ends[end - 1]) - begin)
+        places = group["offset"].astype(np.int64) - begin
+        first = end
+        if spec.kind == "json":
+            sizes = group["num_bytes"].tolist()
+            texts = [raw[place : place + size] for place, size in zip(places.tolist(), sizes, strict=True)]
+            lists = orjson.loads(b"[" + b",".join(texts) + b"]")
+            if [*map(len, lists)] != group["num_tokens"].tolist():
+                raise ValueError("a list has another number of tokens than the idx says")
+            ids = list(chain.from_iterable(lists))
+            if not {int}.issuperset(map(type, ids)) or (ids and min(ids) < 0):
+                raise ValueError("a list holds what is no token id")
+            yield np.array(ids, np.int64)
+        else:
+            size = spec.dtype.itemsize
+            counts = group["num_bytes"].astype(np.int64) // size
+            shifts = places // size - np.cumsum(counts) + counts
+            every = np.frombuffer(raw, spec.dtype, len(raw) // size)
+            yield np.take(every, np.repeat(shifts, counts) + np.arange(counts.sum()))
+
 
 MAX_INDEX_BYTES = 64 << 20  # one of 99,999 shards has 8 MB
 COLUMNS = ("num_samples", "num_documents", "num_tokens", "tar_bytes", "idx_bytes", "num_validation_samples")
@@ -154,9 +547,8 @@ def merge_manifests(folder: Path, manifests: Iterable[Manifest]) -> DatasetIndex
                 remedy=remake_command(manifest.shard_id, folder),
             )
         counts = manifest.counts
-        num_validation = counts.validation.num_samples if counts.validation else 0
         found = (counts.num_samples, counts.num_documents, counts.num_tokens)
-        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, num_validation))
+        rows.append((*found, manifest.tar.num_bytes, manifest.idx.num_bytes, counts.held_out.num_samples))
         hashes.append((manifest.made_from or manifest.tar.sha256)[:_HASH_DIGITS])
         blanked += [manifest.shard_id] if manifest.made_from else []
         sources.append(counts.sources)

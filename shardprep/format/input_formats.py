@@ -52,7 +52,7 @@ INPUT_FORMATS = (
     ),
     InputFormat(
         suffixes=(".parquet", ".pq"),
-        reader="parquet:Parquet",
+        reader="tables:Parquet",
         unit="row",
         document="a row",
         cut_at="row groups",
@@ -60,7 +60,7 @@ INPUT_FORMATS = (
     ),
     InputFormat(
         suffixes=(".arrow", ".ipc", ".feather"),
-        reader="arrow:Arrow",
+        reader="tables:Arrow",
         unit="row",
         document="a row",
         cut_at="record batches",

@@ -1,10 +1,16 @@
 """shard-N.json, the manifest: what one shard holds, and how it was made; and which shards are done.
 
-A manifest is written last. A shard is done if its manifest is of this plan, tar and idx have the manifest's
-sizes, and no ``verify`` found it wrong. What verify found stands in DATA/findings.json until the shard is
-made anew, or a verify as thorough finds it right. A data set is verified if its index.json has the numbers of
-the shards that are done, and nothing was found wrong. What cannot be read is no answer: the caller's error,
-neither done nor wrong. Nothing here needs numpy, which takes 0.1 s to load.
+A manifest is written last. A shard is done if
+
+1. its manifest is of this plan, and tar and idx have the sizes that it says: ``check_shard``;
+2. no ``verify`` found it wrong: ``check_done`` asks both, and ``done_manifest`` gives None in place of an
+   error where the shard is to be made.
+
+What verify found stands in DATA/findings.json until the shard is made anew, or a verify as thorough finds it
+right. A file that cannot be read makes a shard neither done nor wrong: the error goes to the caller. A data
+set is verified if index.json has the numbers of all shards, all are done, and nothing was found wrong.
+
+Nothing here needs numpy, which takes 0.1 s to load.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,7 +51,6 @@ from shardprep.files import (
     size_of_file,
     stamp_file,
 )
-from shardprep.format.json_files import Count, Seconds, Text, as_type, read_file, with_content_hash
 from shardprep.format.names import (
     INDEX_NAME,
     MAX_MANIFEST_BYTES,
@@ -53,12 +58,18 @@ from shardprep.format.names import (
     MAX_SHARDS,
     PLAN_NAME,
     VOUCHED_PATHS,
+    Count,
     DatasetSpec,
+    Seconds,
+    Text,
+    as_type,
     manifest_path,
     missing_file,
+    read_file,
     remake_command,
     rerun_command,
     shard_name,
+    with_content_hash,
 )
 
 _FORMAT = "shardprep-manifest"
@@ -139,6 +150,11 @@ class ShardCounts:
     length_histogram: Annotated[list[Count], Meta(max_length=64)]
     sources: dict[str, SourceCounts]  # in the order of their names
     validation: ValidationCounts | None = None  # of all the above; None without a plan's fraction
+
+    @property
+    def held_out(self) -> ValidationCounts:
+        """Return what is for validation, nothing without a plan's fraction."""
+        return self.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,15 +289,14 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
             raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
 
 
-def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> None:
-    """Read a shard's files whole and compare sha256, of the tar ``tar_sha256``, where that is known.
+def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
+    """Read a shard's files whole, but for the tar, and compare their sha256, and that of the tar.
 
     Raises BrokenShard, MissingShard or ReadWriteError.
     """
     for path, stamp in shard_files(folder, manifest):
-        is_known = tar_sha256 and stamp is manifest.tar
         try:
-            found = tar_sha256 if is_known else stamp_file(path).sha256
+            found = tar_sha256 if stamp is manifest.tar else stamp_file(path).sha256
         except NOT_THERE:
             raise missing_file(path, manifest.shard_id, folder) from None
         if found != stamp.sha256:
@@ -364,10 +379,17 @@ def refuse_other_plan(folder: Path, plan_id: str) -> None:
         raise OtherPlan(path=folder / PLAN_NAME, found=f"plan {found[:12]}", expected=expected)
 
 
-def find_made_shards(folder: Path, spec: DatasetSpec, *, known: MadeShards | None = None) -> MadeShards:
+def find_made_shards(
+    folder: Path,
+    spec: DatasetSpec,
+    *,
+    known: MadeShards | None = None,
+    see: Callable[[Manifest], None] | None = None,
+) -> MadeShards:
     """Look at every manifest: one listing, and a read and two stats per manifest.
 
-    ``known``: what was found a moment ago; the manifests of what was done then are not read again.
+    ``known``: what was found a moment ago; the manifests of what was done then are not read again. ``see``
+    gets the manifest of each shard whose files have its sizes, whatever plan or findings say of it.
     Eight are read at a time, as a file system over a network lets a reader wait. 10,000 shards take about
     0.6 s of CPU. Raises NotFound, BrokenShard for findings that cannot be read, or ReadWriteError: a manifest
     that cannot be read may be that of a done shard.
@@ -381,21 +403,24 @@ def find_made_shards(folder: Path, spec: DatasetSpec, *, known: MadeShards | Non
     broken: dict[int, str] = {}
     to_read = [number for number in present if number not in made]
 
-    def look(shard_id: int) -> ShardMaking | str:
+    def look(shard_id: int) -> tuple[ShardMaking, Manifest | None] | str:
         """Return how a shard was made, or what is wrong with its files. Raises ReadWriteError."""
         try:
             manifest = read_manifest(folder, shard_id)
             check_sizes(folder, manifest, ("tar", "idx"))
-            return ShardMaking.of(manifest, manifest_path(folder, shard_id))
+            making = ShardMaking.of(manifest, manifest_path(folder, shard_id))
         except (BrokenShard, MissingShard, UnknownVersion) as error:
             return str(error)
+        return making, manifest if see else None  # 10^5 of them may wait for the loop below
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         for shard_id, found in zip(to_read, pool.map(look, to_read), strict=True):
             if isinstance(found, str):
                 broken[shard_id] = found
-            else:
-                made[shard_id] = found
+                continue
+            made[shard_id], manifest = found
+            if see and manifest:
+                see(manifest)
     of_plan = {shard_id for shard_id, making in made.items() if making.plan_id == spec.plan_id}
     return MadeShards(
         done={shard_id: made[shard_id] for shard_id in sorted(of_plan - findings.keys())},

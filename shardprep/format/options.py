@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from shardprep.command_line import option
 from shardprep.errors import UsageError
-from shardprep.format.json_files import MOST
-from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST_FRACTION, Record, TokenFormat
+from shardprep.format.names import LEAST_FRACTION, MAX_SEQ_LEN, MOST, MOST_FRACTION, Record, TokenFormat
 
 Doc = Literal["line", "file"]
 Pack = Literal["concat", "best_fit"]
@@ -235,8 +234,7 @@ class PrepConfig(PlanOptions):
         None, "Python file whose function transform(record) returns the text, or None to leave it out"
     )
     exclude: Path | None = _text(
-        None,
-        "list of documents to leave out: an id of --id_field, sha256:HEX of a text or at:FILE:BYTE per line",
+        None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
     )
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 

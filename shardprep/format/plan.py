@@ -47,17 +47,21 @@ from shardprep.files import (
     sync_folder,
 )
 from shardprep.format.input_formats import known_input_kind
-from shardprep.format.json_files import (
+from shardprep.format.names import (
     FORMAT_VERSION,
+    MAX_SHARDS,
+    PLAN_NAME,
+    TOKENIZER_DIR,
     Count,
+    DatasetSpec,
     Text,
+    TokenizerSpec,
     as_type,
     checked_object,
     prepare_type,
     with_content_hash,
     wrong_value,
 )
-from shardprep.format.names import MAX_SHARDS, PLAN_NAME, TOKENIZER_DIR, DatasetSpec, TokenizerSpec
 from shardprep.format.options import PLAN_FIELDS, PlanOptions, option_differences
 
 T = TypeVar("T")
@@ -127,7 +131,7 @@ class PlannedShard:
 
 @dataclass(frozen=True, kw_only=True)
 class _Decisions:
-    """What the plan and its first line on the disk say alike."""
+    """The fields that a Plan and the first line of plan.json share."""
 
     plan_id: Digest
     options: PlanOptions
@@ -144,10 +148,10 @@ class Plan(_Decisions):
     """What plan.json holds. Frozen: a plan is never edited."""
 
     input_dir: Path
-    # Of a plan that was read these are Rows, which read what they are asked for.
+    # Of a plan that was read, Rows: a block of the file is read when one of its rows is asked for.
     inputs: Sequence[InputFile]
     cuts: Sequence[Cut]  # num_shards + 1, ascending
-    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see listing.InputListing
+    names_left_out: Sequence[tuple[str, str]] = ()  # (reason, name), sorted: see InputListing
 
     @property
     def num_shards(self) -> int:
@@ -192,17 +196,6 @@ class Plan(_Decisions):
 
     def shard(self, shard_id: int) -> PlannedShard:
         """Return what is to be known to make one shard. Raises NotFound for a shard past the plan's end."""
-        ranges, (share, rest) = self.ranges(shard_id), divmod(self.options.limit, self.num_shards)
-        return PlannedShard(
-            shard_id=shard_id,
-            ranges=ranges,
-            num_bytes=sum(part.end - part.start for part in ranges),
-            most_documents=share + (shard_id < rest) if self.options.limit else None,
-            sha256=self.cuts[shard_id].sha256 or None,
-        )
-
-    def ranges(self, shard_id: int) -> list[ByteRange]:
-        """Return the byte ranges of a shard, in order. Raises NotFound for a shard past the plan's end."""
         if not 0 <= shard_id < self.num_shards:
             last = self.num_shards - 1
             remedy = f"--array=0-{last}"
@@ -228,7 +221,14 @@ class Plan(_Decisions):
                     planned=item,
                 )
             )
-        return ranges
+        share, rest = divmod(self.options.limit, self.num_shards)
+        return PlannedShard(
+            shard_id=shard_id,
+            ranges=ranges,
+            num_bytes=sum(part.end - part.start for part in ranges),
+            most_documents=share + (shard_id < rest) if self.options.limit else None,
+            sha256=begin.sha256 or None,
+        )
 
     def shard_bytes(self) -> list[int]:
         """Return the input bytes of every shard. Reads all of the plan."""
@@ -409,7 +409,7 @@ def publish_plan(plan: Plan, output_dir: Path) -> Plan:
 def refuse_another_plan(frozen: Plan, plan: Plan, output_dir: Path) -> None:
     """Raise Refused if the plan of a folder is not this one, naming what differs."""
     if frozen.plan_id != plan.plan_id:
-        differences = "; ".join(plan_differences(frozen, plan))
+        differences = "; ".join(_differences(frozen, plan))
         raise Refused(
             f"{output_dir} has another plan ({frozen.plan_id[:12]}, this one would be {plan.plan_id[:12]}): "
             f"{differences}. A plan is never changed: for more data or other options plan into a new folder "
@@ -503,7 +503,7 @@ def _open_plan(path: Path) -> Plan:
     )
 
 
-def plan_differences(frozen: Plan, other: Plan) -> list[str]:
+def _differences(frozen: Plan, other: Plan) -> list[str]:
     """Return how two plans differ, in words."""
     found = option_differences(frozen.options, other.options)
     if frozen.tokenizer.fingerprint != other.tokenizer.fingerprint:

@@ -15,7 +15,7 @@ from tests.world import World
 SCRIPT = """
 import importlib, os, pkgutil, sys
 from shardprep.__main__ import main
-for name in ("preprocess.check", "shardprep.format"):
+for name in ("preprocess", "shardprep.format"):
     package = importlib.import_module(name)
     for each in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{name}.{each.name}")

@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from loader import UsageError
-from loader.context_parallel import split_for_context_parallel
-from loader.even_work import deal_rows_evenly
+from loader import UsageError, deal_rows_evenly, split_for_context_parallel
 from tests.checkout import ROOT
 from tests.children import Command, run_child
 from tests.oracle.forms import DataSets

@@ -118,8 +118,8 @@ BREAKS = [
     Break(
         "a resumed run keeps its schedule of weights",
         "loader/state.py",
-        "            stages=tuple(stages),\n",
-        "            stages=tuple(stages[:1]),\n",
+        "stages=tuple(stages), batches_per_tick",
+        "stages=tuple(stages[:1]), batches_per_tick",
         f"{_STREAM}[mixture-2]",
         "the state, of step 23, is of another run",
     ),
@@ -141,9 +141,9 @@ BREAKS = [
     ),
     Break(
         "a schedule of batch sizes holds to its last stage",
-        "loader/sources.py",
-        "size_at, weights_at = dict(sizes), dict(weights)",
-        "size_at, weights_at = dict(sizes[:2]), dict(weights)",
+        "loader/samples.py",
+        "size_at, shares_at = dict(sizes), ",
+        "size_at, shares_at = dict(sizes[:2]), ",
         f"{_STREAM}[batch_size_schedule-1]",
         "form batch_size_schedule, world size 2, 0 workers, resumed at 23 from world size 1: global batch 30",
     ),

@@ -226,6 +226,7 @@ FORGED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "as it was": ("json", {}),
     "a sample less": ("json", {"records": lambda records: records[:-1]}),
     "a token more": ("json", {"records": with_field("num_tokens", lambda number: number + 1)}),
+    "no token": ("json", {"records": with_field("num_tokens", lambda _: 0)}),
     "a token of another document": ("json", {"records": one_token_moved}),
     "ids a byte later": ("json", {"records": with_field("offset", lambda offset: offset + 1)}),
     "ids a byte shorter": ("json", {"records": with_field("num_bytes", lambda size: size - 1)}),
@@ -328,6 +329,8 @@ def test_a_finding_stands_until_an_equally_thorough_verify_finds_the_shard_right
     assert world.main("verify", world.data_dir, fast=True).code != 0
     second.write_bytes(right[1])
     assert num_done(world) == 1, "a quick look at the sizes takes back no finding of a whole verify"
+    assert world.main("verify", world.data_dir, fast=True).code != 0, "nor does another one"
+    assert num_done(world) == 2, "it found the second shard right"
     first.write_bytes(right[0])
     second.write_bytes(flipped_middle(right[1]))
     assert world.main("verify", world.data_dir).code != 0
@@ -373,6 +376,52 @@ def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(
     assert status() == ("0,2", False)
     shutil.copy(whole("npy").data_dir / "shard-00001.json", path_of(world, "json"))
     assert status()[0] == "0,2"
+
+
+def test_without_a_number_three_shards_are_made_again(tmp_path: Path) -> None:
+    """All are wrong, each behind what a worker compares of its input."""
+    lines = [f"line {number:05d} of a file\n" for number in range(8000)]
+    world = World(tmp_path).raw({"a.txt": "".join(lines)}).plan(num_shards=5)
+    path, wrong = world.raw_dir / "a.txt", [*lines]
+    times = path.stat()
+    for number in (700, 2500, 4500, 5600, 7200):
+        wrong[number] = lines[number].replace("file", "tile")
+    for content in (wrong, lines):
+        path.write_text("".join(content))
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        if content is wrong:
+            world.run()
+    world.verify()
+    assert world.main("verify", world.data_dir, "--deep").code == 65
+    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
+    assert len(findings) == 3
+    assert world.main("verify", world.data_dir, "--deep", 5).code == 65
+    findings = json.loads((world.data_dir / "findings.json").read_bytes())["findings"]
+    assert len(findings) == 5
+
+
+def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "one\ntwo\n"}).make()
+    moved = world.raw_dir.rename(tmp_path / "moved")
+    assert world.main("verify", world.data_dir, deep=True).code == 66
+    assert not (world.data_dir / "findings.json").exists(), "that says nothing of a shard"
+    assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 0
+    (moved / "a.txt").write_text("one\ntwo\nmore\n")
+    assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 78
+
+
+@pytest.mark.processes
+def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(tmp_path: Path) -> None:
+    texts = [text for text in hostile_texts(90, seed=4, most_words=6) if text.strip()]
+    world = World(tmp_path).raw({"a.jsonl": [{"id": f"d{n}", "text": text} for n, text in enumerate(texts)]})
+    world.make(num_shards=2, record="packed", seq_len=16, id_field="id")
+    (tmp_path / "ids.txt").write_text("d3\n")
+    new = tmp_path / "new"
+    assert world.main("blank", world.data_dir, ids=tmp_path / "ids.txt", output=new).code == 0
+    assert world.main("verify", new).code == 0
+    stated = [json.loads((new / f"shard-{number:05d}.json").read_bytes()) for number in (0, 1)]
+    old = hashlib.sha256((world.data_dir / "shard-00000.tar").read_bytes()).hexdigest()
+    assert [each.get("made_from") for each in stated] == [old, None]
 
 
 @pytest.mark.parametrize("name", ["json", "packed"])

@@ -48,6 +48,7 @@ FIRST_ID = {
     "rows b": 2701,
     "large": 3001,
     "many": 4001,
+    "two": 5001,
 }
 SIZES = {
     "web": 700,
@@ -58,6 +59,7 @@ SIZES = {
     "rows b": 110,
     "large": 200,
     "many": 9600,
+    "two": 2,  # the fewest that have an order
 }
 LARGE_BYTES = 400_000  # of a sample of ``large``: blocks and windows are as small as their bytes ask for
 
@@ -85,6 +87,7 @@ FORMS = {
     "large": Form(sources=["large"], size=2),
     "large, grouped": Form(sources=["large"], size=2, options={"group_by_length": 2}),
     "one": Form(sources=["wiki"], size=1),
+    "two": Form(sources=["two"], size=1, later_ticks=(1, 2)),
     "many": Form(sources=["many"], size=512, later_ticks=(1, 2)),
     "fewer": Form(sources=["many"], size=128, later_ticks=(1, 2)),
     "long windows": Form(sources=["many"], size=3, options={"group_by_length": 3}),
@@ -415,6 +418,29 @@ def test_the_law_and_the_loader_give_each_sample_of_an_epoch_once(data: Data, fo
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(data: Data, form: str) -> None:
     run_machine(data, FORMS[form], [0], NUM_HISTORIES["mixed" if FORMS[form].weights else "plain"])
+
+
+@pytest.mark.parametrize("form", ["documents", "mixture"])
+def test_another_global_batch_size_holds_from_the_border_on(data: Data, form: str) -> None:
+    pair = Pair(data, FORMS[form], seed=3)
+    pair.check(3)
+    border = pair.amend(sizes=[(0, 24)])
+    pair.resume(border - 1)
+    pair.check(3)
+    pair.ranks.close()
+
+
+@pytest.mark.slow
+def test_a_source_that_joins_while_the_global_batch_grows_is_walked_in_the_ticks_of_the_run(
+    data: Data,
+) -> None:
+    pair = Pair(data, Form(sources=["code", "books"], weights=[(0, {"code": 3, "books": 2})]), seed=3)
+    pair.check(3)
+    border = pair.amend(sizes=[(0, 24)], weights=[(0, {"code": 1, "web": 3})])
+    for step in (border, border + 5):
+        pair.resume(step)
+        pair.check(3)
+    pair.ranks.close()
 
 
 @pytest.mark.slow

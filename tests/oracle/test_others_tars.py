@@ -11,6 +11,7 @@ import pytest
 import webdataset
 
 from loader import get_llama3_dataloader
+from shardprep.errors import BrokenShard
 from tests.world import tokenizer_dir
 
 LISTS = [[7], [1, 20, 300], [0, 0, 5], list(range(90)), [65535, 3, 70000 % 250]]
@@ -45,6 +46,33 @@ def read_spelled(folder: Path, spell: Callable[[list[int], int], str]) -> Any:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_spelling_of_a_list_makes_no_difference(tmp_path: Path, spelling: str) -> None:
     read_spelled(tmp_path, SPELLINGS[spelling])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1,,2]",
+        "[1,]",
+        "[,]",
+        "[1 2]",
+        "[1, 2",
+        "[-1]",
+        "[1.5]",
+        "[true]",
+        "[[1]]",
+        "[000000001]",
+        "[12345678901]",
+    ],
+)
+def test_a_text_that_is_no_list_of_ids_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "part-0.tar"
+    with webdataset.TarWriter(str(path)) as writer:
+        for number, ids in enumerate(["[1,2]", text, "[3,4]"]):
+            writer.write({"__key__": f"s{number}", "token_ids.json": ids.encode()})
+    loader = get_llama3_dataloader(str(path), 3, model_id=str(tokenizer_dir()), shuffle=False, num_workers=0)
+    with loader, pytest.raises(BrokenShard) as found:
+        next(iter(loader))
+    assert found.value.path == str(path)
 
 
 def test_a_closed_loader_holds_no_tar_open(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def test_a_run_that_stopped_inside_a_global_batch_gets_the_rest_of_it(data: Data
         begun = [ranks.batches_of_step(rank, most=1) for rank in range(2)]
         state = ranks.state()
     with open_ranks(state) as ranks:
+        assert {loader.first_batch for loader in ranks.loaders} == {3 * step + 1}
         rest = [ranks.batches_of_step(rank) for rank in range(2)]
         batch = ranks.join([[*first, *last] for first, last in zip(begun, rest, strict=True)])
         assert [len(each) for each in rest] == [2, 2]

@@ -190,6 +190,7 @@ def forget_engines(folder: Path) -> None:
     other.plan(num_shards=1).try_shard(0, engine="gigatoken")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("kind", ["right", "wrong", "panics", "refuses"])
 def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
@@ -231,6 +232,7 @@ def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_i
     assert sum(map(len, sources)) < 1 << 20, "the verdict was kept"
 
 
+@pytest.mark.slow
 def test_a_process_that_plans_and_works_loads_gigatoken_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_nanogpts_file_is_the_stream(folders: dict[str, Path], tmp_path: Path, n
     assert sorted(path.name for path in out.iterdir()) == ["export.json", "train.bin"]
 
 
+@pytest.mark.slow
 def test_a_document_of_more_than_is_read_at_once_is_exported_whole(tmp_path: Path) -> None:
     text = " ".join(str(number) for number in range(150_000))
     world = World(tmp_path, data_dir=tmp_path / "json").raw({"a.txt": f"short\n{text}\nshort\n"})

@@ -33,9 +33,10 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def raw_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same documents in a file of each format, with lines that are no UTF-8."""
-    world = World(tmp_path_factory.mktemp("formats")).raw({"a.txt": hostile_text(400, 5).replace("\r", "\n")})
+    world = World(tmp_path_factory.mktemp("formats")).raw({"a.txt": hostile_text(200, 5).replace("\r", "\n")})
     write_every_format(world.raw_dir)
-    world.raw({"a.txt": hostile_text(400, 5).encode() + b"\nbroken \xff line\r\n", "z.txt": "x\n" * 17_000})
+    # more documents than any of the batches below holds
+    world.raw({"a.txt": hostile_text(200, 5).encode() + b"\nbroken \xff line\r\n", "z.txt": "x\n" * 2500})
     return world.raw_dir
 
 

@@ -195,6 +195,12 @@ COLUMNS: dict[str, Callable[[], tuple[pyarrow.Array, list[str]]]] = {
         stored([0, 1, 2, 3, None, 0], pyarrow.timestamp("s")).dictionary_encode(),
         [*(f"1970-01-01T00:00:0{n}" for n in range(4)), "", "1970-01-01T00:00:00"],
     ),
+    "run-end encoded times": lambda: (
+        pyarrow.RunEndEncodedArray.from_arrays(
+            pyarrow.array([2, 5, 6], pyarrow.int32()), stored([0, None, 7], pyarrow.timestamp("s"))
+        ),
+        ["1970-01-01T00:00:00"] * 2 + [""] * 3 + ["1970-01-01T00:00:07"],
+    ),
     "lists of structs of times": lambda: (
         lists_of(pyarrow.StructArray.from_arrays([stored([*range(6)], pyarrow.duration("s"))], ["took"])),
         [f'[{{"took": "PT{n}S"}}]' for n in range(NUM_ROWS)],

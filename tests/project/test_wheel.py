@@ -149,7 +149,6 @@ NOT_RUN = (
     ("source ", "likewise"),
     ("pip install ", "it needs an index; the wheel is installed"),
     ("hf download ", "it needs the hub; test_hub.py has a local server of its protocol"),
-    ("lctl get_param ", "it needs a client of Lustre"),
     ("find RAW -type f -print0 | xargs ", "it needs files in an archive behind Lustre"),
 )
 CHECKOUT = ("slurm/train_ddp.sh", "examples/train_llama.py")

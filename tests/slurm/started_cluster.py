@@ -27,6 +27,7 @@ from tests.waiting import HANG_S, wait_until
 CANNOT_INSTALL = 69
 # All other states of a job are of one that runs or will: also SIGNALING, while a signal is on its way.
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE"}
+_ASK_SLURM_EVERY_S = 0.5  # a client takes CPU time that the jobs need
 # Put before the worker's Python. A fault happens while its marker is there. Each attempt takes memory; the
 # first one holds it until Slurm, which looks at it now and then, kills it.
 FAULTY_PYTHON = """#!/bin/bash
@@ -77,12 +78,19 @@ class Cluster:
 
     def ended(self, job: str) -> dict[int, dict[str, str]]:
         """Wait until no task waits or runs, and return what Slurm shows of them."""
-        wait_until(lambda: {each["JobState"] for each in self.tasks(job).values()} <= ENDED)
+        wait_until(
+            lambda: {each["JobState"] for each in self.tasks(job).values()} <= ENDED,
+            every_s=_ASK_SLURM_EVERY_S,
+        )
         return self.tasks(job)
 
-    def is_idle(self) -> bool:
-        """Return whether no job waits or runs."""
-        return not self.run("squeue", "--noheader")
+    def wait_until_idle(self) -> None:
+        """Wait until no job waits or runs."""
+        wait_until(lambda: not self.run("squeue", "--noheader"), every_s=_ASK_SLURM_EVERY_S)
+
+    def end_soon(self, task: str) -> None:
+        """Let the time limit of a running task come now. Slurm looks at limits every 30 s."""
+        self.run("scontrol", "update", f"jobid={task}", "endtime=now+1")
 
 
 def start_missing(environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

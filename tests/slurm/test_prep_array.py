@@ -107,7 +107,7 @@ def test_folder_and_flags_reach_the_worker_as_they_were_typed(desk: Cluster, pla
         ((), ("scancel", "--batch", "--signal=TERM"), "USR1"),
         ((), ("scancel", "--batch", "--signal=USR1"), "USR1"),
         ((), ("scancel", "--signal=USR1"), "USR1"),
-        (("--time=60", "--signal=B:USR1@55"), (), "USR1"),
+        (("--time=60", "--signal=B:USR1@118"), (), "USR1"),
     ],
 )
 def test_a_stopped_worker_removes_its_temporary_and_the_task_ends_with_75(
@@ -118,7 +118,7 @@ def test_a_stopped_worker_removes_its_temporary_and_the_task_ends_with_75(
     wait_until((place / "1.tmp").exists)
     if stop:
         desk.run(*stop, f"{job}_1")
-    else:  # its time runs out soon from now: it hears so in the second minute, however late it began
+    else:  # it ends in the second minute from now, however late it began, and hears so before
         minutes = int(desk.tasks(f"{job}_1")[1]["RunTime"].split(":")[1])
         desk.run("scontrol", "update", f"jobid={job}_1", f"timelimit={minutes + 2}")
     assert exit_codes(desk, job) == {1: "75:0"}

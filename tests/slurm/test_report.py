@@ -146,7 +146,7 @@ def test_slurm_is_not_asked_where_all_is_made_and_nothing_was_submitted(
     assert [fake.calls(name) for name in ("squeue", "scontrol")] == [[], []]
 
 
-def test_no_shard_is_read_and_nothing_is_written_into_the_data_set(
+def test_each_manifest_is_read_once_no_shard_is_and_nothing_is_written_into_the_data_set(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: list[str]
 ) -> None:
     before = sorted(world.data_dir.rglob("*"))
@@ -154,7 +154,8 @@ def test_no_shard_is_read_and_nothing_is_written_into_the_data_set(
     assert call_main("report", world.data_dir).code == 0
     assert (tmp_path / "report.html").is_file()
     assert sorted(world.data_dir.rglob("*")) == before
-    assert not [name for name in opened if name.endswith((".tar", ".idx"))]
+    of_shards = [name for name in opened if "/shard-" in name]
+    assert sorted(of_shards) == sorted(map(str, world.data_dir.glob("shard-*.json")))
     assert call_main("report", tmp_path).code == 66
     assert call_main("report", world.data_dir, "--output", tmp_path / "none" / "x.html").code == 73
 

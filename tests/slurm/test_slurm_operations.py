@@ -131,17 +131,19 @@ def test_until_done_heals_each_failure_as_its_cause_asks_and_nobody_types_anythi
     accepting = ("--worker_args", "--max_bad_fraction 0.6", "--setup", setup)
     site.slurm("submit", data, *request, *accepting, "--until_done")
     job = submission(data, 0)["arrays"][0]["job_id"]
-    wait_until(lambda: not (place / "sleep-2").exists())
+    wait_until(lambda: not list(place.glob("sleep-*")))
+    site.end_soon(f"{job}_1")
     site.run("scancel", f"{job}_2")
     wait_until((place / "surviving").exists)
     (node,) = site.run("squeue", "-h", f"--jobs={job}_3", "--format=%N").split()
     kill_node(site.environ, node)
     wait_until((data / "jobs" / "0001.json").exists)
     (place / "release").touch()  # two writers of shard 3
-    wait_until(lambda: site.status(data)["history"][-1]["event"] in ("finished", "stopped"))
+    site.wait_until_idle()
 
     state = site.status(data)
     assert state["verified"], site.slurm("status", data)
+    assert state["history"][-1]["event"] == "finished"
     causes = state["history"][1]["causes"]
     expected = {
         "OUT_OF_MEMORY": "0",
@@ -177,8 +179,9 @@ def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
     for shard_id in range(1, 7):
         seven.arm("sleep", shard_id)
     site.slurm("submit", seven.data, "--cpus_per_task", 1, "--max_parallel", 3)
-    wait_until(lambda: site.status(seven.data)["done"] == "0")
+    wait_until((seven.data / "shard-00000.json").exists)
     state = site.status(seven.data)
+    assert state["done"] == "0"
     assert state["running"]
     assert state["pending"]
     before = prep.contents(seven.data)
@@ -188,7 +191,7 @@ def test_a_finished_task_that_is_requeued_changes_nothing_and_cancel_ends_all(
     wait_until(lambda: site.tasks(f"{job}_0")[0]["JobState"] == "COMPLETED")
     site.run("scontrol", "requeue", f"{job}_0")
     site.slurm("cancel", seven.data)
-    wait_until(site.is_idle)
+    site.wait_until_idle()
     state = site.status(seven.data)
     assert set(state["causes"]) <= {"CANCELLED", "stopped by a signal (75)"}
     assert (state["done"], state["running"], state["pending"]) == ("0", "", "")
@@ -216,14 +219,14 @@ def test_plain_sbatch_is_seen_a_copy_leaves_it_alone_and_next_runs_as_printed(
     assert site.tasks(f"{job}_0")[0]["JobState"] == "RUNNING"
 
     site.slurm("cancel", data)
-    wait_until(site.is_idle)
+    site.wait_until_idle()
     state = site.status(data)
     assert (state["failed"], state["done"]) == ("0-1", "")
     assert set(state["causes"]) <= {"CANCELLED", "stopped by a signal (75)"}
     monkeypatch.setitem(site.environ, "PATH", f"{Path(sys.executable).parent}:{site.environ['PATH']}")
     (line,) = re.findall(r"^next: (.*)$", site.slurm("status", data), re.MULTILINE)
     assert run_child(["bash", "-c", line], env=site.environ, cwd=elsewhere).returncode == 0
-    wait_until(site.is_idle)
+    site.wait_until_idle()
     assert site.status(data)["done"] == "0-3,5-6"
 
 
@@ -251,9 +254,9 @@ def test_preempted_tasks_start_again_and_are_counted(prep: Prep, site: Cluster, 
     site.slurm("submit", seven.data, *flags)
     wait_until(lambda: not list(seven.place.glob("sleep-*")))
     site.run("sbatch", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true")
-    wait_until(lambda: site.status(seven.data)["verified"])
+    wait_until((seven.data / "index.json").exists)
     state = site.status(seven.data)
-    assert (state["done"], state["failed"]) == ("0-6", "")
+    assert (state["done"], state["failed"], state["verified"]) == ("0-6", "", True)
     made = [json.loads(path.read_text())["run"]["slurm"] for path in seven.data.glob("shard-*.json")]
     assert [each.get("SLURM_RESTART_COUNT") for each in made].count("1") == 3, made
     assert prep.temporaries(seven.data) == []
@@ -267,7 +270,7 @@ def test_a_submit_limit_of_the_qos_makes_larger_tasks_and_leaves_a_place_for_the
         flags = ("--cpus_per_task", 1, "--mem_gb", 1, "--worker_args", "--max_bad_fraction 0.6")
         site.slurm("submit", seven.data, *flags, "--until_done")
         assert len(submission(seven.data, 0)["arrays"][0]["tasks"]) <= 2, "two jobs stand behind them"
-        wait_until(site.is_idle)
+        site.wait_until_idle()
     finally:
         site.run("sacctmgr", "--immediate", "modify", "qos", "normal", "set", "MaxSubmitJobsPerUser=-1")
     state = site.status(seven.data)
@@ -320,9 +323,12 @@ def test_after_three_times_too_little_memory_or_time_what_status_and_verify_prin
         for _ in range(3):
             seven.arm(fault, 0)
             array = ["sbatch", "--array=0", "--cpus-per-task=1", "--mem=200", "--time=1"]
-            site.run(*array, f"--output={tmp_path}/%A.log", str(ROOT / "slurm" / "prep_array.sh"), str(data))
-            wait_until(lambda: not (seven.place / "sleep-0").exists())
-    wait_until(site.is_idle)
+            words = (f"--output={tmp_path}/%A.log", str(ROOT / "slurm" / "prep_array.sh"), str(data))
+            job = site.run(*array, "--parsable", *words)
+            if fault == "sleep":
+                wait_until(lambda: not (seven.place / "sleep-0").exists())
+                site.end_soon(f"{job}_0")
+    site.wait_until_idle()
     (seven.place / "memory-0").unlink()
     for data, cause in zip(sets.values(), ("TIMEOUT", "OUT_OF_MEMORY"), strict=True):
         assert site.status(data)["causes"] == {cause: "0"}
@@ -358,6 +364,7 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
     seven.arm("sleep", 0)
     seven.arm("kill", 5)
     site.slurm("submit", data, "--cpus_per_task", 1)
+    wait_until(lambda: len(list(data.glob("shard-*.json"))) == 4)
     wait_until(lambda: site.status(data)["failed"] == "4-5")
     as_nobody = ["unshare", "--mount", "bash", "-c", _AS_NOBODY, "_", sys.base_prefix, sys.executable]
 
@@ -377,7 +384,7 @@ def test_another_user_sees_the_state_and_is_refused_in_a_sentence_what_is_not_th
     assert json.loads(nobody("report", data, "--json"))["shards"]["num_done"] == 4
     assert site.status(data)["running"] == "0", "nothing was cancelled"
     site.slurm("cancel", data)
-    wait_until(site.is_idle)
+    site.wait_until_idle()
     assert "shardprep " not in nobody("status", data).splitlines()[-1], "a command that would be refused"
     (data / "jobs").chmod(0o700)  # as umask 077 makes it
     assert (seen()["num_done"], seen()["failed"]) == (4, "")

@@ -17,8 +17,10 @@ import pytest
 
 from tests.checkout import ROOT
 from tests.children import run_child
+from tests.held_children import Hold
 from tests.slurm.started_cluster import ENDED, Cluster, started_cluster
 from tests.waiting import wait_until
+from tests.warm_python import WarmPython
 
 if TYPE_CHECKING:
     from tests.conftest import Prep
@@ -67,6 +69,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
+def warm(site: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """For runs without Slurm."""
+    modules = ["transformers", "loader.dataloader"]
+    with WarmPython(tmp_path_factory.mktemp("warm"), modules, site.environ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
 def data(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     prep.plan(sample_dir, folder, num_shards=4)
@@ -79,19 +89,27 @@ def steps_of(checkpoints: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (checkpoints / "log.jsonl").read_text().splitlines()]
 
 
-def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Cluster, data: Path) -> None:
+def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(
+    site: Cluster, data: Path, warm: WarmPython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """USR1, a checkpoint, a requeue, and the same batches and losses on half the nodes."""
-    checkpoints, num_steps = site.folder / "cut", 30
+    checkpoints, num_steps = site.folder / "cut", 12
     flags = (*FLAGS, "--num_threads", 1, "--log_batches", "--num_steps", num_steps, "--save_every", 1000)
-    job = site.run(
-        "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1",
-        SCRIPT, PROGRAM, data, checkpoints, *flags, "--step_sleep_s", 1,
-    )  # fmt: skip
-    wait_until(lambda: (checkpoints / "log.jsonl").exists() and len(steps_of(checkpoints)) > 1)
+    hold = Hold(tmp_path, "open", r"/log\.jsonl$")  # of rank 0, behind its third step
+    with monkeypatch.context() as patch:
+        for name, value in hold.environ(number=3).items():
+            patch.setitem(site.environ, name, f"{value}:{ROOT}" if name == "PYTHONPATH" else value)
+        job = site.run(
+            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1",
+            SCRIPT, PROGRAM, data, checkpoints, *flags,
+        )  # fmt: skip
+    hold.wait(1)
     site.run("scontrol", "update", "partitionname=cpu", "state=down")  # it begins once it was changed
     site.run("scancel", "--batch", "--signal=USR1", job)
+    wait_until(lambda: list(checkpoints.glob(".stop-*")))
+    hold.release()
     unbroken = site.folder / "unbroken"
-    site.run(sys.executable, PROGRAM, data, unbroken, *flags)
+    site.run(warm.python, PROGRAM, data, unbroken, *flags)
     wait_until(lambda: job_of(site, job)["JobState"] in {"PENDING", *ENDED})
     assert job_of(site, job)["JobState"] == "PENDING", log_of(site, job)
     wait_until(lambda: not has_daemon(job))  # its word of the first end may come late
@@ -105,7 +123,7 @@ def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Cluster, dat
     assert "rank 0 of 2 (RANK/WORLD_SIZE), from step 0" in log
     resumed = re.search(r"rank 0 of 1 \(RANK/WORLD_SIZE\), from step (\d+)", log)
     assert resumed
-    assert 0 < int(resumed[1]) < num_steps
+    assert int(resumed[1]) == 3
     ours, theirs = steps_of(checkpoints), steps_of(unbroken)
     assert [line["step"] for line in ours] == list(range(1, num_steps + 1)), "no step twice or lost"
     assert [line["batch"] for line in ours] == [line["batch"] for line in theirs]
@@ -116,7 +134,7 @@ def test_a_run_that_is_cut_goes_on_on_one_node_as_if_unbroken(site: Cluster, dat
 
 
 def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on_as_if_unbroken(
-    site: Cluster, data: Path, monkeypatch: pytest.MonkeyPatch
+    site: Cluster, data: Path, warm: WarmPython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a preemption or scancel sends it: to every process of the job's steps."""
     monkeypatch.setitem(site.environ, "SHARDPREP_MAX_REQUEUES", "0")
@@ -124,7 +142,7 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     flags = (*FLAGS, "--num_threads", 1, "--log_batches", "--num_workers", 2)
     job = site.run(
         "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", SCRIPT, PROGRAM, data, checkpoints,
-        *flags, "--num_steps", 1000, "--save_every", 1000, "--step_sleep_s", 1,
+        *flags, "--num_steps", 1000, "--save_every", 1000, "--step_sleep_s", 0.3,
     )  # fmt: skip
     log = checkpoints / "log.jsonl"
     wait_until(
@@ -136,7 +154,7 @@ def test_ranks_that_get_the_term_with_all_their_workers_save_and_the_run_goes_on
     assert "(SHARDPREP_MAX_REQUEUES): not again" in log_of(site, job), "there is a newer checkpoint"
     num_steps = len(steps_of(checkpoints)) + 3
     for folder in (checkpoints, unbroken):
-        site.run(sys.executable, PROGRAM, data, folder, *flags, "--num_steps", num_steps)
+        site.run(warm.python, PROGRAM, data, folder, *flags, "--num_steps", num_steps)
     ours, theirs = steps_of(checkpoints), steps_of(unbroken)
     assert [(line["step"], line["batch"]) for line in ours] == [
         (line["step"], line["batch"]) for line in theirs

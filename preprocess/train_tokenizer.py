@@ -22,9 +22,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from preprocess.make.engines import LLAMA3_REGEX
-from preprocess.plan.divide import stamp_inputs
-from preprocess.plan.estimate import sample_documents
-from preprocess.plan.listing import find_inputs
+from preprocess.plan.inputs import find_inputs, stamp_inputs
+from preprocess.plan.trial import sample_documents
 from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError

@@ -21,15 +21,15 @@ from shardprep.console import Progress, counted, output_is_read, print_lines, qu
 from shardprep.errors import NotFound, ShardprepError, UsageError
 from shardprep.files import read_beginning
 from shardprep.format.documents import kept_ids
-from shardprep.format.idx import ShardSamples, read_idx, samples_holding
+from shardprep.format.index import ShardSamples, read_idx, samples_holding
 from shardprep.format.input_formats import input_kind, name_of_input, place_text
-from shardprep.format.json_files import load_json
 from shardprep.format.manifest import manifest_ids, read_manifest
 from shardprep.format.names import (
     BLANK,
     TOKENIZER_DIR,
     TOKENIZER_FILE,
     blank_id,
+    load_json,
     manifest_path,
     quarantine_path,
     shard_name,
@@ -160,7 +160,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
     samples: list[Sample] = []
     for shard_id in shards:
         records = read_idx(folder, plan.spec, shard_id)
-        num_train = len(records) - _num_validation(folder, shard_id)
+        num_train = len(records) - read_manifest(folder, shard_id).counts.held_out.num_samples
         # A document is in the last shard in which one begins at the place or before.
         samples = [(shard_id, number) for number in samples_holding(records, place, num_train)] or samples
     if not samples:
@@ -232,12 +232,6 @@ def _made_shards(folder: Path) -> list[int]:
     return made
 
 
-def _num_validation(folder: Path, shard_id: int) -> int:
-    """Count the samples for validation, which are the last ones of a shard."""
-    held = read_manifest(folder, shard_id).counts.validation
-    return 0 if held is None else held.num_samples
-
-
 def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str]:
     """Return the texts of a sample. Of a row, the end of one that began before it, if any, comes first."""
     ids, mask = samples.ids(number), samples.loss_mask(number)
@@ -254,7 +248,8 @@ def _print_sample(
     record = samples.records[number]
     begins_inside = len(documents) > len(samples.starts(number))
     num_tokens, num_trained = len(samples.ids(number)), int(samples.loss_mask(number).sum())
-    num_train = len(samples.records) - _num_validation(samples.path.parent, samples.shard_id)
+    counts = read_manifest(samples.path.parent, samples.shard_id).counts
+    num_train = counts.num_samples - counts.held_out.num_samples
     path = name_of_input([item.path for item in plan.inputs], int(record["source"]))
     labels = "" if num_trained == num_tokens else f" ({num_trained} with labels)"
     side = ", for validation" if number >= num_train else ""

@@ -1,10 +1,15 @@
-"""``verify``: prove a data set whole and write index.json.
+"""``verify``: prove a data set whole and write index.json. ``clean``: remove what dead attempts left.
 
 The fast tier compares manifests, sizes and coverage. The full one reads every byte back, once: hashes, places
 and every token id, at 4 to 20 s of CPU per gigabyte (one core; the most for JSON). ``--deep`` also makes some
 shards again, with the reference engine and the worker's own path, in a temporary folder. So shards are found
 that agree with their manifest and not with their input: of another engine, of another version, or written by
 a machine that errs. What this version itself reads wrongly, it reads wrongly again.
+
+A temporary file or folder has a name that no other program gives, ``.NAME.HOST-PID-HEX.tmp``. Whether its
+attempt lives on another node cannot be known, so ``clean`` removes two kinds alone: those of shards that are
+done, which no attempt needs, and those that nobody has written to for 24 hours. An attempt that lives on for
+longer without a write is lost (74), never data. Of a verified data set the logs of tasks go, too.
 """
 
 from __future__ import annotations
@@ -12,9 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import random
+import re
+import stat
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,30 +31,52 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from shardprep.console import Progress, counted, print_lines, quoted, say, shards_text, source_lines
-from shardprep.errors import BrokenShard, CannotWrite, OtherPlan, ReadWriteError, ShardprepError, UsageError
+from shardprep.console import (
+    Progress,
+    counted,
+    print_lines,
+    quoted,
+    say,
+    shards_text,
+    short_bytes,
+    source_lines,
+)
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    NotFound,
+    OtherPlan,
+    ReadWriteError,
+    ShardprepError,
+    UsageError,
+)
 from shardprep.files import (
     NOT_THERE,
     RETRIED,
+    STALE_AFTER_S,
+    TEMPORARY_NAME,
     HashedFile,
     PublishedFolder,
     errors_named,
+    is_link,
+    names_in,
     publish_bytes,
     read_regular,
+    remove_tree,
+    size_of_file,
     with_retries,
 )
-from shardprep.format.attempts import read_attempts, remove_finished
-from shardprep.format.idx import ids_of, misplaced_samples, read_idx
-from shardprep.format.index import merge_manifests
+from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
 from shardprep.format.input_formats import input_kind
+from shardprep.format.jobs import LOGS_FOLDER, read_attempts
 from shardprep.format.manifest import (
     Check,
     Finding,
     Manifest,
-    ValidationCounts,
     check_hashes,
     check_shard,
     check_sizes,
+    done_manifest,
     is_of_shard,
     publish_findings,
     read_manifest,
@@ -56,7 +87,11 @@ from shardprep.format.manifest import (
 from shardprep.format.names import (
     BLANK,
     DIGEST_BYTES,
+    DIGESTS_DIR,
+    IDS_DIR,
     INDEX_NAME,
+    PLAN_NAME,
+    QUARANTINE_DIR,
     TAR_END,
     VOUCHED_PATHS,
     blank_id,
@@ -64,11 +99,13 @@ from shardprep.format.names import (
     remake_command,
     tar_path,
 )
-from shardprep.format.plan import Plan, check_tokenizer_files, need_plan
+from shardprep.format.plan import Plan, check_tokenizer_files, need_plan, read_plan
 
 Records = npt.NDArray[np.void]
 _NUM_THREADS = 4  # hashing releases the interpreter's lock
 _MOST_TOLD = 5  # problems of one kind that are printed
+_TASK_LOG = re.compile(r"[0-9]+_[0-9]+\.log")
+_OF_SHARD = re.compile(r"\.shard-(\d{5})\.")
 _MADE_AGAIN = ("tar", "idx", "ids", "digests")  # quarantine/ has words of a library's version
 
 
@@ -127,7 +164,10 @@ def verify(args: argparse.Namespace) -> int:
         say(f"error: all shards are right, and {INDEX_NAME} is not written: {not_written}")
         return not_written.exit_code
     remove_findings(folder)
-    remove_finished(read_attempts(folder, plan.plan_id).own, [True] * plan.num_shards)
+    for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
+        if record.ended is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(record.path)  # noqa: PTH108
     return 0
 
 
@@ -277,9 +317,9 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
             records = _check_idx(folder, plan, manifest)
             _check_ids(manifest, tar, records)
         except ShardprepError:
-            check_hashes(folder, manifest, tar_sha256=tar.sha256())
+            check_hashes(folder, manifest, tar.sha256())
             raise
-        check_hashes(folder, manifest, tar_sha256=tar.sha256())
+        check_hashes(folder, manifest, tar.sha256())
 
 
 def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
@@ -300,7 +340,7 @@ def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
             f"{manifest.tar.num_bytes} bytes"
         )
     # The rows for validation, which come last, and the digests are as many as is said.
-    validation = counts.validation or ValidationCounts(num_samples=0, num_documents=0, num_tokens=0)
+    validation = counts.held_out
     num_train = counts.num_samples - validation.num_samples
     begin_in = records["num_starts"] if plan.spec.has_rows else np.ones(len(records), np.int64)
     num_begun = int(begin_in.sum())
@@ -352,3 +392,77 @@ def _check_ids(manifest: Manifest, tar: HashedFile, records: Records) -> None:
         raise BrokenShard(f"{tar.path} holds token ids that cannot be read ({error})") from None
     if tar.read(tar.num_bytes - len(TAR_END), len(TAR_END)) != TAR_END:
         raise BrokenShard(f"{tar.path} does not end in two zero blocks")
+
+
+def add_clean_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("output_dir", metavar="DATA", type=Path, help="folder of the data set")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be removed, remove nothing")
+
+
+def clean(args: argparse.Namespace) -> int:
+    """Remove what attempts that died left in a data set's folder, and nothing else. Return the exit code.
+
+    Raises NotFound where there is no data set, ReadWriteError where a folder cannot be listed, CannotWrite
+    where some could not be looked at or removed; all others are gone by then.
+    """
+    folder: Path = args.output_dir
+    plan = read_plan(folder)
+    paths = [*_left_behind(folder)]
+    if plan is None and not paths:
+        found = f"no {PLAN_NAME} and no temporary file"
+        raise NotFound(path=folder, found=found, expected="the folder of a data set")
+    verb = "would remove" if args.dry_run else "removed"
+    removed: list[int] = []  # bytes of each
+    num_kept, failed = 0, ""
+    for path in paths:
+        try:
+            stats = [path.lstat()]
+            if stat.S_ISDIR(stats[0].st_mode):
+                stats += [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
+            num_bytes = sum(each.st_size for each in stats if not stat.S_ISDIR(each.st_mode))
+            age_s = time.time() - max(each.st_mtime for each in stats)
+            if age_s < STALE_AFTER_S and path.suffix != ".log" and not _is_of_done_shard(path, folder, plan):
+                num_kept += 1
+                continue
+            if not args.dry_run:
+                remove_tree(path)
+                if path.is_dir() and not path.is_symlink():  # of a folder it removes what it can
+                    path.rmdir()  # and this says why not all
+        except FileNotFoundError:
+            continue  # another one cleans, too
+        except OSError as error:
+            failed = f"{path} cannot be removed: {error.strerror}"
+            say(f"error: {failed}")
+            continue
+        removed.append(num_bytes)
+        print_lines(f"{verb} {path} ({short_bytes(num_bytes)})")
+    print_lines(f"{verb} {counted(len(removed), 'file')}, {short_bytes(sum(removed))}")
+    if num_kept:
+        print_lines(
+            f"kept {num_kept} of shards that are not done, since attempts may still write them; they go when "
+            "their shards are done, or 24 hours after the last write"
+        )
+    if failed:
+        raise CannotWrite(f"{failed}; ask the owner of what is left", path=folder)
+    return 0
+
+
+def _left_behind(folder: Path) -> Iterator[Path]:
+    """Yield temporaries in the folders of a data set and, where that is verified, the logs of its tasks."""
+    for place in (folder, *(folder / name for name in (QUARANTINE_DIR, IDS_DIR, DIGESTS_DIR, "jobs"))):
+        if place == folder or not is_link(place):
+            yield from (place / name for name in names_in(place) if TEMPORARY_NAME.fullmatch(name))
+    logs = folder / LOGS_FOLDER
+    if size_of_file(folder / INDEX_NAME) is not None and not is_link(logs):
+        yield from (logs / name for name in names_in(logs) if _TASK_LOG.fullmatch(name))
+
+
+def _is_of_done_shard(path: Path, folder: Path, plan: Plan | None) -> bool:
+    """Return whether a temporary is of a shard that is done. Else it may be what will mend the shard."""
+    match = _OF_SHARD.match(path.name)
+    if plan is None or match is None or int(match[1]) >= plan.num_shards:
+        return False
+    try:
+        return done_manifest(folder, int(match[1]), plan.plan_id) is not None
+    except (ShardprepError, OSError):
+        return False

@@ -36,10 +36,9 @@ from shardprep.files import (
     size_of_file,
     sync_folder,
 )
-from shardprep.format.idx import ShardSamples
-from shardprep.format.json_files import load_json
+from shardprep.format.index import ShardSamples
 from shardprep.format.manifest import check_done, read_findings
-from shardprep.format.names import shard_name
+from shardprep.format.names import load_json, shard_name
 from shardprep.format.plan import Plan, need_plan
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
@@ -253,14 +252,14 @@ def export(args: argparse.Namespace) -> int:
     first_token = [0]
     for shard_id in range(plan.num_shards):
         counts = check_done(args.data_dir, shard_id, plan.plan_id, findings).counts
-        part, num_documents, num_tokens = slice(None), counts.num_documents, counts.num_tokens
-        if args.split and (held := counts.validation) is not None:
-            cut = counts.num_samples - held.num_samples
-            if args.split == "validation":
-                part, num_documents, num_tokens = slice(cut, None), held.num_documents, held.num_tokens
-            else:
-                part = slice(cut)
-                num_documents, num_tokens = num_documents - held.num_documents, num_tokens - held.num_tokens
+        held, part = counts.held_out, slice(None)
+        num_documents, num_tokens = counts.num_documents, counts.num_tokens
+        num_train = counts.num_samples - held.num_samples
+        if args.split == "validation":
+            part, num_documents, num_tokens = slice(num_train, None), held.num_documents, held.num_tokens
+        elif args.split == "train":
+            part = slice(num_train)
+            num_documents, num_tokens = num_documents - held.num_documents, num_tokens - held.num_tokens
         parts.append(part)
         first_token.append(first_token[-1] + num_tokens + (eos is not None) * num_documents)
     layout = LAYOUTS[args.to](folder, plan.tokenizer.vocab_size, first_token)

@@ -1,19 +1,28 @@
-"""A sample of a plan's input, and what the plan will cost, measured on it with the stages of a worker.
+"""What planning tries: a sample of the input, what the plan will cost, a function, a chat template.
 
 The sample is 2 MiB from 8 places, one in each eighth of the input, so planning takes a second or two longer
-for it, however large the input is. A sample without one usable record stops planning: its fields are others.
+for it, however large the input is. It goes through the stages of a worker, whose CPU seconds are scaled up. A
+sample without one usable record stops planning: its fields are others.
+
+A user's function must give the same texts again, in this process and in another one: the order of a set
+differs between processes, and what a function remembers only shows in one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import json
+import pickle
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +31,14 @@ from preprocess.make.engines import Engine
 from preprocess.make.members import members_of
 from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.read import BATCH_BYTES
+from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations, texts_in
 from preprocess.read.documents import Documents, read_documents, read_records, starts_in
-from preprocess.read.format import SHORT_LINE_BYTES, Start
-from preprocess.read.inputs import OpenInput
+from preprocess.read.format import SHORT_LINE_BYTES, OpenInput, Start
 from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform
-from shardprep.console import printable
-from shardprep.errors import BadInput, CannotWrite
+from shardprep import HOME
+from shardprep.console import counted, printable
+from shardprep.errors import BadInput, CannotWrite, UsageError
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange, InputFile, Plan
 
@@ -36,6 +46,8 @@ _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
 _MOST_FILES = 16  # of the sample: to open one is a round trip on a network file system
 _NUM_SHOWN = 20  # fields
+_FUNCTION_BYTES = 1 << 18  # that a function is tried on
+_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from preprocess.plan.trial import answer; answer()"
 _STARTUP_S = 3.0  # a task's Python and tokenizer, generously
 _GOLDEN_RATIO = 0.618034  # its multiples are spread evenly over 0 to 1
 
@@ -252,3 +264,125 @@ def _ranges(
                 text_start=start.text_byte,
             )
         number, start = number + 1, Start(0)
+
+
+def _try(plan: Plan, transform: Transform) -> tuple[str, int, list[str]]:
+    """Put a sample through a function. Return the texts' hash, the documents' number, and why some failed."""
+    digest, num_documents, failures = hashlib.sha256(), 0, list[str]()
+    for documents in sample_of_plan(plan, _FUNCTION_BYTES, transform):
+        num_documents += len(documents.texts) + len(documents.bad)
+        failures += [bad.detail for bad in documents.bad if bad.reason == "transform_error"]
+        for text in documents.texts:
+            digest.update(len(text).to_bytes(8, "big") + text)
+    return digest.hexdigest(), num_documents, failures
+
+
+def check_transform(plan: Plan, transform: Transform, say: Callable[[str], None]) -> None:
+    """Try the function on a sample of the input.
+
+    Raises UsageError where it gives other texts again or ends its process, BadInput where it fails for all.
+    """
+    # First in another process: what ends a process ends that one.
+    command = [sys.executable, "-c", _CODE, str(HOME)]
+    done = subprocess.run(
+        command, input=pickle.dumps((plan, transform.path)), capture_output=True, check=False
+    )
+    words = done.stdout.split()
+    if done.returncode or not words:
+        last_line = "".join(done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:])
+        found = f"it ended the process that tried it, with exit code {done.returncode}"
+        expected = f"a text; its last words: {last_line or 'none'}"
+        raise UsageError(path=transform.path, found=found, expected=expected)
+    texts_elsewhere = words[-1].decode()  # the function may print, too
+    texts, num_documents, failures = _try(plan, transform)
+    if failures:
+        found = f"--transform {transform.path} fails for {len(failures)} of {num_documents} sampled documents"
+        message = f"{found}, first so: {failures[0]}"
+        if len(failures) == num_documents:
+            raise BadInput(message, path=transform.path)
+        say(f"warning: {message}")
+    for texts_again, where in (
+        (_try(plan, transform)[0], "the second time that it was given the same sample"),
+        (texts_elsewhere, "in another process"),
+    ):
+        if texts_again != texts:
+            expected = "the same text for the same record, whatever the time, chance and other documents"
+            raise UsageError(path=transform.path, found=f"other texts {where}", expected=expected)
+
+
+def answer() -> None:
+    """Print the hash of the texts of the sample that stands on standard input."""
+    plan, path = pickle.loads(sys.stdin.buffer.read())  # noqa: S301 - of the process that started this one
+    transform = Transform(path, plan.options.transform_files)
+    sys.stdout.write(f"\n{_try(plan, transform)[0]}\n")
+
+
+def _turns(*texts: str) -> list[dict[str, Any]]:
+    return [dict(zip(("role", "content"), text.split(": ", 1), strict=True)) for text in texts]
+
+
+_QUESTION = _turns("user: What is it?", "assistant: A probe.")
+_CALL = {
+    "id": "call00001",  # nine letters and digits, as Mistral's templates want it
+    "type": "function",
+    "function": {"name": "probe_tool", "arguments": {"probe_key": "probe_value"}},
+}
+_SHAPES = {
+    "several turns": [*_QUESTION, *_turns("user: And now?", "assistant: Again.")],
+    "a system message": [*_turns("system: Be brief."), *_QUESTION],
+    "two user messages in a row": [*_turns("user: Hear this."), *_QUESTION],
+    "two answers in a row": [*_QUESTION, *_turns("assistant: And more.")],
+    "reasoning in an earlier turn": [
+        *_turns("user: Why?", "assistant: <think>\nSince probes ask.\n</think>\n\nSo.", "user: And then?"),
+        *_turns("assistant: <think>\nThey end.\n</think>\n\nNothing."),
+    ],
+    "tool calls": [
+        *_turns("user: Ask the tool."),
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "probe_tool", "tool_call_id": "call00001", "content": "The tool says so."},
+        *_turns("assistant: It answered."),
+    ],
+}
+
+
+def template_warnings(template: ChatTemplate) -> Iterator[str]:
+    """Yield why conversations of some shapes cannot be rendered, and which lose text.
+
+    Raises UsageError where one takes too much memory or time, and ReadWriteError.
+    """
+    shapes = {name: shape for name, shape in _SHAPES.items() if name != "tool calls"}
+    if "tool_calls" in template.text:
+        shapes["tool calls"] = _SHAPES["tool calls"]
+    try:
+        rendered = render_conversations(template, list(map(json.dumps, shapes.values())))
+    except TooCostly as error:
+        num_messages = len(list(shapes.values())[error.number])
+        raise UsageError(
+            f"{error}, for a conversation of {counted(num_messages, 'message')} that plan tries; pass a "
+            "template without endless loops and huge texts as --chat_template_file"
+        ) from None
+    unusable: dict[str, list[str]] = {}  # why -> names of shapes
+    losing = []
+    for (name, shape), found in zip(shapes.items(), rendered, strict=True):
+        if isinstance(found, UnusableText):
+            unusable.setdefault(found.detail, []).append(name)
+            continue
+        said: list[str] = []
+        for message in shape:
+            for text in texts_in([message.get("content"), message.get("tool_calls")]):
+                said += re.split(r"\s*</?think>\s*", text)
+        lost = [words for words in said if words not in ("call00001", "function") and words not in found.text]
+        if lost:
+            losing.append(f"{name} ({lost[0]!a})")
+    for why, names in unusable.items():
+        yield (
+            f"the chat template cannot render conversations with {', or '.join(names)}: {why}; such "
+            "conversations will be left out; change the data, or put {% generation %} and "
+            "{% endgeneration %} around what the assistant writes in a copy of the template, and pass "
+            "--chat_template_file"
+        )
+    if losing:
+        yield (
+            f"the chat template leaves out text of conversations with {', or '.join(losing)}; the assistant "
+            "will not learn it: to keep it, pass a template that renders it as --chat_template_file"
+        )

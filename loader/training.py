@@ -1,0 +1,403 @@
+"""What a training loop takes beside batches: a setup, mean losses by label, rows dealt or cut for ranks.
+
+A mean of the losses of batches would depend on how samples are batched, so losses are counted by labels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from loader.batches import Batch, PadToken, Targets, choose_pad_token, log_pad_token
+from loader.boundaries import HostNumber, document_numbers
+from loader.chunks import IGNORED
+from loader.order import Int64s
+from loader.origins import source_ids
+from loader.token_loader import TokenLoader
+from shardprep.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+# Threads, precision and padding (docs/training_speed.md).
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """The settings of ``set_up_training``."""
+
+    bf16: bool
+    num_threads: int  # of torch in this process
+    pad: PadToken
+    model_options: Mapping[str, Any]  # for from_pretrained, or a model's configuration
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of the forward pass: bfloat16 where it was asked for."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return torch.autocast(device, torch.bfloat16, enabled=self.bf16)
+
+
+def set_up_training(
+    loader: TokenLoader | Any, *, bf16: bool = False, tf32: bool = True, num_threads: int | None = None
+) -> TrainingSetup:
+    """Set threads, precision and padding for this process and those it starts.
+
+    Rank 0 logs them at INFO. Raises UsageError.
+
+    Args:
+        loader: a TokenLoader, or a tokenizer of transformers, which then pads to the right.
+        bf16: ``autocast`` computes in bfloat16; weights stay float32.
+        tf32: float32 matrix products in TF32 where there is CUDA.
+        num_threads: of torch in this process. Default: OMP_NUM_THREADS unless it is torchrun's guess, else
+            this process's share of the CPUs, less one a worker. Sets OMP_NUM_THREADS, MKL_NUM_THREADS and
+            TOKENIZERS_PARALLELISM where you have not.
+    """
+    if bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
+        raise UsageError(f"{torch.cuda.get_device_name()} has no bfloat16; leave bf16 out, tf32 stays")
+    is_loader = isinstance(loader, TokenLoader)
+    tokenizer: Any = loader.tokenizer if is_loader else loader
+    pad = choose_pad_token(tokenizer)
+    tokenizer.padding_side, tokenizer.pad_token = "right", pad.token
+    if not is_loader:  # the collator of a loader has said it
+        log_pad_token(pad, tokenizer.eos_token_id)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if num_threads is None:
+        given = os.environ.get("OMP_NUM_THREADS", "")
+        is_guess = given == "1" and "TORCHELASTIC_RUN_ID" in os.environ  # torchrun sets it for several ranks
+        # torchrun's ranks see all CPUs of the node; srun's their own.
+        num_ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+        num_workers = loader.num_workers if is_loader else 0
+        num_threads = max(len(os.sched_getaffinity(0)) // num_ranks - num_workers, 1)
+        if given.isdigit() and int(given) and not is_guess:
+            num_threads = int(given)
+    if num_threads < 1:
+        raise UsageError.of_value("num_threads", num_threads, "1 or more")
+    torch.set_num_threads(num_threads)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, str(num_threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a fork beside its threads may hang
+    if not is_loader or loader.process_rank.rank == 0:
+        precision = f"{'bfloat16' if bf16 else 'float32'}, TF32 on CUDA: {'yes' if tf32 else 'no'}"
+        logger.info("set up for training: %s; attention: sdpa; %d threads", precision, num_threads)
+    return TrainingSetup(
+        bf16=bf16, num_threads=num_threads, pad=pad, model_options={"attn_implementation": "sdpa"}
+    )
+
+
+# Mean losses: of a validation set, and of each source.
+
+
+class _LossSums:
+    """Sums of losses, and counts of labels, of this rank."""
+
+    def __init__(self, num_means: int, targets: Targets) -> None:
+        self._first = int(targets == "same")  # the model shifts labels, so the first of a row does not count
+        self._sums = torch.zeros(2, num_means, dtype=torch.float64)
+
+    def _all_means(self) -> list[float]:
+        """Return the means over the labels of all ranks, NaN where there are none."""
+        sums = self._sums.clone()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(sums)
+        return [loss / count if count else math.nan for loss, count in sums.T.tolist()]
+
+
+class LossMean(_LossSums):
+    """Adds up this rank's losses by their labels. ``mean()`` is of all ranks.
+
+    ``targets``: as for the loader.
+    """
+
+    def __init__(self, targets: Targets = "same") -> None:
+        super().__init__(1, targets)
+
+    @staticmethod
+    def of_loader(loader: TokenLoader) -> LossMean:
+        """Return one for the batches of a loader."""
+        return LossMean(_targets_of(loader))
+
+    def add(self, loss: torch.Tensor, labels: torch.Tensor) -> None:
+        """Count a batch: ``loss`` is the mean over the labels int64[batch, seq] that are not -100. A batch
+        without such labels, whose loss is NaN in transformers, counts nothing."""
+        num_labels = int((labels[:, self._first :] != IGNORED).sum())
+        if num_labels:
+            sums = [loss.detach().mean().double() * num_labels, loss.new_tensor(num_labels).double()]
+            self._sums = self._sums.to(loss.device) + torch.stack(sums)[:, None]
+
+    def mean(self) -> float:
+        """Return the mean over all labels of all ranks, which must all call it. It is NaN without labels."""
+        return self._all_means()[0]
+
+
+class SourceLosses(_LossSums):
+    """Adds up this rank's losses by source. ``means()`` are of all ranks.
+
+        losses = SourceLosses.of_loader(loader)
+        losses.add(model(**batch).logits, labels, origins)
+
+    ``targets``: as for the loader. A label counts for the document that holds the predicting token.
+    """
+
+    def __init__(self, names: tuple[str, ...], targets: Targets = "same") -> None:
+        super().__init__(len(names), targets)
+        self.names = names
+
+    @staticmethod
+    def of_loader(loader: TokenLoader) -> SourceLosses:
+        """Return one for the batches of a loader."""
+        return SourceLosses(loader.source_names, _targets_of(loader))
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor, origins: torch.Tensor) -> None:
+        """Count a batch: logits[batch, seq, vocabulary], int64[batch, seq] and int64[documents, 6]."""
+        logits, labels = logits[:, : logits.shape[1] - self._first], labels[:, self._first :]
+        with torch.no_grad():  # a row at a time: float32 of all logits may not fit beside the step's own
+            losses = [
+                cross_entropy(of_row.float(), wanted.to(of_row.device), reduction="none")
+                for of_row, wanted in zip(logits, labels, strict=True)
+            ]
+        self.add_losses(torch.stack(losses), labels, source_ids(origins, labels.shape))
+
+    def add_losses(self, losses: torch.Tensor, labels: torch.Tensor, sources: torch.Tensor) -> None:
+        """Count losses by labels and ``source_ids``, [batch, seq], at the places where they are predicted."""
+        counts = (labels != IGNORED).to(losses.device)
+        values = torch.stack([losses.detach().double() * counts, counts.double()]).flatten(1)
+        self._sums = self._sums.to(losses.device).index_add(1, sources.to(losses.device).flatten(), values)
+
+    def means(self, *, reset: bool = False) -> dict[str, float]:
+        """Return the mean loss of each source over the labels of all ranks, which must all call it: NaN where
+        there are none. ``reset``: count from 0 again."""
+        means = self._all_means()
+        if reset:
+            self._sums.zero_()
+        return dict(zip(self.names, means, strict=True))
+
+
+def _targets_of(loader: TokenLoader) -> Targets:
+    return "shifted" if loader.step_batches.shifts_targets else "same"
+
+
+def evaluation_loss(model: Any, loader: TokenLoader) -> float:
+    """Return the mean loss over all labels of a validation loader, on all ranks.
+
+    All of them must call it, and it takes one epoch of ``loader``. ``model(**batch).loss`` must be the mean
+    over the labels of a batch. Raises UsageError for ``targets="shifted"`` and a model of transformers, which
+    shifts labels itself.
+    """
+    inner = getattr(model, "module", model)  # of DDP
+    inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # of PEFT
+    if loader.step_batches.shifts_targets and type(inner).__module__.startswith("transformers."):
+        raise UsageError(
+            found=f'targets="shifted" of the loader, and {type(inner).__name__}, which shifts labels itself',
+            expected='targets="same"',
+        )
+    losses = LossMean.of_loader(loader)
+    device, was_training = next(model.parameters()).device, model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in loader:
+                batch.pop("origins", None)
+                losses.add(model(**batch.to(device)).loss, batch["labels"])
+    finally:
+        model.train(was_training)
+    return losses.mean()
+
+
+# Rows dealt to the ranks so that attention costs all of them about the same.
+
+
+def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) -> list[Batch]:
+    """Exchange rows with the other ranks, and return as many batches of the same shape.
+
+    Attention inside documents costs the sum of their squared lengths. The ranks deal the rows of a step so
+    that the sums are about even; the step's rows stay the same set. A rank's most expensive rows come first,
+    so that the n-th batches of all ranks cost about the same, too.
+
+    Args:
+        batches: of this rank in one step, with tensors int64[batch, seq] alone, ``segment_ids`` or
+            ``position_ids`` among them; on the device that the group's backend sends from.
+        group: the data-parallel process group. All of its ranks call this with equally many batches.
+
+    Raises:
+        UsageError: a field is no such tensor, or nothing says where documents begin.
+    """
+    shape, names = batches[0]["input_ids"].shape, list(batches[0])
+    for name in names:
+        value = batches[0][name]
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (shape, torch.int64):
+            raise UsageError(
+                f"the batch's {name} is no int64 tensor of {list(shape)}, and cannot be dealt by rows; of "
+                "boundaries take 'position_ids' or 'segment_ids'"
+            )
+    group = group or dist.group.WORLD
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rows = torch.cat([torch.stack([batch[name] for name in names], 1) for batch in batches])
+    own_work = []
+    for batch in batches:
+        numbers = document_numbers(batch) + 1
+        lengths = torch.bincount(numbers.flatten())
+        lengths[0] = 0  # padding
+        own_work.append(lengths[numbers].sum(1))  # each token counts the length of its document
+    works = [torch.empty(len(rows), dtype=torch.int64, device=rows.device) for _ in range(size)]
+    dist.all_gather(works, torch.cat(own_work), group=group)
+    work = torch.cat(works).cpu().numpy()
+    # From the most work on, the next rows go to a rank each, the largest to the one with the least.
+    owners, totals = np.empty(len(work), np.int64), np.zeros(size, np.int64)
+    for of_each_rank in np.argsort(-work, kind="stable").reshape(-1, size):
+        ranks = np.argsort(totals, kind="stable")
+        owners[of_each_rank] = ranks
+        totals[ranks] += work[of_each_rank]
+    own = np.flatnonzero(owners == rank)
+    place_of = {row: place for place, row in enumerate(own[np.argsort(-work[own], kind="stable")].tolist())}
+    dealt, messages = torch.empty_like(rows), []
+    for row, to in enumerate(owners.tolist()):
+        sender, local = divmod(row, len(rows))
+        if sender == to == rank:
+            dealt[place_of[row]] = rows[local]
+        elif sender == rank:
+            peer = dist.get_global_rank(group, to)
+            messages.append(dist.P2POp(dist.isend, rows[local], peer, group))
+        elif to == rank:
+            peer = dist.get_global_rank(group, sender)
+            messages.append(dist.P2POp(dist.irecv, dealt[place_of[row]], peer, group))
+    for request in dist.batch_isend_irecv(messages) if messages else ():
+        request.wait()
+    parts = dealt.split(shape[0])
+    return [
+        Batch(zip(names, (field.contiguous() for field in part.unbind(1)), strict=True)) for part in parts
+    ]
+
+
+# The part of a batch that one rank of context parallelism computes (docs/training_own_loop.md).
+
+_OF_THE_WHOLE = ("cu_seqlens", "max_seqlen")  # kernels want the edges of whole documents
+
+
+def split_for_context_parallel(
+    batch: Mapping[str, Any],
+    rank: int,
+    size: int,
+    *,
+    by: Literal["row", "document"] = "row",
+    pad_documents: bool = True,
+) -> dict[str, Any]:
+    """Return the places of a batch that one of ``size`` ranks of context parallelism computes.
+
+    A sequence is cut into 2 size parts, and rank r takes part r and part 2 size - 1 - r: with causal
+    attention all ranks have the same work. Labels must be ``targets="shifted"``.
+
+    Args:
+        batch: what the loader gives, the same on all ranks of the group.
+        rank: of this process in its group of context parallelism.
+        size: number of ranks in that group.
+        by: ``"row"``: each row is a sequence, of a multiple of 2 size places. ``place_ids``
+            int64[seq / size] say where each place stood in its row; ``cu_seqlens`` stay as they are. For
+            attention that does not heed documents. ``"document"``: each document is a sequence, and the
+            part is one row, [1, tokens], equally long on all ranks, without the padding of rows.
+            ``place_ids`` int64[tokens] are places in the flattened batch, -1 in padding;
+            ``position_ids`` count in each document, ``segment_ids`` documents in the batch from 1, 0 in
+            padding; ``cu_seqlens`` and ``cu_seqlens_padded`` int32[documents + 1] are the edges of whole
+            documents without and with padding, ``max_seqlen`` the longest with padding.
+        pad_documents: pad each document to a multiple of 2 size, as ring attention over ``cu_seqlens``
+            needs. False: parts of a document differ by a token, and only the last one may be padded. For
+            masks made of ``position_ids`` and ``segment_ids``.
+
+    Raises:
+        UsageError: rows cannot be cut so, the batch does not say where documents begin, or labels are not
+            shifted.
+    """
+    ids = batch.get("input_ids") if hasattr(batch, "get") else None
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        raise UsageError("the batch has no input_ids of [batch, seq]; pass what the loader gives")
+    if not 0 <= rank < size:
+        raise UsageError(found=f"rank {rank} of {size}", expected="0 <= rank < size")
+    if by not in ("row", "document"):
+        raise UsageError.of_value("by", by, "'row' or 'document'")
+    fields = {name: value for name, value in batch.items() if name not in _OF_THE_WHOLE}
+    for name, value in fields.items():
+        if not isinstance(value, torch.Tensor) or value.shape != ids.shape:
+            raise UsageError(
+                f"the batch's {name} is no tensor of {list(ids.shape)}, and cannot be split over ranks; of "
+                "boundaries take 'position_ids', 'segment_ids' or 'cu_seqlens'"
+            )
+    if (labels := fields.get("labels")) is not None:
+        is_ignored = labels == IGNORED
+        if not is_ignored.all() and (is_ignored | (labels == ids)).all():
+            raise UsageError(
+                "the labels are the tokens themselves, and what follows a token may be on another rank; make "
+                'the loader with targets="shifted"'
+            )
+    if by == "document":
+        return _split_documents(batch, fields, rank, size, multiple=2 * size if pad_documents else 1)
+    width, num_parts = ids.shape[1], 2 * size
+    if width % num_parts:
+        raise UsageError(
+            f"rows of {width} tokens cannot be cut into {num_parts} equal parts for {size} ranks; choose a "
+            f"seq_len, or with padding a pad_to_multiple_of, that is a multiple of {num_parts}; or pass "
+            'by="document"'
+        )
+    places = torch.from_numpy(_places_of_rank(np.array([width]), rank, size)[1])
+    whole = {name: batch[name] for name in _OF_THE_WHOLE if name in batch}
+    parts = {name: value.index_select(1, places.to(value.device)) for name, value in fields.items()}
+    return {"place_ids": places, **whole, **parts}
+
+
+def _split_documents(
+    batch: Mapping[str, Any], fields: Mapping[str, torch.Tensor], rank: int, size: int, multiple: int
+) -> dict[str, Any]:
+    numbers = document_numbers(batch).flatten().cpu().numpy()
+    tokens = np.flatnonzero(numbers >= 0)
+    lengths = np.unique(numbers[tokens], return_counts=True)[1]
+    padded = -(-lengths // multiple) * multiple
+    padded[-1:] += -padded.sum() % size
+    edges, padded_edges = (np.cumsum([0, *sizes]) for sizes in (lengths, padded))
+    document, positions = _places_of_rank(padded, rank, size)
+    is_real = positions < lengths[document]
+    places = np.full(len(positions), -1)
+    places[is_real] = tokens[(edges[document] + positions)[is_real]]
+    device = batch["input_ids"].device
+    part = {
+        name: torch.from_numpy(value[None]).to(device)
+        for name, value in (("position_ids", positions), ("segment_ids", np.where(is_real, document + 1, 0)))
+    }
+    place_ids = torch.from_numpy(places).to(device)
+    for name, value in fields.items():
+        if name not in part:
+            padding = IGNORED if name == "labels" else 0
+            taken = value.flatten()[place_ids.clamp_min(0)].masked_fill(place_ids < 0, padding)
+            part[name] = taken[None]
+    return {
+        "place_ids": place_ids,
+        "cu_seqlens": torch.from_numpy(edges.astype(np.int32)).to(device),
+        "cu_seqlens_padded": torch.from_numpy(padded_edges.astype(np.int32)).to(device),
+        "max_seqlen": HostNumber(padded.max(initial=0)),
+        **part,
+    }
+
+
+def _places_of_rank(lengths: Int64s, rank: int, size: int) -> tuple[Int64s, Int64s]:
+    """Return the sequence of each of the rank's places, and its place in it: each head, then each tail.
+
+    All ranks get equally many places if the lengths sum to a multiple of ``size``: what a sequence has over
+    2 size equal parts is dealt a place each, on from the rank where the sequence before it stopped.
+    """
+    each, over = np.divmod(lengths, 2 * size)
+    end = np.cumsum(over)
+    ranks = np.arange(size)[:, None]
+    extra = (end - 1 - ranks) // size - (end - over - 1 - ranks) // size  # 0, 1 or 2 places
+    sizes = each + np.concatenate([extra > 0, (extra > 1)[::-1]])  # [2 size, sequences]
+    begins = np.cumsum(sizes, axis=0) - sizes
+    own = [rank, 2 * size - 1 - rank]
+    of_part, begin = sizes[own].T.flatten(), begins[own].T.flatten()
+    sequence = np.repeat(np.arange(len(lengths)).repeat(2), of_part)
+    first = np.cumsum(of_part) - of_part
+    return sequence, np.arange(len(sequence)) + np.repeat(begin - first, of_part)

@@ -1,1 +1,0 @@
-"""What a person looks with: ``peek``, ``doctor``, ``export``; and ``train_tokenizer``."""

@@ -1,0 +1,735 @@
+"""Tables: Parquet, and Arrow as ``datasets`` keeps and saves it. Both through pyarrow, some rows at a time.
+
+A part of a Parquet file begins at a row group, a part of an Arrow file at a record batch. An Arrow file is
+messages one after the other, each with a header (a flatbuffer: format/Message.fbs of Arrow) that says what it
+is and how long. Only these headers are read to find the record batches. The file format is a stream between
+two marks, with a footer, and is read as that stream. A part is given to pyarrow as a stream of its own: the
+schema, the dictionaries before it, and the part's record batches. Streams may follow each other in a file
+(``cat a.arrow b.arrow``), where pyarrow stops behind the first.
+
+pyarrow reads a record batch whole. A file with a large one is mapped instead, and its pages are let go with
+each batch of documents. The price: where a mapped page cannot be read, the system ends the process (SIGBUS).
+
+Values are those of JSON, by one rule for each type (docs/format.md, "Values of tables"). pyarrow's own
+``to_pylist`` gives objects of pandas where that is installed, and ends at the first value that Python has no
+object for. Here a value that cannot be given is an UnusableText in its place.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import io
+import itertools
+import mmap
+import struct
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.compute as compute
+import pyarrow.ipc as ipc
+import pyarrow.types as types
+
+from preprocess.read.format import (
+    Inspected,
+    OpenInput,
+    RangeReader,
+    Records,
+    Start,
+    no_records,
+    starts_among,
+    texts_of,
+    unreadable,
+)
+from preprocess.read.text_fields import (
+    FieldPath,
+    MessageFields,
+    RecordFields,
+    TextFields,
+    UnusableText,
+    from_json,
+    text_fields_of,
+)
+from shardprep.errors import BadInput, ReadWriteError
+from shardprep.format.options import PlanOptions
+
+# Arrays lie in libc's memory: in pyarrow's own pool a task holds 24 MB more, at equal CPU seconds.
+arrow.set_memory_pool(arrow.system_memory_pool())
+
+_MOST_ROWS = 8192  # at a time
+_BUFFER_BYTES = 1 << 20  # read at once of a column, so that no row group is held whole
+_SIGNATURE_BYTES = 28  # behind the footer of a file whose columns are encrypted: a nonce and a tag
+# What pyarrow's errors are, and what its Python part raises for values that no writer writes. A damaged size
+# asks for more memory than there is.
+_BUILT_IN_ERRORS = (ValueError, OSError, RuntimeError, LookupError, TypeError, OverflowError, MemoryError)
+
+
+class InputStream(io.RawIOBase):
+    """Spans of an open input, one after the other, as a Python file for pyarrow.
+
+    Given its ``memory``, what is read is not copied.
+    """
+
+    def __init__(
+        self, file: OpenInput, spans: Sequence[tuple[int, int]], memory: mmap.mmap | None = None
+    ) -> None:
+        super().__init__()
+        view = None if memory is None else memoryview(memory)
+        self._read = file.read_all if view is None else lambda start, end: view[start:end]
+        self._spans = spans
+        self._ends = [*itertools.accumulate(end - start for start, end in spans)]
+        self._position = 0
+        self.error: ReadWriteError | None = None  # pyarrow hides it behind its own
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._ends[-1])[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int | None = -1) -> Any:
+        """Return up to ``size`` bytes, or all that follow. Raises OSError."""
+        num_left = self._ends[-1] - self._position
+        num_left = num_left if size is None or size < 0 else min(size, num_left)
+        pieces = []
+        while num_left > 0:
+            number = bisect.bisect_right(self._ends, self._position)
+            end = self._spans[number][1]
+            start = end - (self._ends[number] - self._position)
+            end = min(end, start + num_left)
+            try:
+                pieces.append(self._read(start, end))
+            except ReadWriteError as error:
+                self.error = error
+                raise OSError(str(error)) from None
+            self._position += end - start
+            num_left -= end - start
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+@contextlib.contextmanager
+def refused_by_name(file: OpenInput, name: str, stream: InputStream) -> Iterator[None]:
+    """Where pyarrow raises inside: ReadWriteError for a failed read behind it, else BadInput."""
+    try:
+        yield
+    except (*_BUILT_IN_ERRORS, arrow.ArrowException) as error:
+        if stream.error is not None:
+            raise stream.error from None
+        words = str(error).split("\n")[0][:200]
+        raise unreadable(file, f"cannot be read as {name} ({words})") from None
+
+
+# Parquet. -----------------------------------------------------------------------------------------------
+
+
+class Parquet:
+    """``.parquet``: only the columns in use are read, some pages at a time."""
+
+    def __init__(self) -> None:
+        # Only here: a task of Arrow files need not wait 15 ms for it. Not later: threads that import parts of
+        # pyarrow at once find half of it.
+        import pyarrow.parquet
+
+        self._parquet = pyarrow.parquet
+
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+        """Raises BadInput where the footer is broken, or a column of the text is missing."""
+        if not file.stamp.num_bytes:
+            return Inspected(text_bytes=0, is_whole=True)
+        table, stream, fields = self._open(file, text_fields_of(options))
+        with refused_by_name(file, "Parquet", stream):
+            groups = range(table.metadata.num_row_groups)
+            return Inspected(text_bytes=_text_bytes(table.metadata, groups, fields), is_whole=False)
+
+    def starts(
+        self, file: OpenInput, stretches: Sequence[tuple[int, int]], options: PlanOptions
+    ) -> list[Start | None]:
+        places: list[Start] = []
+        if file.stamp.num_bytes:
+            table, stream, _ = self._open(file, text_fields_of(options))
+            with refused_by_name(file, "Parquet", stream):
+                places = [Start(start) for start, _ in _row_groups(table.metadata)[1:]]
+        return starts_among(places, file, stretches)
+
+    def read(
+        self,
+        reader: RangeReader,
+        options: PlanOptions,  # noqa: ARG002 - the fields say it all
+        fields: TextFields,
+        batch_bytes: int,
+    ) -> Iterator[Records]:
+        file, part = reader.file, reader.part
+        reader.hash_rest()
+        if not file.stamp.num_bytes:
+            return
+        table, stream, fields = self._open(file, fields)
+        told = part.start  # byte of the file up to which records accounted for it
+        with refused_by_name(file, "Parquet", stream):
+            groups, first_row = _row_groups(table.metadata), 0
+            ends = [*(start for start, _ in groups[1:]), part.end]
+            for (start, numbers), end in zip(groups, ends, strict=False):
+                expected = sum(table.metadata.row_group(number).num_rows for number in numbers)
+                if start < part.start:
+                    first_row += expected
+                    continue
+                if start >= part.end:
+                    break
+                text_bytes, num_rows = _text_bytes(table.metadata, numbers, fields), 0
+                for batch in table.iter_batches(
+                    batch_size=_rows_at_once(expected, text_bytes, batch_bytes),
+                    row_groups=numbers,
+                    columns=[".".join(path) for path in fields.paths],
+                    use_threads=False,
+                ):
+                    num_rows += batch.num_rows
+                    # The group's rows account for its bytes evenly.
+                    up_to = start + (min(end, part.end) - start) * num_rows // max(1, expected)
+                    yield from _records(batch, up_to - told, first_row, fields, batch_bytes)
+                    told = up_to
+                    first_row += batch.num_rows
+                if num_rows != expected:
+                    raise ValueError(
+                        f"row group {numbers[0]} has {num_rows} rows, its footer says {expected}"
+                    )
+        if told < part.end:  # row groups without rows, or no row group
+            yield no_records(part.end - told)
+
+    def _open(self, file: OpenInput, fields: TextFields) -> tuple[Any, InputStream, TextFields]:
+        """Return a pyarrow ParquetFile, what it reads from, and the fields in it. Raises BadInput."""
+        size = file.stamp.num_bytes
+        stream = InputStream(file, [(0, size)])
+        tail = file.read(max(0, size - 8), size)
+        encrypted = "an encrypted footer" if tail.endswith(b"PARE") else ""
+        with refused_by_name(file, "Parquet", stream):
+            if not encrypted:
+                table = self._parquet.ParquetFile(stream, buffer_size=_BUFFER_BYTES)
+                # pyarrow ends the process (SIGABRT) where metadata of an encrypted column is asked for.
+                if int.from_bytes(tail[:4], "little") == table.metadata.serialized_size + _SIGNATURE_BYTES:
+                    encrypted = "encrypted columns, or a signed footer"
+            if not encrypted:
+                return table, stream, _fields_in(file, table.schema_arrow, fields)
+        raise BadInput(
+            path=file.path,
+            found=encrypted,
+            expected="Parquet that can be read without a key; write it anew without encryption, or move it "
+            "away, and plan anew",
+        )
+
+
+def _row_groups(metadata: Any) -> list[tuple[int, list[int]]]:
+    """Where a part may begin, and the row groups there: one alone, or all where their bytes do not ascend."""
+    starts = []
+    for number in range(metadata.num_row_groups):
+        column = metadata.row_group(number).column(0)
+        dictionary, data = column.dictionary_page_offset, column.data_page_offset
+        starts.append(dictionary if dictionary and 0 < dictionary < data else data)
+    if any(before >= after for before, after in itertools.pairwise(starts)):
+        return [(0, [*range(len(starts))])]
+    return [(start if number else 0, [number]) for number, start in enumerate(starts)]
+
+
+def _text_bytes(metadata: Any, groups: Sequence[int], fields: TextFields) -> int:
+    """Return about how much text row groups have: their columns in use, decompressed."""
+    wanted = {".".join(path) for path in fields.paths}
+    num_bytes = 0
+    for number in groups:
+        group = metadata.row_group(number)
+        for place in range(group.num_columns):
+            column = group.column(place)
+            # A field of a struct is a column, and so is all that is in it: a.b.list.element
+            if not wanted.isdisjoint(itertools.accumulate(column.path_in_schema.split("."), "{}.{}".format)):
+                num_bytes += column.total_uncompressed_size
+    return num_bytes
+
+
+# Arrow. -------------------------------------------------------------------------------------------------
+
+_END, _SCHEMA, _DICTIONARY, _BATCH = 0, 1, 2, 3  # kinds of messages
+_MAGIC = b"ARROW1"
+_CONTINUES = b"\xff\xff\xff\xff"
+_HEAD_BYTES = 4 << 10
+_MOST_HEADER_BYTES = 64 << 20
+_MOST_PADDING_BYTES = 64
+_LARGE_BYTES = 16 << 20  # a larger record batch is not held whole
+
+
+class _Message(NamedTuple):
+    kind: int
+    start: int  # byte of the file
+    end: int
+    num_rows: int  # of a record batch
+
+
+class Arrow:
+    """``.arrow``: the stream format, and the file format."""
+
+    def inspect(self, file: OpenInput, options: PlanOptions) -> Inspected:
+        """Raises BadInput for another kind of file, or a missing column."""
+        if not file.stamp.num_bytes:
+            return Inspected(text_bytes=0, is_whole=True)
+        self._open(file, [next(_messages_of(file))], text_fields_of(options), None)
+        return Inspected(text_bytes=file.stamp.num_bytes, is_whole=False)
+
+    def starts(
+        self,
+        file: OpenInput,
+        stretches: Sequence[tuple[int, int]],
+        options: PlanOptions,  # noqa: ARG002
+    ) -> list[Start | None]:
+        messages = _messages_of(file) if file.stamp.num_bytes else iter(())
+        return starts_among((Start(each.start) for each in messages if each.kind == _BATCH), file, stretches)
+
+    def read(
+        self,
+        reader: RangeReader,
+        options: PlanOptions,  # noqa: ARG002 - the fields say it all
+        fields: TextFields,
+        batch_bytes: int,
+    ) -> Iterator[Records]:
+        file, part = reader.file, reader.part
+        reader.hash_rest()
+        if not file.stamp.num_bytes:
+            return
+        first_row, is_large = 0, False
+        streams: list[
+            list[_Message]
+        ] = []  # of each its schema, its dictionaries and the part's record batches
+        for message in itertools.takewhile(lambda each: each.start < part.end, _messages_of(file)):
+            if message.kind == _SCHEMA:
+                streams.append([])
+            if message.kind == _BATCH and message.start < part.start:
+                first_row += message.num_rows
+            else:
+                streams[-1].append(message)
+                is_large |= message.kind == _BATCH and message.end - message.start > _LARGE_BYTES
+        memory = file.mapped() if is_large else None
+        # A record batch accounts for the bytes up to the next one, the first and the last for the rest, too.
+        starts = [each.start for each in itertools.chain(*streams) if each.kind == _BATCH]
+        bounds = itertools.pairwise([part.start, *starts[1:], part.end])
+        if not starts:
+            yield no_records(part.end - part.start)
+        for messages in streams:
+            batches = [each for each in messages if each.kind == _BATCH]
+            if not batches:
+                continue
+            arrays, stream, fields_here = self._open(file, messages, fields, memory)
+            with refused_by_name(file, "Arrow", stream):
+                for message in batches:
+                    batch = next(arrays, None)
+                    if batch is None or batch.num_rows != message.num_rows:
+                        raise ValueError(f"a record batch of {message.num_rows} rows is not there")
+                    begin, end = next(bounds)
+                    for records in _records(batch, end - begin, first_row, fields_here, batch_bytes):
+                        yield records
+                        if memory is not None:
+                            memory.madvise(mmap.MADV_DONTNEED)
+                    first_row += batch.num_rows
+
+    def _open(
+        self, file: OpenInput, messages: Sequence[_Message], fields: TextFields, memory: mmap.mmap | None
+    ) -> tuple[Any, InputStream, TextFields]:
+        """Return pyarrow's reader of the columns in use, what it reads from, and the fields in the file.
+
+        It reads these messages, the schema first. Raises BadInput, ReadWriteError.
+        """
+        stream = InputStream(file, [(each.start, each.end) for each in messages], memory)
+        with refused_by_name(file, "Arrow", stream):
+            schema = ipc.open_stream(stream).schema
+            fields = _fields_in(file, schema, fields)
+            wanted = {path[0] for path in fields.paths}
+            numbers = [number for number, name in enumerate(schema.names) if name in wanted]
+            stream.seek(0)
+            options = ipc.IpcReadOptions(included_fields=numbers, use_threads=False)
+            return ipc.open_stream(stream, options=options), stream, fields
+
+
+def _messages_of(file: OpenInput) -> Iterator[_Message]:
+    """Yield the messages of a file, in order, by their headers; each of its streams begins with its schema.
+
+    Raises BadInput, naming the byte.
+    """
+    size = file.stamp.num_bytes
+    position, end = 0, size
+    is_file = file.read(0, len(_MAGIC)) == _MAGIC
+    if is_file:
+        tail = file.read(max(0, size - 10), size)
+        position, end = 8, size - 10 - int.from_bytes(tail[:4], "little")
+        if not tail.endswith(_MAGIC) or end <= position:
+            raise _broken(file, f"it does not end in a footer and {_MAGIC!r}")
+    begins = True
+    while position < end:
+        message = _message_at(file, position, end)
+        if begins and message.kind != _SCHEMA:
+            raise _broken(file, f"no stream begins at byte {position}, as there is no schema")
+        if message.kind == _SCHEMA and not begins:
+            raise _broken(file, f"a schema stands within a stream, at byte {position}")
+        if message.kind != _END:
+            yield message
+        # The mark of the end is optional: a stream may end with the file.
+        position, begins = message.end, message.kind == _END
+        if is_file and begins:
+            if end - position > _MOST_PADDING_BYTES or file.read(position, end).strip(b"\0"):
+                raise _broken(file, f"its stream ends at byte {position}, and its footer begins at {end}")
+            return
+
+
+def _message_at(file: OpenInput, position: int, file_end: int) -> _Message:
+    """Return the message that begins at a byte; the mark of the end is one, too. Raises BadInput."""
+    block = file.read(position, min(position + _HEAD_BYTES, file_end))
+    # Before Arrow 0.15 messages began with the size of their header alone.
+    at = 4 if block.startswith(_CONTINUES) else 0
+    header_bytes = int.from_bytes(block[at : at + 4], "little")
+    begin = position + at + 4
+    if len(block) < at + 4 or header_bytes > min(file_end - begin, _MOST_HEADER_BYTES):
+        raise _broken(file, f"no message begins at byte {position}: it is cut short, or damaged")
+    if not header_bytes:
+        return _Message(_END, position, begin, 0)
+    header = block[at + 4 : at + 4 + header_bytes]
+    if len(header) < header_bytes:
+        header = file.read_all(begin, begin + header_bytes)
+    try:
+        kind, body_bytes, num_rows = _header(header)
+    except (struct.error, IndexError, ValueError):
+        raise _broken(file, f"the message at byte {position} has no right header") from None
+    end = begin + header_bytes + body_bytes
+    if end > file_end:
+        raise _broken(file, f"the message at byte {position} goes on behind the end: it is cut short")
+    return _Message(kind, position, end, num_rows)
+
+
+def _broken(file: OpenInput, why: str) -> BadInput:
+    return unreadable(file, f"cannot be read as Arrow: {why}")
+
+
+def _header(data: bytes) -> tuple[int, int, int]:
+    """Return the kind of a message, the bytes of its body, and the rows of a record batch."""
+
+    def slot(table: int, number: int) -> int:
+        """Return where a field of a flatbuffer's table lies; 0 where it is absent."""
+        vtable = table - struct.unpack_from("<i", data, table)[0]
+        num_bytes = struct.unpack_from("<H", data, vtable)[0]
+        entry = 4 + 2 * number
+        offset = struct.unpack_from("<H", data, vtable + entry)[0] if entry + 2 <= num_bytes else 0
+        return int(table + offset) if offset else 0
+
+    def number_in(table: int, number: int, code: str) -> int:
+        place = slot(table, number)
+        return int(struct.unpack_from(code, data, place)[0]) if place else 0
+
+    root = struct.unpack_from("<I", data, 0)[0]
+    kind, inner, body_bytes = number_in(root, 1, "<B"), slot(root, 2), number_in(root, 3, "<q")
+    num_rows = 0
+    if kind == _BATCH and inner:
+        num_rows = number_in(inner + struct.unpack_from("<I", data, inner)[0], 0, "<q")
+    is_known = kind in (_SCHEMA, _DICTIONARY) or (kind == _BATCH and inner)
+    if not is_known or body_bytes < 0 or num_rows < 0:
+        raise ValueError(f"kind {kind}")
+    return kind, body_bytes, num_rows
+
+
+# Columns. -----------------------------------------------------------------------------------------------
+
+
+def _fields_in(file: OpenInput, schema: Any, fields: TextFields) -> TextFields:
+    """Find the fields in a table. A column's name may have dots, and goes before a nested field.
+
+    Raises BadInput where the text has no column, one of another type, or two columns may be meant.
+    """
+    if isinstance(fields, RecordFields):
+        return fields.of_columns(schema.names)
+    is_chat = isinstance(fields, MessageFields)
+    places: dict[FieldPath, FieldPath] = {}
+    for path in fields.paths:
+        found, name, is_text = _places_of(schema, path), ".".join(path), path in fields.text_paths
+        problem = None
+        if len(found) > 1:
+            shown = ", ".join(" > ".join(place) for place, _ in found)
+            problem = f"{len(found)} columns or fields that {name} may mean ({shown})", "one"
+        elif is_text and not found:
+            problem = f"no column {name}", f"one of {', '.join(schema.names)}"
+        elif is_text and not _can_be_text(found[0][1], is_chat=is_chat):
+            expected = "lists of messages, or JSON" if is_chat else "strings"
+            problem = f"{str(found[0][1])[:200]} in the column {name}", expected
+        if problem is not None:
+            raise BadInput(
+                f"input {file.path} has {problem[0]}, expected {problem[1]}; choose another --text_field, or "
+                "move the file away, and plan anew",
+                path=file.path,
+                found=problem[0],
+                expected=problem[1],
+            )
+        for place, _ in found:
+            places[path] = place
+    return fields.at(places)
+
+
+def _places_of(kind: Any, path: FieldPath) -> list[tuple[FieldPath, Any]]:
+    """Return where a table, or a struct, may have a field, and its type; a column of this very name alone."""
+    if not isinstance(kind, (arrow.Schema, arrow.StructType)):
+        return []
+    inner = [(kind.field(number).name, kind.field(number).type) for number in range(len(kind))]
+    whole_name = ".".join(path)
+    found: list[tuple[FieldPath, Any]] = [((name,), each) for name, each in inner if name == whole_name]
+    if found:
+        return found
+    for end in range(1, len(path)):
+        for name, each in inner:
+            if name != ".".join(path[:end]):
+                continue
+            if types.is_null(each):
+                found.append(((name,), each))  # all of it is null, and so is what would be in it
+            found += [((name, *rest), of_rest) for rest, of_rest in _places_of(each, path[end:])]
+    return found
+
+
+def _can_be_text(kind: Any, *, is_chat: bool) -> bool:
+    kind = _stored_type(kind)
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    # Of the stored types lists alone have a field of values.
+    return kind in _TEXT_OF or types.is_null(kind) or (is_chat and hasattr(kind, "value_field"))
+
+
+def _rows_at_once(num_rows: int, num_bytes: int, batch_bytes: int) -> int:
+    """Return how many rows have about ``batch_bytes``, given rows and bytes of some of them."""
+    return max(1, min(_MOST_ROWS, batch_bytes * num_rows // max(1, num_bytes)))
+
+
+def _records(
+    batch: Any, num_bytes: int, first_row: int, fields: TextFields, batch_bytes: int
+) -> Iterator[Records]:
+    """Yield the records of a record batch, which account for ``num_bytes`` of the file.
+
+    Some rows at a time, fewer where their texts are longer.
+    """
+    columns = {path: _column(batch, path) for path in fields.paths}
+    arrays = [column for column, _ in columns.values() if column is not None]
+    num_in_use = sum(array.nbytes for array in arrays)
+    # Of a dictionary nobody knows the bytes of some rows.
+    arrays = [array for array in arrays if not types.is_dictionary(array.type)]
+    most, first = _rows_at_once(batch.num_rows, num_in_use, 2 * batch_bytes), 0
+    while first < max(1, batch.num_rows):
+        num = min(most, batch.num_rows - first)
+        while num > 1 and sum(array.slice(first, num).nbytes for array in arrays) > 8 * batch_bytes:
+            num //= 2
+        values: dict[FieldPath, list[Any]] = {
+            path: [None] * num if column is None else _json_values(column.slice(first, num), kind)
+            for path, (column, kind) in columns.items()
+        }
+        of_text: list[Any] = [values[path] for path in fields.text_paths]
+        texts: Sequence[str | UnusableText] = of_text[0]
+        if fields.plain_name is None or not {str}.issuperset(map(type, texts)):
+            texts = [fields.text_of_values(of_row) for of_row in zip(*of_text, strict=True)]
+        yield Records(
+            texts=texts_of(texts),
+            starts=np.arange(first_row + first, first_row + first + num, dtype=np.int64),
+            sizes=np.ones(num, np.int64),
+            num_bytes=num_bytes,
+            columns=fields.columns(values),
+        )
+        first, num_bytes = first + max(1, num), 0
+
+
+def _column(batch: Any, path: FieldPath) -> tuple[Any, Any]:
+    """Return the array of a field as it is stored, once it points at nothing outside of it, and its type.
+
+    (None, None) where there is none. A value that cannot be read is a bad row and no bad file. Raises
+    ValueError.
+    """
+    if path[0] not in batch.schema.names:
+        return None, None
+    column = batch.column(path[0])
+    for name in path[1:]:
+        try:
+            column = compute.struct_field(column, name)
+        except (ValueError, KeyError, TypeError, NotImplementedError):
+            return None, None
+    kind = column.type
+    column = column.view(_stored_type(kind))
+    column.validate(full=True)
+    if types.is_dictionary(column.type):
+        values = column.dictionary
+        if values.type in _TEXT_OF and "view" in str(values.type):  # nothing can be taken of views
+            column = arrow.DictionaryArray.from_arrays(column.indices, values.cast(arrow.large_binary()))
+    return column, kind
+
+
+# Values. ------------------------------------------------------------------------------------------------
+
+_NANOSECONDS = {"D": 86_400 * 10**9, "s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+_FIRST_DAY, _LAST_DAY = np.array(["0001-01-01", "9999-12-31"], "M8[D]").astype(np.int64).tolist()
+_BINARY_OF = {arrow.string(): arrow.binary(), arrow.large_string(): arrow.large_binary()}
+if hasattr(arrow, "string_view"):  # pyarrow 16
+    _BINARY_OF[arrow.string_view()] = arrow.binary_view()
+_TEXT_OF = {binary: text for text, binary in _BINARY_OF.items()}
+
+
+def _stored_type(kind: Any) -> Any:
+    """Return the type of the same bytes without what they mean: strings are binary, times are integers.
+
+    An array that is viewed so can be checked for what it points at, whatever its values are.
+    """
+
+    def field(inner: Any) -> Any:
+        return arrow.field(inner.name, _stored_type(inner.type), inner.nullable)
+
+    if isinstance(kind, arrow.BaseExtensionType):
+        return _stored_type(kind.storage_type)
+    if kind in _BINARY_OF:
+        return _BINARY_OF[kind]
+    if types.is_dictionary(kind):
+        return arrow.dictionary(kind.index_type, _stored_type(kind.value_type), kind.ordered)
+    if types.is_decimal(kind):
+        return arrow.binary(kind.bit_width // 8)
+    if types.is_float16(kind):
+        return arrow.uint16()
+    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind) or types.is_duration(kind):
+        return arrow.int32() if kind.bit_width == 32 else arrow.int64()
+    if types.is_struct(kind):
+        return arrow.struct([field(kind.field(number)) for number in range(kind.num_fields)])
+    if types.is_map(kind):
+        return arrow.map_(field(kind.key_field), field(kind.item_field), kind.keys_sorted)
+    if types.is_fixed_size_list(kind):
+        return arrow.list_(field(kind.value_field), kind.list_size)
+    for name in ("list", "large_list", "list_view", "large_list_view"):
+        if getattr(types, f"is_{name}", lambda _: False)(kind):
+            made = arrow.list_ if name == "list" else getattr(arrow, name)
+            return made(field(kind.value_field))
+    return kind
+
+
+def _json_values(array: Any, kind: Any) -> list[Any]:
+    """Return the values of an array of ``kind``, viewed as its ``_stored_type``."""
+    if isinstance(kind, arrow.BaseExtensionType):
+        return _of_extension(array, kind)
+    if types.is_dictionary(kind):
+        return _json_values(array.dictionary.take(array.indices), kind.value_type)
+    if array.type in _TEXT_OF:
+        try:  # all at once, if they can be decoded, as nearly always
+            return list(array.view(_TEXT_OF[array.type]).to_pylist())
+        except UnicodeDecodeError:
+            return _each(array, _decoded)
+    if types.is_decimal(kind):
+        # All digits: Decimal rounds none where it is made from a text.
+        unscaled = _each(array, lambda value: int.from_bytes(value, "little", signed=True))
+        return [None if each is None else format(Decimal(f"{each}E{-kind.scale}"), "f") for each in unscaled]
+    if types.is_fixed_size_binary(array.type):
+        return _each(array, _decoded)
+    if types.is_struct(kind):
+        return _objects(array, kind)
+    if types.is_map(kind):
+        pairs = arrow.struct([kind.key_field, kind.item_field])
+        rows = _lists(array, pairs)
+        return [[[*pair.values()] for pair in row] if isinstance(row, list) else row for row in rows]
+    if types.is_run_end_encoded(kind):
+        values = compute.run_end_decode(array)
+        return _json_values(values.view(_stored_type(values.type)), values.type)
+    if hasattr(kind, "value_type"):  # lists of any kind
+        return _lists(array, kind.value_type)
+    if types.is_float16(kind):
+        return _each(array, lambda value: float(np.uint16(value).view(np.float16)))
+    if types.is_interval(kind):
+        return _each(array, list)  # months, days, nanoseconds
+    # A date64 has milliseconds.
+    unit = "D" if types.is_date32(kind) else "ms" if types.is_date64(kind) else getattr(kind, "unit", "")
+    if unit:
+        return _each(array, lambda value: _text_of_time(value * _NANOSECONDS[unit], kind))
+    try:
+        return list(array.to_pylist())
+    except (ValueError, TypeError, LookupError, OverflowError, NotImplementedError, arrow.ArrowException):
+        return [_unusable(f"a value of the type {kind}") for _ in range(len(array))]
+
+
+def _each(array: Any, value_of: Callable[[Any], Any]) -> list[Any]:
+    return [None if value is None else value_of(value) for value in array.to_pylist()]
+
+
+def _decoded(value: bytes) -> str | UnusableText:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        return UnusableText("undecodable", f"byte {error.start} of the text is not utf-8")
+
+
+def _unusable(what: str) -> UnusableText:
+    return UnusableText("wrong_type", f"{what} has no text")
+
+
+def _of_extension(array: Any, kind: Any) -> list[Any]:
+    values, name = _json_values(array, kind.storage_type), kind.extension_name
+    if name == "arrow.json":
+        return [from_json(value) if isinstance(value, str) else value for value in values]
+    if name == "arrow.uuid":
+        return _each(array, lambda value: str(uuid.UUID(bytes=value)))
+    if name == "arrow.bool8":
+        return [None if value is None else value != 0 for value in values]
+    return values
+
+
+def _objects(array: Any, kind: Any) -> list[Any]:
+    names = [kind.field(number).name for number in range(kind.num_fields)]
+    if len({*names}) < len(names):
+        return [_unusable("an object with two fields of one name") for _ in range(len(array))]
+    columns = [_json_values(array.field(number), kind.field(number).type) for number in range(len(names))]
+    rows = zip(*columns, strict=True) if columns else [()] * len(array)
+    return _whole(array, [dict(zip(names, row, strict=True)) for row in rows])
+
+
+def _lists(array: Any, kind: Any) -> list[Any]:
+    """Return the values of lists whose items are of ``kind``."""
+    if not hasattr(array, "offsets") or hasattr(array, "sizes"):  # of fixed size, or views
+        return _whole(array, [[] if row.values is None else _json_values(row.values, kind) for row in array])
+    offsets = array.offsets.to_pylist()
+    first, last = (offsets[0], offsets[-1]) if offsets else (0, 0)
+    items = array.values
+    if types.is_map(array.type):
+        items = array.view(arrow.list_(arrow.struct([array.type.key_field, array.type.item_field]))).values
+    values = _json_values(items.slice(first, last - first), kind)
+    rows = [values[begin - first : end - first] for begin, end in itertools.pairwise(offsets)]
+    return _whole(array, rows)
+
+
+def _whole(array: Any, values: list[Any]) -> list[Any]:
+    """Return the lists or objects of an array with its nulls; of one with a part without value, why."""
+    is_valid = array.is_valid().to_pylist() if array.null_count else [True] * len(values)
+    found = []
+    for value, is_there in zip(values, is_valid, strict=True):
+        parts = value.values() if isinstance(value, dict) else value
+        why = next((part for part in parts if type(part) is UnusableText), None)
+        found.append(None if not is_there else value if why is None else why)
+    return found
+
+
+def _text_of_time(nanoseconds: int, kind: Any) -> str | UnusableText:
+    """Write a time, a duration, a date or a point in time as ISO 8601 does; of a zone in UTC.
+
+    A fraction of a second has 6 digits, 9 where nanoseconds need them, and none for 0.
+    """
+    is_duration = types.is_duration(kind)
+    sign = "-" if is_duration and nanoseconds < 0 else ""
+    seconds, rest = divmod(abs(nanoseconds) if sign else nanoseconds, 10**9)
+    fraction = f".{rest:09}" if rest % 1000 else f".{rest // 1000:06}" if rest else ""
+    if is_duration:
+        return f"{sign}PT{seconds}{fraction}S"
+    days = seconds // 86_400
+    if types.is_time(kind):
+        if days:
+            return _unusable("a time outside of the day")
+        return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}{fraction}"
+    if not _FIRST_DAY <= days <= _LAST_DAY:
+        return _unusable("a date outside of the years 1 to 9999")
+    if types.is_date(kind):
+        return str(np.datetime64(days, "D"))
+    zone = "" if getattr(kind, "tz", None) is None else "+00:00"
+    return f"{np.datetime64(seconds, 's')}{fraction}{zone}"

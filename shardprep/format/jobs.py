@@ -1,0 +1,566 @@
+"""DATA/jobs: what was submitted, what was done, and the attempts at shards that are not done.
+
+``jobs/NNNN.json`` is a submission: its job ids and the shards of every task. It is written once and never
+changed. Its number is the next one after those that its writer had read, taken by link: of two who submit at
+once one gets it. ``jobs/history.jsonl`` says what commands did.
+
+``jobs/attempts/`` has a record of each attempt that runs, or that left a shard unmade.
+``slurm/prep_array.sh`` writes that of a job's task, ``run`` its own. It is text::
+
+    begin               what the attempt was given, as NAME=VALUE lines, Slurm's own variables among them
+    {"shard": 3, ...}   a shard that failed, written by the worker
+    end                 how it ended; missing while the attempt runs, or where it was killed
+
+An attempt that made all its shards removes its file, so a finished data set has none. A record names the
+folder that it was written in: that of a copied folder is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import getpass
+import json
+import os
+import re
+import shlex
+import stat
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct, field
+
+from shardprep.command_line import option
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    ReadWriteError,
+    ShardprepError,
+    UnknownVersion,
+    UsageError,
+)
+from shardprep.files import (
+    NOT_THERE,
+    PublishedFile,
+    append_bytes,
+    is_folder,
+    make_subfolder,
+    names_in,
+    read_regular,
+    read_with_status,
+    size_of_file,
+    sync_folder,
+)
+from shardprep.format.names import (
+    MAX_SHARDS,
+    MOST,
+    Count,
+    Text,
+    as_type,
+    checked_object,
+    id_ranges,
+    ids_of_ranges,
+    load_json,
+    with_content_hash,
+)
+
+JOBS_FOLDER = "jobs"
+HISTORY_NAME = "history.jsonl"  # in jobs/
+_FORMAT = "shardprep-submission"
+_MAX_BYTES = 64 << 20  # the record of 99,999 shards has 2 MB
+_MAX_TIME_S = 253_402_300_799  # the end of the year 9999: a date can be written
+_Time = Annotated[float, Meta(ge=0, le=_MAX_TIME_S)]  # seconds since 1970
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+ATTEMPTS_FOLDER = "jobs/attempts"
+LOGS_FOLDER = "jobs/logs"
+RECORD_VARIABLE = "SHARDPREP_ATTEMPT"  # the path of this process's record
+_MOST_REASON_CHARS = 2000
+_Number = Annotated[int, Meta(ge=-1, le=MOST)]
+_SLURM_NAME = re.compile(r"[0-9]{1,10}_[0-9]{1,10}\.r[0-9]{1,6}")  # JOB_INDEX.rRESTART
+_RUN_NAME = re.compile(r".+-[0-9]{1,10}\.[0-9]{1,16}")  # HOST-PID.TIME
+
+WHOLE_NODE = "node"  # as --cpus_per_task
+MEMORY_FIELDS = ("mem_gb", "mem_per_cpu_gb")  # they exclude each other
+_SET_BY_SUBMIT = {"--job-name", "--array", "--output", "--wrap", "--parsable", "--hold"}  # of sbatch
+_MOST = 10**9  # of CPUs, GB, minutes, tasks
+_NODES = "partition, account and nodes"
+_RESOURCES = "resources of a task"
+_RUNS = "set-up, container and more options"
+FLAG_GROUPS = (_NODES, _RESOURCES, _RUNS)
+# Fields that name commands, or that may hold options which do.
+COMMANDS = ("setup", "container", "srun_args", "notify", "sbatch_args", "worker_args")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """Resources of one task, and how many run at once. None leaves it to the site."""
+
+    partition: str | None = option(None, "partition (default: the site's)", group=_NODES)
+    cpus_per_task: int | str = option(
+        1,
+        "CPUs of a task (default: 1; more tasks are faster than more CPUs); node: all of a node that no "
+        "other job is on",
+        group=_RESOURCES,
+    )
+    mem_gb: float | None = option(None, "memory of a task (default: the site's)", group=_RESOURCES)
+    mem_per_cpu_gb: float | None = option(
+        None, "memory per CPU of a task, for sites that require it", group=_RESOURCES
+    )
+    time_min: int | None = option(None, "time limit of a task (default: the partition's)", group=_RESOURCES)
+    max_parallel: int = option(50, "tasks that run at once (default: 50)", group=_RESOURCES)
+    account: str | None = option(None, "account to charge (default: the site's)", group=_NODES)
+    qos: str | None = option(None)  # this and the next two: by SBATCH_QOS and so on
+    constraint: str | None = option(None)
+    exclude: str | None = option(None)
+    setup: str | None = option(
+        None,
+        "a file that tasks source first: modules, conda, a virtual environment; with more than some hundred "
+        "tasks, examples/environment_on_node.sh",
+        group=_RUNS,
+    )
+    container: str | None = option(None, "put before Python, such as 'apptainer exec image.sif'", group=_RUNS)
+    srun_args: str | None = option(
+        None, "more options of srun, such as --container-image=... (pyxis)", group=_RUNS
+    )
+    notify: str | None = option(
+        None, "a command that the verify job runs at its end; SHARDPREP_RESULT says how it ended", group=_RUNS
+    )
+    sbatch_args: str = option("", "more options of sbatch, quoted as one word", group=_RUNS)
+    worker_args: str = option("", "more flags of the worker, such as '--max_bad_fraction 0.05'", group=_RUNS)
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 < value <= _MOST:
+                raise UsageError.of_value(f"--{name}", value, f"more than 0 and at most {_MOST}")
+            if isinstance(value, str) and (found := re.search(r"[\x00-\x1f\x7f]|[\ud800-\udfff]", value)):
+                raise UsageError(
+                    f"--{name} is {value!r:.200}, and {found[0]!r} cannot stand in a job script; leave it out"
+                )
+        if self.num_cpus is None and self.cpus_per_task != WHOLE_NODE:
+            raise UsageError.of_value("--cpus_per_task", self.cpus_per_task, f"a number, or: {WHOLE_NODE}")
+        if self.mem_gb is not None and self.mem_per_cpu_gb is not None:
+            raise UsageError(found="--mem_gb and --mem_per_cpu_gb", expected="one of them")
+        for name in ("sbatch_args", "worker_args"):
+            try:
+                shlex.split(getattr(self, name))
+            except ValueError as error:
+                raise UsageError(f"--{name} {getattr(self, name)!r} cannot be split: {error}") from None
+        for word in shlex.split(self.sbatch_args):
+            has = f"--sbatch_args has {word}"
+            if re.match("--clusters|-M", word):
+                raise UsageError(f"{has}; for another cluster: SLURM_CLUSTERS=NAME before submit")
+            if word.partition("=")[0] in _SET_BY_SUBMIT or re.match(r"-[JaoH]", word):
+                found_words = f"--sbatch_args {word}"
+                raise UsageError(f"{has}, which submit sets itself; leave it out", found=found_words)
+
+    def sbatch_options(self) -> list[str]:
+        """Return the options of sbatch. Later ones win: retry must be able to raise memory."""
+        options = [*shlex.split(self.sbatch_args), "--nodes=1", "--ntasks=1"]
+        options.append("--exclusive" if self.num_cpus is None else f"--cpus-per-task={self.num_cpus}")
+        if self.mem_gb is not None:
+            options.append(f"--mem={round(self.mem_gb * 1024)}M")
+        elif self.mem_per_cpu_gb is not None:
+            options.append(f"--mem-per-cpu={round(self.mem_per_cpu_gb * 1024)}M")
+        elif self.num_cpus is None:
+            options.append("--mem=0")  # all of the node's
+        if self.time_min is not None:
+            options.append(f"--time={self.time_min}")
+        names = ("partition", "account", "qos", "constraint", "exclude")
+        return [*options, *(f"--{name}={getattr(self, name)}" for name in names if getattr(self, name))]
+
+    @property
+    def num_cpus(self) -> int | None:
+        """Return the CPUs of a task, or None for those of a whole node, however many it has."""
+        return self.cpus_per_task if isinstance(self.cpus_per_task, int) else None
+
+    @property
+    def least_mem_gb(self) -> float:
+        """Return what a node must have for one task, as far as the request says it."""
+        return self.mem_gb or (self.mem_per_cpu_gb or 0) * (self.num_cpus or 1)
+
+    def changed(self, **changes: Any) -> JobRequest:
+        """Return a copy with other values. Memory of one kind replaces memory of the other kind."""
+        return JobRequest(**with_changes(dataclasses.asdict(self), changes))
+
+
+def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a request with changes. Memory of one kind replaces memory of the other kind."""
+    replaced = MEMORY_FIELDS if any(changes.get(name) is not None for name in MEMORY_FIELDS) else ()
+    return {**{name: value for name, value in values.items() if name not in replaced}, **changes}
+
+
+class SubmittedMeanwhile(ReadWriteError):
+    """Another submission of the same data set was recorded first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentJob:
+    """A job as Slurm showed it when it took it; a controller that lost its state gives ids a second time."""
+
+    job_id: Annotated[str, Meta(pattern=r"\A[0-9]{1,10}\Z")]
+    name: Text
+    submit_time: Text  # of the controller's clock, UTC, 2026-11-22T01:52:04
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobArray(SentJob):
+    """A job array of a submission: task i makes the shards ``tasks[i]``."""
+
+    request: JobRequest
+    tasks: Annotated[list[str], Meta(min_length=1)]
+    mem_mb: Count | None  # what Slurm made of the request; None where it limits nothing
+    time_min: Count | None
+
+    def __post_init__(self) -> None:
+        if sum(map(len, self.shards_of_tasks())) > MAX_SHARDS:
+            raise ValueError(f"at most {MAX_SHARDS} shards")
+
+    def shards_of_tasks(self) -> list[list[int]]:
+        """Return the shard ids of every task."""
+        return [ids_of_ranges(word, end=MAX_SHARDS + 1) for word in self.tasks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What one ``submit`` or ``retry`` sent to Slurm."""
+
+    number: Count
+    plan_id: Text
+    cluster: Text
+    user: Text
+    submitted: _Time
+    arrays: Annotated[list[JobArray], Meta(min_length=1)]
+    verify: SentJob
+    identity: Text  # of the folder, see ``folder_identity``
+    # Whether this user wrote the record, and nobody else can write to it. It is not in the file.
+    is_own: bool = dataclasses.field(default=True, compare=False)
+
+    @property
+    def jobs(self) -> list[SentJob]:
+        """Return its jobs, verify last."""
+        return [*self.arrays, self.verify]
+
+
+def read_submissions(folder: Path) -> list[Submission]:
+    """Return all submissions of a data set, oldest first.
+
+    Raises BrokenShard or ReadWriteError for one that cannot be read: were it left out, its shards would be
+    made a second time.
+    """
+    jobs = folder / JOBS_FOLDER
+    names = names_in(jobs)
+    if not names and size_of_file(jobs) is not None and not is_folder(jobs):
+        raise ReadWriteError(path=jobs, found="no folder", expected="the folder of what was submitted")
+    found = []
+    for name in names:
+        if not re.fullmatch(r"[0-9]{4}\.json", name):
+            continue
+        path = jobs / name
+        try:
+            raw, status = read_with_status(path, max_bytes=_MAX_BYTES)
+            submission = as_type(path, checked_object(path, raw, _FORMAT), Submission)
+        except NOT_THERE as error:  # a link to nothing, or taken away since it was listed
+            raise ReadWriteError(path=path, found=error.strerror, expected="a submission") from None
+        except (BrokenShard, UnknownVersion, UsageError) as error:  # UsageError: of a request
+            what = f"no whole submission of this version: {error}"
+            todo = "one; move it away: it only records job ids"
+            raise BrokenShard(path=path, found=what, expected=todo) from None
+        is_own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
+        found.append(dataclasses.replace(submission, is_own=is_own))
+    return found
+
+
+def user_name() -> str:
+    """Return the name of who runs this, as Slurm tells it: a number where the machine has no name for it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # no variable and no passwd entry, as in many containers; 3.13 raises OSError
+        return str(os.getuid())
+
+
+def append_event(folder: Path, kind: str, **facts: Any) -> None:
+    """Append what a command did to DATA/jobs/history.jsonl. What fails is left out."""
+    line = json.dumps({"time": round(time.time(), 3), "event": kind, "user": user_name(), **facts})
+    with contextlib.suppress(CannotWrite, OSError):
+        append_bytes(make_subfolder(folder, JOBS_FOLDER) / HISTORY_NAME, f"{line}\n".encode())
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Return what happened to a data set, oldest first, without lines that are cut short or not ours."""
+    try:
+        lines = read_regular(folder / JOBS_FOLDER / HISTORY_NAME, max_bytes=_MAX_BYTES).split(b"\n")
+    except (*NOT_THERE, ShardprepError):
+        return []
+    events = []
+    for line in lines:
+        with contextlib.suppress(ValueError, BrokenShard, LookupError, TypeError):
+            event = load_json(line)
+            if 0 <= event["time"] <= _MAX_TIME_S and type(event["event"]) is str:
+                events.append(event)
+    return events
+
+
+def publish_submission(folder: Path, submission: Submission) -> None:
+    """Write it under its number. Raises SubmittedMeanwhile, CannotWrite or ReadWriteError."""
+    jobs = folder / JOBS_FOLDER
+    content = dataclasses.asdict(submission)
+    del content["is_own"]
+    with PublishedFile(jobs / f"{submission.number:04d}.json") as file:
+        file.write(json.dumps(with_content_hash(_FORMAT, content), indent=2).encode() + b"\n")
+        file.sync()
+        with contextlib.suppress(OSError):  # whatever the umask: it names commands that a retry runs
+            file.temporary.chmod(stat.S_IMODE(file.temporary.stat().st_mode) & ~_OTHERS_WRITE)
+        if not file.publish_first():
+            raise SubmittedMeanwhile(
+                f"{file.path} was written meanwhile, as somebody else submitted at the same time; what this "
+                "one sent was cancelled before it began"
+            )
+    sync_folder(jobs)
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """A shard that was not made."""
+
+    shard_id: _Number = field(name="shard")
+    exit_code: _Number  # of shardprep.errors; 128 + N where signal N killed the process
+    reason: str
+
+    @staticmethod
+    def of(shard_id: int, error: ShardprepError) -> Failure:
+        """Return the shard that an error stopped."""
+        return Failure(shard_id=shard_id, exit_code=error.exit_code, reason=str(error))
+
+
+class AttemptRecord(Struct, kw_only=True):
+    """One attempt at some shards: the lines of its record by their names, those of its end as ``end_``NAME.
+
+    What was not measured is None, 0 or "".
+    """
+
+    path: str = ""
+    shards: list[int] = field(name="shard_ids", default_factory=list)  # none for a verify job
+    failures: dict[int, Failure] = field(default_factory=dict)
+    # begin
+    plan_id: str
+    identity: str
+    began: _Time = field(name="time")  # seconds since 1970, by the node's clock
+    shard_ranges: str = field(name="shards", default="")
+    log: str = ""
+    node: str = field(name="SLURMD_NODENAME", default="")
+    user: str = field(name="SLURM_JOB_USER", default="")
+    array_job_id: str = field(name="SLURM_ARRAY_JOB_ID", default="")
+    plain_job_id: str = field(name="SLURM_JOB_ID", default="")
+    index: _Number = field(name="SLURM_ARRAY_TASK_ID", default=0)
+    num_restarts: _Number = field(name="SLURM_RESTART_COUNT", default=0)
+    num_cpus: _Number = field(name="SLURM_CPUS_PER_TASK", default=0)
+    mem_per_node_mb: _Number = field(name="SLURM_MEM_PER_NODE", default=0)
+    mem_per_cpu_mb: _Number = field(name="SLURM_MEM_PER_CPU", default=0)
+    end_time: _Number = field(name="SLURM_JOB_END_TIME", default=0)  # told to a task from Slurm 24.11 on
+    partition: str = field(name="SLURM_JOB_PARTITION", default="")
+    account: str = field(name="SLURM_JOB_ACCOUNT", default="")
+    qos: str = field(name="SLURM_JOB_QOS", default="")
+    pid: _Number = 0  # of a ``run`` outside of Slurm
+    pid_began: _Number = 0  # in clock ticks since the host's boot
+    # end
+    ended: _Time | None = field(name="end_time", default=None)
+    exit_code: _Number = field(name="end_exit_code", default=0)
+    killed_by: _Number = field(name="end_killed_by", default=0)  # the signal that ended the worker
+    stage: str = field(name="end_stage", default="")  # at which it ended: set-up, start, work
+    signal: str = field(name="end_signal", default="")  # that it was told to stop by
+    stopped: _Time | None = field(name="end_stopped", default=None)  # when it was told so
+    shown_limit: str = field(name="end_limit", default="")  # time limit as squeue shows it, such as 1:00:00
+    stopped_by: str = field(name="end_stopped_by", default="")  # what Slurm did to it, see ``slurm.causes``
+
+    @property
+    def job_id(self) -> str:
+        """Return the job, of the array where it is one, or "" for a ``run`` outside of Slurm."""
+        return self.array_job_id or self.plain_job_id
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Return job and index, as Slurm's queue names the task."""
+        return self.job_id, self.index
+
+    @property
+    def mem_mb(self) -> int | None:
+        """Return the memory of the task, or None where Slurm limits nothing."""
+        return self.mem_per_cpu_mb * (self.num_cpus or 1) or self.mem_per_node_mb or None
+
+    @property
+    def time_limit(self) -> str:
+        """Return the time limit as Slurm writes it: ``1:00:00`` or, in minutes, ``60``."""
+        return str(round((self.end_time - self.began) / 60)) if self.end_time else self.shown_limit
+
+    def is_alive(self) -> bool | None:
+        """Return whether the process of a ``run`` still lives, or None where this host cannot see it."""
+        if not self.pid or self.node != os.uname().nodename:
+            return None
+        return _ticks_of(self.pid) == self.pid_began
+
+
+@dataclass(kw_only=True)
+class AttemptRecords:
+    """The records of a data set, those of other plans and of the folder that it was copied from left out."""
+
+    own: list[AttemptRecord]  # oldest first
+    unreadable: list[str]  # what could not be read, and why
+
+
+def folder_identity(folder: Path) -> str:
+    """Return what tells a folder from its copies: its inode and its file system, as ``stat`` prints them.
+
+    A move within the file system keeps it, and all nodes see the same. Roots of file systems share inodes.
+    """
+    try:
+        number = os.statvfs(folder).f_fsid
+        return f"{folder.stat().st_ino}.{(number & 0xFFFFFFFF) << 32 | number >> 32:x}"
+    except OSError as error:
+        raise ReadWriteError(f"{folder} cannot be looked at: {error.strerror}") from None
+
+
+def read_attempts(folder: Path, plan_id: str, identity: str = "") -> AttemptRecords:
+    """Read all records: one open for each attempt that runs or failed. Broken lines are left out."""
+    identity = identity or folder_identity(folder)
+    logs = os.path.join(os.path.realpath(folder), LOGS_FOLDER)  # noqa: PTH118 - Path.resolve may raise
+    records = AttemptRecords(own=[], unreadable=[])
+    try:
+        names = names_in(folder / ATTEMPTS_FOLDER)
+    except ShardprepError as error:
+        records.unreadable.append(str(error))
+        return records
+    for name in names:
+        if not (_SLURM_NAME.fullmatch(name) or _RUN_NAME.fullmatch(name)):
+            continue
+        path = folder / ATTEMPTS_FOLDER / name
+        try:
+            content, status = read_with_status(path, max_bytes=_MAX_BYTES)
+        except FileNotFoundError:  # it made its shards since the folder was listed
+            continue
+        except ShardprepError as error:
+            records.unreadable.append(str(error))
+            continue
+        record = _record_of(path, content)
+        if record is None or record.plan_id != plan_id or record.identity != identity:
+            continue
+        if status.st_uid != os.geteuid():  # it may name any file of this user's
+            log = "" if "\0" in record.log else os.path.realpath(record.log)
+            if os.path.dirname(log) != logs:  # noqa: PTH120
+                record.log = ""
+        records.own.append(record)
+    records.own.sort(key=lambda each: (each.began, each.path))
+    return records
+
+
+def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
+    """Return what a record says, or None. Where a job's number came again, its last beginning counts."""
+    facts: dict[str, Any] = {}
+    failures: dict[int, Failure] = {}
+    prefix = ""
+    for line in content.decode("utf-8", "replace").split("\n"):
+        name, equals, value = line.partition("=")
+        if line == "begin":
+            facts, failures, prefix = {}, {}, ""
+        elif line == "end":
+            prefix = "end_"
+        elif line.startswith("{"):
+            with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+                failure = msgspec.json.decode(line, type=Failure)
+                failures[failure.shard_id] = failure
+        elif equals and value:
+            # The first value counts: who looked at an end while Slurm knew it, before a script that lived on.
+            facts.setdefault(prefix + name, value)
+    try:
+        record = msgspec.convert(facts, AttemptRecord, strict=False)
+        record.shards = ids_of_ranges(record.shard_ranges, end=MAX_SHARDS + 1) if record.shard_ranges else []
+    except (msgspec.MsgspecError, ValueError):
+        return None
+    record.path, record.failures = str(path), failures
+    return record
+
+
+def append_failure(failure: Failure) -> None:
+    """Write a failed shard into the record of this process, where it has one. What fails is left out."""
+    if path := os.environ.get(RECORD_VARIABLE):
+        reason = failure.reason[:_MOST_REASON_CHARS].encode("utf-8", "replace").decode()
+        line = msgspec.json.encode(msgspec.structs.replace(failure, reason=reason))
+        with contextlib.suppress(OSError):
+            append_bytes(Path(path), line + b"\n")
+
+
+def append_end(record: AttemptRecord) -> None:
+    """Write how Slurm says that an attempt ended, before Slurm forgets it. What fails is left out."""
+    with contextlib.suppress(OSError):
+        append_bytes(Path(record.path), _section("end", time=record.ended, stopped_by=record.stopped_by))
+
+
+def _section(name: str, **facts: object) -> bytes:
+    """Return a section of a record: written at once, so that lines of several processes do not mix."""
+    lines = [f"{key}={value}" for key, value in facts.items()]
+    return "\n".join([name, *(line.replace("\n", "?") for line in lines), ""]).encode("utf-8", "replace")
+
+
+class RunRecord:
+    """The record of a ``run``; within ``with``. It does nothing where a job's script keeps one already."""
+
+    def __init__(self, folder: Path, plan_id: str, shard_ids: Iterable[int], *, num_cpus: int) -> None:
+        self._path: Path | None = None
+        self.exit_code = 0
+        environ = os.environ
+        if environ.get(RECORD_VARIABLE):
+            return
+        now, host = time.time(), os.uname().nodename
+        facts: dict[str, object] = {
+            "plan_id": plan_id,
+            "identity": folder_identity(folder),
+            "shards": id_ranges(shard_ids),
+            "time": round(now, 3),
+            "SLURMD_NODENAME": host,
+            "SLURM_CPUS_PER_TASK": num_cpus,
+        }
+        job_id = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
+        if job_id.isdigit():
+            facts |= {name: value for name, value in environ.items() if re.match("SLURMD?_", name)}
+            index, restarts = environ.get("SLURM_ARRAY_TASK_ID"), environ.get("SLURM_RESTART_COUNT")
+            name = f"{job_id}_{index or 0}.r{restarts or 0}"
+        else:
+            facts |= {"pid": os.getpid(), "pid_began": _ticks_of(os.getpid())}
+            name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # a process may run twice in a second
+        path = folder / ATTEMPTS_FOLDER / name
+        for _ in range(2):  # another run may remove the empty folder in between
+            with contextlib.suppress(CannotWrite, OSError):
+                make_subfolder(folder, ATTEMPTS_FOLDER)
+                append_bytes(path, _section("begin", **facts))
+                self._path = path
+                environ[RECORD_VARIABLE] = str(path)
+                return
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._path is None:
+            return
+        del os.environ[RECORD_VARIABLE]
+        code = self.exit_code if error is None else int(getattr(error, "exit_code", 1))
+        with contextlib.suppress(OSError):
+            if code:
+                signal = "stop" if code == 75 else ""
+                end = _section("end", time=round(time.time(), 3), exit_code=code, stage="work", signal=signal)
+                append_bytes(self._path, end)
+                return
+            self._path.unlink()
+            self._path.parent.rmdir()  # the folders, where nothing else is in them
+            self._path.parent.parent.rmdir()
+
+
+def _ticks_of(pid: int) -> int:
+    """Return when a process began, in clock ticks since boot, or -1 where there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return -1

@@ -26,7 +26,6 @@ from shardprep.files import (
     NOT_THERE,
     TEMPORARY_NAME,
     PublishedFile,
-    ReadFile,
     errors_named,
     make_folder,
     names_in,
@@ -42,7 +41,6 @@ from shardprep.format.names import load_json, shard_name
 from shardprep.format.plan import Plan, need_plan
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
-_COPY_BYTES = 4 << 20  # at once
 _SETTINGS = "export.json"
 
 
@@ -154,10 +152,8 @@ class NanoGpt(ExportLayout):
             try:
                 with PublishedFile(self._target) as file:
                     for path in parts:
-                        with errors_named(path), ReadFile(path) as part:
-                            for begin in range(0, part.num_bytes, _COPY_BYTES):
-                                num_bytes = min(_COPY_BYTES, part.num_bytes - begin)
-                                file.write(memoryview(part.read(begin, num_bytes)))
+                        with errors_named(path):
+                            file.write_file(path)
                     file.sync()
                     file.publish()
                 sync_folder(self.folder)

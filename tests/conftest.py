@@ -26,7 +26,10 @@ from tests.forged import seal as seal  # for others
 from tests.world import Ended, World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_pr", "tests/loader/test_tr")
+LONGEST = (
+    "tests/faults/", "tests/project/test_wheel", "tests/loader/test_context", "tests/loader/test_pr",
+    "tests/loader/test_tr",
+)  # fmt: skip
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -121,8 +124,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             module = nodeid.partition("::")[0]
             text = (ROOT / module).read_text(encoding="utf-8")
             waits = "\npytestmark = pytest.mark.slurm\n" in text and "operations" not in module
+            # One process that has imported the wheel, or torch, serves both modules.
             if module.startswith("tests/project/test_wheel"):
-                return "wheel"  # one process that has imported the wheel serves both modules
+                return "wheel"
+            if module in ("tests/loader/test_processes.py", "tests/loader/test_context_parallel.py"):
+                return "ranks"
             return "clusters" if waits else module
 
     return ByModule(config, log)

@@ -32,18 +32,6 @@ from tests.world import ids_of, open_loader, refuses
 
 pytestmark = pytest.mark.processes
 
-LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "RANK", "WORLD_SIZE")
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """Processes that have imported torch already, without what launchers set."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    modules = ["torch", "torch.utils.data", "torch.distributed", "transformers", "loader"]
-    with WarmPython(tmp_path_factory.mktemp("warm"), modules, kept) as server:
-        yield server
-
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:

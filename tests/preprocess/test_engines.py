@@ -68,7 +68,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     tmp_path: Path, model: Path, options: dict[str, Any]
 ) -> None:
-    step = 1 if TAKES_ALL and not options else 409
+    step = 1 if TAKES_ALL and not options else 1021
     world = World(tmp_path, tokenizer=model).raw({"a.jsonl": hostile_records(step)})
     world.plan(num_shards=2, **options)
     tokenizer = Tokenizer.from_file(str(world.data_dir / "tokenizer" / "tokenizer.json"))

@@ -33,7 +33,8 @@ def on_page_markdown(markdown: str, page: Any, **_context: Any) -> str:
         return relpath(target.removeprefix("docs/"), PurePosixPath(path).parent)
 
     title, _, rest = markdown.partition("\n")
-    paragraph = next((part for part in rest.split("\n\n") if re.match(r"\w", part.strip())), "")
+    prose = re.sub(r"^```.*?^```$", "", rest, flags=re.MULTILINE | re.DOTALL)
+    paragraph = next((part for part in prose.split("\n\n") if re.match(r"[\w`\[]", part.strip())), "")
     _first_lines[page.url] = title.lstrip("# "), " ".join(paragraph.split())
     return _LINK.sub(rewritten, markdown)
 

@@ -146,7 +146,7 @@ def report(folder: Path, rule: str, kinds: dict[str, tuple[int, str]]) -> None:
     found, others = set(), []
     for line in (out / "overlap.jsonl").open(encoding="utf-8"):
         hit = json.loads(line)
-        item = number_of[hit["eval"]["name"]]
+        item = number_of[hit["eval"]]
         if kinds.get(hit["sha256"], (-1, ""))[0] == item:
             found.add(hit["sha256"])
         else:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from loader.training import deal_rows_evenly as deal_rows_evenly
     from loader.training import evaluation_loss as evaluation_loss
     from loader.training import set_up_training as set_up_training
+    from loader.training import split_for_context_parallel as split_for_context_parallel
     from shardprep.errors import BrokenShard as BrokenShard
     from shardprep.errors import MissingShard as MissingShard
     from shardprep.errors import NotFound as NotFound
@@ -48,7 +49,8 @@ _NAMES = {
     "loader.run": "Position",
     "loader.state": "OtherRun",
     "loader.token_loader": "TokenLoader",
-    "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training",
+    "loader.training": "LossMean SourceLosses deal_rows_evenly evaluation_loss set_up_training "
+    "split_for_context_parallel",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)

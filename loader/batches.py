@@ -14,7 +14,6 @@ import torch
 
 from loader.boundaries import HostNumber, boundary_fields
 from loader.chunks import ID_BITS, IGNORED, ORIGIN, Chunk, Edges, Ids, Integers, Ragged
-from loader.shards import check_choice
 from shardprep.errors import UsageError
 from shardprep.format.names import BLANK
 
@@ -117,29 +116,23 @@ class PaddedBatches:
     pad_to_multiple_of: int | None = None
     pad_to_length: int | None = None  # one width for all batches, instead of the longest sample's
     num_beyond: int = 0  # places that a batch loses again, and that the multiple leaves out
+    has_masks: bool = False  # ids may carry NO_LABEL
+    has_blanks: bool = False  # or be BLANK
 
-    def of_documents(self, joined: Integers, lengths: Lengths, *, has_blanks: bool = False) -> Batch:
-        """Pad samples, whose ids stand one after another, to the longest, or as the fields say.
-
-        ``has_blanks``: BLANK may stand among the ids.
-        """
+    def of_documents(self, joined: Integers, lengths: Lengths) -> Batch:
+        """Pad samples, whose ids stand one after another, to the longest, or as the fields say."""
         multiple = self.pad_to_multiple_of or 1
         widest = max(int(lengths.max()), self.pad_to_length or 0) - self.num_beyond
         width = max(-(-widest // multiple) * multiple, 1) + self.num_beyond
         is_real = np.arange(width) < lengths[:, None]
         ids = np.full(is_real.shape, self.pad.token_id, np.int64)
         ids[is_real] = joined
-        return self._batch(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED), has_blanks)
+        return self._batch(ids, is_real.astype(np.int64), np.where(is_real, ids, IGNORED))
 
-    def of_rows(
-        self, rows: Integers, lengths: Lengths | None, *, has_masks: bool = False, has_blanks: bool = False
-    ) -> Batch:
-        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all).
-
-        ``has_masks``: ids may carry NO_LABEL; ``has_blanks``: or be BLANK.
-        """
+    def of_rows(self, rows: Integers, lengths: Lengths | None) -> Batch:
+        """Collate [batch, seq] rows, of which the first ``lengths`` ids are real (None: all)."""
         ids, labels = rows.astype(np.int64), rows.astype(np.int64)  # copying ids takes 3 times as long
-        if has_masks:
+        if self.has_masks:
             ids &= ID_BITS
             labels[labels < 0] = IGNORED
         if lengths is None:
@@ -150,11 +143,11 @@ class PaddedBatches:
             ids[padding] = self.pad.token_id
             labels[padding] = IGNORED
             attention_mask = (~padding).astype(np.int64)
-        return self._batch(ids, attention_mask, labels, has_blanks)
+        return self._batch(ids, attention_mask, labels)
 
-    def _batch(self, ids: Ids, attention_mask: Ids, labels: Ids, has_blanks: bool) -> Batch:
+    def _batch(self, ids: Ids, attention_mask: Ids, labels: Ids) -> Batch:
         """Return the arrays as tensors, with blanked documents as padding where they stand."""
-        if has_blanks:
+        if self.has_blanks:
             is_blank = ids == BLANK
             ids[is_blank], attention_mask[is_blank], labels[is_blank] = self.pad.token_id, 0, IGNORED
             # A token behind a blanked one has no label: its prediction would be made at a place of padding.
@@ -168,28 +161,8 @@ class PaddedBatches:
         )
 
 
-def check_padding(padding: str, max_length: int | None) -> None:
-    """Raise UsageError where a width is needed and not given."""
-    check_choice("padding", padding, Literal["longest", "max_length"])
-    if max_length is None and padding == "max_length":
-        raise UsageError(found=f"padding={padding!r}", expected="max_length beside it")
-
-
 Collate = Callable[[list[Any]], Any]
 Targets = Literal["same", "shifted"]
-
-
-def check_targets(targets: str, boundaries: tuple[str, ...], *, has_collate_fn: bool) -> bool:
-    """Return whether labels are shifted. Raises UsageError where other arguments do not go with that."""
-    check_choice("targets", targets, Targets)
-    if targets == "shifted" and "transformers" in boundaries:
-        raise UsageError(
-            found="targets='shifted', for a model that shifts labels itself",
-            expected="other boundaries than 'transformers', or targets='same'",
-        )
-    if targets == "shifted" and has_collate_fn:
-        raise UsageError("targets='shifted' is for the loader's own batches; leave out collate_fn or it")
-    return targets == "shifted"
 
 
 @dataclass(kw_only=True)
@@ -227,14 +200,14 @@ class StepBatches:
     padded: PaddedBatches
     collate_fn: Collate | None = None  # called with ids as lists, where it is not the loader's own
     boundaries: tuple[str, ...] = ()
-    has_masks: bool = False  # ids may carry NO_LABEL
-    has_blanks: bool = False  # or be BLANK
     shifts_targets: bool = False  # labels stand where the token before them stands
     origins: bool = False  # whether batches say where their documents come from
+    may_lack_labels: bool = field(init=False)  # of tokens that are no padding
     is_own: bool = field(init=False)  # no collate_fn is called, nor a CausalLMCollator
     _has_warned: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
+        self.may_lack_labels = self.padded.has_masks or self.padded.has_blanks
         self.is_own = self.collate_fn is None or type(self.collate_fn).__module__ == "loader.collator"
         for name in ("origins", "boundaries"):
             if getattr(self, name) and not self.is_own:
@@ -255,15 +228,12 @@ class StepBatches:
             lengths = None if is_full else chunk.lengths[first:end, tick]
             batch: Any
             if self.row_tokens or lengths is None:
-                batch = self.padded.of_rows(
-                    ids, lengths, has_masks=self.has_masks, has_blanks=self.has_blanks
-                )
+                batch = self.padded.of_rows(ids, lengths)
             else:
-                batch = self.padded.of_documents(ids, lengths, has_blanks=self.has_blanks)
+                batch = self.padded.of_documents(ids, lengths)
             if self.boundaries:
-                self._add_boundaries(
-                    batch, chunk.edges_of(tick, first, end, batch["input_ids"].shape[1]), lengths
-                )
+                edges = chunk.edges_of(tick, first, end, batch["input_ids"].shape[1])
+                self._add_boundaries(batch, edges, lengths)
             if not self.is_own:
                 batch = self._collated(batch, lengths)
             elif self.shifts_targets:
@@ -274,7 +244,7 @@ class StepBatches:
                 batch["origins"] = self._origins(chunk.origins, tick, first, end, batch["labels"].shape[1])
             if is_filler is not None and is_filler[first:end].any():
                 blank_labels(batch, is_filler[first:end])
-            elif self.has_masks or self.has_blanks or (lengths is not None and int(lengths.max()) < 2):
+            elif self.may_lack_labels or (lengths is not None and int(lengths.max()) < 2):
                 self._warn_of_no_labels(batch)
             if lengths is None:
                 yield batch, (ids.size, 0)
@@ -305,7 +275,7 @@ class StepBatches:
         ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
         sizes = [ids.shape[1]] * len(ids) if lengths is None else lengths.tolist()
         samples = [{"input_ids": row[:size].tolist()} for row, size in zip(ids, sizes, strict=True)]
-        if self.has_masks or self.has_blanks:
+        if self.may_lack_labels:
             for sample, row, size in zip(samples, labels, sizes, strict=True):
                 sample["labels"] = row[:size].tolist()
         assert self.collate_fn is not None

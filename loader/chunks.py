@@ -1,16 +1,25 @@
-"""A chunk: some ticks of some slots, as a worker sends them, and where documents begin in its rows."""
+"""Token ids of samples: decoded from their bytes, and held in chunks, as workers send them.
+
+JSON lists are parsed by a few passes of numpy over the text of many samples, without a Python object per
+number: 21 ns per token and 0.2 us per document, where orjson and array take 54 ns and 0.4 us. What is not
+surely a list of small numbers is left to orjson, and to its errors. Packed rows stay where they lie.
+"""
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 from numpy.lib.stride_tricks import sliding_window_view
 
+from loader.external_tars import JSON, TOKEN_DTYPES
 from loader.order import Int32s, Int64s
+from loader.reading import SampleBytes
 
 IGNORED = -100  # a label that cross_entropy leaves out
 NO_LABEL = np.int32(-(2**31))  # set in an id that is seen and not learnt: no id is below 0 else
@@ -213,3 +222,211 @@ class Chunk:
             starts=Ragged.stacked(starts) if starts else None,
             origins=Ragged.stacked(origins) if origins else None,
         )
+
+
+# From bytes to ids
+
+DECODE_BYTES = 128 * 1024  # of text at once, so that all arrays stay in the cache
+_MAX_DIGITS = 8
+_OPEN, _CLOSE, _COMMA, _SPACE, _ZERO = b"[], 0"
+_PAD = bytes(8)
+
+
+def parse_id_lists(texts: list[memoryview]) -> tuple[Int64s, Int32s] | None:
+    """Parse ``[1, 22]`` and the like to (numbers in each, int64[len(texts)], and all of them, int32).
+
+    None where a text is anything but that. Behind all commas of the texts stands one space, or behind none.
+    """
+    joined = b"".join([*texts, _PAD, _PAD])
+    text = np.frombuffer(joined, np.uint8)
+    sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    if sizes.min() < 2 or not ((text[starts] == _OPEN).all() and (text[ends - 1] == _CLOSE).all()):
+        return None
+    has_numbers = sizes > 2
+    is_behind = text == _COMMA
+    is_behind[ends - 1] = has_numbers
+    behind = np.flatnonzero(is_behind)  # of each number the byte behind it: a comma, or its list's bracket
+    num_commas = len(behind) - np.count_nonzero(has_numbers)
+    num_spaces = np.count_nonzero(text.take(behind + 1) == _SPACE)
+    if num_spaces not in (0, num_commas):
+        return None
+    until = np.searchsorted(behind, ends)
+    counts = np.diff(until, prepend=0)
+    first = np.empty_like(behind)  # of each number its first byte
+    np.add(behind[:-1], 2 if num_spaces else 1, out=first[1:])
+    first[(until - counts)[has_numbers]] = starts[has_numbers] + 1
+    digits = behind - first
+    if digits.size and not 1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS:
+        return None
+    # Every other byte is known by now, so where all digits are within the numbers nothing else is.
+    if np.count_nonzero(text - np.uint8(_ZERO) < 10) != int(digits.sum()):
+        return None
+    return counts, _numbers(joined, first, digits)
+
+
+def _numbers(joined: bytes, first: Int64s, digits: Int64s) -> Int32s:
+    """Return the numbers that begin at the bytes ``first``. The arrays are used up.
+
+    The eight bytes from a first digit on are one integer, put together of two whole words; what follows the
+    number is shifted out of it, and three multiplications add the digits up.
+    """
+    words = np.frombuffer(joined, "<u8", len(joined) // 8)
+    shift = ((first & 7) << 3).view(np.uint64)
+    word = first >> 3
+    value = words.take(word) >> shift
+    word += 1
+    rest = words.take(word)
+    rest <<= np.subtract(np.uint64(64), shift, out=shift)  # by 64 bits: nothing is left
+    value |= rest
+    digits -= _MAX_DIGITS
+    digits *= -8
+    value <<= digits.view(np.uint64)
+    value &= np.uint64(0x0F0F0F0F0F0F0F0F)
+    for factor, bits, kept in (
+        (2561, 8, 0x00FF00FF00FF00FF),
+        (6553601, 16, 0x0000FFFF0000FFFF),
+        (42949672960001, 32, 0x00000000FFFFFFFF),
+    ):
+        value *= np.uint64(factor)
+        value >>= np.uint64(bits)
+        value &= np.uint64(kept)
+    return value.astype(np.int32)
+
+
+def places_of(begin: Int64s, lengths: Int64s) -> Int64s:
+    """Return ``begin[0], begin[0] + 1 ...``: all places of some stretches, one after another."""
+    within = np.arange(int(lengths.sum()), dtype=np.int64)
+    within += np.repeat(begin - (np.cumsum(lengths) - lengths), lengths)
+    return within
+
+
+def rows_in_place(data: SampleBytes, rows: Int64s, row_tokens: int) -> Ragged:
+    """Return packed rows of one length where they lie in the buffer, the padding included.
+
+    ``rows``: int64[samples per tick, ticks].
+    """
+    is_other = data.dtype != data.dtype[0]
+    if is_other.any():
+        raise data.broken(int(is_other.argmax()), "ids of another width than those of other rows")
+    dtype = np.dtype("<i4" if data.dtype[0] == TOKEN_DTYPES.index(np.dtype("<u4")) else "<u2")
+    flat = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+    return Ragged.of_rows(flat, data.start[rows] // dtype.itemsize, row_tokens)
+
+
+def with_loss_masks(ids: Ragged, data: SampleBytes, rows: Int64s, row_tokens: int) -> Ragged:
+    """Return a copy of rows that have loss masks, with NO_LABEL in the ids that these leave out."""
+    mask_at = data.mask_at[rows].T.reshape(-1)
+    if (mask_at < 0).all():
+        return ids
+    ids = ids.joined()
+    has_no_label = sliding_window_view(data.buffer, row_tokens)[mask_at] == 0
+    has_no_label[mask_at < 0] = False
+    ids.flats[0][has_no_label.reshape(-1)] |= NO_LABEL
+    return ids
+
+
+class Decoded(NamedTuple):
+    """Samples of any length, one after another."""
+
+    lengths: Int32s  # int32[samples]
+    ids: Int32s  # int32[sum of lengths]
+    num_cut: int  # tokens left out behind max_length
+
+
+def decode_samples(
+    data: SampleBytes, rows: Int64s, *, max_length: int | None = None, end_ids: Int64s | None = None
+) -> Decoded:
+    """Decode the samples of some rows of ``data``, at most ``max_length`` tokens of each.
+
+    ``end_ids``: for each, an id to put behind it, or -1 for none. Raises BrokenShard.
+    """
+    lengths, ids = _whole_samples(data, rows)
+    expected = data.num_tokens[rows]
+    wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
+    if wrong.size:
+        found, said = int(lengths[wrong[0]]), int(expected[wrong[0]])
+        raise data.broken(int(rows[wrong[0]]), f"{found} ids where its idx says {said}")
+    num_cut = 0
+    if max_length is not None:
+        kept = np.minimum(lengths, max_length)
+        num_cut = int((lengths - kept).sum())
+        if num_cut:
+            place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            ids = ids[place < np.repeat(kept, lengths)]
+        lengths = kept
+    if end_ids is not None:
+        puts = end_ids >= 0
+        ids = np.insert(ids, np.cumsum(lengths)[puts], end_ids[puts])
+        lengths = lengths + puts
+    return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
+
+
+def _whole_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
+    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES."""
+    memory = data.buffer.data
+    lengths: list[Int64s] = []
+    ids: list[Int32s] = []
+    cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
+    for part in np.split(rows, np.flatnonzero(np.diff(cuts)) + 1):
+        found = None
+        if (data.dtype[part] == JSON).all():
+            spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
+            found = parse_id_lists([memory[start : start + size] for start, size in spans])
+        counts, numbers = _one_by_one(data, part) if found is None else found
+        lengths.append(counts)
+        ids.append(numbers)
+    return np.concatenate(lengths), np.concatenate(ids)
+
+
+def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
+    parts: list[Int32s] = []
+    for row in rows.tolist():
+        start, num_bytes, dtype = (
+            int(data.start[row]),
+            int(data.num_bytes[row]),
+            TOKEN_DTYPES[data.dtype[row]],
+        )
+        if dtype is None:
+            raw, numbers = bytes(data.buffer[start : start + num_bytes]), array("i")
+            fault = ""
+            try:
+                numbers.fromlist(orjson.loads(raw))
+            except (ValueError, TypeError, OverflowError) as error:
+                fault = str(error)
+            if fault or b"e" in raw:  # of true and false, which an array takes for 1 and 0
+                fault = fault or "it has true or false"
+                raise data.broken(row, f"no JSON list of token ids ({fault}): {raw[:60]!r}")
+            parts.append(np.frombuffer(numbers, np.int32))
+            continue
+        ids = np.frombuffer(data.buffer, dtype, num_bytes // dtype.itemsize, start)
+        if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+            raise data.broken(row, f"ids from {ids.min()} to {ids.max()}")
+        parts.append(ids.astype(np.int32))
+    return np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
+
+
+def decode_starts(data: SampleBytes, rows: Int64s, row_tokens: int) -> Int32s:
+    """Return the places in each packed row, from 0, where a document begins: int32[starts], row after row.
+
+    All rows at once: 5 ns per start, against 2 us per row.
+    """
+    places = places_of(data.starts_at[rows] // 4, data.num_starts[rows])
+    starts = data.buffer[: len(data.buffer) // 4 * 4].view("<u4")[places]
+    return (starts % row_tokens).astype(np.int32)
+
+
+def check_vocab(
+    data: SampleBytes, rows: Int64s, ids: npt.NDArray[np.integer[Any]], lengths: Int32s, vocab_size: int
+) -> None:
+    """Raise BrokenShard for an id that no embedding of ``vocab_size`` rows has."""
+    if not ids.size or 0 <= ids.min() <= ids.max() < vocab_size:
+        return
+    wrong = int(np.flatnonzero((ids < 0) | (ids >= vocab_size))[0])
+    row = int(rows[np.searchsorted(np.cumsum(lengths), wrong, side="right")])
+    raise data.broken(
+        row,
+        f"the id {ids[wrong]}, but the tokenizer has 0 to {vocab_size - 1}; is model_id the model that "
+        "made them?",
+    )

@@ -8,8 +8,9 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
@@ -19,13 +20,10 @@ from loader.batches import (
     PadToken,
     StepBatches,
     Targets,
-    check_padding,
-    check_targets,
     choose_pad_token,
     log_pad_token,
 )
 from loader.boundaries import Boundary, boundary_names
-from loader.find_shards import InputShards, find_sources
 from loader.ranks import find_process_rank
 from loader.samples import (
     Sizes,
@@ -33,13 +31,11 @@ from loader.samples import (
     WeightsIn,
     check_mixing,
     choose_sizes,
-    group_size,
     make_run,
     make_samples,
-    weights_of_samples,
     whole_number,
 )
-from loader.shards import ShardSet, SplitName, check_choice
+from loader.shards import InputShards, ShardSet, SplitName, find_sources
 from loader.token_loader import TokenLoader
 from loader.tokenizer import choose_tokenizer
 from shardprep.errors import UsageError
@@ -50,6 +46,7 @@ logger = logging.getLogger(__name__)
 Padding = Literal["longest", "max_length"]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _FROM_0 = ("pad_to_multiple_of", "num_workers", "rank")  # other whole numbers are 1 at least
+_CHOICES = {"SplitName": SplitName, "Padding": Padding, "WeightsIn": WeightsIn, "Targets": Targets}
 _PATHS = {"model_id": "a model's folder or its name on the hub", "cache_dir": "a folder"}
 
 
@@ -92,6 +89,10 @@ def _checked(name: str, value: Any, annotation: str) -> Any:
         if value in (True, False):
             return bool(value)
         expected = "True or False"
+    elif kind in _CHOICES:
+        if value in get_args(_CHOICES[kind]):
+            return value
+        expected = " or ".join(map(repr, get_args(_CHOICES[kind])))
     elif name in _PATHS:
         if isinstance(value, (str, os.PathLike)):
             return value
@@ -219,23 +220,28 @@ def get_llama3_dataloader(
     is_validation = split == "validation"
     who = find_process_rank(rank, world_size)
     fields = boundary_names(boundaries)
-    shifts = check_targets(targets, fields, has_collate_fn=collate_fn is not None)
+    shifts = targets == "shifted"
+    if shifts and "transformers" in fields:
+        raise UsageError(
+            found="targets='shifted', for a model that shifts labels itself",
+            expected="other boundaries than 'transformers', or targets='same'",
+        )
+    if shifts and collate_fn is not None:
+        raise UsageError("targets='shifted' is for the loader's own batches; leave out collate_fn or it")
     seq_len = None if seq_len is None else seq_len + shifts
     max_length = None if max_length is None else max_length + shifts
-    group = group_size(group_by_length, batch_size)
-    tick_samples, sizes = choose_sizes(
-        global_batch_size, group, batch_size=batch_size, world_size=who.world_size
+    tick_samples, group, sizes = choose_sizes(
+        global_batch_size, group_by_length, batch_size=batch_size, world_size=who.world_size
     )
     if is_validation and len(sizes) > 1:
         raise UsageError(found=f"global_batch_size={global_batch_size}", expected="one size for validation")
-    if split is not None:
-        check_choice("split", split, SplitName)
-    is_mixture = check_mixing(input_shards, weights, weights_in, is_validation=is_validation)
-    check_padding(padding, max_length)
+    check_mixing(input_shards, weights, is_validation=is_validation)
+    if padding == "max_length" and max_length is None:
+        raise UsageError(found=f"padding={padding!r}", expected="max_length beside it")
     shards_of = find_sources(
         input_shards if isinstance(input_shards, Mapping) else {"all": input_shards},
         cache_dir=cache_dir,
-        count_tokens=seq_len is not None or group > 1 or (is_mixture and weights_in == "tokens"),
+        count_tokens=seq_len is not None or group > 1 or (weights is not None and weights_in == "tokens"),
         split=split,
     )
     shards = ShardSet([part for of_source in shards_of.values() for part in of_source.sources], split)
@@ -256,18 +262,17 @@ def get_llama3_dataloader(
         )
         for name, of_source in shards_of.items()
     }
-    of_samples = weights_of_samples(samples, weights, weights_in)
     run = make_run(
         samples,
         sizes,
-        of_samples,
+        weights,
+        weights_in,
         tick_samples=tick_samples,
         batches_per_tick=tick_samples // (batch_size * who.world_size),
         group=group,
         seed=seed,
         shuffle=shuffle and not is_validation,
         keeps_tail=is_validation,
-        is_mixture=is_mixture,
         settings={
             "tokenizer": tokenizer.fingerprint,
             "seq_len": shards.row_tokens or seq_len or 0,
@@ -297,11 +302,9 @@ def get_llama3_dataloader(
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=run.row_tokens,
-        padded=padded,
+        padded=replace(padded, has_masks=shards.has_masks, has_blanks=has_blanks),
         collate_fn=collate_fn,
         boundaries=fields,
-        has_masks=shards.has_masks,
-        has_blanks=has_blanks,
         shifts_targets=shifts,
         origins=origins,
     )

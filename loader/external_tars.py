@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from loader.shards import DatasetShards
 from shardprep.errors import BrokenShard, UnknownMember
 from shardprep.files import open_regular
 from shardprep.format.names import (
@@ -196,12 +195,19 @@ _KEYS = "what stands before a name's first dot is the sample's key, and keys mus
 _FINGERPRINTED = 16  # samples whose bytes enter a tar's fingerprint
 
 
-def scan_tar(path: Path, *, count_tokens: bool = False) -> DatasetShards:
-    """Return a tar as a data set of one shard, whose records take the place of an idx.
+class ScannedTar(NamedTuple):
+    """A tar as a data set of one shard, with records in place of an idx."""
 
-    Its spec has what the loader asks for. Nobody knows its tokenizer, which has no name and no hash. The path
-    is outside its fingerprint. With ``count_tokens`` all data is read. Raises BrokenShard; UnknownMember for
-    a member that would change the training; OSError.
+    spec: DatasetSpec  # what the loader asks for; nobody knows the tokenizer, which has no name and no hash
+    records: Records
+    num_tokens: int  # of all samples; where they were not counted, about
+    num_bytes: int  # of the tar
+
+
+def scan_tar(path: Path, *, count_tokens: bool = False) -> ScannedTar:
+    """Make the records of a tar. With ``count_tokens`` all data is read.
+
+    Raises BrokenShard; UnknownMember for a member that would change the training; OSError.
     """
     with TarBytes(path) as tar:
         samples = _samples(tar)
@@ -238,17 +244,7 @@ def scan_tar(path: Path, *, count_tokens: bool = False) -> DatasetShards:
             pad_token_id=None,
         ),
     )
-    return DatasetShards(
-        folder=path.parent,
-        spec=spec,
-        shard_ids=np.zeros(1, np.int64),
-        num_samples=np.array([len(records)]),
-        num_tokens=np.array([num_tokens]),
-        tar_bytes=np.array([tar.num_bytes]),
-        tar_sha256=np.array([digest.hexdigest()[:16]]),
-        scanned_tar=path,
-        records=records,
-    )
+    return ScannedTar(spec, records, num_tokens, tar.num_bytes)
 
 
 def _samples(tar: TarBytes) -> list[_Sample]:

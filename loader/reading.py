@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import get_worker_info
 
 from loader.external_tars import TOKEN_DTYPES
 from loader.order import Int64s
@@ -33,6 +32,8 @@ from shardprep.format.index import RecordFile, open_idx
 from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
+
+worker_of_rank = (0, 1)  # which of the processes that read for a rank this one is, and how many they are
 
 MAX_OPEN_SHARDS = 128
 HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
@@ -142,9 +143,8 @@ class ShardReader:
 
     def __init__(self, shards: ShardSet, rank: int = 0, world_size: int = 1) -> None:
         self._shards = shards
-        worker = get_worker_info()
-        worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        self._reader, self._num_readers = rank * num_workers + worker_id, world_size * num_workers
+        number, num_workers = worker_of_rank
+        self._reader, self._num_readers = rank * num_workers + number, world_size * num_workers
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by their number through all sources
         self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)

@@ -37,6 +37,7 @@ from loader.order import ORDER_VERSION, Int64s, Order, hash_array, hash_ints
 from shardprep.errors import UsageError
 
 if TYPE_CHECKING:
+    from loader.reading import ShardReader
     from loader.samples import Samples, Window
 
 ROUND = 64  # ticks
@@ -90,10 +91,10 @@ class _Stretch(NamedTuple):
     """Steps of equal size: the rest of an epoch, or all epochs from the beginning of one on."""
 
     step: int  # the first one
-    epoch: int  # where that begins
-    tick: int  # of the epoch, likewise
+    epoch: int  # in which it begins
+    tick: int  # of that epoch, at which it begins
     size: int  # ticks of a step
-    num_steps: int  # from the tick to the end of the epoch
+    num_steps: int  # from that tick to the end of the epoch
 
 
 class _Mix(NamedTuple):
@@ -412,7 +413,7 @@ class Run:
         return replace(self, sources=tuple(sources), stages=tuple(stages))
 
 
-# Reading.
+# How a process reads the ticks of its slots.
 
 
 class RunReader:
@@ -507,11 +508,11 @@ def _ticks_of(laid_out: Chunk, first: int, end: int) -> Chunk:
 
 
 class _SourceReader:
-    """The ticks of one source, window by window. Shards are opened when they are read."""
+    """The ticks of one source, window by window."""
 
     def __init__(self, source: Source, number: int, slots: range) -> None:
         self._order, self._samples, self._number, self._slots = source.order, source.samples, number, slots
-        self._reader: Any = None if source.samples is None else source.samples.open()
+        self._reader: ShardReader | None = None  # opens files as it reads them
         self._window: Window | None = None
         self._place = (0, 0, 0)  # of the window: epoch, first tick and end
 
@@ -519,6 +520,7 @@ class _SourceReader:
         self._window = None
         if self._reader is not None:
             self._reader.close()
+            self._reader = None
 
     def chunk(self, tick: int, most: int) -> Chunk:
         """Return the ticks of the source from one on, counted through its epochs: as many as ``most``, or as
@@ -528,8 +530,9 @@ class _SourceReader:
         if self._window is None or epoch != window_epoch or not first <= tick < end:
             # A whole window is read at once: a part of it would be many small reads.
             self._window = None
-            samples, reader = self._samples, self._reader
+            samples = self._samples
             assert samples is not None, "a loader is refused a run whose sources it lacks"
+            self._reader = reader = self._reader or samples.open()
             first, end = next(self._order.windows(tick))
             self._place = epoch, first, end
             num_tokens = partial(samples.num_tokens, reader)

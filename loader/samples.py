@@ -20,9 +20,12 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from loader.chunks import ORIGIN, Chunk, Integers, Ragged
-from loader.decode import (
+from loader.chunks import (
+    ORIGIN,
+    Chunk,
     Decoded,
+    Integers,
+    Ragged,
     check_vocab,
     decode_samples,
     decode_starts,
@@ -33,7 +36,7 @@ from loader.decode import (
 from loader.order import Int32s, Int64s, Order, choose_windows
 from loader.reading import SampleBytes, ShardReader
 from loader.run import CYCLE, Run, Source, Stage, source_seed
-from loader.shards import ShardSet, check_choice
+from loader.shards import ShardSet
 from shardprep.errors import BrokenShard, UsageError
 from shardprep.format.names import BLANK
 
@@ -246,16 +249,15 @@ class JoinedRows(Samples):
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
         rows, inverse = np.unique(samples, return_inverse=True)
         begins = (offset + rows * self.row_tokens) % self.offsets
-        shards = np.searchsorted(self.first_token, begins, side="right") - 1
-        opening = reader.opening_order(np.unique(shards)).tolist()
-        place = {number: place for place, number in enumerate(opening)}
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
         end_ids: list[Int64s] = []
         num_decoded = 0
-        # Consecutive rows are one stretch of the stream, which goes on from shard to shard.
-        stretches = pairwise([0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)])
-        for first, end in sorted(stretches, key=lambda part: place[int(shards[part[0]])]):
+        # Consecutive rows are one stretch of the stream, which goes on from shard to shard. Each process
+        # begins with another one.
+        bounds = np.array([0, *(np.flatnonzero(np.diff(rows) != 1) + 1), len(rows)])
+        for stretch in reader.opening_order(np.arange(len(bounds) - 1)).tolist():
+            first, end = bounds[stretch : stretch + 2].tolist()
             token, num_left = int(begins[first]), (end - first) * self.row_tokens
             stretch_at = None  # where it begins in the decoded documents
             while num_left:
@@ -382,25 +384,32 @@ def _stages(name: str, value: Any) -> Sequence[tuple[int, Any]]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [(0, value)]
     try:
-        steps = [step for step, _ in value]
+        stages = [(whole_number(name, step, least=0), held) for step, held in value]
     except (TypeError, ValueError):
         raise UsageError.of_value(name, value, "pairs of a step and what holds from it on") from None
-    are_steps = all(isinstance(step, Integral) and not isinstance(step, bool) for step in steps)
-    if not are_steps or steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
+    steps = [step for step, _ in stages]
+    if steps[:1] != [0] or any(step >= later for step, later in pairwise(steps)):
         raise UsageError(found=f"{name} {steps}", expected="whole numbers that ascend from 0")
-    return [(int(step), held) for step, held in value]
+    return stages
 
 
 def choose_sizes(
-    global_batch_size: Sizes | None, group: int, *, batch_size: int, world_size: int
-) -> tuple[int, list[tuple[int, int]]]:
-    """Return L, which all sizes are multiples of, and the global batch size by step. Raises UsageError."""
+    global_batch_size: Sizes | None, group_by_length: bool | int, *, batch_size: int, world_size: int
+) -> tuple[int, int, list[tuple[int, int]]]:
+    """Return L, which all sizes are multiples of, the samples of a group, and the global batch size by step.
+
+    Raises UsageError.
+    """
     name = "global_batch_size"
     stages = _stages(name, batch_size * world_size if global_batch_size is None else global_batch_size)
     sizes = [(step, whole_number(name, size, least=1)) for step, size in stages]
+    if isinstance(group_by_length, bool):
+        group = batch_size if group_by_length else 1
+    else:
+        group = whole_number("group_by_length", group_by_length, least=0) or 1
     tick_samples = gcd(*(size for _, size in sizes))
     check_batch(tick_samples, group, batch_size=batch_size, world_size=world_size)
-    return tick_samples, sizes
+    return tick_samples, group, sizes
 
 
 def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_size: int) -> None:
@@ -418,13 +427,6 @@ def check_batch(global_batch_size: int, group: int, *, batch_size: int, world_si
         )
 
 
-def group_size(group_by_length: bool | int, batch_size: int) -> int:
-    """Return the samples of a group: ``True`` stands for batch_size, ``False`` for groups of one."""
-    if isinstance(group_by_length, bool):
-        return batch_size if group_by_length else 1
-    return whole_number("group_by_length", group_by_length, least=0) or 1
-
-
 def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str, Any]:
     """Return the sizes in a source's order, by their names in Order."""
     num_samples, num_bytes = samples.num_samples, samples.shards.tar_bytes
@@ -439,20 +441,33 @@ def sizes_of_order(samples: Samples, tick_samples: int, group: int) -> dict[str,
     }
 
 
+def check_mixing(input_shards: object, weights: Weights | None, *, is_validation: bool) -> None:
+    """Raise UsageError unless several sources have names and weights, or one has neither."""
+    if not isinstance(input_shards, Mapping):
+        if weights is not None:
+            remedy = 'input_shards={"web": ..., "code": ...}'
+            raise UsageError(found="weights of no named sources", expected=remedy, remedy=remedy)
+    elif is_validation:
+        raise UsageError(found='split="validation" of several sources', expected="one loader for each source")
+    elif weights is None:
+        raise UsageError(found="input_shards that names sources", expected="weights=, for each a weight")
+
+
 def make_run(
     samples: Mapping[str, Samples],
     sizes: Sequence[tuple[int, int]],
-    weights: Sequence[tuple[int, Mapping[str, float]]],
+    weights: Weights | None,
+    weights_in: WeightsIn,
     *,
     tick_samples: int,
     group: int,
     seed: int,
     shuffle: bool,
     keeps_tail: bool,
-    is_mixture: bool,
     **others: Any,
 ) -> Run:
     """Return the run that the arguments say. ``others``: fields of Run. Raises UsageError."""
+    is_mixture = weights is not None
     sources = []
     for number, (name, of_source) in enumerate(samples.items()):
         order = Order(
@@ -464,46 +479,22 @@ def make_run(
         )
         data = of_source.shards.fingerprint[:16]
         sources.append(Source(name=name, data=data, order=order, samples=of_source))
-    size_at, weights_at = dict(sizes), dict(weights)
-    stages, size, held = [], sizes[0][1], weights[0][1]
-    for step in sorted({*size_at, *weights_at}):
-        size, held = size_at.get(step, size), weights_at.get(step, held)
-        begins_round = step in weights_at
-        stages.append(Stage(step=step, global_batch_size=size, weights=held, begins_round=begins_round))
+    size_at, shares_at = dict(sizes), {0: dict.fromkeys(samples, 1.0)}
+    if weights is not None:
+        lengths = {name: of_source.row_tokens for name, of_source in samples.items()}
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise UsageError(found=f"rows of {found} tokens (0: documents)", expected="one length")
+        means = dict.fromkeys(samples, 1.0)
+        if weights_in == "tokens":
+            means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
+        shares_at = {step: _shares(of_stage, means) for step, of_stage in _stages("weights", weights)}
+    stages, size, shares = [], size_at[0], shares_at[0]
+    for step in sorted({*size_at, *shares_at}):
+        size, shares = size_at.get(step, size), shares_at.get(step, shares)
+        begins_round = step in shares_at
+        stages.append(Stage(step=step, global_batch_size=size, weights=shares, begins_round=begins_round))
     return Run(sources=tuple(sources), stages=tuple(stages), seed=seed, is_mixture=is_mixture, **others)
-
-
-def check_mixing(
-    input_shards: object, weights: Weights | None, weights_in: WeightsIn, *, is_validation: bool
-) -> bool:
-    """Return whether sources are mixed. Raises UsageError where the arguments do not fit each other."""
-    if not isinstance(input_shards, Mapping):
-        if weights is not None:
-            remedy = 'input_shards={"web": ..., "code": ...}'
-            raise UsageError(found="weights of no named sources", expected=remedy, remedy=remedy)
-        return False
-    check_choice("weights_in", weights_in, WeightsIn)
-    if is_validation:
-        raise UsageError(found='split="validation" of several sources', expected="one loader for each source")
-    if weights is None:
-        raise UsageError(found="input_shards that names sources", expected="weights=, for each a weight")
-    return True
-
-
-def weights_of_samples(
-    samples: Mapping[str, Samples], weights: Weights | None, weights_in: WeightsIn
-) -> list[tuple[int, dict[str, float]]]:
-    """Return the share of samples of each source, by step. Raises UsageError."""
-    if weights is None:
-        return [(0, dict.fromkeys(samples, 1.0))]
-    lengths = {name: of_source.row_tokens for name, of_source in samples.items()}
-    if len(set(lengths.values())) > 1:
-        found = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise UsageError(found=f"rows of {found} tokens (0: documents)", expected="one length")
-    means = dict.fromkeys(samples, 1.0)
-    if weights_in == "tokens":
-        means = {name: _mean_tokens(of_source) for name, of_source in samples.items()}
-    return [(step, _shares(of_stage, means)) for step, of_stage in _stages("weights", weights)]
 
 
 def _shares(weights: object, means: Mapping[str, float]) -> dict[str, float]:

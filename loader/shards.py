@@ -1,27 +1,96 @@
-"""The shards of a run, their samples numbered as one sequence."""
+"""The shards of a run: found by what ``input_shards`` names, their samples numbered as one sequence.
+
+A folder is a whole data set. Shards of our data sets are known by manifest or index.json and opened when they
+are needed; tars that others wrote are scanned here, once. A URL is copied first, by webdataset, as the loader
+reads at random:
+
+CACHE/shardprep-UID/<16 digits of the URL>-part-07.tar                a tar that others wrote
+CACHE/shardprep-UID/<16 digits of the folder's URL>/shard-00000.tar   one of ours, with manifest and idx
+
+A copy that is there is taken for what its URL holds, so a tar must never change under its URL. Processes that
+copy one at a time each write it, to files of their own: keep CACHE on the node.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import hashlib
-from collections.abc import Iterable
+import logging
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from braceexpand import braceexpand
 
+from loader.external_tars import scan_tar
 from loader.order import Int64s
-from shardprep.errors import UsageError
-from shardprep.format.names import DatasetSpec, blank_id, tar_path
+from shardprep.console import quoted
+from shardprep.errors import (
+    BrokenShard,
+    CannotWrite,
+    NotFound,
+    OtherTokenizer,
+    ReadWriteError,
+    UnknownMember,
+    UsageError,
+)
+from shardprep.files import (
+    FileStamp,
+    PublishedFile,
+    check_names_are_utf8,
+    is_folder,
+    names_in,
+    read_beginning,
+    size_of_file,
+    sync_folder,
+    with_retries,
+)
+from shardprep.format.index import merge_manifests, read_index
+from shardprep.format.manifest import (
+    manifest_ids,
+    read_findings,
+    read_manifest,
+    refuse_found,
+    refuse_other_plan,
+)
+from shardprep.format.names import (
+    INDEX_NAME,
+    PLAN_NAME,
+    DatasetSpec,
+    TokenizerSpec,
+    blank_id,
+    idx_path,
+    manifest_path,
+    tar_path,
+)
+
+logger = logging.getLogger(__name__)
+
+Named: TypeAlias = "str | bytes | os.PathLike[str]"
+InputShards: TypeAlias = "Named | Iterable[Named]"
+NAMEABLE = "a folder, an index.json, tars or a pattern of tars"
+_PATTERN = re.compile(r"[*?\[{]")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_SHARD_TAR = re.compile(r"shard-(\d{5})\.tar")
+_COMPRESSED_TAR = re.compile(r"\.(tar\.\w+|tgz)$")
+_INDEX_START = re.compile(rb'\{\s*"format":\s*"shardprep-index"')
+_URL = re.compile(r"^(?:[a-zA-Z][a-zA-Z0-9+.-]*://|pipe:)")  # what webdataset opens as one
+_NAME_IN_URL = re.compile(r"[\w.-]+\.tar")
+_URL_OF_OUR_SHARD = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://[^?#]*)/shard-(\d{5})\.tar")
+_USER = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*://)[^/@]*@")
+_EXIT_STATUS = re.compile(r": exit -?\d+")
+_BLOCK_BYTES = 1 << 20  # of a URL at once
 
 SplitName = Literal["train", "validation"]
-
-
-def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raise UsageError for a value of an argument that is none of a Literal's."""
-    if value not in get_args(choices):
-        raise UsageError.of_value(name, value, " or ".join(map(repr, get_args(choices))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,3 +214,339 @@ class ShardSet:
     def fingerprint(self) -> str:
         """Hash all sources in their order: sha256."""
         return hashlib.sha256("".join(source.fingerprint for source in self.sources).encode()).hexdigest()
+
+
+# What the user names
+
+
+def find_sources(
+    sources: Mapping[str, InputShards],
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    count_tokens: bool = False,
+    split: SplitName | None = None,
+) -> dict[str, ShardSet]:
+    """Find the shards of each named source. An incomplete folder is refused, and a shard in two sources.
+
+    ``count_tokens``: tars without an idx are read once for the lengths of their samples.
+    """
+    if not sources or not all(isinstance(name, str) and name for name in sources):
+        raise UsageError(found=f"input_shards={list(sources)}", expected="names with shards for each")
+    found = {}
+    for name, input_shards in sources.items():
+        paths = _find_paths(input_shards, cache_dir)
+        shards = found[name] = ShardSet(_shards_of(paths, count_tokens=count_tokens), split)
+        if shards.num_samples == 0:
+            side = "" if shards.split is None else f" for {shards.split}"
+            raise UsageError(found=f"no sample{side} in {input_shards!r}", expected="one at least")
+    _check_sources([dataset for shards in found.values() for dataset in shards.datasets])
+    return found
+
+
+def _find_paths(input_shards: InputShards, cache_dir: str | os.PathLike[str] | None = None) -> list[str]:
+    """Return every absolute path that was named, brace patterns and globs expanded, in the order given.
+
+    What is no local file is copied to ``cache_dir``. 100,000 shards take 0.4 s, hence no Path.
+    """
+    named: Iterable[Any] = [input_shards]
+    if isinstance(input_shards, Iterable) and not isinstance(input_shards, (str, bytes, os.PathLike)):
+        named = input_shards
+    paths: list[str] = []
+    for each in named:
+        if not isinstance(each, (str, bytes, os.PathLike)):
+            expected = "the path of a folder, an index.json or a tar"
+            raise UsageError(found=f"input_shards={each!r}", expected=expected)
+        name = os.fsdecode(each)
+        check_names_are_utf8(name)
+        if _URL.match(name):
+            paths += [_copy_url(url, cache_dir) for url in _expand_braces(name)]
+        else:
+            paths += _expand(name)
+    check_names_are_utf8(*paths)
+    if not paths:
+        raise UsageError(found="input_shards=[]", expected=NAMEABLE)
+    for path, count in Counter(paths).items():
+        if count > 1:  # an epoch would see its samples twice
+            raise UsageError(path=path, found=f"named {count} times in input_shards", expected="once")
+    return paths
+
+
+def _expand(name: str) -> list[str]:
+    """Return the paths that a name stands for: itself, where it is no pattern, or is there."""
+    whole = os.path.abspath(name)  # noqa: PTH100  Path.resolve would follow links
+    if _PATTERN.search(name) is None or Path(whole).exists():
+        return [whole]
+    found: list[str] = []
+    for pattern in _expand_braces(whole):
+        if not glob.has_magic(pattern) or Path(pattern).exists():
+            found.append(pattern)  # of 100,000 shards each would be a request, so they are looked for later
+            continue
+        matches = sorted(map(str, Path("/").glob(pattern[1:])))
+        if not matches:
+            raise _nothing_at(pattern)
+        found += matches
+    return found
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Expand ``a{0..2}{x,y}`` as a shell does, the last brace fastest.
+
+    Zeros in front are kept, and each name comes once. Raises UsageError for braces that hold neither a range
+    nor a comma.
+    """
+    try:
+        names = list(dict.fromkeys(braceexpand(pattern, escape=False)))
+    except ValueError:  # unbalanced: a single brace is part of a name
+        return [pattern]
+    if left := _BRACES.search(names[0]):
+        found = f"the braces {left[0]!r}"
+        raise UsageError(path=pattern, found=found, expected="{00000..00009} or {a,b}")
+    return names
+
+
+def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
+    """Return what the paths name: folders and tars of others in their order, then shards named one by one."""
+    found: list[DatasetShards] = []
+    named: dict[str, list[int]] = {}  # folder of one of our data sets -> shards of it that were named
+    is_ours: dict[str, bool] = {}  # folder -> whether it is a data set: looked up once for 100,000 shards
+
+    def add(path: str) -> list[str]:
+        """Read what a path names. Returns the tars that are still to be added, of a folder of tars."""
+        folder, name = os.path.split(path)
+        shard = _SHARD_TAR.fullmatch(name)
+        if shard and folder not in is_ours:
+            is_ours[folder] = _is_dataset(Path(folder))
+        if shard and (
+            is_ours[folder] or size_of_file(manifest_path(Path(folder), int(shard[1]))) is not None
+        ):
+            named.setdefault(folder, []).append(int(shard[1]))
+        elif size_of_file(Path(path)) is None:
+            raise _nothing_at(path)
+        elif name == INDEX_NAME:
+            found.append(_dataset(Path(folder)))
+        elif name.endswith(".tar"):
+            found.append(_tar_of_others(Path(path), count_tokens=count_tokens))
+        elif not is_folder(Path(path)):
+            expected = f"a tar, a folder or an {INDEX_NAME}; decompress .tar.gz files first"
+            raise UsageError(path=path, found="none of what can be loaded", expected=expected)
+        elif _is_dataset(Path(path)) or manifest_ids(Path(path)):
+            found.append(_dataset(Path(path)))
+        else:
+            return _tars_in(Path(path))
+        return []
+
+    for path in paths:
+        for tar in with_retries(f"{path} cannot be read", partial(add, path)):
+            with_retries(f"{tar} cannot be read", partial(add, tar))
+    for folder, ids in named.items():
+        attempt = partial(_dataset, Path(folder), ids)
+        found.append(with_retries(f"{folder} cannot be read", attempt))
+        with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
+            names = set(names_in(Path(folder)))
+            for shard_id in ids:
+                wanted = tar_path(Path(folder), shard_id)
+                if wanted.name not in names:
+                    raise _nothing_at(str(wanted))
+    return found
+
+
+def _tar_of_others(path: Path, *, count_tokens: bool) -> DatasetShards:
+    """Scan a tar. Its path is outside of its fingerprint, which hashes sizes, places and some ids."""
+    scanned = scan_tar(path, count_tokens=count_tokens)
+    return DatasetShards(
+        folder=path.parent,
+        spec=scanned.spec,
+        shard_ids=np.zeros(1, np.int64),
+        num_samples=np.array([len(scanned.records)]),
+        num_tokens=np.array([scanned.num_tokens]),
+        tar_bytes=np.array([scanned.num_bytes]),
+        tar_sha256=np.array([scanned.spec.plan_id[:16]]),
+        scanned_tar=path,
+        records=scanned.records,
+    )
+
+
+def _nothing_at(path: str) -> NotFound:
+    return NotFound(path=path, found="no such file or folder", expected=NAMEABLE)
+
+
+def _tars_in(folder: Path) -> list[str]:
+    """Return the tars of a folder that is no data set. Raises UsageError or NotFound."""
+    names = names_in(folder)
+    for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
+        raise UsageError(path=path, found="compressed", expected="a tar; decompress it, or name the others")
+    tars = [str(folder / name) for name in names if name.endswith(".tar")]
+    if not tars:
+        remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
+        expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"
+        raise NotFound(path=folder, found="no shards", expected=expected, remedy=remedy)
+    return tars
+
+
+def _has_index(folder: Path) -> bool:
+    """Return whether there is an index.json of ours: others write files of that name, too."""
+    return _INDEX_START.match(read_beginning(folder / INDEX_NAME, 200)) is not None
+
+
+def _is_dataset(folder: Path) -> bool:
+    return _has_index(folder) or size_of_file(folder / PLAN_NAME) is not None
+
+
+def _dataset(folder: Path, shard_ids: list[int] | None = None) -> DatasetShards:
+    """Read a data set, or the shards of it that were named one by one. The others need not be there.
+
+    Done-ness is asked as everywhere; the sizes of files are compared when they are opened. With an index.json
+    that is four opens for a whole data set, of which plan.json and findings.json are two.
+    """
+    if shard_ids is None or _has_index(folder):
+        index = read_index(folder)
+        num_shards = len(index.columns)
+        ids = rows = np.arange(num_shards) if shard_ids is None else np.array(shard_ids)
+        if beyond := ids[ids >= num_shards].tolist():
+            path = tar_path(folder, beyond[0])
+            expected = f"one of the {num_shards} shards of the {INDEX_NAME} beside it"
+            raise NotFound(path=path, found="an unknown shard", expected=expected)
+    else:
+        index = merge_manifests(folder, (read_manifest(folder, shard_id) for shard_id in shard_ids))
+        ids, rows = np.array(shard_ids), np.arange(len(shard_ids))
+    refuse_other_plan(folder, index.spec.plan_id)
+    refuse_found(folder, read_findings(folder, index.spec.plan_id), ids.tolist())
+    num_validation = index.column("num_validation_samples")[rows]
+    return DatasetShards(
+        folder=folder,
+        spec=index.spec,
+        shard_ids=ids,
+        num_samples=index.column("num_samples")[rows],
+        num_tokens=index.column("num_tokens")[rows],
+        tar_bytes=index.column("tar_bytes")[rows],
+        tar_sha256=np.array(index.tar_sha256)[rows],
+        num_validation=num_validation if index.spec.validation_fraction else None,
+        has_blanks=bool(index.blanked),
+    )
+
+
+def _check_sources(datasets: list[DatasetShards]) -> None:
+    """Refuse data sets of different tokenizers, and one named twice, whose shards would be seen twice."""
+    tokenizers: dict[str, tuple[Path, TokenizerSpec]] = {}
+    folders: set[Path] = set()
+    for dataset in datasets:
+        tokenizers.setdefault(dataset.spec.tokenizer.fingerprint, (dataset.folder, dataset.spec.tokenizer))
+        if dataset.folder in folders:
+            found = "named twice: in two sources, or as a folder and by its shards"
+            raise UsageError(path=dataset.folder, found=found, expected="once")
+        folders.add(dataset.folder)
+    if len(tokenizers) > 1:
+        (_, first), (folder, other), *_ = tokenizers.values()
+        raise OtherTokenizer(
+            path=folder,
+            found=f"made with {other.model_id} ({other.fingerprint[:12]}), which cannot be mixed",
+            expected=f"the tokenizer of the others, {first.model_id} ({first.fingerprint[:12]})",
+        )
+
+
+# Copies of what URLs name
+
+
+def _copy_url(url: str, cache_dir: str | os.PathLike[str] | None) -> str:
+    """Return the local copy of a URL that webdataset opens (``https:``, ``s3:``, ``gs:``, ``pipe:`` ...)."""
+    if cache_dir is None:
+        raise UsageError(
+            f"{_shown(url)} is no local file; pass cache_dir=, a folder with room for the copies, as the "
+            "order and the resume need tars that can be read at random",
+            path=_shown(url),
+            remedy="cache_dir=",
+        )
+    folder = Path(os.path.abspath(cache_dir), f"shardprep-{os.getuid()}")  # noqa: PTH100  resolve follows links
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+        # In /tmp others could put a link where a copy is looked for, so the folder must be the user's alone.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:
+            found_mode = f"owner {found.st_uid}, mode {stat.filemode(found.st_mode)}"
+            expected = f"a folder of user {os.getuid()} alone; name another cache_dir"
+            raise CannotWrite(path=folder, found=found_mode, expected=expected)
+        if ours := _URL_OF_OUR_SHARD.fullmatch(url):
+            path = _copy_our_shard(ours[1], int(ours[2]), folder / _digits(ours[1]))
+            if path is not None:
+                return str(path)
+        path = folder / f"{_digits(url)}-{['copy.tar', *_NAME_IN_URL.findall(url)][-1]}"
+        _copy(url, path)
+    except OSError as error:
+        raise ReadWriteError(f"{_shown(url)} cannot be copied to {folder}: {error}") from error
+    return str(path)
+
+
+def _shown(url: str) -> str:
+    """Return a URL for messages: without password, query and a command's words, which may be secrets."""
+    if url.startswith("pipe:"):
+        return f"{url.split(maxsplit=1)[0]} ..."
+    place, mark, _ = url.partition("?")
+    return _USER.sub(r"\1", place.partition("#")[0]) + ("?..." if mark else "")
+
+
+def _digits(url: str) -> str:
+    return hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def _copy_our_shard(root: str, shard_id: int, folder: Path) -> Path | None:
+    """Copy manifest, idx and tar of a shard. None where no manifest says that it is one of ours."""
+    tar, idx, manifest = (path(folder, shard_id) for path in (tar_path, idx_path, manifest_path))
+    folder.mkdir(exist_ok=True)
+    try:
+        _copy(f"{root}/{manifest.name}", manifest)
+    except NotFound as error:
+        shown = _shown(f"{root}/{tar.name}")
+        logger.warning("%s is taken for a tar that others wrote: %s", shown, error)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        return None
+    expected = read_manifest(folder, shard_id)
+    _copy(f"{root}/{idx.name}", idx, expected.idx)
+    _copy(f"{root}/{tar.name}", tar, expected.tar)
+    return tar
+
+
+def _copy(url: str, target: Path, expected: FileStamp | None = None) -> None:
+    """Publish what webdataset reads from a URL, if it is not there: a manifest, a whole tar, a stamped file.
+
+    Raises NotFound where the URL cannot be read, BrokenShard where it holds something else.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(target.lstat().st_mode):  # a link of that name is none of ours
+            raise BrokenShard(path=target, found="no regular file", expected="a copy of ours; remove it")
+        return
+    with PublishedFile(target) as copy:
+        for block in _blocks(url):
+            copy.write(block)
+        found = copy.sync()
+        if expected is not None and found != expected:
+            what = f"sha256 {found.sha256[:12]}"
+            raise BrokenShard(
+                path=_shown(url), found=what, expected=f"{expected.sha256[:12]}, as its manifest"
+            )
+        if expected is None and target.suffix == ".tar":
+            try:
+                scan_tar(copy.temporary)
+            except BrokenShard as error:
+                what = "cannot be loaded" if isinstance(error, UnknownMember) else "is no whole tar"
+                raise type(error)(f"what webdataset read from {_shown(url)} {what}: {error}") from None
+        copy.publish()
+    sync_folder(target.parent)
+
+
+def _blocks(url: str) -> Iterator[bytes]:
+    """Read a URL block by block. Raises NotFound, for whatever reason webdataset cannot read it."""
+    from webdataset.gopen import gopen
+
+    try:
+        with gopen(url, "rb") as stream:
+            while block := stream.read(_BLOCK_BYTES):
+                yield block
+    except Exception as error:  # each of gopen's openers raises errors of its own
+        shown, reason = _shown(url), f": {error}"
+        if shown != url:  # the error repeats the URL
+            status = _EXIT_STATUS.search(str(error))
+            reason = "" if status is None else status[0]
+        raise NotFound(f"{shown} cannot be read by webdataset ({type(error).__name__}{reason})") from None

@@ -1,12 +1,16 @@
 """The batches of a rank, in order: worker processes read chunks, and the training process collates them.
 
-A chunk is a few ticks of a worker's slots, so a worker sends 1 MiB at a time through its pipe, not a batch.
-Nothing lies in shared memory: a container's /dev/shm may be small. Workers share the slots of the rank: if
-every worker took each n-th tick instead, all of them together would read everything n times.
+A chunk is a few ticks of a worker's slots, so a worker sends 1 MiB at a time, not a batch. Workers share the
+slots of the rank: if every worker took each n-th tick instead, all of them together would read everything n
+times.
+
+Each worker has a socket of its own, and shares neither memory nor a lock. A container's /dev/shm may be
+small, and behind the queues of torch's DataLoader a loop waits for ever where a worker is killed while it
+holds a lock or sends a message.
 
 Slurm, torchrun and a terminal send a signal to all processes of a job. A worker that died of it would end the
-process that trains, by an error of torch's DataLoader, before that one has saved its checkpoint. So workers
-block these signals, and end with the process that trains.
+process that trains before that one has saved its checkpoint. So workers block these signals, and end with the
+process that trains.
 """
 
 from __future__ import annotations
@@ -15,18 +19,20 @@ import ast
 import contextlib
 import multiprocessing
 import os
+import pickle
+import queue
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
-
+import loader.reading
 from loader.batches import LoaderMetrics, StepBatches
 from loader.chunks import Chunk
 from loader.order import share
@@ -38,87 +44,67 @@ CHUNK_BYTES = 1 << 20  # of a chunk; a worker's message costs about 150 us besid
 MAX_CHUNK_TICKS = 256
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _LOOK_EVERY_S = 1.0  # whether the process that trains is still there; 50 us of CPU each time
+_END_S = 5.0  # that a worker which was killed may take to be gone
+# A fork inherits open sockets, and what two processes have open does not end with one of them.
+_one_starts = threading.Lock()
 
 
-class ChunkDataset(IterableDataset[Any]):
-    """Chunks of this rank's slots from a position on: of one epoch, or without end.
+class _Worker(NamedTuple):
+    """A process that reads some slots of the rank, and this process's end of its socket."""
 
-    ``position`` is int64[2], epoch and tick in it, shared with the workers. Items are a chunk of each worker
-    in turn. Each process keeps its reader until ``close``: opening shards anew costs more than reading a
-    window.
-    """
-
-    def __init__(self, run: Run, slots: range, *, endless: bool) -> None:
-        self.run = run
-        self.slots = slots
-        self.endless = endless
-        self.position = torch.zeros(2, dtype=torch.int64)
-        self._reader: RunReader | None = None
-        self._close_reader: Callable[[], object] | None = None
-
-    def __iter__(self) -> Iterator[Chunk | ShardprepError]:
-        worker = get_worker_info()
-        if self._reader is None:
-            slots = self.slots if worker is None else share(self.slots, worker.id, worker.num_workers)
-            self._reader = RunReader(self.run, slots)
-            self._close_reader = weakref.finalize(self, self._reader.close)
-        epoch, tick = self.position.tolist()
-        chunks = self._reader.chunks(epoch, tick, self._chunk_ticks(), endless=self.endless)
-        if worker is None:
-            yield from chunks
-            return
-        try:
-            # A thread of torch's queue sends a chunk later, when the next window may lie where it lay.
-            yield from (chunk.joined() for chunk in chunks)
-        except ShardprepError as error:
-            # Raised here it would lose its fields: torch raises a new error of the traceback's text.
-            yield error
-
-    def close(self) -> None:
-        """Close the files that this process has open. The next ``iter`` opens them again."""
-        if self._close_reader is not None:
-            self._close_reader()
-        self._reader = self._close_reader = None
-
-    def _chunk_ticks(self) -> int:
-        """Choose the ticks of a chunk, from what all workers know alike: their chunks must agree. Rows that
-        are not sent take no memory until their tick, see Ragged."""
-        worker = get_worker_info()
-        row_tokens = self.run.row_tokens
-        if worker is None and row_tokens:
-            return MAX_CHUNK_TICKS
-        slots = -(-len(self.slots) // (worker.num_workers if worker else 1))
-        longest = max(samples.mean_tokens for samples in self.run.samples)
-        tick_bytes = 4 * slots * self.run.order.group * (row_tokens or longest)
-        return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
+    process: BaseProcess
+    connection: Connection
+    started_by: int  # pid; a fork of that process has the others' ends, too
 
 
 class BatchStream:
     """A rank's batches, step by step; with workers a few chunks are read ahead. Waits are counted in
-    ``metrics``."""
+    ``metrics``.
+
+    Files stay open, and workers alive, until ``end``: opening shards anew costs more than reading a window.
+    ``endless``: chunks of the next epoch follow those of one.
+    """
 
     def __init__(
         self,
-        chunks: ChunkDataset,
+        run: Run,
+        slots: range,
         step_batches: StepBatches,
         metrics: LoaderMetrics,
+        *,
+        endless: bool,
         workers: Mapping[str, Any],
     ) -> None:
-        self._chunks = chunks
+        self._run = run
+        self._slots = slots
         self._step_batches = step_batches
         self._metrics = metrics
+        self._endless = endless
         self._num_workers: int = workers.get("num_workers", 0)
-        # Items are passed on as they are: torch would turn what the workers send into something else.
-        self._loader: DataLoader[Any] = DataLoader(
-            chunks, batch_size=None, collate_fn=_as_it_is, worker_init_fn=_follow_main_process, **workers
-        )
-        self._arriving: Any = None  # the newest iterator of that
-        self._stands_at: Position | None = None  # if that is the beginning of an epoch
+        self._num_ahead: int = workers.get("prefetch_factor") or 1
+        self._workers: list[_Worker] = []
+        self._num_sent = 0  # how often the workers were sent to a position
+        self._reader = RunReader(run, slots)  # of this process, where it has no workers
+        self._arriving: Iterator[Chunk] | None = None  # its chunks
+        self._stands_at: Position | None = None  # where the next chunks are from, if an epoch begins there
+        weakref.finalize(self, _end_workers, self._workers).atexit = False
+        weakref.finalize(self, self._reader.close)
+
+    @property
+    def _chunk_ticks(self) -> int:
+        """Return the ticks of a chunk, the same for all workers. Rows that are not sent take no memory until
+        their tick, see Ragged."""
+        if not self._num_workers and self._run.row_tokens:
+            return MAX_CHUNK_TICKS
+        slots = -(-len(self._slots) // max(self._num_workers, 1))
+        longest = max(samples.mean_tokens for samples in self._run.samples)
+        tick_bytes = 4 * slots * self._run.order.group * (self._run.row_tokens or longest)
+        return max(1, min(MAX_CHUNK_TICKS, int(CHUNK_BYTES // tick_bytes)))
 
     def steps(self, start: Position) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
         """Yield the steps of an epoch from a position on: each batch with what ``metrics`` count of it."""
-        run = self._chunks.run
-        self._send_workers_to(start)
+        run = self._run
+        self._read_from(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
         epoch, tick = run.epoch_and_tick(start)
         ticks = self._ticks(tick, first_batch)
@@ -133,7 +119,7 @@ class BatchStream:
 
     def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
         """Yield the batches of each tick of an epoch, from a batch of one tick on."""
-        order, slots, of_tick = self._chunks.run.order, self._chunks.slots, self._step_batches.of_tick
+        order, slots, of_tick = self._run.order, self._slots, self._step_batches.of_tick
         while True:
             chunk = self._next_chunk()
             for place in range(chunk.num_ticks):
@@ -144,36 +130,48 @@ class BatchStream:
 
     def end(self) -> None:
         """End the workers and close the files. The next steps start them again."""
-        arriving, self._arriving, self._stands_at = self._arriving, None, None
-        self._loader._iterator = None  # noqa: SLF001  torch has no public way to end persistent workers
-        if hasattr(arriving, "_shutdown_workers"):
-            with contextlib.suppress(RuntimeError):  # of a worker that ended by itself: its own error is told
-                arriving._shutdown_workers()  # noqa: SLF001
-        self._chunks.close()
+        self._arriving = self._stands_at = None
+        _end_workers(self._workers)
+        self._reader.close()
 
-    def _send_workers_to(self, start: Position) -> None:
-        """Make the next chunks those from a position on. Persistent workers may stand there already."""
-        if any(not worker.is_alive() for worker in getattr(self._arriving, "_workers", ())):  # as by Ctrl-C
-            self.end()
+    def _read_from(self, start: Position) -> None:
+        """Make the next chunks those from a position on. Where workers read on, they may stand there."""
+        for worker in self._workers:
+            if worker.started_by != os.getpid() or not worker.process.is_alive():
+                self.end()  # they are started again
+                break
         if self._stands_at != start:
-            self._chunks.position[:] = torch.tensor(self._chunks.run.epoch_and_tick(start))
-            if self._num_workers and self._loader._iterator is None:  # noqa: SLF001  they are started now
+            epoch, tick = self._run.epoch_and_tick(start)
+            if not self._num_workers:
+                self._arriving = self._reader.chunks(epoch, tick, self._chunk_ticks, endless=self._endless)
+            elif not self._workers:
                 self._start_workers()
-            else:
-                self._arriving = iter(self._loader)
+            self._num_sent += 1
+            for worker in self._workers:
+                with contextlib.suppress(OSError):  # one that died is told of when its chunk is missing
+                    worker.connection.send((self._num_sent, epoch, tick))
         self._stands_at = None
 
     def _start_workers(self) -> None:
-        context = self._loader.multiprocessing_context or multiprocessing.get_context()
+        context: Any = multiprocessing.get_context()
         spawns = context.get_start_method() != "fork"
         if spawns:
             _check_main_guard()
         try:
-            self._chunks.position.share_memory_()
             # They begin with the signals blocked, while they import, too.
-            with stop_signals_wait(_SIGNALS, spawns=spawns):
-                self._arriving = iter(self._loader)
-        except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
+            with _one_starts, stop_signals_wait(_SIGNALS, spawns=spawns):
+                for number in range(self._num_workers):
+                    here, there = multiprocessing.Pipe()
+                    slots = share(self._slots, number, self._num_workers)
+                    given = (self._run, slots, self._chunk_ticks, self._endless, self._num_ahead)
+                    process = context.Process(
+                        target=_work, args=(there, number, self._num_workers, *given), daemon=True
+                    )
+                    with there:
+                        process.start()
+                    self._workers.append(_Worker(process, here, os.getpid()))
+        except (OSError, EOFError) as error:
+            self.end()
             raise ReadWriteError(
                 f"workers cannot be started: {error}. Raise what is full (ulimit -n, ulimit -u, memory), or "
                 "pass num_workers=0"
@@ -182,25 +180,85 @@ class BatchStream:
     def _next_chunk(self) -> Chunk:
         """Return the next chunk of every worker as one, in the order of their slots."""
         began = time.perf_counter()
-        chunks = [next(self._arriving) for _ in range(max(self._num_workers, 1))]
-        for chunk in chunks:
-            if isinstance(chunk, ShardprepError):  # of a worker
-                raise chunk
+        if self._arriving is not None:
+            chunks = [next(self._arriving)]
+        else:
+            chunks = [self._received(worker) for worker in self._workers]
         self._metrics.wait_s += time.perf_counter() - began
         chunk = Chunk.stacked(chunks)
         self._metrics.num_cut_tokens += chunk.num_cut
         return chunk
 
+    def _received(self, worker: _Worker) -> Chunk:
+        """Return the next chunk of a worker. Raises its error, or ReadWriteError where it died."""
+        number, item = 0, None
+        try:
+            while number != self._num_sent:  # chunks from where it read before may still be on their way
+                number, item = worker.connection.recv()
+        except (EOFError, OSError):
+            worker.process.join(_END_S)
+            code = worker.process.exitcode or 0
+            found = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise ReadWriteError(
+                f"worker process {worker.process.pid} ended early ({found}). SIGKILL mostly means that "
+                "memory ran out: pass fewer num_workers, or ask for more memory",
+                found=found,
+            ) from None
+        if isinstance(item, ShardprepError):
+            raise item
+        assert isinstance(item, Chunk)
+        return item
 
-def _as_it_is(item: Any) -> Any:
-    return item
+
+def _end_workers(workers: list[_Worker]) -> None:
+    """Kill the workers that this process started: they keep nothing, and one may hang in a read."""
+    for worker in workers:
+        if worker.started_by == os.getpid():
+            worker.process.kill()
+    for worker in workers:
+        if worker.started_by == os.getpid():
+            worker.process.join(_END_S)
+        worker.connection.close()
+    workers.clear()
 
 
-def _follow_main_process(_: int) -> None:
-    """Block the signals in a worker, and end it when the main process ends. torch does not look for
-    it while a worker waits for room in a pipe, nor under forkserver."""
+def _work(
+    connection: Connection,
+    worker: int,
+    num_workers: int,
+    run: Run,
+    slots: range,
+    chunk_ticks: int,
+    endless: bool,
+    num_ahead: int,
+) -> None:
+    """Read chunks from each position that arrives, and send them, until the process is killed."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     threading.Thread(target=_end_with_main_process, args=(os.getppid(),), daemon=True).start()
+    loader.reading.worker_of_rank = worker, num_workers
+    reader = RunReader(run, slots)
+    ahead: queue.Queue[bytes] = queue.Queue(num_ahead)
+    threading.Thread(target=_send_all, args=(connection, ahead), daemon=True).start()
+    while True:
+        try:
+            number, epoch, tick = connection.recv()
+        except (EOFError, OSError):
+            return  # the process that trains is gone
+        try:
+            for chunk in reader.chunks(epoch, tick, chunk_ticks, endless=endless):
+                message = pickle.dumps((number, chunk.joined()), pickle.HIGHEST_PROTOCOL)
+                del chunk  # it may hold its window; the next one is read now
+                ahead.put(message)
+                if connection.poll():  # another position
+                    break
+        except ShardprepError as error:
+            ahead.put(pickle.dumps((number, error)))
+
+
+def _send_all(connection: Connection, ahead: queue.Queue[bytes]) -> None:
+    with contextlib.suppress(OSError):  # the process that trains is gone
+        while True:
+            connection.send_bytes(ahead.get())
 
 
 def _end_with_main_process(parent_pid: int) -> None:

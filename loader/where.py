@@ -1,4 +1,4 @@
-"""``where``: which documents a training step saw, or which steps saw a list, by the state of a checkpoint.
+"""``where``: which documents a training step saw, or which steps saw blanked ones, by a checkpoint's state.
 
 A loader is made as the run's was, with ``origins``; ``state_at`` puts it to the step, whose samples it reads.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from loader.blanked_steps import print_steps
 from loader.dataloader import get_llama3_dataloader
-from loader.named_documents import print_steps
 from loader.state import STATE_FORMAT
 from loader.token_loader import TokenLoader
 from shardprep.console import print_lines
@@ -26,7 +26,7 @@ from shardprep.format.names import load_json
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Name the documents that a training step saw, with their address for peek, and their file and byte, "
-        "by the state that a checkpoint of the run holds; or the steps that saw documents of a list."
+        "by the state that a checkpoint of the run holds; or the steps that saw documents which are blanked."
     )
     text = "as the loader was given; of a mixture NAME=PATH, again for each folder of a source"
     parser.add_argument("input_shards", metavar="DATA", nargs="+", help=text)
@@ -35,11 +35,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group()
     text = "training step, from 0 (default: the last one of --state)"
     asked.add_argument("--step", type=int, help=text)
-    text = (
-        "name the steps before --state that saw documents of this list, as blank takes it, or of overlap's "
-        ".jsonl; NAME=FILE: of this source (default: one step)"
-    )
-    asked.add_argument("--ids", metavar="FILE", help=text)
+    text = "name the steps before --state that saw documents which are blanked in DATA (default: one step)"
+    asked.add_argument("--blanked", action="store_true", help=text)
     text = "whose tokenizer made tars of other tools (default: the data set's own)"
     parser.add_argument("--model_id", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
@@ -51,8 +48,8 @@ def where(args: argparse.Namespace) -> int:
     options = {**_named_sources(args.input_shards), **_loader_options(state), "model_id": args.model_id}
     with get_llama3_dataloader(**options) as loader:
         loader.load_state_dict({**state, "num_micro": 0})
-        if args.ids is not None:
-            return print_steps(loader, args.ids, is_json=args.json)
+        if args.blanked:
+            return print_steps(loader, is_json=args.json)
         end = loader.progress.delivered.step
         step = max(end - 1, 0) if args.step is None else args.step
         if step < 0:

@@ -68,7 +68,7 @@ def make_shard(args: argparse.Namespace) -> int:
     try:
         resources.check_address_space()  # before anything large is loaded
         given = given_of(args, PrepConfig)
-        folder = given.setdefault("output_dir", PrepConfig().output_dir)
+        folder = given.setdefault("output_dir", PrepConfig.output_dir)
         num_cpus = resources.bind_to_task_cpus(offset=args.shard_id)  # planning, too, may start threads
         plan = need_plan(folder) if args.planned or args.check_inputs else read_plan(folder)
         # A task of a job array names its folder alone. Only what else is given has to be compared with the
@@ -77,7 +77,7 @@ def make_shard(args: argparse.Namespace) -> int:
             from preprocess.plan.planning import check_inputs, plan_of_task
 
             if plan is not None and args.check_inputs:
-                check_inputs(plan, given.get("input_dir", PrepConfig().input_dir))
+                check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
             plan = plan_of_task(plan, given)
         from preprocess.make.worker import make_shard as make
 
@@ -189,10 +189,19 @@ def run(args: argparse.Namespace) -> int:
     if not os.access(folder, os.W_OK | os.X_OK):
         expected = "one that you can; its owner can make the shards"
         raise CannotWrite(path=folder, found="a folder that you cannot write to", expected=expected)
-    cpus = resources.allowed_cpus(os.environ, os.sched_getaffinity(0), offset=todo[0])
+    cpus = resources.allowed_cpus(offset=todo[0])
     settings = resources.worker_settings(args)
     assert settings.memory_gb is not None
-    num_proc = min(_num_processes(args, len(cpus), settings.memory_gb), len(todo))
+    # --num_proc, else DATASET_NUM_PROC, else one process per CPU as far as the memory goes.
+    num_proc = args.num_proc
+    if num_proc is None:
+        num_proc = resources.environment_number("DATASET_NUM_PROC")
+    if num_proc is None:
+        fitting = int(settings.memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
+        num_proc = max(1, min(len(cpus), fitting))
+    if num_proc < 1:
+        raise UsageError.of_value("--num_proc", num_proc, "1 or more")
+    num_proc = min(num_proc, len(todo))
     memory_gb = settings.memory_gb / num_proc
     settings = dataclasses.replace(settings, memory_gb=memory_gb)
     if note := resources.memory_note(memory_gb, num_proc):
@@ -220,19 +229,6 @@ def run(args: argparse.Namespace) -> int:
         say(f"error: failed: {shards_text(ids)}; {what}: shardprep run {quoted(folder)} --shards {ids}")
         return failures[0].exit_code
     return 0
-
-
-def _num_processes(args: argparse.Namespace, num_cpus: int, memory_gb: float) -> int:
-    """Return --num_proc, else DATASET_NUM_PROC, else one per CPU as far as the memory goes."""
-    given: int | None = args.num_proc
-    if given is None:
-        given = resources.environment_number(os.environ, "DATASET_NUM_PROC")
-    if given is None:
-        fitting = int(memory_gb * 2**30) // (resources.PROCESS_BYTES + (100 << 20))
-        return max(1, min(num_cpus, fitting))
-    if given < 1:
-        raise UsageError.of_value("--num_proc", given, "1 or more")
-    return given
 
 
 def _run_flags(parser: argparse.ArgumentParser) -> None:
@@ -278,7 +274,7 @@ def _blank_flags(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("data_dir", metavar="DATA", type=Path, help="folder of the data set, complete")
-    text = "list of the documents: an id of --id_field, sha256:HEX of a text or at:FILE:BYTE per line"
+    text = "list of the documents: ids of --id_field, or sha256:HEX of texts, one per line"
     add("--ids", metavar="FILE", type=Path, required=True, help=text)
     text = "folder of the new data set; one on the same file system shares the other shards' files"
     add("--output", "--output_dir", metavar="NEW", dest="output_dir", type=Path, required=True, help=text)

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from preprocess.make.worker import documents_of_shard
-from preprocess.read.documents import find_names
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, print_lines, say
 from shardprep.errors import NotFound, Refused
@@ -27,10 +26,8 @@ from shardprep.format.documents import (
     kept_ids,
     keys_of_ids,
     lines_of,
-    named_places,
     publish_blanked,
     read_blanked,
-    read_digests,
     read_names,
 )
 from shardprep.format.manifest import check_done, done_manifest, read_findings, read_manifest, shard_files
@@ -123,8 +120,8 @@ def _named_places(
 ) -> Places:
     """Return where the named documents of a shard begin, ascending. Note in ``found`` which these are.
 
-    Texts are looked for in digests/, and where it has one that is named, or is not kept, in the input. So are
-    places that may be of this shard.
+    The input is read only where digests/ has a named text or is not kept, or where a named place may lie in
+    this shard.
     """
     shard = plan.shard(shard_id)
     parts = [np.empty((0, 2), np.int64)]
@@ -134,14 +131,11 @@ def _named_places(
         of = names.find(keys_of_ids(name for *_, name in kept))
         parts.append(places[of >= 0])
         found[of[of >= 0]] = True
-    is_named = "text" in names.kinds
-    if is_named and plan.options.digests:
-        stamp = read_manifest(folder, shard_id).digests
-        is_named = bool(stamp and (names.find(read_digests(folder, shard_id, stamp)) >= 0).any())
-    if is_named or any(named_places(names, shard.ranges)):
+    if names.may_be_in(folder, shard, read_manifest(folder, shard_id).digests):
         digest = None if shard.sha256 is None else hashlib.sha256()
         for documents in documents_of_shard(plan, folder, shard, digest=digest, transform=transform):
-            of = find_names(documents, names, plan.inputs[documents.input_number].path)
+            path, ids = plan.inputs[documents.input_number].path, documents.columns.get("id")
+            of = names.of_documents(path, documents.offsets, ids, documents.digests)
             found[of[of >= 0]] = True
             offsets = documents.offsets[(of >= 0).any(axis=0)]
             parts.append(np.stack([np.full_like(offsets, documents.input_number), offsets], axis=1))

@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,14 +55,10 @@ class Finding:
         return "bad" if self.exit_code else "warning" if self.todo else "good"
 
 
-def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Path("/")) -> Iterator[Finding]:
-    """Compare what this process may use with what Slurm was asked for and what a worker needs.
-
-    ``cpus`` is the affinity mask; ``root`` is where the files of the kernel lie.
-    """
-    num_cpus = len(resources.allowed_cpus(environ, cpus, offset=0))
+def machine_findings(num_cpus: int) -> Iterator[Finding]:
+    """Compare what this process may use with what Slurm was asked for and what a worker needs."""
     quotas = []  # CPUs' worth of time that the cgroups allow
-    for path in resources.cgroup_files(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
+    for path in resources.cgroup_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
         with suppress(OSError, ValueError, IndexError):  # "max" is no limit
             words = path.read_text(encoding="ascii").split()
             if path.name == "cpu.cfs_quota_us":
@@ -71,7 +67,7 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
                 quotas.append(int(words[0]) / int(words[1]))
     quota = min(quotas, default=None)
     text, todo = f"{num_cpus} of the machine's {os.cpu_count()} CPUs may be used", ""
-    asked = environ.get("SLURM_CPUS_PER_TASK", "")
+    asked = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if quota is not None and quota < num_cpus:
         text += f", but the cgroup gives the time of {quota:.3g}: more processes only wait"
         todo = f"run --num_proc {max(1, int(quota))}, or ask for more CPU time"
@@ -79,7 +75,7 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
         text += f": fewer than Slurm was asked for ({asked})"
         todo = f"srun --cpus-per-task={asked}: srun does not take it over from sbatch"
     yield Finding("cpus", text, todo)
-    limits = resources.memory_limits(environ, root)
+    limits = resources.memory_limits()
     least = min(limits, key=lambda name: limits[name])
     text, todo = f"{short_bytes(limits[least])}, by {least}", ""
     if limits[least] < resources.LEAST_WORKER_BYTES:
@@ -87,7 +83,7 @@ def machine_findings(environ: Mapping[str, str], cpus: set[int], root: Path = Pa
         todo = "ask for more memory: --mem of sbatch or srun"
     yield Finding("memory", text, todo)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
-    found = {name: environ[name] for name in names if name in environ}
+    found = {name: os.environ[name] for name in names if name in os.environ}
     many = [name for name in names[:2] if found.get(name, "").isdigit() and int(found[name]) > num_cpus]
     text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
     todo = f"export {many[0]}={num_cpus} before training: there are {num_cpus} CPUs" if many else ""
@@ -169,8 +165,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def doctor(args: argparse.Namespace) -> int:
     """Print the findings. Return 0 where all is good, 1 for warnings, else the code of the first bad one."""
-    affinity = os.sched_getaffinity(0)
-    num_cpus = len(resources.allowed_cpus(os.environ, affinity, offset=0))
+    num_cpus = len(resources.allowed_cpus(offset=0))
     if args.export:
         ranks = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("LOCAL_WORLD_SIZE") or "1"
         num_ranks = max(1, int(ranks)) if ranks.isdigit() else 1
@@ -184,7 +179,7 @@ def doctor(args: argparse.Namespace) -> int:
         return 0
     # Versions first, since a GPU is asked about while nothing large is loaded here.
     findings = [*version_findings(has_gpu=Path("/dev/nvidiactl").exists())]
-    findings += machine_findings(os.environ, affinity)
+    findings += machine_findings(num_cpus)
     topic = "memory"
     try:
         resources.check_address_space()

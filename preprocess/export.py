@@ -279,7 +279,10 @@ def export(args: argparse.Namespace) -> int:
                 if not layout.is_done(shard_id):
                     raise
         progress.add(1)
-    opened_by = layout.finish()
+    try:
+        opened_by = layout.finish()
+    except (CannotWrite, ReadWriteError):  # likewise; what the other one made is there now
+        opened_by = layout.finish()
     with contextlib.suppress(OSError):  # of attempts that died; whatever a living one would write is there
         for path in [item for item in folder.iterdir() if TEMPORARY_NAME.fullmatch(item.name)]:
             remove_tree(path)

@@ -68,18 +68,17 @@ from shardprep.files import (
 )
 from shardprep.format.index import ids_of, merge_manifests, misplaced_samples, read_idx
 from shardprep.format.input_formats import input_kind
-from shardprep.format.jobs import LOGS_FOLDER, read_attempts, remove_finished
+from shardprep.format.jobs import LOGS_FOLDER, read_attempts
 from shardprep.format.manifest import (
     Check,
     Finding,
     Manifest,
-    check_done,
     check_hashes,
     check_shard,
     check_sizes,
+    done_manifest,
     is_of_shard,
     publish_findings,
-    read_findings,
     read_manifest,
     refuse_found,
     remove_findings,
@@ -165,7 +164,10 @@ def verify(args: argparse.Namespace) -> int:
         say(f"error: all shards are right, and {INDEX_NAME} is not written: {not_written}")
         return not_written.exit_code
     remove_findings(folder)
-    remove_finished(read_attempts(folder, plan.plan_id).own, [True] * plan.num_shards)
+    for record in read_attempts(folder, plan.plan_id).own:  # of attempts whose shards were made by others
+        if record.ended is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(record.path)  # noqa: PTH108
     return 0
 
 
@@ -315,9 +317,9 @@ def _check_bytes(folder: Path, plan: Plan, manifest: Manifest) -> None:
             records = _check_idx(folder, plan, manifest)
             _check_ids(manifest, tar, records)
         except ShardprepError:
-            check_hashes(folder, manifest, tar_sha256=tar.sha256())
+            check_hashes(folder, manifest, tar.sha256())
             raise
-        check_hashes(folder, manifest, tar_sha256=tar.sha256())
+        check_hashes(folder, manifest, tar.sha256())
 
 
 def _check_idx(folder: Path, plan: Plan, manifest: Manifest) -> Records:
@@ -461,7 +463,6 @@ def _is_of_done_shard(path: Path, folder: Path, plan: Plan | None) -> bool:
     if plan is None or match is None or int(match[1]) >= plan.num_shards:
         return False
     try:
-        check_done(folder, int(match[1]), plan.plan_id, read_findings(folder, plan.plan_id))
+        return done_manifest(folder, int(match[1]), plan.plan_id) is not None
     except (ShardprepError, OSError):
         return False
-    return True

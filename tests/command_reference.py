@@ -38,7 +38,7 @@ EXPLAINED_IN = {  # command -> the section that shows how to use it
     "overlap": "overlap.md",
     "duplicates": "duplicates.md",
     "train_tokenizer": "inputs.md#a-tokenizer-of-your-own",
-    "submit": "cluster.md#3-submit-watch-mend",
+    "submit": "cluster.md#3-submit-watch-repair",
     "status": "cluster.md#what-status-knows",
     "report": "seeing.md#afterwards-report",
     "stage": "cluster.md#staging-shards-on-the-nodes-own-disks",
@@ -69,6 +69,9 @@ def helps() -> Iterator[tuple[str, str]]:
 def section_of(title: str, text: str, explained: dict[str, str]) -> str:
     """A command's help, without what stands under an earlier command, and defaults that say nothing."""
     text = re.sub(r"\s+\(default:\s+(off|none)\)", "", text)
+    text = re.sub(
+        r"^  --(\w+), --no-\1\s+", lambda m: f"  --[no-]{m[1]}".ljust(27) + " ", text, flags=re.MULTILINE
+    )
     usage, description, *groups = re.split(r"\n\n", text.rstrip("\n"))
     words = " ".join(usage.split()).removeprefix("usage: shardprep ").removesuffix(" [flags]")
     what = " ".join(description.split())
@@ -113,7 +116,7 @@ def section_of(title: str, text: str, explained: dict[str, str]) -> str:
 
 def name_of(words: str) -> str:
     """The long name of a flag, of its entry in a help."""
-    return f"`{re.findall(r'--[a-z_]+', words)[0]}`"
+    return f"`{re.findall(r'--[a-z_]+', words.replace('[no-]', ''))[0]}`"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
+import importlib.metadata
 import json
 import lzma
 import multiprocessing.util
+import os
 import runpy
 import shutil
 import sys
@@ -22,7 +26,10 @@ from tests.forged import seal as seal  # for others
 from tests.world import Ended, World, call_main, flags_of
 
 LAYERS_OVER_QUICK = ("slow", "processes", "slurm")
-LONGEST = ("tests/faults/", "tests/project/test_wheel", "tests/loader/test_pr", "tests/loader/test_tr")
+LONGEST = (
+    "tests/faults/", "tests/project/test_wheel", "tests/loader/test_context", "tests/loader/test_pr",
+    "tests/loader/test_tr",
+)  # fmt: skip
 # Time decides no property test: the machine may be busy.
 hypothesis.settings.register_profile(
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -117,8 +124,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             module = nodeid.partition("::")[0]
             text = (ROOT / module).read_text(encoding="utf-8")
             waits = "\npytestmark = pytest.mark.slurm\n" in text and "operations" not in module
+            # One process that has imported the wheel, or torch, serves both modules.
             if module.startswith("tests/project/test_wheel"):
-                return "wheel"  # one process that has imported the wheel serves both modules
+                return "wheel"
+            if module in ("tests/loader/test_processes.py", "tests/loader/test_context_parallel.py"):
+                return "ranks"
             return "clusters" if waits else module
 
     return ByModule(config, log)
@@ -174,6 +184,23 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_waits_that_no_test_sees() -> Iterator[None]:
+    """What libraries do again for every command in this process, a quarter of the time of small tests.
+
+    Processes that tests start do it all, and tests/faults/power_loss.py replays power cuts from the calls.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: os.fstat(fd) and None)
+        # 6 ms a call, and what is installed stays so; a test may put another ``distribution`` in its place.
+        version_by = functools.cache(lambda distribution, name: distribution(name).version)
+        metadata = importlib.metadata
+        patch.setattr(metadata, "version", lambda name: version_by(metadata.distribution, name))
+        # argparse looks for translations of itself 8 times a parser, and there are none
+        patch.setattr(argparse, "_", str)
         yield
 
 

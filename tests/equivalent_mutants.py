@@ -98,7 +98,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         SPEED,
     ),
     (
-        "loader/decode.py",
+        "loader/chunks.py",
         "if num_spaces not in (0, num_commas):",
         "if num_spaces not in ((1), num_commas):",
         SPEED,
@@ -119,7 +119,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ("loader/run.py", "if tick == 0 and end == _NEVER:", "if tick == (1) and end == _NEVER:", SPEED),
     ("loader/order.py", "GROUPED_BYTES = 64 << 20", "GROUPED_BYTES = (65) << 20", CHOICE),
     (
-        "loader/decode.py",
+        "loader/chunks.py",
         "np.add(behind[:-1], 2 if num_spaces else 1, out=first[1:])",
         "np.add(behind[:-1], 2 if num_spaces else (2), out=first[1:])",
         SPEED,
@@ -140,7 +140,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         MESSAGE,
     ),
     ("loader/reading.py", "HELD_IDX_BYTES = 256 << 10", "HELD_IDX_BYTES = (257) << 10", LIMIT),
-    ("loader/decode.py", "_PAD = bytes(8)", "_PAD = bytes((9))", MEMORY),
+    ("loader/chunks.py", "_PAD = bytes(8)", "_PAD = bytes((9))", MEMORY),
     (
         "preprocess/make/members.py",
         "first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min(10**num_digits, vocab_size)",
@@ -155,7 +155,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("loader/reading.py", "if not len(self._buffer):", "if (len(self._buffer)):", MEMORY),
     (
-        "loader/decode.py",
+        "loader/chunks.py",
         "num_spaces = np.count_nonzero(text.take(behind + 1) == _SPACE)",
         "num_spaces = np.count_nonzero(text.take(behind + (2)) == _SPACE)",
         SPEED,
@@ -176,7 +176,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("preprocess/make/members.py", "self._num_held = 0", "self._num_held = (1)", MEMORY),
     (
-        "loader/decode.py",
+        "loader/chunks.py",
         "if digits.size and not 1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS:",
         "if digits.size and not (1 < int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS):",
         SPEED,
@@ -212,7 +212,7 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         SPEED,
     ),
     ("loader/reading.py", "opened.enter_context(idx.file)", "pass", "it is closed when its object goes"),
-    ("loader/decode.py", "has_numbers = sizes > 2", "has_numbers = sizes > (3)", SPEED),
+    ("loader/chunks.py", "has_numbers = sizes > 2", "has_numbers = sizes > (3)", SPEED),
     (
         "loader/run.py",
         "if laid_out is None or of_round is None or not of_round.first <= at < of_round.end:",

@@ -45,7 +45,6 @@ TARGETS = (
     "loader/run.py",
     "loader/state.py",
     "loader/chunks.py",
-    "loader/decode.py",
     "loader/reading.py",
     "preprocess/make/packing.py",
     "preprocess/make/members.py",

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 from torch.nn.functional import cross_entropy
 
-from loader import get_llama3_dataloader
+from loader import get_llama3_dataloader, split_for_context_parallel
 from loader.boundaries import sdpa_mask
-from loader.context_parallel import split_for_context_parallel
 from tests.documented import example
 
 PAGE = "training_own_loop.md"

@@ -55,6 +55,11 @@ _WORDS = (
     "\x00", "\x1b[2J", "\x85", "\u2028", "\u200b", "\ufeff", "\t", "\u3000", '"\\', "</s>",
     EOS, BOS, "<|pad", TURN, "<|reserved_special_token_0|>", "한<|end_of_text|>글",
 )  # fmt: skip
+# Of which a command changes handlers.
+_SIGNALS = [
+    getattr(signal, f"SIG{name}")
+    for name in ("ALRM", "BUS", "HUP", "INT", "PIPE", "TERM", "USR1", "USR2", "XCPU")
+]
 _LINE_ENDS = ("\n", "\n", "\n", "\r\n", "\r")
 
 Sample = dict[str, list[int]]
@@ -186,7 +191,7 @@ def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended
     """
     out, err = io.StringIO(), io.StringIO()
     environment = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     cpus, streams = os.sched_getaffinity(0), (sys.stdout, sys.stderr)
     for name in environment:
         if name.startswith(("SLURM_", "DATASET_")):
@@ -201,8 +206,9 @@ def call_main(*words: object, environ: Mapping[str, str] | None = None) -> Ended
     finally:
         sys.stdout, sys.stderr = streams
         os.sched_setaffinity(0, cpus)
-        os.environ.clear()
-        os.environ.update(environment)
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

@@ -13,7 +13,6 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,15 @@ _NUM_HEAPS = 2
 _MEMORY_PER_BATCH_BYTE = 200  # text, ids and tar blocks of three batches at once
 
 
-def allowed_cpus(environ: Mapping[str, str], affinity: set[int], *, offset: int) -> list[int]:
-    """Return the CPUs to use, given the environment and the kernel's affinity mask.
+def allowed_cpus(*, offset: int) -> list[int]:
+    """Return the CPUs to use, by the environment and the kernel's affinity mask.
 
     Where Slurm counts CPUs without binding tasks to them, the mask is the whole node; then a
     run of SLURM_CPUS_PER_TASK of them is taken, beginning at the ``offset``-th such run so that
     tasks of one node spread. Never ``os.cpu_count()``, which counts other people's CPUs.
     """
-    cpus = sorted(affinity)
-    given = environ.get("SLURM_CPUS_PER_TASK", "")
+    cpus = sorted(os.sched_getaffinity(0))
+    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
     if not given.isdigit() or not 0 < int(given) < len(cpus):
         return cpus
     number = int(given)
@@ -49,7 +48,7 @@ def allowed_cpus(environ: Mapping[str, str], affinity: set[int], *, offset: int)
 
 def bind_to_task_cpus(offset: int) -> int:
     """Bind this process, and the threads it will start, to its task's CPUs; returns their number."""
-    cpus = allowed_cpus(os.environ, os.sched_getaffinity(0), offset=offset)
+    cpus = allowed_cpus(offset=offset)
     bind_to(cpus)
     return len(cpus)
 
@@ -99,17 +98,17 @@ def memory_note(memory_gb: float, num_processes: int = 1) -> str | None:
     )
 
 
-def memory_limits(environ: Mapping[str, str], root: Path = Path("/")) -> dict[str, int]:
+def memory_limits() -> dict[str, int]:
     """Return the bytes of memory that this job may use, by whose limit it is; of the cgroups the least."""
     limits = {"the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    per_node, per_cpu = (environ.get(f"SLURM_MEM_PER_{each}", "") for each in ("NODE", "CPU"))
-    cpus = environ.get("SLURM_CPUS_ON_NODE") or environ.get("SLURM_CPUS_PER_TASK") or "1"
+    per_node, per_cpu = (os.environ.get(f"SLURM_MEM_PER_{each}", "") for each in ("NODE", "CPU"))
+    cpus = os.environ.get("SLURM_CPUS_ON_NODE") or os.environ.get("SLURM_CPUS_PER_TASK") or "1"
     if per_node.isdigit() and int(per_node):
         limits["Slurm"] = int(per_node) << 20
     elif per_cpu.isdigit() and int(per_cpu) and cpus.isdigit():  # of --mem-per-cpu, or DefMemPerCPU
         limits["Slurm"] = int(per_cpu) * int(cpus) << 20
     found = []
-    for path in cgroup_files(root, "memory", "memory.max", "memory.limit_in_bytes"):
+    for path in cgroup_files("memory", "memory.max", "memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
             found.append(int(path.read_text(encoding="ascii")))
     if (address_bytes := _address_limit()) is not None:
@@ -132,19 +131,19 @@ def check_address_space() -> None:
         )
 
 
-def cgroup_files(root: Path, controller: str, limit: str, old_limit: str) -> list[Path]:
+def cgroup_files(controller: str, limit: str, old_limit: str) -> list[Path]:
     """Where a limit of this process's cgroup and of those above it stands: ``old_limit`` in version 1."""
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     files = []
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
-            base, file = root / "sys/fs/cgroup", limit
+            base, file = Path("/sys/fs/cgroup"), limit
         elif controller in controllers.split(","):
-            base, file = root / "sys/fs/cgroup" / controller, old_limit
+            base, file = Path("/sys/fs/cgroup", controller), old_limit
         else:
             continue
         folder = base / name.lstrip("/")
@@ -185,9 +184,9 @@ class WorkerSettings:
         return max(1, text_bytes_within(self.memory_gb) // BATCH_BYTES)
 
 
-def environment_number(environ: Mapping[str, str], name: str) -> int | None:
+def environment_number(name: str) -> int | None:
     """Return a positive whole number of the environment, None where it is not set. Raises UsageError."""
-    text = environ.get(name, "")
+    text = os.environ.get(name, "")
     if not text:
         return None
     if not text.isdigit() or int(text) < 1:
@@ -198,7 +197,7 @@ def environment_number(environ: Mapping[str, str], name: str) -> int | None:
 def worker_settings(args: argparse.Namespace) -> WorkerSettings:
     """Return the worker's options: given, or of DATASET_[WRITER_]BATCH_SIZE, or the defaults."""
     names = ("DATASET_BATCH_SIZE", "DATASET_WRITER_BATCH_SIZE")
-    numbers = [number for name in names if (number := environment_number(os.environ, name)) is not None]
-    settings: dict[str, Any] = {"memory_gb": min(memory_limits(os.environ).values()) / 2**30}
+    numbers = [number for name in names if (number := environment_number(name)) is not None]
+    settings: dict[str, Any] = {"memory_gb": min(memory_limits().values()) / 2**30}
     settings |= given_of(args, WorkerSettings)
     return WorkerSettings(most_documents=min(numbers, default=None), **settings)

@@ -1,14 +1,11 @@
-"""``python -m preprocess.overlap``: commands about documents that must not be trained on."""
+"""The commands about documents that must not be trained on, which ``shardprep`` names."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-
-from shardprep.command_line import Command, Program, given_words
+from shardprep.command_line import Command, Program
 
 PROGRAM = Program(
-    name="python -m preprocess.overlap",
+    name="shardprep",
     description="Documents that must not be trained on.",
     commands={
         "overlap": Command(
@@ -23,12 +20,3 @@ PROGRAM = Program(
         ),
     },
 )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
-    return PROGRAM.run(given_words(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,10 @@ def make_plan(
     inputs, cuts = _divided(config, listing, num_shards, shard_bytes, say)
     with scratch_folder() as files:
         resolved = resolve_tokenizer(
-            config.model_id, files, allow_special_tokens=config.encodes_control_tokens
+            config.model_id,
+            files,
+            allow_special_tokens=config.encodes_control_tokens,
+            for_fast_engine=_may_be_fast(config, inputs),
         )
         plan = _plan_of(config, listing, inputs, cuts, resolved, names, say)
         if transform is not None:
@@ -161,7 +164,7 @@ def make_plan(
         if frozen is None:
             publish_tokenizer(resolved, config.output_dir, resolved.files)
         frozen = publish_plan(plan, config.output_dir)
-        # It holds what the plan names, whoever planned meanwhile, or damaged it since.
+        # Again: another planner may have put its own files there meanwhile, or they were damaged since.
         publish_tokenizer(resolved, config.output_dir, frozen.tokenizer_files)
         if transform is not None:
             transform.publish_copy(config.output_dir)
@@ -267,6 +270,13 @@ def _plan_of(
     return dataclasses.replace(plan, plan_id=plan_id(plan))
 
 
+def _may_be_fast(config: PrepConfig, inputs: Sequence[InputFile]) -> bool:
+    """Return whether the fast engine is to be tried: not for conversations, and not for little text."""
+    if config.engine == "tokenizers" or config.is_chat:
+        return False
+    return config.engine != "auto" or sum(item.num_bytes for item in inputs) >= FEW_BYTES
+
+
 def _with_engine(
     plan: Plan, config: PrepConfig, resolved: ResolvedTokenizer, transform: Transform | None, say: Say
 ) -> tuple[Plan, Engine]:
@@ -275,8 +285,7 @@ def _with_engine(
     The fast engine must give the reference's ids on the probe, on a sample of the input and at the gate.
     """
     engine = resolved.reference
-    is_little = config.engine == "auto" and sum(plan.shard_bytes()) < FEW_BYTES
-    if not (config.engine == "tokenizers" or plan.options.is_chat or is_little):
+    if _may_be_fast(config, plan.inputs):
         texts = [*resolved.probe]
         for documents in sample_of_plan(plan, 1 << 18, transform):
             texts += map(bytes.decode, documents.texts)

@@ -56,6 +56,7 @@ from shardprep.files import (
 )
 from shardprep.format.names import (
     CHAT_TEMPLATES_DIR,
+    FAST_TOKENIZER_FILE,
     MAX_TOKENIZER_BYTES,
     TOKENIZER_CONFIG,
     TOKENIZER_DIR,
@@ -116,8 +117,12 @@ class ResolvedTokenizer(TokenizerFacts):
         return is_equal
 
 
-def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool) -> ResolvedTokenizer:
+def resolve_tokenizer(
+    model_id: str, folder: Path, *, allow_special_tokens: bool, for_fast_engine: bool = False
+) -> ResolvedTokenizer:
     """Write the files of a model's tokenizer, and nothing else of the model, into the empty ``folder``.
+
+    ``for_fast_engine``: also the file that the fast engine loads sooner, where there is one.
 
     Raises NotFound (no such model, or no network), UsageError (a slow tokenizer, or dropout), CannotWrite,
     BrokenShard (a FIFO there), ReadWriteError.
@@ -132,7 +137,7 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     else:
         source, name = find_on_hub(model_id)
     files = None if source is None else read_files(source)
-    kept = None if files is None else _place_in_cache(files, allow_special_tokens)
+    kept = None if files is None else _place_in_cache(files, allow_special_tokens, for_fast_engine)
     allow = allow_special_tokens
     facts = None if kept is None else _take_kept(kept, folder)
     if facts is not None:
@@ -168,6 +173,8 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
             vocab_size=max(vocab.values()) + 1,
             **special_ids,
         )
+        if for_fast_engine and (shorter := engines.without_unused_merges(data)) is not None:
+            _write_files({FAST_TOKENIZER_FILE: shorter}, folder)
         probe = engines.probe_texts(data)
         engine = engines.engine_of_tokenizer(tokenizer, allow_special_tokens=allow, name=model_id)
         probe_sha256 = engines.ids_sha256([engine.encode_texts(probe)])
@@ -179,10 +186,10 @@ def resolve_tokenizer(model_id: str, folder: Path, *, allow_special_tokens: bool
     return ResolvedTokenizer(folder=folder, kept=kept, reference=engine, **fields)
 
 
-def _place_in_cache(files: Files, allow_special_tokens: bool) -> Path:
+def _place_in_cache(files: Files, *choices: bool) -> Path:
     versions = [shardprep.__version__, *map(version, ("tokenizers", "gigatoken", "transformers"))]
     stamps = [(name, _stamp(files[name])) for name in sorted(files)]
-    key = hashlib.sha256(repr((versions, allow_special_tokens, stamps)).encode()).hexdigest()
+    key = hashlib.sha256(repr((versions, choices, stamps)).encode()).hexdigest()
     given = os.environ.get("XDG_CACHE_HOME", "")
     cache = given if given.startswith("/") else os.path.expanduser("~/.cache")  # noqa: PTH111
     return Path(cache, "shardprep", "tokenizers", key)

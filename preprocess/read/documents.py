@@ -23,13 +23,7 @@ from preprocess.read.text_fields import TextFields, UnusableText, text_fields_of
 from preprocess.read.transform import Transform
 from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
-from shardprep.format.documents import (
-    DocumentNames,
-    canonical_conversation,
-    digests_of,
-    keys_of_ids,
-    keys_of_places,
-)
+from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of
 from shardprep.format.input_formats import input_kind, place_text
 from shardprep.format.options import PlanOptions
 from shardprep.format.plan import ByteRange
@@ -186,7 +180,9 @@ def read_documents(
         if template is not None:
             documents = _rendered(documents, template, name)
         if excluded is not None:
-            named = find_names(documents, excluded, name).max(axis=0, initial=-1)
+            ids = documents.columns.get("id")
+            found = excluded.of_documents(name, documents.offsets, ids, documents.digests)
+            named = found.max(axis=0, initial=-1)
             if named.max(initial=-1) >= 0:
                 texts = zip(documents.texts, named, strict=True)
                 documents, _ = documents.sorted_out(text if of < 0 else _EXCLUDED for text, of in texts)
@@ -278,18 +274,6 @@ def _rendered(documents: Documents, template: ChatTemplate, name: str) -> Docume
         texts=Texts([one.text.encode() for one in rendered]),
         columns={**kept.columns, "spans": [one.spans for one in rendered]},
     )
-
-
-def find_names(documents: Documents, names: DocumentNames, path: str) -> npt.NDArray[np.intp]:
-    """Return the names of each document of an input, by id, text and place: intp[kinds, n], -1 for none."""
-    keys = []
-    if "id" in names.kinds and "id" in documents.columns:
-        keys.append(keys_of_ids(documents.columns["id"]))
-    if "text" in names.kinds:
-        keys.append(documents.digests())
-    if "place" in names.kinds:
-        keys.append(keys_of_places(path, documents.offsets))
-    return np.array([names.find(each) for each in keys], np.intp).reshape(len(keys), len(documents.texts))
 
 
 def starts_in(

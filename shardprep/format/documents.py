@@ -4,9 +4,9 @@ A digest depends on no shard, record form or tokenizer: it is a hash of the text
 conversation's messages. Equal documents have equal digests, and so are on one side of a validation split.
 DATA/digests has them.
 
-A user names documents in a file, for ``plan --exclude``, ``blank --ids`` and ``where --ids``: a line is an
-id of --id_field, ``sha256:`` and the sha256 of a text, or ``at:FILE:BYTE``, where one begins in an input.
-Kept of a line are 16 bytes, so a list of a million names takes 16 MB in each process that looks for them.
+A user names documents in a file, for ``plan --exclude`` and ``blank --ids``: a line is an id of --id_field,
+``sha256:`` and the sha256 of a text, or ``at:FILE:BYTE``, where one begins in an input. Kept of a line are 16
+bytes, so a list of a million names takes 16 MB in each process that looks for them.
 
 A blanked document keeps its place: where its ids stood stand as many BLANKs, and its text, its id and its
 digest are gone. So whoever makes the shard again makes the same one. The plan's option ``blanked`` names the
@@ -16,14 +16,13 @@ shards that have a file DATA/blanked/shard-N.json.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +38,6 @@ from shardprep.files import (
     read_lines,
     read_regular,
 )
-from shardprep.format.index import ShardSamples
 from shardprep.format.input_formats import input_kind
 from shardprep.format.names import (
     DIGEST_BYTES,
@@ -54,13 +52,15 @@ from shardprep.format.names import (
     with_content_hash,
     wrong_value,
 )
-from shardprep.format.plan import ByteRange
+from shardprep.format.plan import PlannedShard
 
 DIGEST = np.dtype(f"V{DIGEST_BYTES}")
 NameKind = Literal["id", "text", "place"]
+Numbers = npt.NDArray[np.int64]
+Digests = npt.NDArray[np.void]  # DIGEST[n]
 _TEXT, _PLACE = "sha256:", "at:"
 _EXPECTED = "an id in UTF-8, sha256: and 64 hex digits, or at:FILE:BYTE"
-MOST_NAMES = 10_000_000  # of a list
+_MOST_NAMES = 10_000_000
 _FORMAT = "shardprep-blanked"
 _MAX_BLANKED_BYTES = 256 << 20  # some 10^7 documents
 # The digest of a blanked document; a document stays on its side of a split.
@@ -107,6 +107,39 @@ class DocumentNames:
         is_there = self.keys[places] == keys if len(self.keys) else np.zeros(len(keys), np.bool_)
         return np.where(is_there, places, -1)
 
+    def of_documents(
+        self, path: str, offsets: Numbers, ids: Iterable[str] | None, digests: Callable[[], Digests]
+    ) -> npt.NDArray[np.intp]:
+        """Return the names of documents of an input, by id, text and place: intp[kinds, n], -1 for none.
+
+        ``digests`` takes time, and is called only where texts are named.
+        """
+        keys = []
+        if "id" in self.kinds and ids is not None:
+            keys.append(keys_of_ids(ids))
+        if "text" in self.kinds:
+            keys.append(digests())
+        if "place" in self.kinds:
+            keys.append(keys_of_places(path, offsets))
+        return np.array([self.find(each) for each in keys], np.intp).reshape(len(keys), len(offsets))
+
+    def may_be_in(self, folder: Path, shard: PlannedShard, stamp: FileStamp | None) -> bool:
+        """Return whether a text or a place that is named may be of a shard, so that its input must be read.
+
+        ``stamp``: of its digests, where these are kept.
+        """
+        has_texts = "text" in self.kinds
+        if has_texts and stamp is not None:
+            has_texts = bool((self.find(read_digests(folder, shard.shard_id, stamp)) >= 0).any())
+        for part in shard.ranges if not has_texts else ():
+            path = part.planned.path if part.planned else part.path.name
+            # Rows, and bytes of decompressed text, may be of any part of the file.
+            bounds = (part.start, part.end) if input_kind(path).is_in_bytes else (0, 2**63 - 1)
+            first, end = np.searchsorted(self.keys, keys_of_places(path, np.array(bounds)))
+            if first < end:
+                return True
+        return has_texts
+
 
 def keys_of_ids(ids: Iterable[str]) -> npt.NDArray[np.void]:
     """Return the keys of ids: DIGEST[n]."""
@@ -123,20 +156,6 @@ def keys_of_places(path: str, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.
     keys[:, 0] = int.from_bytes(hashlib.sha256(_PLACE.encode() + path.encode()).digest()[:8], "big")
     keys[:, 1] = offsets
     return keys.view(DIGEST).reshape(-1)
-
-
-def named_places(names: DocumentNames, ranges: Iterable[ByteRange]) -> Iterator[tuple[int, int]]:
-    """Yield input and place of documents that are named by it, and that may begin in these parts of inputs.
-
-    Rows, and bytes of decompressed text, may be of any part of the file.
-    """
-    for part in ranges:
-        path = part.planned.path if part.planned else part.path.name
-        first, last = keys_of_places(path, np.array([0, 2**63 - 1]))
-        found = names.keys[np.searchsorted(names.keys, first) : np.searchsorted(names.keys, last)]
-        for offset in found.view(">u8")[1::2].tolist():
-            if part.start <= offset < part.end or not input_kind(path).is_in_bytes:
-                yield part.input_number, offset
 
 
 def name_of_place(path: str, offset: int) -> str:
@@ -156,12 +175,12 @@ def read_names(path: Path, *, id_field: str) -> DocumentNames:
     for _, key, kind in _names_in(path, id_field):
         keys += key
         kinds.add(kind)
-        if len(keys) > MOST_NAMES * DIGEST_BYTES:
+        if len(keys) > _MOST_NAMES * DIGEST_BYTES:
             raise BadInput(
-                f"{path} has more than {MOST_NAMES:,} names; every process that makes shards would hold "
+                f"{path} has more than {_MOST_NAMES:,} names; every process that makes shards would hold "
                 "them: filter the input itself",
                 path=path,
-                expected=f"at most {MOST_NAMES:,} names",
+                expected=f"at most {_MOST_NAMES:,} names",
             )
     if not keys:
         raise BadInput(f"{path} names no document, expected a line for each", path=path)
@@ -227,7 +246,7 @@ def read_excluded(folder: Path, sha256: str) -> DocumentNames:
     """Read the names that a plan leaves out. ``sha256``: of its options. Raises BrokenShard."""
     path = folder / EXCLUDED_NAME
     try:
-        raw = read_regular(path, max_bytes=MOST_NAMES * DIGEST_BYTES + 1)
+        raw = read_regular(path, max_bytes=_MOST_NAMES * DIGEST_BYTES + 1)
         found = hashlib.sha256(raw).hexdigest()
     except NOT_THERE:
         raw, found = b"", "missing"
@@ -279,38 +298,6 @@ def read_digests(
         remedy, expected = remake_command(shard_id, folder), stamp.sha256[:12]
         raise BrokenShard(path=path, found=f"sha256 {found[:12]}", expected=expected, remedy=remedy)
     return np.frombuffer(raw, DIGEST)
-
-
-class Pieces(NamedTuple):
-    """The parts of a shard's documents, one in each sample that holds one; in the order of the samples."""
-
-    record: npt.NDArray[np.int64]  # the sample
-    document: npt.NDArray[np.int64]  # its number, in the order of digests/
-    num_tokens: npt.NDArray[np.int64]
-
-
-def pieces_of(samples: ShardSamples) -> Pieces:
-    """Find the parts of a shard's documents. Of rows it reads where documents begin in each, 10 us a row."""
-    records = samples.records
-    if not samples.spec.has_rows:
-        numbers = np.arange(len(records))
-        return Pieces(numbers, numbers, records["num_tokens"].astype(np.int64))
-    found: list[tuple[int, int, int]] = []
-    num_documents = 0
-    # With --pack best_fit a document of several rows begins one, and all of these have its place.
-    first_at: dict[tuple[int, int], int] = {}
-    places = zip(records["source"].tolist(), records["source_offset"].tolist(), strict=True)
-    for row, (num_tokens, place) in enumerate(zip(records["num_tokens"].tolist(), places, strict=True)):
-        starts = samples.starts(row).tolist()
-        bounds = [*starts, num_tokens]
-        if bounds[0] > 0:
-            found.append((row, first_at.get(place, num_documents - 1), bounds[0]))
-        elif starts:
-            first_at[place] = num_documents
-        for begin, end in itertools.pairwise(bounds):
-            found.append((row, num_documents, end - begin))
-            num_documents += 1
-    return Pieces(*np.array(found, np.int64).reshape(-1, 3).T)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ import re
 import shlex
 import stat
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -481,14 +481,6 @@ def _record_of(path: Path, content: bytes) -> AttemptRecord | None:
         return None
     record.path, record.failures = str(path), failures
     return record
-
-
-def remove_finished(records: Iterable[AttemptRecord], is_done: Sequence[bool]) -> None:
-    """Remove the records of ended attempts whose shards are all made. What fails is left."""
-    for record in records:
-        if record.ended is not None and all(is_done[each] for each in record.shards if each < len(is_done)):
-            with contextlib.suppress(OSError):
-                os.unlink(record.path)  # noqa: PTH108
 
 
 def append_failure(failure: Failure) -> None:

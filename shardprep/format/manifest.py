@@ -289,15 +289,14 @@ def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str] = tuple(V
             raise BrokenShard(path=path, found=f"{found} bytes", expected=stamp.num_bytes, remedy=remedy)
 
 
-def check_hashes(folder: Path, manifest: Manifest, *, tar_sha256: str = "") -> None:
-    """Read a shard's files whole and compare sha256, of the tar ``tar_sha256``, where that is known.
+def check_hashes(folder: Path, manifest: Manifest, tar_sha256: str) -> None:
+    """Read a shard's files whole, but for the tar, and compare their sha256, and that of the tar.
 
     Raises BrokenShard, MissingShard or ReadWriteError.
     """
     for path, stamp in shard_files(folder, manifest):
-        is_known = tar_sha256 and stamp is manifest.tar
         try:
-            found = tar_sha256 if is_known else stamp_file(path).sha256
+            found = tar_sha256 if stamp is manifest.tar else stamp_file(path).sha256
         except NOT_THERE:
             raise missing_file(path, manifest.shard_id, folder) from None
         if found != stamp.sha256:

@@ -49,6 +49,7 @@ PLAN_NAME = "plan.json"
 INDEX_NAME = "index.json"
 TOKENIZER_DIR = "tokenizer"
 TOKENIZER_FILE = "tokenizer.json"
+FAST_TOKENIZER_FILE = "fast_tokenizer.json"  # the same, without merges that no text needs
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES_DIR = "additional_chat_templates"  # in a tokenizer's folder, as transformers names it
 QUARANTINE_DIR = "quarantine"
@@ -69,7 +70,7 @@ def shard_name(shard_id: int) -> str:
 
 
 def _path_of(kind: str) -> Callable[[Path, int], Path]:
-    """Return what gives a shard's file of this kind, by the data set's folder and the shard's id."""
+    """Return the function that gives the path of such a file, by the data set's folder and the shard's id."""
     return lambda folder, shard_id: folder / kind.format(shard_name(shard_id))
 
 

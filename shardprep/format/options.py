@@ -234,8 +234,7 @@ class PrepConfig(PlanOptions):
         None, "Python file whose function transform(record) returns the text, or None to leave it out"
     )
     exclude: Path | None = _text(
-        None,
-        "list of documents to leave out: an id of --id_field, sha256:HEX of a text or at:FILE:BYTE per line",
+        None, "list of documents to leave out: ids of --id_field, or sha256:HEX of texts, one per line"
     )
     output_dir: Path = option(Path("/data/processed"), "folder of the data set", group=OUTPUT)
 

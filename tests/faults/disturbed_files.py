@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.json_spans import spans
-from tests.faults.judging import undisturbed, verdict
+from tests.faults.judging import Undisturbed, undisturbed, verdict
 from tests.faults.outcomes import Outcome, spread
 from tests.faults.small_data_sets import SmallDataSet, Stage, make_external_tar
 
@@ -127,6 +127,7 @@ _INPUTS = (
 )
 
 Fault = tuple[str, Callable[[Path], object]]  # in words, and what it does to the file
+_undisturbed: dict[object, Undisturbed] = {}  # several campaigns run the same commands
 
 
 def disturb(
@@ -135,7 +136,10 @@ def disturb(
     """Put every fault of a file through every command that reads it."""
     path = Path(os.path.normpath(data_set.place / "data" / file.name))  # an input lies beside the data set
     for name in file.commands:
-        expected = undisturbed(data_set, file.stage, name, lambda: file.prepare(data_set))
+        key = (data_set.place, data_set.form, file.stage, name, file.prepare)
+        if key not in _undisturbed:
+            _undisturbed[key] = undisturbed(data_set, file.stage, name, lambda: file.prepare(data_set))
+        expected = _undisturbed[key]
         data_set.reset(file.stage)
         file.prepare(data_set)
         if not path.exists():

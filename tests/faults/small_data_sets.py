@@ -121,6 +121,7 @@ def make_small_data_sets(folder: Path, forms: Sequence[str]) -> list[SmallDataSe
     place = folder / "place"
     _write_raw(place / "raw")
     (place / "tmp").mkdir()
+    importlib.import_module("loader.dataloader")  # torch: 3 s of CPU in each fork that would load
     modules: set[str] = set()
 
     def do(*names: str) -> None:

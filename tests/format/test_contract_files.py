@@ -1,20 +1,17 @@
 """Whatever stands in a file of the contract, or in its place, has an error that names it, or no effect.
 
-tests/faults does the same to every file by every command, in the thousands.
+tests/faults flips bits of every file and puts wrong values at every place, by every command.
 """
 
 from __future__ import annotations
 
-import copy
 import errno
 import functools
-import itertools
 import json
 import os
-import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +22,18 @@ from tests.forged import rewrite_json, rewrite_plan
 from tests.word_tokenizers import save_word_tokenizer
 from tests.world import Ended, World, hostile_text
 
-FORMS: dict[str, dict[str, Any]] = {
-    "json": {},
-    "npy": {"token_format": "npy", "keep_text": False},
-    "packed": {"record": "packed", "seq_len": 64},
-}
-
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], World]:
-    """A verified data set of two small shards for each form. Never written to."""
-    root, made = tmp_path_factory.mktemp("whole"), dict[str, World]()
-
-    def world_of(form: str) -> World:
-        if form not in made:
-            made[form] = World(root / form).raw({"a.txt": hostile_text(40), "b.txt": b"\xff\nsecond file\n"})
-            made[form].make(max_bad_fraction=0.9, **FORMS[form])
-        return made[form]
-
-    return world_of
+def whole(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A verified data set of two small shards. Never written to."""
+    world = World(tmp_path_factory.mktemp("whole"))
+    return world.raw({"a.txt": hostile_text(40), "b.txt": b"\xff\nsecond file\n"}).make(max_bad_fraction=0.9)
 
 
 @pytest.fixture
-def world(whole: Callable[[str], World], tmp_path: Path) -> World:
+def world(whole: World, tmp_path: Path) -> World:
     """A copy to break."""
-    return whole("json").copy(tmp_path)
+    return whole.copy(tmp_path)
 
 
 def load(world: World) -> tuple[int, str]:
@@ -72,78 +56,8 @@ READERS: dict[str, Callable[[World], tuple[int, str]]] = {
     "plan.json": lambda world: verify(world, fast=True),
     "index.json": load,
     "shard-00000.json": lambda world: verify(world, fast=True),
-    "shard-00000.idx": verify,
-    "tokenizer/tokenizer.json": lambda world: verify(world, fast=True),
-    "tokenizer/tokenizer_config.json": lambda world: verify(world, fast=True),
 }
 JSON_FILES = ("plan.json", "index.json", "shard-00000.json")
-REFUSED = {65, 66, 74, 78}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", READERS)
-def test_a_flipped_bit_is_refused_by_the_name_of_the_file(
-    whole: Callable[[str], World], tmp_path: Path, name: str, form: str
-) -> None:
-    world = whole(form).copy(tmp_path)
-    path, read = world.data_dir / name, READERS[name]
-    good, chance = path.read_bytes(), random.Random(name)
-    assert read(world)[0] == 0
-    for _ in range(50):
-        place, bit = chance.randrange(len(good)), chance.randrange(8)
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
-        code, said = read(world)
-        is_named = Path(name).name in said or path.stem.removeprefix("shard-") in said
-        assert code in REFUSED, (place, bit)
-        assert is_named, said
-    path.write_bytes(good)
-    assert read(world)[0] == 0
-
-
-NONSENSE: tuple[Any, ...] = (
-    None, True, "false", 1.0, 1e999, -1, 2**70, "\ud800", "a\0b", [1], {"a": 1},
-)  # fmt: skip
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to every value of a JSON document; of lists to the first three entries."""
-    inner = (
-        value.items() if isinstance(value, dict) else enumerate(value[:3] if isinstance(value, list) else [])
-    )
-    for key, each in inner:
-        yield (*path, key)
-        yield from places(each, (*path, key))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["index.json", "shard-00000.json"])
-def test_every_value_of_a_wrong_type_or_range_is_refused_though_the_hash_is_right(
-    world: World, name: str
-) -> None:
-    path = world.data_dir / name
-    data = json.loads(path.read_bytes())
-    every = [place for place in places(data) if place[0] not in {"run", "content_sha256"}]
-    assert len(every) > 15
-    if name != "index.json":
-        (world.data_dir / "index.json").unlink()
-    num_refused = num_tried = 0
-    # Every third pair: each place meets several of them, and each of them many places.
-    for place, value in itertools.islice(itertools.product(every, NONSENSE), 0, None, 3):
-        changed = copy.deepcopy(data)
-        inner = changed
-        for key in place[:-1]:
-            inner = inner[key]
-        inner[place[-1]] = value
-        path.write_text(json.dumps(changed))
-        rewrite_json(path)  # gives it the hash
-        code, said = READERS[name](world)
-        num_tried += 1
-        num_refused += code != 0
-        # The name of the file, of the shard, or of the folder of the tokenizer that it tells.
-        is_named = any(each in said for each in (name, "00000", "/tokenizer"))
-        assert code == 0 or (code in REFUSED and is_named), (place, value, said)
-    assert num_refused > 0.8 * num_tried
 
 
 CONTENTS: dict[str, bytes] = {
@@ -280,6 +194,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> World:
     return world.plan(num_shards=1500, recursive=True)
 
 
+@pytest.mark.slow
 def test_a_task_opens_a_plan_once_and_reads_its_own_rows_alone(
     large: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,6 +222,7 @@ def test_a_task_opens_a_plan_once_and_reads_its_own_rows_alone(
     assert 10_000 < sum(reads) < size / 2
 
 
+@pytest.mark.slow
 def test_damage_of_rows_is_refused_by_who_reads_them_and_no_other(large: World, tmp_path: Path) -> None:
     world = large.copy(tmp_path)
     path = world.data_dir / "plan.json"
@@ -343,6 +259,7 @@ def test_a_plan_that_does_not_agree_with_itself_is_refused_though_its_hash_is_ri
     assert (found, code == 0 or "plan.json" in said or "of plan " in said) == (code, True), said
 
 
+@pytest.mark.slow
 def test_a_plan_is_json_whose_first_line_is_the_head(large: World) -> None:
     raw = (large.data_dir / "plan.json").read_bytes()
     data, head = json.loads(raw), json.loads(raw.split(b"\n")[0] + b"}")

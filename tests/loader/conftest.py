@@ -1,14 +1,20 @@
-"""Data sets of all tests of the loader: made once, and only read."""
+"""Data sets of all tests of the loader, made once and only read, and Python that has imported torch."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkout import ROOT
 from tests.external_tars import write_numbered_data
 from tests.oracle.forms import DataSets
+from tests.warm_python import WarmPython
+
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "RANK", "WORLD_SIZE")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,3 +34,13 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three tars of webdataset's with 107 samples and a tokenizer of 200 words. A sample's first id is its
     number, and up to 4 stand behind it."""
     return write_numbered_data(tmp_path_factory.mktemp("numbered"), 107, 3)
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """Processes that have imported torch already, without what launchers set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    modules = ["torch", "torch.utils.data", "torch.distributed", "transformers", "loader.dataloader"]
+    with WarmPython(tmp_path_factory.mktemp("warm"), modules, kept) as server:
+        yield server

@@ -199,6 +199,7 @@ def test_a_leak_between_any_two_neighbours_is_seen_and_ends_with_78(batch: Any, 
         assert named in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "mask_of"), MASKS)
 def test_masks_pass_where_the_model_takes_them_and_are_refused_where_not(
     batch: Any, attention: str, mask_of: Any

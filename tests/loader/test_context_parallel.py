@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from loader import UsageError, deal_rows_evenly
-from loader.context_parallel import split_for_context_parallel
-from tests.checkout import ROOT
-from tests.children import Command, run_child
+from loader import UsageError, deal_rows_evenly, split_for_context_parallel
+from tests.children import run_child
 from tests.oracle.forms import DataSets
+from tests.warm_python import WarmPython
 from tests.world import World, open_loader, refuses
 
 FIELDS = ("position_ids", "segment_ids", "cu_seqlens")
@@ -44,7 +41,9 @@ def batch_of(data: Path, batch_size: int, **options: Any) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def pages(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+def pages(
+    made: dict[str, Path], warm: WarmPython, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], Path]:
     """What tests.ranks_of_pages printed, and where it wrote."""
     out = tmp_path_factory.mktemp("pages")
     cases = {
@@ -54,8 +53,9 @@ def pages(made: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tu
     for batch in cases.values():
         batch.pop("max_seqlen")  # torch.load refuses classes
     torch.save(cases, out / "cases.pt")
-    command: Command = [sys.executable, "-m", "tests.ranks_of_pages", out / "cases.pt", made["concat"], out]
-    done = run_child(command, cwd=out, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = run_child(
+        [warm.python, "-m", "tests.ranks_of_pages", out / "cases.pt", made["concat"], out], cwd=out
+    )
     assert len(cases) == 2
     return done.stdout.splitlines(), out
 

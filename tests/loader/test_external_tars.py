@@ -225,26 +225,6 @@ def read_bounded(path: Path, raw: bytes, model: str) -> list[list[int]]:
         return read(path, model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_bit_flipped_anywhere_in_a_header_is_refused_and_drops_no_sample(
-    tmp_path: Path, model: str, form: int
-) -> None:
-    raw = tar_of([*TWO, "long/" * 30 + "c.token_ids.json"], form)
-    headers = [at for at in range(0, len(raw), 512) if b"ustar" in raw[at : at + 512]]
-    assert len(headers) == (3 if form == tarfile.USTAR_FORMAT else 4)
-    for number, at in enumerate(header + place for header in headers for place in range(0, 512, 3)):
-        flipped = bytearray(raw)
-        flipped[at] ^= 1 << number % 8
-        try:
-            found = read_bounded(tmp_path / "a.tar", bytes(flipped), model)
-        except BrokenShard:
-            continue
-        # A zero of the checksum itself may become a blank, and the blank at its end anything.
-        assert 148 <= at % 512 < 156, at
-        assert found == [[1]] * 3
-
-
 BAD_SIZES = {
     "negative": b"-0000000001\0",
     "negative in base 256": b"\xff" * 12,

@@ -45,7 +45,7 @@ COMPRESSED: dict[str, Callable[[bytes], bytes]] = {
     "xz": lzma.compress,
     "zst": zstandard.ZstdCompressor().compress,
 }
-NUM_CASES = 150 if os.environ.get("MIXED") == "all" else 8
+NUM_CASES = 150 if os.environ.get("MIXED") == "all" else 4
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import shutil
 import tracemalloc
@@ -149,23 +148,6 @@ def test_the_place_of_a_step_of_a_billion_samples_costs_no_memory(huge: Any) -> 
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_steps_of_a_schedule_are_those_of_counting_one_by_one(numbered: Path) -> None:
-    draw = random.Random(0)
-    lengths = {"all": Source([1] * 107, 107)}
-    for _ in range(20):
-        steps = [0, *sorted(draw.sample(range(1, 60), draw.randrange(4)))]
-        sizes = [(step, 2 * draw.randint(1, 6)) for step in steps]
-        least = math.gcd(*(size for _, size in sizes))
-        law = Run(lengths, sizes=sizes)
-        with open_loader(numbered, least, model_id=numbered, global_batch_size=sizes) as loader:
-            first_of_epoch: dict[int, int] = {}
-            for step in range(120):
-                epoch, _ = law.position(step)
-                first_of_epoch.setdefault(epoch, step)
-                state = loader.state_at(step)
-                assert (state["epoch"], state["step"]) == (epoch, step - first_of_epoch[epoch])
 
 
 def test_the_loader_draws_nothing_from_generators_whose_streams_may_change_with_a_version() -> None:

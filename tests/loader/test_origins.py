@@ -20,8 +20,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from loader import SourceLosses, TokenLoader, UsageError, source_ids
-from loader.context_parallel import split_for_context_parallel
+from loader import SourceLosses, TokenLoader, UsageError, source_ids, split_for_context_parallel
 from loader.trainer import LoaderMixin
 from tests.oracle.forms import SEQ_LEN, DataSets
 from tests.world import call_main, open_loader, refuses, samples_of

@@ -32,18 +32,6 @@ from tests.world import ids_of, open_loader, refuses
 
 pytestmark = pytest.mark.processes
 
-LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "RANK", "WORLD_SIZE")
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
-    """Processes that have imported torch already, without what launchers set."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    kept |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    modules = ["torch", "torch.utils.data", "torch.distributed", "transformers", "loader"]
-    with WarmPython(tmp_path_factory.mktemp("warm"), modules, kept) as server:
-        yield server
-
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
@@ -453,6 +441,44 @@ def test_a_worker_that_hangs_is_ended_with_the_loader_and_leaves_no_file(
 def test_after_ctrl_c_or_the_death_of_idle_workers_the_loop_goes_on_with_workers_anew(start: Any) -> None:
     out, _ = start("fork", "interrupt").communicate(timeout=HANG_S)
     assert out.splitlines() == ["interrupted loop", "interrupted loader", "all came"]
+
+
+KILLED = """
+import os, signal, sys, threading
+from multiprocessing.connection import Connection
+from loader import ReadWriteError, get_llama3_dataloader
+
+training, send = os.getpid(), Connection._send
+
+def cut_short(connection, message):
+    if os.getpid() != training and len(message) > 100_000:
+        os.write(connection.fileno(), bytes(message[:5000]))
+        os.kill(os.getpid(), signal.SIGKILL)
+    send(connection, message)
+
+def loop():
+    try:
+        for _ in get_llama3_dataloader(sys.argv[1], 8, sys.argv[1], num_workers=2):
+            pass
+    except ReadWriteError as error:
+        print(error.found, flush=True)
+
+Connection._send = cut_short
+if sys.argv[2] == "main":
+    loop()
+else:
+    thread = threading.Thread(target=loop)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_a_worker_killed_in_the_middle_of_a_message_ends_the_loop_with_an_error_in_any_thread(
+    warm: WarmPython, long_data: Path, tmp_path: Path, thread: str
+) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    assert run_child([warm.python, tmp_path / "killed.py", long_data, thread]).stdout == "SIGKILL\n"
 
 
 # What workers need

@@ -272,23 +272,41 @@ def said(
     return [record.getMessage() for record in caplog.records if record.levelno == level]
 
 
+def labelled_lines(text: str) -> dict[str, str]:
+    """What each line behind the first one says, by the label that it begins with."""
+    return dict(line.strip().partition(": ")[::2] for line in text.splitlines()[1:])
+
+
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "expected"),
     [
-        ({"global_batch_size": 16, "world_size": 2, "rank": 0, "seed": 7}, ["seed 7", " 24 steps", " 16"]),
-        ({"seq_len": SEQ_LEN, "boundaries": "transformers"}, [f" {SEQ_LEN} tokens", "transformers"]),
-        ({"max_length": 32}, [" 32 tokens"]),
-        ({"batch_size": 2, "num_workers": 3}, ["2 workers"]),
+        (
+            {"global_batch_size": 16, "world_size": 2, "rank": 0, "seed": 7},
+            {"order": "seed 7", "epoch": "24 steps", "from step 0": " 16"},
+        ),
+        (
+            {"seq_len": SEQ_LEN, "boundaries": "transformers"},
+            {"sample": f" {SEQ_LEN} tokens; boundaries"},
+        ),
+        ({"max_length": 32}, {"sample": " 32 tokens"}),
+        ({"group_by_length": 2}, {"order": " groups of 2"}),
+        ({"shuffle": False}, {"order": "not shuffled"}),
+        ({"batch_size": 2, "num_workers": 3}, {"from step 0": " 2"}),
     ],
 )
-def test_rank_0_describes_the_loader_in_one_record(
-    caplog: pytest.LogCaptureFixture, sets: DataSets, options: dict[str, Any], words: list[str]
+def test_rank_0_logs_what_it_is_and_a_line_for_samples_order_epoch_each_source_and_stage(
+    caplog: pytest.LogCaptureFixture, sets: DataSets, options: dict[str, Any], expected: dict[str, str]
 ) -> None:
     (block,) = [text for text in said(caplog, sets["documents"], **options) if "\n" in text]
     with open_loader(sets["documents"], **options) as loader, open_loader(sets["documents"]) as plain:
         assert block == loader.describe()
-        assert repr(loader) in block
-        assert [word for word in words if word not in block or word in plain.describe()] == []
+        assert repr(loader) in block.splitlines()[0]
+        lines, plain_lines = labelled_lines(block), labelled_lines(plain.describe())
+        assert list(lines) == ["sample", "order", "epoch", "source all", "from step 0"]
+        assert loader.state_dict()["sources"][0][1] in lines["source all"]
+        for label, words in expected.items():
+            assert words in lines[label]
+            assert words not in plain_lines[label]
     other_rank = {**options, "world_size": 2, "rank": 1}
     assert not [text for text in said(caplog, sets["documents"], **other_rank) if "\n" in text]
 

@@ -49,7 +49,7 @@ def make(data: DataSets) -> None:
     streams: dict[str, dict[str, list[str]]] = {}
     for name in FORMS:
         of_form: dict[str, list[str]] = {}
-        for _, found in frozen.stream(data, name, world_size=1, num_workers=0, resume_on=1):
+        for _, found in frozen.stream(data, name, world_size=1, num_workers=(0, 0), resume_on=1):
             for field, value in found.items():
                 of_form.setdefault(field, []).append(value)
         streams[name] = of_form
@@ -67,7 +67,7 @@ def problems(data: DataSets) -> list[str]:
     ]
     for name in FORMS:
         for world_size in WORLD_SIZES:
-            for num_workers in (0, 2):
+            for num_workers in ((0, 0), (2, 2)):
                 try:
                     frozen.compare(data, name, world_size, num_workers)
                 except AssertionError as error:

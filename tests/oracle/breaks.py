@@ -142,8 +142,8 @@ BREAKS = [
     Break(
         "a schedule of batch sizes holds to its last stage",
         "loader/samples.py",
-        "size_at, weights_at = dict(sizes), dict(weights)",
-        "size_at, weights_at = dict(sizes[:2]), dict(weights)",
+        "size_at, shares_at = dict(sizes), ",
+        "size_at, shares_at = dict(sizes[:2]), ",
         f"{_STREAM}[batch_size_schedule-1]",
         "form batch_size_schedule, world size 2, 0 workers, resumed at 23 from world size 1: global batch 30",
     ),

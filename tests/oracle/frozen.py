@@ -62,23 +62,24 @@ def hashes_of(batch: GlobalBatch) -> Hashes:
 
 
 def stream(
-    data: DataSets, name: str, world_size: int, num_workers: int, resume_on: int
+    data: DataSets, name: str, world_size: int, num_workers: tuple[int, int], resume_on: int
 ) -> Iterator[tuple[str, Hashes]]:
     """Yield where a global batch was delivered, in words, and its hashes.
 
-    The run goes on from its state after ``RESUME_AT`` steps on ``resume_on`` ranks.
+    The run goes on from its state after ``RESUME_AT`` steps on ``resume_on`` ranks. A rank has
+    ``num_workers`` before that and behind it.
     """
     form = FORMS[name]
     state = None
     stages = [(world_size, range(RESUME_AT)), (resume_on, range(RESUME_AT, NUM_STEPS))]
-    for num_ranks, steps in stages:
+    for (num_ranks, steps), of_rank in zip(stages, num_workers, strict=True):
         resumed = "" if state is None else f", resumed at {RESUME_AT} from world size {world_size}"
-        told = f"form {name}, world size {num_ranks}, {num_workers} workers{resumed}"
+        told = f"form {name}, world size {num_ranks}, {of_rank} workers{resumed}"
         with Ranks(
             data.of(form),
             world_size=num_ranks,
             batch_size=form.batch_size(num_ranks),
-            num_workers=num_workers,
+            num_workers=of_rank,
             state=state,
             **arguments_of(form),
         ) as ranks:
@@ -106,7 +107,7 @@ def difference(frozen: dict[str, list[str]], step: int, where: str, found: Hashe
     return f"{where} differs first in {differing[0]} (differing: {differing}, equal: {same})"
 
 
-def compare(data: DataSets, name: str, world_size: int, num_workers: int) -> None:
+def compare(data: DataSets, name: str, world_size: int, num_workers: tuple[int, int]) -> None:
     """Raise AssertionError that names form, world size, global batch and field of the first difference."""
     frozen = read_table()["streams"][name]
     resume_on = WORLD_SIZES[(WORLD_SIZES.index(world_size) + 1) % len(WORLD_SIZES)]

@@ -423,7 +423,7 @@ def test_conversations_of_so_many_answers_that_rendering_takes_too_long_are_left
     tmp_path: Path, template: str, most: int
 ) -> None:
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    chats = [turns * (most // 10), turns * (most + most // 20), turns * (most * 5)]
+    chats = [turns * (most // 10), turns * (most + most // 20), turns * (most * 2)]
     world = planned(world_of(tmp_path, template, chats)).run()
     assert reasons(world) == {1: "too_many_answers", 2: "too_many_answers"}
     assert f"{most + most // 20} answers" in world.lines("quarantine")[0]["detail"]

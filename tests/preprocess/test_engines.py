@@ -68,7 +68,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     tmp_path: Path, model: Path, options: dict[str, Any]
 ) -> None:
-    step = 1 if TAKES_ALL and not options else 409
+    step = 1 if TAKES_ALL and not options else 1021
     world = World(tmp_path, tokenizer=model).raw({"a.jsonl": hostile_records(step)})
     world.plan(num_shards=2, **options)
     tokenizer = Tokenizer.from_file(str(world.data_dir / "tokenizer" / "tokenizer.json"))
@@ -87,6 +87,39 @@ def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     named = [ids for _, text, ids in expected.documents() if EOS in text]
     assert named
     assert all((end in ids) == bool(options) for ids in named), "names of tokens stay text unless allowed"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_merges_that_no_text_needs_are_left_out_for_the_fast_engine_and_ids_stay(
+    tmp_path: Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    model = save_tokenizer(tmp_path / "model")
+    data = json.loads((model / "tokenizer.json").read_bytes())
+    words = ["".join(letters) for size in range(2, 9) for letters in itertools.product("ab", repeat=size)]
+    tokens = rng.sample(words, 100)  # some of them no merges will ever join
+    tokens += sorted({word[:end] for word in tokens for end in range(2, len(word))} - {*tokens})
+    vocab = [*(token for token in data["model"]["vocab"] if len(token) == 1), *tokens]
+    # As a tokenizer that was converted from ranks: a merge for each way to cut a token in two.
+    cuts = [[token[:end], token[end:]] for token in tokens for end in range(1, len(token))]
+    merges = [cut for cut in cuts if {*cut} <= {*vocab}]
+    rng.shuffle(merges)
+    data["model"] |= {"vocab": {token: number for number, token in enumerate(vocab)}, "merges": merges}
+    for number, token in enumerate(data["added_tokens"], len(vocab)):
+        token["id"] = number
+        if token["content"] == BOS:
+            data["post_processor"]["special_tokens"][BOS]["ids"] = [number]
+    (model / "tokenizer.json").write_text(json.dumps(data))
+    texts = [{"text": "".join(rng.choices("aaabbb ", k=rng.randrange(1, 30)))} for _ in range(3000)]
+    world = World(tmp_path, tokenizer=model).raw({"a.jsonl": [{"text": "a"}, *texts]})
+    expected = world.plan(num_shards=1, engine="gigatoken").copy(tmp_path / "reference")
+    files = {path.name: json.loads(path.read_bytes()) for path in (world.data_dir / "tokenizer").iterdir()}
+    kept = files["fast_tokenizer.json"]["model"].pop("merges")
+    assert len(kept) < len(files["tokenizer.json"]["model"].pop("merges"))
+    assert files["fast_tokenizer.json"] == files["tokenizer.json"]
+    ended = world.try_shard(0, engine="gigatoken")
+    assert ended.code == 0, ended.text
+    assert world.contents() == expected.run(engine="tokenizers").contents()
 
 
 # An engine that is wrong. -------------------------------------------------------------------------------
@@ -157,6 +190,7 @@ def forget_engines(folder: Path) -> None:
     other.plan(num_shards=1).try_shard(0, engine="gigatoken")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sources")
 @pytest.mark.parametrize("kind", ["right", "wrong", "panics", "refuses"])
 def test_a_fast_engine_that_is_wrong_or_fails_gives_way_to_the_reference(
@@ -198,6 +232,7 @@ def test_planning_tries_all_code_points_and_keeps_the_verdict_and_one_wrong_id_i
     assert sum(map(len, sources)) < 1 << 20, "the verdict was kept"
 
 
+@pytest.mark.slow
 def test_a_process_that_plans_and_works_loads_gigatoken_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,12 +98,12 @@ def test_lines_of_each_encoding_are_decoded_one_by_one(tmp_path: Path, encoding:
     rng, codec = random.Random(encoding), encoding.removesuffix("-sig")
     files = {}
     for number, (suffix, pack) in enumerate(PACKERS.items()):
-        pieces: list[Any] = rng.choices([*ENDS, *ENDS, *ENDS, *LETTERS, *BROKEN], k=1500)
+        pieces: list[Any] = rng.choices([*ENDS, *ENDS, *ENDS, *LETTERS, *BROKEN], k=600)
         data = b"".join(each if isinstance(each, bytes) else each.encode(codec, "ignore") for each in pieces)
         mark = b"\xef\xbb\xbf" if number % 2 else b""
         files[f"{number}.txt{suffix}"] = pack(mark + data)
-    num_bad = check_with_plain_reader(World(tmp_path).raw(files), num_shards=7, encoding=encoding)
-    assert num_bad > 20 or encoding in ("latin-1", "koi8-r", "mac-roman")
+    num_bad = check_with_plain_reader(World(tmp_path).raw(files), num_shards=5, encoding=encoding)
+    assert num_bad > 8 or encoding in ("latin-1", "koi8-r", "mac-roman")
 
 
 def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Path) -> None:
@@ -116,18 +116,21 @@ def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Pa
             assert ended.error.remedy == f"iconv -f {encoding} -t utf-8"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["\r\n", "\r", "\n"])
 def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end: str) -> None:
     """From where a shard should begin 16 KiB are read, then 64 KiB each time; of a shard 128 or 512 KiB."""
-    half, short = 200 << 10, "b c d\n" * 5
-    for kib, shift in itertools.product([16, 80, 144], [-2, -1, 0, 1]):
+    half, short = 96 << 10, "b c d\n" * 5
+    for kib, shift in itertools.product([16, 80], [-2, -1, 0] if len(end) == 2 else [-1, 0]):
         place = half + (kib << 10) + shift
-        text = "x" * place + end + short
-        world = World(tmp_path / f"{kib} {shift}").raw({"a.txt": text + "y" * (2 * half - len(text))})
+        text = ("the " * half)[:place] + end + short
+        world = World(tmp_path / f"{kib} {shift}").raw(
+            {"a.txt": text + ("the " * half)[: 2 * half - len(text)]}
+        )
         assert world.plan(num_shards=2).plan_json()["cuts"][1][:2] == [0, place + len(end)]
-    for kib, shift in itertools.product([128, 512], [-1, 0]):
-        line = ("x y " * half)[: (kib << 10) + shift]
-        world = World(tmp_path / f"{kib} {shift}").raw({"a.txt": line + end + short})
+    for kib in (128, 512):
+        line = ("the " * (kib << 8))[:-1]
+        world = World(tmp_path / f"{kib}").raw({"a.txt": line + end + short})
         assert world.make(num_shards=1).texts() == [line.strip(), *short.splitlines()]
 
 
@@ -193,9 +196,9 @@ def random_object(rng: random.Random, depth: int = 0) -> str:
 def test_what_is_taken_of_a_line_of_json_depends_on_no_other_line(tmp_path: Path, choice: str) -> None:
     rng, options = random.Random(choice), FIELDS[choice]
     right = '{"text": "b", "본문": "다", "meta": {"text": "m"}, "id": 7}'
-    lines = [rng.choice([random_object(rng), random_object(rng), right, ""]) for _ in range(6_000)]
+    lines = [rng.choice([random_object(rng), random_object(rng), right, ""]) for _ in range(2_000)]
     world = World(tmp_path).raw({"a.jsonl": "\n".join(lines)})
-    assert check_with_plain_reader(world, num_shards=3, **options) > 500
+    assert check_with_plain_reader(world, num_shards=3, **options) > 150
     if "id_field" in options:
         records = [record for record in plain_records(world.raw_dir / "a.jsonl", **options) if record.text]
         assert world.lines("ids") == [[0, record.offset, record.id] for record in records]
@@ -407,8 +410,9 @@ def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_all
     assert plan_ids[0] == plan_ids[1], "the window is no part of the plan's id"
 
 
+@pytest.mark.slow
 def test_a_later_frame_with_a_long_window_ends_the_task_with_65_and_what_to_type(tmp_path: Path) -> None:
-    data = zstandard.compress((b"a line of text " * 100 + b"\n") * 3000) + long_zstd(b"two\n", 30)
+    data = zstandard.compress((b"the " * 4000 + b"\n") * 300) + long_zstd(b"two\n", 30)
     world = World(tmp_path).raw({"x.txt.zst": data}).plan(num_shards=1)
     ended = world.try_shard(0)
     assert (ended.code, "--zstd_long 31" in ended.err) == (65, True)

@@ -185,12 +185,15 @@ def test_a_touch_a_copy_and_a_moved_folder_change_nothing(world: World, tmp_path
     assert world.try_shard(3, input_dir=moved.raw_dir).code == 0
 
 
+@pytest.mark.slow
 def test_a_change_in_each_of_the_three_sampled_parts_changes_the_plan(tmp_path: Path) -> None:
-    size = 1 << 20
-    world = World(tmp_path).raw({"a.txt": "a" * size})
+    size = 1 << 19
+    text = ("the " * 200)[:-1] + "\n"
+    text = (text * size)[:size]
+    world = World(tmp_path).raw({"a.txt": text})
     world.plan(num_shards=1)
     for place in (0, 65535, size // 2, size - 65536, size - 1, 100_000):
-        world.raw({"a.txt": "a" * place + "b" + "a" * (size - place - 1)})
+        world.raw({"a.txt": text[:place] + "c" + text[place + 1 :]})
         assert world.try_plan(num_shards=1).code == (0 if place == 100_000 else 78), place
 
 
@@ -269,11 +272,12 @@ def test_a_plan_whose_field_no_record_has_is_refused_with_the_fields_that_they_h
 
 # Input that changes. ------------------------------------------------------------------------------------
 
-NUM_LINES = 20_000
+NUM_LINES = 12_000
+LONG_LINES = ("a line of a text that is long" * 60 + "\n") * 1000  # of several reads
 
 
 def write_lines(world: World) -> World:
-    """One file of 480 KB, larger than the three samples; all lines of one length."""
+    """One file of 290 KB, larger than the three samples; all lines of one length."""
     return world.raw({"a.txt": "".join(f"line {number:08d} of a text\n" for number in range(NUM_LINES))})
 
 
@@ -284,8 +288,10 @@ def change_unseen(path: Path) -> None:
         file.write(b"Z")
 
 
-@pytest.mark.parametrize("options", [{}, {"doc": "file"}, {"encoding": "utf-8-sig"}], ids=str)
-@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_shards", "options"), [(1, {}), (3, {}), (1, {"doc": "file"}), (3, {"encoding": "utf-8-sig"})]
+)
 def test_any_change_of_the_input_is_refused_where_the_plan_hashed_it_whole(
     tmp_path: Path, options: dict[str, Any], num_shards: int
 ) -> None:
@@ -303,7 +309,7 @@ def test_any_change_of_the_input_is_refused_where_the_plan_hashed_it_whole(
 
 
 def test_the_hashes_of_inputs_change_no_shard(tmp_path: Path) -> None:
-    worlds = [write_lines(World(tmp_path / name)) for name in ("plain", "hashed")]
+    worlds = [World(tmp_path / name).raw({"a.txt": hostile_text(200)}) for name in ("plain", "hashed")]
     worlds[0].plan().run()
     worlds[1].plan(hash_inputs=True).run()
     assert plan_id(worlds[0]) != plan_id(worlds[1])
@@ -332,7 +338,7 @@ def at_third_read(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Callable[[
 def test_a_file_written_to_while_the_worker_reads_it_is_refused_and_made_again_later(
     tmp_path: Path, at_third_read: Any
 ) -> None:
-    world = World(tmp_path).raw({"a.txt": "a line of a text that is long\n" * 60_000}).plan(num_shards=1)
+    world = World(tmp_path).raw({"a.txt": LONG_LINES}).plan(num_shards=1)
     path = world.raw_dir / "a.txt"
     at_third_read(path, lambda: change_unseen(path))
     ended = world.try_shard(0)
@@ -345,10 +351,9 @@ def test_a_file_written_to_while_the_worker_reads_it_is_refused_and_made_again_l
 def test_a_file_put_in_the_place_of_the_one_being_read_is_never_mixed_with_it(
     tmp_path: Path, at_third_read: Any
 ) -> None:
-    text = "a line of a text that is long\n" * 60_000
-    world = World(tmp_path).raw({"a.txt": text}).plan(num_shards=1, hash_inputs=True)
+    world = World(tmp_path).raw({"a.txt": LONG_LINES}).plan(num_shards=1, hash_inputs=True)
     other = world.copy(tmp_path / "other").run()
-    (tmp_path / "new").write_text("another text\n" * 40_000)
+    (tmp_path / "new").write_text("another text" * 4000 + "\n")
     at_third_read(world.raw_dir / "a.txt", lambda: (tmp_path / "new").replace(world.raw_dir / "a.txt"))
     assert world.try_shard(0).code == 0
     assert not (tmp_path / "new").exists()

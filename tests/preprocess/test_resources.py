@@ -291,7 +291,7 @@ def test_a_line_of_100_mb_is_left_out_in_a_cgroup_of_300_mb_and_a_document_of_4_
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(("form", "engine"), CASES)
+@pytest.mark.parametrize(("form", "engine"), [CASES[0], ("best_fit", "tokenizers"), ("chat", "tokenizers")])
 def test_under_ulimit_a_task_makes_its_shard_or_refuses_before_it_loads_anything(
     data: dict[str, Path], form: str, engine: str
 ) -> None:

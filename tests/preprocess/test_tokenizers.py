@@ -488,3 +488,15 @@ def test_documents_of_which_the_tokenizer_leaves_nothing_are_made_shown_and_repo
     assert [size > 0 for size in sizes] == [text.isascii() for text in texts]
     for address in ("0:0", "a.jsonl:0"):
         assert world.main("peek", world.data_dir, address).code == 0
+
+
+def test_a_tokenizer_that_a_killed_plan_left_is_replaced_with_all_its_files(tmp_path: Path) -> None:
+    world = World(tmp_path).raw({"a.txt": "a line of text\n"})
+    template, kept = world.tokenizer / "chat_template.jinja", world.data_dir / "tokenizer"
+    for text in ("{{ messages }}", "{{ messages }} of another version", ""):
+        template.write_text(text) if text else template.unlink()
+        world.plan(num_shards=1)
+        assert {path.name for path in kept.iterdir()} >= {path.name for path in world.tokenizer.iterdir()}
+        assert not text or (kept / template.name).read_text() == text
+        assert bool(text) == (kept / template.name).exists()
+        (world.data_dir / "plan.json").unlink()  # it was not written yet

@@ -77,6 +77,7 @@ def test_a_trained_tokenizer_has_ids_without_holes_and_gives_any_text_back(world
     assert special == ("<|begin_of_text|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", VOCAB_SIZE + 4)
 
 
+@pytest.mark.slow
 def test_pipeline_and_special_tokens_are_those_of_llama_3(world: World) -> None:
     path = SHARED / "tokenizers" / "llama3" / "tokenizer.json"
     if not path.exists():
@@ -148,6 +149,7 @@ def test_records_and_lines_without_text_are_counted_by_reason_and_the_first_is_n
         assert fact in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["utf-8", "cp949"])
 def test_a_sample_is_of_all_parts_of_all_files(tmp_path: Path, encoding: str) -> None:
     """Each tenth of the text has a word of its own, which is a token where any of it was sampled."""

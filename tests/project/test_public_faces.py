@@ -26,10 +26,14 @@ SENTENCES: dict[str, int] = {}
 FOLDERS = [".", "faults", "format", "loader", "lustre", "oracle", "preprocess", "project", "slurm"]
 
 
-def trees(folder: str) -> list[ast.Module]:
-    paths = sorted((ROOT / "tests" / folder).glob("*.py"))
+@functools.cache
+def imports_and_calls(folder: Path) -> list[ast.Import | ast.ImportFrom | ast.Call]:
+    """Return these nodes of all modules of a folder."""
+    paths = sorted(folder.glob("*.py"))
     assert paths
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call))]
 
 
 @functools.cache
@@ -44,27 +48,26 @@ def names_of_pages(root: Path) -> set[str]:
 def inner_names(folder: str) -> Counter[str]:
     """``module.name`` of each import of the product that is no public face -> in how many places."""
     found: Counter[str] = Counter()
-    for tree in trees(folder):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PACKAGES:
-                for name in node.names:
-                    is_module = (ROOT / str(node.module).replace(".", "/") / f"{name.name}.py").exists()
-                    whole = f"{node.module}.{name.name}"
-                    is_public = whole in PUBLIC_MODULES or (node.module in PUBLIC_MODULES and not is_module)
-                    is_public |= whole in names_of_pages(ROOT)
-                    if not is_public and name.name not in PUBLIC_NAMES:
-                        found[f"{node.module}.{name.name}"] += 1
-            elif isinstance(node, ast.Import):
-                for name in node.names:
-                    is_ours = name.name.partition(".")[0] in PACKAGES
-                    if is_ours and name.name not in PUBLIC_MODULES and not name.name.endswith(".__main__"):
-                        found[name.name] += 1
+    for node in imports_and_calls(ROOT / "tests" / folder):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PACKAGES:
+            for name in node.names:
+                is_module = (ROOT / str(node.module).replace(".", "/") / f"{name.name}.py").exists()
+                whole = f"{node.module}.{name.name}"
+                is_public = whole in PUBLIC_MODULES or (node.module in PUBLIC_MODULES and not is_module)
+                is_public |= whole in names_of_pages(ROOT)
+                if not is_public and name.name not in PUBLIC_NAMES:
+                    found[f"{node.module}.{name.name}"] += 1
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                is_ours = name.name.partition(".")[0] in PACKAGES
+                if is_ours and name.name not in PUBLIC_MODULES and not name.name.endswith(".__main__"):
+                    found[name.name] += 1
     return found
 
 
 def matched_sentences(folder: str) -> int:
     """How often a test matches the text of an error."""
-    calls = [node for tree in trees(folder) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in imports_and_calls(ROOT / "tests" / folder) if isinstance(node, ast.Call)]
     return sum(keyword.arg == "match" for call in calls for keyword in call.keywords)
 
 

@@ -75,7 +75,7 @@ def test_a_signal_at_any_line_of_making_a_shard_leaves_no_temporary(world: World
     assert (code, num_lines > 200) == (0, True)
     chance = random.Random(0)
     # The first lines are those in which files have just been made, the last ones publish them.
-    lines = [*range(1, 12), *chance.sample(range(12, num_lines), 24), *range(num_lines - 12, num_lines)]
+    lines = [*range(1, 12), *chance.sample(range(12, num_lines), 12), *range(num_lines - 12, num_lines)]
     codes = set()
     for line in lines:
         code, _ = lines_run(world, line)

@@ -1,0 +1,295 @@
+"""``shardprep where --blanked``: the steps that saw documents that are blanked by now, beside the batches."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from loader import TokenLoader
+from tests.oracle.forms import DataSets
+from tests.small_model import SmallModel
+from tests.world import World, call_main, open_loader
+
+pytestmark = pytest.mark.processes  # blank makes shards as run does
+
+NUM_DOCUMENTS, PAD, EOS, VOCAB_SIZE = 400, 500, 501, 502  # every id of document 7 is 7
+NAMED = random.Random(1).sample(range(1, NUM_DOCUMENTS + 1), 24)
+L = 12
+FORMS: dict[str, dict[str, Any]] = {
+    "json": {},
+    "npy": {"token_format": "npy", "keep_text": False, "append_eos": True},
+    "parquet": {},
+    "concat": {"record": "packed", "seq_len": 16, "append_eos": False},
+    "best fit": {"record": "packed", "seq_len": 16, "pack": "best_fit", "append_eos": False},
+    "sides": {"validation_fraction": 0.3},
+    "sides of rows": {"record": "packed", "seq_len": 16, "validation_fraction": 0.3},
+    # Of these two each has a half of the documents.
+    "low": {},
+    "high": {"token_format": "npy"},
+}
+Steps = dict[int, dict[str, int]]  # step -> source -> samples
+
+
+def text_of(number: int) -> str:
+    return " ".join([f"w{number}"] * random.Random(number).choice([1, 2, 5, 9, 20, 50]))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of each form, and FORM.new, in which the documents NAMED are blanked."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    root = tmp_path_factory.mktemp("data")
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB_SIZE)}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=f"w{PAD}", eos_token=f"w{EOS}"
+    ).save_pretrained(root / "model")
+    halves = {"low": range(1, 201), "high": range(201, NUM_DOCUMENTS + 1)}
+    for form, options in FORMS.items():
+        numbers = halves.get(form, range(1, NUM_DOCUMENTS + 1))
+        world = World(root / form, tokenizer=root / "model", data_dir=root / form)
+        records = [{"id": f"d{number}", "text": text_of(number)} for number in numbers]
+        if form == "parquet":
+            pq.write_table(pa.Table.from_pylist(records), world.raw_dir / "a.parquet", row_group_size=30)
+        else:
+            world.raw({f"{form}.jsonl": records})
+        world.make(num_shards=5, id_field="id", digests=True, **options)
+        names = root / f"{form}.ids"
+        names.write_text("".join(f"d{number}\n" for number in NAMED if number in numbers))
+        words = ["--ids", names, "--output", root / f"{form}.new", "--num_proc", 1]
+        assert call_main("blank", root / form, *words).code == 0
+    return root
+
+
+def load(data: Path, form: str | list[str], suffix: str = "", **options: Any) -> TokenLoader:
+    folders: Any = data / f"{form}{suffix}"
+    if isinstance(form, list):
+        folders = {name: data / f"{name}{suffix}" for name in form}
+    made = {"global_batch_size": L, "seed": 3, "origins": True, **options}
+    return open_loader(folders, L, **made)
+
+
+def endless(loader: TokenLoader) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def differing(before: TokenLoader, now: TokenLoader, num_steps: int) -> Steps:
+    """Go on with both loaders: how many rows of each source differ between them, by step."""
+    steps: Steps = {}
+    both = zip(endless(before), endless(now), strict=False)
+    while before.num_steps_delivered < num_steps:
+        step = before.num_steps_delivered
+        one, other = next(both)
+        source_of = {row: source for row, _, source, *_ in one["origins"].tolist()}
+        is_other = one["input_ids"] != other["input_ids"]
+        is_named = torch.isin(one["input_ids"], torch.tensor(NAMED))
+        assert torch.equal(is_other | is_named, is_other), "each id of a named document is gone"
+        assert {*one["input_ids"][is_other & ~is_named].tolist()} <= {EOS}
+        rows = is_other.any(dim=1).nonzero().flatten().tolist()
+        if rows:
+            counts = Counter(before.source_names[source_of[row]] for row in rows)
+            steps[step] = dict(Counter(steps.get(step, {})) + counts)
+    return steps
+
+
+def where(*words: object) -> Any:
+    ended = call_main("where", *words, "--blanked", "--json")
+    assert ended.code == 0, ended.text
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def told(*words: object) -> Steps:
+    return {each["step"]: each["sources"] for each in where(*words)["steps"]}
+
+
+CASES: dict[str, tuple[str | list[str], dict[str, Any]]] = {
+    "documents": ("json", {}),
+    "of a table": ("parquet", {}),
+    "cut": ("npy", {"max_length": 5}),
+    "grouped": ("json", {"group_by_length": 4}),
+    "not shuffled": ("json", {"shuffle": False}),
+    "packed at load": ("json", {"seq_len": 16}),
+    "packed at load with an EOS of the shards": ("npy", {"seq_len": 24}),
+    "packed": ("concat", {}),
+    "best fit": ("best fit", {}),
+    "a side": ("sides", {"split": "train"}),
+    "the other side": ("sides", {"split": "validation"}),
+    "a side of rows": ("sides of rows", {"split": "train"}),
+    "a side packed at load": ("sides", {"split": "train", "seq_len": 16}),
+    "batches grow": ("json", {"global_batch_size": [(0, L), (7, 3 * L), (50, 2 * L)]}),
+    "mixed": (
+        ["low", "high"],
+        {"weights": [(0, {"low": 0.7, "high": 0.3}), (40, {"low": 0.1, "high": 0.9})], "max_length": 9},
+    ),
+    "mixed and packed at load": (["low", "high"], {"weights": {"low": 1, "high": 3}, "seq_len": 16}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_steps_are_those_whose_batches_would_be_others_now(data: Path, tmp_path: Path, case: str) -> None:
+    form, options = CASES[case]
+    with load(data, form, **options) as loader, load(data, form, ".new", **options) as new:
+        num_steps = 2 * len(loader) + 7
+        expected = differing(loader, new, num_steps)
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_dict()))
+    folders = [data / f"{form}.new"]
+    if isinstance(form, list):
+        folders = [f"{name}={data / name}.new" for name in form]  # type: ignore[misc]
+    answer = where(*folders, "--state", tmp_path / "state.json")
+    assert {each["step"]: each["sources"] for each in answer["steps"]} == expected
+    assert (answer["num_steps"], len(expected) > 10) == (num_steps, True)
+    epochs = [each["epoch"] for each in answer["steps"]]
+    assert {*epochs} == {*range(max(epochs) + 1)} >= {0, 1, 2}
+
+
+def test_a_run_that_was_amended_is_gone_through_as_it_was(data: Path, tmp_path: Path) -> None:
+    """Sources that come and go, other weights and larger steps, each behind a state."""
+    plans: list[tuple[list[str], dict[str, Any]]] = [
+        (["low"], {"weights": {"low": 1}}),
+        (["low", "high"], {"weights": {"low": 1, "high": 1}}),
+        (["low", "high"], {"weights": {"low": 0, "high": 1}, "global_batch_size": 2 * L}),
+    ]
+    state: Any = None
+    expected: Steps = {}
+    for number, (names, options) in enumerate(plans, 1):
+        options = {"amend": True, "max_length": 9, **options}
+        with load(data, names, **options) as loader, load(data, names, ".new", **options) as new:
+            if state is not None:
+                loader.load_state_dict(state)
+                new.load_state_dict(state)
+            expected |= differing(loader, new, 80 * number)
+            state = json.loads(json.dumps(loader.state_dict()))
+    assert len(state["stages"]) == 3
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    folders = [f"{name}={data / name}.new" for name in ("low", "high")]
+    assert told(*folders, "--state", tmp_path / "state.json") == expected
+    assert {name for of in expected.values() for name in of} == {"low", "high"}
+    # A source of which nothing is blanked has no steps.
+    of_low = told(folders[0], f"high={data / 'high'}", "--state", tmp_path / "state.json")
+    assert of_low == {step: {"low": of["low"]} for step, of in expected.items() if "low" in of}
+    words = ["where", folders[1], "--state", tmp_path / "state.json", "--blanked"]
+    assert call_main(*words).code == 2  # without low
+
+
+def test_the_steps_are_printed_a_line_each(data: Path, tmp_path: Path) -> None:
+    with load(data, "json") as loader:
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_at(20)))
+    words = [data / "json.new", "--state", tmp_path / "state.json"]
+    ended = call_main("where", *words, "--blanked")
+    assert ended.code == 0
+    lines = [line for line in ended.out.splitlines() if line.startswith("step ")]
+    assert lines == [f"step {step}, epoch 0: all {of['all']}" for step, of in sorted(told(*words).items())]
+    assert len(lines) > 3
+
+
+def test_data_of_which_nothing_is_blanked_and_a_step_besides_are_refused(
+    data: Path, sets: DataSets, tmp_path: Path
+) -> None:
+    with load(data, "json") as loader:
+        (tmp_path / "state.json").write_text(json.dumps(loader.state_at(9)))
+    words = ["--state", tmp_path / "state.json", "--blanked"]
+    assert call_main("where", data / "json", *words).code == 66
+    assert call_main("where", data / "json.new", *words, "--step", 3).code == 2
+
+
+# Overlap, blank, go on.
+
+FIRST, LAST, PADDING = (
+    100,
+    197,
+    199,
+)  # words of the evaluation, which no other text has; of 200, as SmallModel
+
+
+def train(batches: list[Any]) -> list[torch.Tensor]:
+    """Train a small model; return its parameters, and the gradients of all steps."""
+    model, gradients = SmallModel(), list[torch.Tensor]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch["input_ids"], batch["labels"]).loss.backward()
+        gradients += [
+            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+        ]
+        optimizer.step()
+    return [*model.parameters(), *gradients]
+
+
+def as_padding(batch: Any) -> dict[str, torch.Tensor]:
+    """Return a batch with padding in place of words of the evaluation, from which nothing is learnt."""
+    is_gone = (batch["input_ids"] >= FIRST) & (batch["input_ids"] <= LAST)
+    is_behind = torch.zeros_like(is_gone)  # what would be predicted from a place that is gone
+    is_behind[:, 1:] = is_gone[:, :-1]
+    labels = batch["labels"].masked_fill(is_gone | is_behind, -100)
+    return {"input_ids": batch["input_ids"].masked_fill(is_gone, PADDING), "labels": labels}
+
+
+def go_on_without_hits(folder: Path, num_steps: int, **form: Any) -> dict[str, int]:
+    """Blank what ``overlap`` finds after some steps of a run, go on for as many, and compare.
+
+    Which places of a batch are of the evaluation is told by its words. Returns counts.
+    """
+    chooser, num_evals = random.Random(5), num_steps // 2
+
+    def text(first: int, end: int, num_words: int) -> str:
+        return " ".join(f"w{chooser.randrange(first, end)}" for _ in range(num_words))
+
+    evals = [text(FIRST, LAST + 1, 20) for _ in range(num_evals)]
+    texts = evals + [text(1, FIRST, chooser.randrange(1, 60)) for _ in range(30 * num_steps)]
+    chooser.shuffle(texts)
+    (folder / "evals.txt").write_text("\n".join(evals))
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(200)}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=f"w{PADDING}", eos_token="w198"
+    ).save_pretrained(folder / "model")
+    world = World(folder, tokenizer=folder / "model").raw({"a.txt": "\n".join(texts)})
+    world.make(num_shards=4, append_eos=False, **form)
+    options: dict[str, Any] = {"batch_size": L, "global_batch_size": L, "seed": 5}
+    with world.loader(**options) as loader:
+        batches = list(itertools.islice(endless(loader), num_steps))
+        (folder / "state.json").write_text(json.dumps(loader.state_dict()))
+        expected = [as_padding(batch) for batch in itertools.islice(endless(loader), num_steps)]
+    ended = world.main("overlap", world.data_dir, against=folder / "evals.txt")
+    assert ended.code == 0, ended.text
+    names, new = world.data_dir / "overlap" / "names.txt", folder / "new"
+    ended = world.main("blank", world.data_dir, ids=names, output=new, num_proc=1)
+    assert ended.code == 0, ended.text
+    seen = [
+        step
+        for step, batch in enumerate(batches)
+        if not torch.equal(batch["input_ids"], as_padding(batch)["input_ids"])
+    ]
+    assert [*told(new, "--state", folder / "state.json")] == seen
+    with open_loader(new, **options) as loader:
+        loader.load_state_dict(json.loads((folder / "state.json").read_text()))
+        rest = list(itertools.islice(endless(loader), num_steps))
+    for batch, wanted in zip(rest, expected, strict=True):
+        assert torch.equal(batch["input_ids"], wanted["input_ids"])
+        assert torch.equal(batch["labels"], wanted["labels"])
+    trained, wanted_tensors = train(rest), train(expected)
+    assert all(torch.equal(one, other) for one, other in zip(trained, wanted_tensors, strict=True))
+    num_gone = sum(int((batch["input_ids"] == PADDING).sum()) for batch in rest)
+    return {"num_steps": num_steps, "num_seen": len(seen), "num_padding": num_gone}
+
+
+@pytest.mark.parametrize("form", [{}, {"record": "packed", "seq_len": 32}], ids=["documents", "packed"])
+def test_a_run_that_blanks_what_overlap_found_goes_on_as_if_that_were_padding(
+    tmp_path: Path, form: dict[str, Any]
+) -> None:
+    counts = go_on_without_hits(tmp_path, 50, **form)
+    assert 5 < counts["num_seen"] < counts["num_steps"]
+    assert counts["num_padding"] > 100

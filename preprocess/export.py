@@ -138,7 +138,7 @@ class NanoGpt(ExportLayout):
         self._dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def last_file(self, shard_id: int) -> Path:
-        return self.folder / f"{shard_name(shard_id)}.bin"
+        return self.folder / f"{shard_name(shard_id)}.bin.partial"
 
     def is_done(self, shard_id: int) -> bool:
         return size_of_file(self._target) is not None or super().is_done(shard_id)

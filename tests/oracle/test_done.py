@@ -410,6 +410,7 @@ def test_an_input_that_moved_is_named_and_one_that_is_gone_or_changed_refused(tm
     assert world.main("verify", world.data_dir, deep=True, input_dir=moved).code == 78
 
 
+@pytest.mark.processes
 def test_a_blanked_shard_names_the_tar_that_it_was_made_from_and_verifies(tmp_path: Path) -> None:
     texts = [text for text in hostile_texts(90, seed=4, most_words=6) if text.strip()]
     world = World(tmp_path).raw({"a.jsonl": [{"id": f"d{n}", "text": text} for n, text in enumerate(texts)]})

@@ -301,6 +301,8 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     if model["type"] != "BPE" or has_other_parts or len(merges) <= len(model["vocab"]):
         return None
     rank_of = {(left, right): rank for rank, (left, right) in enumerate(merges)}
+    if len(rank_of) < len(merges):  # which of two equal ones counts is the library's to say
+        return None
     never = len(merges)
     ranks_of: dict[str, list[int]] = {}
     for rank, (left, right) in enumerate(merges):
@@ -322,7 +324,7 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
             del ranks[place]
             for near in range(max(place - 1, 0), min(place + 1, len(ranks))):
                 ranks[near] = rank_of.get((parts[near], parts[near + 1]), never)
-    if len(rank_of) < len(merges) or len(used) == len(merges):
+    if len(used) == len(merges):
         return None
     head = {name: value for name, value in tokenizer.items() if name != "model"}
     kept = orjson.dumps({**model, "merges": [merges[rank] for rank in sorted(used)]})

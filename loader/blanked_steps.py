@@ -29,8 +29,6 @@ from shardprep.format.index import ShardSamples
 from shardprep.format.names import BLANK, blank_id, ids_of_ranges
 from shardprep.format.plan import need_plan
 
-_CHUNK_TICKS = 1 << 16
-
 
 def print_steps(loader: TokenLoader, *, is_json: bool) -> int:
     """Print the steps before the loader's position that saw blanked documents, and return the exit code.
@@ -146,21 +144,20 @@ def _steps(run: Run, num_steps: int) -> dict[int, Counter[str]]:
     def first_tick(step: int) -> int:
         return run.tick_of(Position(step))
 
-    progress = Progress("looking through the order", first_tick(num_steps), unit="ticks")
+    end_tick = first_tick(num_steps)
+    progress = Progress("looking through the order", end_tick, unit="ticks")
     for epoch in range(run.epoch_of(num_steps) + 1):
         at = epoch * run.ticks_per_epoch
-        for chunk in (
-            reader.chunks(epoch, 0, _CHUNK_TICKS, endless=False) if at < first_tick(num_steps) else ()
-        ):
+        for chunk in reader.chunks(epoch, 0, 1 << 16, endless=False):
+            if at >= end_tick:
+                break
             for tick in np.flatnonzero(chunk.lengths.any(axis=0)).tolist():
-                if at + tick < first_tick(num_steps):
+                if at + tick < end_tick:
                     step = bisect_right(range(num_steps), at + tick, key=first_tick) - 1
                     marks = chunk.lengths[:, tick]
                     names = (run.sources[mark - 1].name for mark in marks[marks > 0].tolist())
                     found.setdefault(step, Counter()).update(names)
             at += chunk.num_ticks
             progress.add(chunk.num_ticks)
-            if at >= first_tick(num_steps):
-                break
     reader.close()
     return found

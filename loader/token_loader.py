@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -97,16 +97,16 @@ class TokenLoader(DataLoader[Batch]):
 
     def _go_by(self, run: Run) -> None:
         """Deliver a run from now on."""
-        self.run, who = run, self.process_rank
+        self.run = run
+        self._stream = self._stream_of(self.metrics, self.num_workers)
+
+    def _stream_of(self, metrics: LoaderMetrics, num_workers: int) -> BatchStream:
+        """Return the batches of this rank, which nobody reads yet."""
+        run, who = self.run, self.process_rank
         slots = share(range(run.order.num_slots), who.rank, who.world_size)
-        self._stream = BatchStream(
-            run,
-            slots,
-            self.step_batches,
-            self.metrics,
-            endless=self.persistent_workers or not self.num_workers,
-            workers={**self._worker_options, "num_workers": min(self.num_workers, len(slots))},
-        )
+        workers = {**self._worker_options, "num_workers": min(num_workers, len(slots))}
+        endless = self.persistent_workers or not num_workers
+        return BatchStream(run, slots, self.step_batches, metrics, endless=endless, workers=workers)
 
     def __len__(self) -> int:
         """Return the batches of the next epoch, on every rank. See ``first_batch`` for a resumed one."""
@@ -286,12 +286,7 @@ class TokenLoader(DataLoader[Batch]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return self._copy, (), (self.progress, self.run)
-
-    @property
-    def _copy(self) -> Callable[..., TokenLoader]:
-        """Return a function that makes a loader of the same arguments, at the beginning of its run."""
-        return partial(
+        make = partial(
             type(self),
             self._given,
             step_batches=self.step_batches,
@@ -301,6 +296,7 @@ class TokenLoader(DataLoader[Batch]):
             amend=self.can_amend,
             **self._worker_options,
         )
+        return make, (), (self.progress, self.run)
 
     def __setstate__(self, now: tuple[Progress, Run]) -> None:
         """Stand where the original stood."""
@@ -397,9 +393,12 @@ class TokenLoader(DataLoader[Batch]):
 
         Reads its windows in this process, besides those that workers read: up to a second on a slow disk.
         """
-        with self._copy(num_workers=0, prefetch_factor=None, persistent_workers=False) as copy:
-            copy.__setstate__((self.progress, self.run))
-            return next(iter(copy))
+        stream = self._stream_of(LoaderMetrics(), num_workers=0)
+        try:
+            (batch, _), *_ = next(stream.steps(self._next))
+        finally:
+            stream.end()
+        return batch
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         check_process_rank(self.process_rank)

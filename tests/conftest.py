@@ -195,8 +195,10 @@ def _no_waits_that_no_test_sees() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: os.fstat(fd) and None)
-        # 6 ms a call, and what is installed stays so
-        patch.setattr(importlib.metadata, "version", functools.cache(importlib.metadata.version))
+        # 6 ms a call, and what is installed stays so; a test may put another ``distribution`` in its place.
+        version_by = functools.cache(lambda distribution, name: distribution(name).version)
+        metadata = importlib.metadata
+        patch.setattr(metadata, "version", lambda name: version_by(metadata.distribution, name))
         # argparse looks for translations of itself 8 times a parser, and there are none
         patch.setattr(argparse, "_", str)
         yield

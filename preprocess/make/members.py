@@ -342,18 +342,20 @@ class RowMembers:
         num_padding = group.rows.size - int(group.row_tokens.sum(dtype=np.int64))
         if num_padding:
             fields[ROW_TOKENS_FIELD] = group.row_tokens
-        pieces: list[bytes] = []
+        pieces: list[bytes | memoryview] = []
+        end = self._tar_bytes
         payloads = {}  # byte in the tar where each field's numbers begin
         key = rows_key(self._shard_id, self._num_rows)
         for name, array in sorted(fields.items()):
             header = npy_header(array.dtype, array.shape)
             num_bytes = len(header) + array.nbytes
-            payloads[name] = self._tar_bytes + sum(map(len, pieces)) + BLOCK_BYTES + len(header)
-            pieces += [ustar_header(f"{key}.{name}", num_bytes), header, array.tobytes()]
-            pieces.append(bytes(-num_bytes % BLOCK_BYTES))
+            payloads[name] = end + BLOCK_BYTES + len(header)
+            padding = bytes(-num_bytes % BLOCK_BYTES)
+            pieces += [ustar_header(f"{key}.{name}", num_bytes), header, array.data, padding]
+            end += BLOCK_BYTES + num_bytes + len(padding)
         data = b"".join(pieces)
         self._num_rows += len(group.rows)
-        self._tar_bytes += len(data)
+        self._tar_bytes = end
         self.num_padding += num_padding
         return Piece(data, self._records(group, payloads), group.starts["digest"], is_validation)
 

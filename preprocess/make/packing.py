@@ -79,9 +79,11 @@ class ConcatRows:
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
         lengths, seq_len = np.diff(tokens.offsets), self._spec.seq_len
-        starts = starts[lengths > 0]
-        first = tokens.offsets[:-1][lengths > 0] + self._num_held  # the groups before are whole rows
-        last = first + lengths[lengths > 0] - 1
+        first = tokens.offsets[:-1] + self._num_held  # the groups before are whole rows
+        has_tokens = lengths > 0
+        if not has_tokens.all():
+            starts, first, lengths = starts[has_tokens], first[has_tokens], lengths[has_tokens]
+        last = first + lengths - 1
         self.num_split += int((first // seq_len != last // seq_len).sum())
         starts["position"] = first
         self._starts.append(starts)
@@ -109,7 +111,9 @@ class ConcatRows:
         num_padding = num_rows * seq_len - len(ids)
         row_tokens = np.full(num_rows, seq_len, np.uint32)
         row_tokens[-1] -= num_padding
-        rows = np.pad(ids.astype(row_dtype(self._spec)), (0, num_padding), constant_values=pad_id(self._spec))
+        rows = ids.astype(row_dtype(self._spec), copy=False)
+        if num_padding:
+            rows = np.pad(rows, (0, num_padding), constant_values=pad_id(self._spec))
         open_before = np.concatenate((self._open, starts))
         self._open = open_before[-1:]
         row_begins = np.arange(num_rows) * seq_len

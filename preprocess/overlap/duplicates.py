@@ -88,10 +88,8 @@ def duplicates(args: argparse.Namespace) -> int:
             path = args.output if number == 1 else args.output.with_suffix(f".{number}{args.output.suffix}")
             # Before the work, so that a folder that cannot be written to is told at once.
             lists[folder] = opened.enter_context(PublishedFile(path))
-            transform, findings = (
-                transform_of(plan.options, args.transform),
-                read_findings(folder, plan.plan_id),
-            )
+            findings = read_findings(folder, plan.plan_id)
+            transform = transform_of(plan.options, args.transform)
             for shard_id in range(plan.num_shards):
                 stamp = check_done(folder, shard_id, plan.plan_id, findings).digests
                 if stamp is None:
@@ -104,10 +102,8 @@ def duplicates(args: argparse.Namespace) -> int:
         for number in with_copies:
             shard, kept = shards[number], set[int]()
             for documents in documents_left(shard.plan, shard.folder, shard.shard_id, shard.transform):
-                path, group_of = (
-                    shard.plan.inputs[documents.input_number].path,
-                    names.find(documents.digests()),
-                )
+                path = shard.plan.inputs[documents.input_number].path
+                group_of = names.find(documents.digests())
                 for document in np.flatnonzero(group_of >= 0).tolist():
                     group = int(group_of[document])
                     if first_shard[group] == number and group not in kept:

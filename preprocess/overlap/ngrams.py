@@ -88,14 +88,11 @@ class EvalIndex:
             places = self._places[int(hashes[place])]
             if len(places) < _MOST_PLACES:
                 places.append(place)
-        num_bits = max(16, (len(self) * _CELLS_PER_NGRAM).bit_length())
+        self.num_ngrams = len(self._places)  # different ones
+        num_bits = max(16, (self.num_ngrams * _CELLS_PER_NGRAM).bit_length())
         self._shift = np.uint64(64 - num_bits)
         self._table = np.zeros(1 << num_bits, np.bool_)
         self._table[hashes[is_inside] >> self._shift] = True
-
-    def __len__(self) -> int:
-        """Return the number of different n-grams."""
-        return len(self._places)
 
     def _hashes_of(self, units: TokenBatch) -> npt.NDArray[np.uint64]:
         count = max(0, len(units.ids) - self.ngram + 1)

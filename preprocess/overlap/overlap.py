@@ -193,7 +193,7 @@ class Search:
             raise BadInput(found=found, expected=f"{rule.ngram}, or a lesser --ngram", remedy="--ngram")
         self._index = EvalIndex(units, rule.ngram)
         short = f"{num_short} of fewer than {rule.ngram} {rule.unit} cannot be found"
-        say(f"{num_evals}, {len(self._index):,} different n-grams; {short}")
+        say(f"{num_evals}, {self._index.num_ngrams:,} different n-grams; {short}")
 
     def _units_of(self, texts: Sequence[bytes], *, may_add: bool = False) -> tuple[list[Any], TokenBatch]:
         """Return the units of texts, themselves and as numbers."""

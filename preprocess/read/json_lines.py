@@ -117,7 +117,9 @@ def _texts_of(
 @functools.cache
 def _decoder(name: str) -> Any:
     """Return what decodes lines of objects: of each the value of one field, as it stands there."""
-    return msgspec.json.Decoder(msgspec.defstruct("Line", [("text", msgspec.Raw, msgspec.field(name=name))]))
+    return msgspec.json.Decoder(
+        msgspec.defstruct("Line", [("text", msgspec.Raw, msgspec.field(name=name))], gc=False)
+    )
 
 
 _TEXT = operator.attrgetter("text")

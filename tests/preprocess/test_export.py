@@ -175,24 +175,30 @@ def test_an_export_that_was_killed_goes_on_and_leaves_nothing_else(
     assert files(out).keys() <= whole.keys()
 
 
-def at_open(number: int, folder: Path, meanwhile: Callable[[], object]) -> Callable[..., int]:
-    """Return ``os.open`` that does something else just before it opens the ``number``-th file of a folder."""
-    real, left = os.open, [number]
+def at_call(name: str, number: int, folder: Path, meanwhile: Callable[[], object]) -> Callable[..., Any]:
+    """Return a call of os that does something else just before its ``number``-th file of a folder."""
+    real, left = getattr(os, name), [number]
 
-    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+    def called(path: Any, *args: Any, **kwargs: Any) -> Any:
         if str(path).startswith(str(folder)):
             left[0] -= 1
             if left[0] == 0:
                 meanwhile()
         return real(path, *args, **kwargs)
 
-    return opened
+    return called
 
 
 @pytest.mark.parametrize("to", ["nanogpt", "megatron"])
 @pytest.mark.parametrize("flags", [["--no-put_eos"], ["--put_eos"]], ids=["other", "equal"])
+@pytest.mark.parametrize("call", ["open", "rename"])
 def test_at_whatever_file_the_other_export_comes_none_ends_well_with_bytes_of_neither(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, flags: list[str]
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    to: str,
+    flags: list[str],
+    call: str,
 ) -> None:
     data = folders["json"]
     first = files(exported(data, to, tmp_path / "first", "--put_eos"))
@@ -202,7 +208,7 @@ def test_at_whatever_file_the_other_export_comes_none_ends_well_with_bytes_of_ne
         codes: list[int] = []
         with monkeypatch.context() as patch:
             meanwhile = lambda out=out, codes=codes: codes.append(export(data, to, out, *flags).code)  # noqa: E731
-            patch.setattr(os, "open", at_open(number, out, meanwhile))
+            patch.setattr(os, call, at_call(call, number, out, meanwhile))
             codes.append(export(data, to, out, "--put_eos").code)
         if len(codes) == 1:
             break

@@ -125,8 +125,8 @@ def duplicates(args: argparse.Namespace) -> int:
     for folder, file in lists.items():
         sources = {source: count for (of, source), count in going.most_common() if of == folder}
         told.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
-    sums = {"num_documents": num_documents, "num_groups": len(names.keys), "num_duplicates": num_copies}
     if args.json:
+        sums = {"num_documents": num_documents, "num_groups": len(names.keys), "num_duplicates": num_copies}
         print_lines(json.dumps({**sums, "data_sets": told}))
         return 0
     total = counted(num_documents, "document")

@@ -231,6 +231,8 @@ def why_unchecked(
 
     ``documents``: the batch that says where documents begin, if another one.
     """
+    from torch.nn.attention.flex_attention import BlockMask
+
     if noise is None:
         parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
         noise = NOISE_OF_EXPERTS if any("expert" in name for name, _ in parts) else NOISE
@@ -271,7 +273,10 @@ def why_unchecked(
                 num_moved += int((~(others <= noise)).sum())
                 most = max(most, float(others.amax()))
             looks_back |= bool((moved[(half & stays).to(moved.device)] > noise).any())
-        if _has_mask_of_ones_own(inner, fields):
+        mask = fields.get("attention_mask")
+        is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
+        if is_made and hasattr(getattr(inner, "config", None), "get_text_config"):
+            # A transformers model takes such a mask as it is.
             moved = moved_by(attention_mask=_transformers_masks(inner, positions))
             num_other = int((~(moved <= noise))[is_real.to(moved.device)].sum())
     found = before.new_tensor([has_two, looks_back, num_moved, most, num_other])
@@ -302,15 +307,6 @@ def why_unchecked(
     if not has_several:
         return _ONE_DOCUMENT
     return "" if does_look_back else _LOOKS_AT_NOTHING
-
-
-def _has_mask_of_ones_own(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether the batch brings a mask that a transformers model would take as it is."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    mask = batch.get("attention_mask")
-    is_made = isinstance(mask, BlockMask | dict) or (isinstance(mask, torch.Tensor) and mask.ndim == 4)
-    return is_made and hasattr(getattr(model, "config", None), "get_text_config")
 
 
 _ONE_DOCUMENT = "no row of the batch has two documents; pass another batch, or make longer rows"

@@ -318,8 +318,12 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
     num_tokens = last_id = -1
     if JSON_FIELD in sample.fields:
         first, end = sample.fields[JSON_FIELD]
-        if count_tokens:
-            num_tokens, last_id = _count_json(sample.tar.at(first, end))
+        if count_tokens:  # 2 us a document of 30 tokens; what is no list of ids is found when it is decoded
+            raw = sample.tar.at(first, end)
+            last = raw.rpartition(b",")[2].strip(b"[] \t\r\n")
+            num_tokens = raw.count(b",") + 1 if last else 0
+            if last.isdigit() and len(last) <= _MOST_DIGITS:
+                last_id = int(last)
         return first, end - first, num_tokens, 0, 0, 0, JSON, last_id
     if IDS_FIELD not in sample.fields:
         found = f"the fields {', '.join(sorted(sample.fields))}"
@@ -327,19 +331,9 @@ def _document_record(sample: _Sample, *, count_tokens: bool) -> tuple[int, ...]:
     dtype, (num_tokens,), first = sample.array(IDS_FIELD, _WIDTHS, 1)
     end = sample.fields[IDS_FIELD][1]
     if count_tokens and num_tokens:
-        last = int(np.frombuffer(sample.tar.at(end - dtype.itemsize, end), dtype)[0])
-        last_id = last if 0 <= last < 2**31 else -1
+        last_number = int(np.frombuffer(sample.tar.at(end - dtype.itemsize, end), dtype)[0])
+        last_id = last_number if 0 <= last_number < 2**31 else -1
     return first, end - first, num_tokens, 0, 0, 0, TOKEN_DTYPES.index(dtype), last_id
-
-
-def _count_json(raw: bytes) -> tuple[int, int]:
-    """Return the number of ids of a JSON list, and the last one or -1. 2 us a document of 30 tokens.
-
-    What is no list of ids is found when it is decoded.
-    """
-    last = raw.rpartition(b",")[2].strip(b"[] \t\r\n")
-    is_id = last.isdigit() and len(last) <= _MOST_DIGITS
-    return (raw.count(b",") + 1 if last else 0), (int(last) if is_id else -1)
 
 
 def _packed_records(samples: list[_Sample]) -> tuple[Records, int]:

@@ -237,7 +237,7 @@ def _work(
     threading.Thread(target=_end_with_main_process, args=(os.getppid(),), daemon=True).start()
     loader.reading.worker_of_rank = worker, num_workers
     reader = RunReader(run, slots)
-    ahead: queue.Queue[bytes] = queue.Queue(num_ahead)
+    ahead: queue.Queue[bytes] = queue.Queue(max(num_ahead - 1, 1))  # one more is being sent
     threading.Thread(target=_send_all, args=(connection, ahead), daemon=True).start()
     while True:
         try:

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def make_shard(args: argparse.Namespace) -> int:
+def task(args: argparse.Namespace) -> int:
     """Make one shard: the command of a job array's task."""
     from shardprep.format.plan import need_plan, read_plan
 
@@ -79,10 +79,10 @@ def make_shard(args: argparse.Namespace) -> int:
             if plan is not None and args.check_inputs:
                 check_inputs(plan, given.get("input_dir", PrepConfig.input_dir))
             plan = plan_of_task(plan, given)
-        from preprocess.make.worker import make_shard as make
+        from preprocess.make.worker import make_shard
 
         plan = plan.at(given.get("input_dir"))
-        return make(plan, folder, args.shard_id, resources.worker_settings(args), num_cpus)
+        return make_shard(plan, folder, args.shard_id, resources.worker_settings(args), num_cpus)
     except ShardprepError as error:
         from shardprep.format.jobs import Failure, append_failure
 
@@ -103,11 +103,11 @@ def _shard_flags(parser: argparse.ArgumentParser) -> None:
     add_flags_of(parser, WorkerSettings, but=others, groups=[RESOURCES])
 
 
-def make_plan(args: argparse.Namespace) -> int:
+def plan_data_set(args: argparse.Namespace) -> int:
     """Plan: freeze which bytes are which shard, and say what it will cost and what to type next."""
     resources.check_address_space()
     from lustre import Need, space_lines
-    from preprocess.plan.planning import make_plan as make
+    from preprocess.plan.planning import make_plan
 
     given = given_of(args, PrepConfig)
     config = PrepConfig(**given)
@@ -119,7 +119,7 @@ def make_plan(args: argparse.Namespace) -> int:
         raise NotFound(message, path=config.input_dir, remedy="hf download")
     shard_bytes = parse_size(args.shard_bytes, "--shard_bytes") if args.shard_bytes else None
     how = {"num_shards": args.num_shards, "shard_bytes": shard_bytes}
-    plan, cost = make(config, **how, stripe=args.stripe, dry_run=args.dry_run)
+    plan, cost = make_plan(config, **how, stripe=args.stripe, dry_run=args.dry_run)
     num_shards, sizes = plan.num_shards, plan.shard_bytes()
     each = str(min(sizes)) if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     warnings = [*cost.notes]
@@ -307,9 +307,9 @@ PROGRAM = Program(
         **dict.fromkeys(("True", "False", "true", "false"), _NO_VALUE),
     },
     commands={
-        "shard": Command("make one shard: --shard_id N", _shard_flags, make_shard, is_nameless=True),
+        "shard": Command("make one shard: --shard_id N", _shard_flags, task, is_nameless=True),
         "plan": Command(
-            "decide which input bytes belong to which shard, and write plan.json", _plan_flags, make_plan
+            "decide which input bytes belong to which shard, and write plan.json", _plan_flags, plan_data_set
         ),
         "run": Command("make the missing shards on this machine", _run_flags, run),
         "verify": _elsewhere("verify", "check all shards and write index.json"),

@@ -42,7 +42,7 @@ print(f"shardprep torch {torch.__version__}: {', '.join(gpus) or 'no GPU'}{bf16}
 
 
 @dataclass(frozen=True)
-class Finding:
+class Checked:
     """One check: what was found, what to do (nothing where all is good), the exit code of what is bad."""
 
     topic: str
@@ -55,7 +55,7 @@ class Finding:
         return "bad" if self.exit_code else "warning" if self.todo else "good"
 
 
-def machine_findings(num_cpus: int) -> Iterator[Finding]:
+def machine_findings(num_cpus: int) -> Iterator[Checked]:
     """Compare what this process may use with what Slurm was asked for and what a worker needs."""
     quotas = []  # CPUs' worth of time that the cgroups allow
     for path in resources.cgroup_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
@@ -74,23 +74,23 @@ def machine_findings(num_cpus: int) -> Iterator[Finding]:
     elif asked.isdigit() and int(asked) > num_cpus:
         text += f": fewer than Slurm was asked for ({asked})"
         todo = f"srun --cpus-per-task={asked}: srun does not take it over from sbatch"
-    yield Finding("cpus", text, todo)
+    yield Checked("cpus", text, todo)
     limits = resources.memory_limits()
     least = min(limits, key=lambda name: limits[name])
     text, todo = f"{short_bytes(limits[least])}, by {least}", ""
     if limits[least] < resources.LEAST_WORKER_BYTES:
         text += f"; a worker needs about {short_bytes(resources.LEAST_WORKER_BYTES)}, and may be killed"
         todo = "ask for more memory: --mem of sbatch or srun"
-    yield Finding("memory", text, todo)
+    yield Checked("memory", text, todo)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM")
     found = {name: os.environ[name] for name in names if name in os.environ}
     many = [name for name in names[:2] if found.get(name, "").isdigit() and int(found[name]) > num_cpus]
     text = ", ".join(f"{name}={value}" for name, value in found.items()) or "none is set"
     todo = f"export {many[0]}={num_cpus} before training: there are {num_cpus} CPUs" if many else ""
-    yield Finding("threads", f"{text}; tasks set their own, for training see --export", todo)
+    yield Checked("threads", f"{text}; tasks set their own, for training see --export", todo)
 
 
-def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
+def version_findings(*, has_gpu: bool) -> Iterator[Checked]:
     """Tell the versions that are installed. What a task needs must be there. On a GPU torch is asked, too."""
     found: dict[str, str] = {}
     for name in (*_NEEDED, "torch", "webdataset"):
@@ -98,9 +98,9 @@ def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
             found[name] = importlib.metadata.version(name)
     if missing := ", ".join(name for name in _NEEDED if name not in found):
         todo = "install shardprep for this Python: pip install ."
-        yield Finding("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
+        yield Checked("versions", f"{missing} cannot be found", todo, UsageError.exit_code)
     there = ", ".join(f"{name} {number}" for name, number in found.items())
-    yield Finding("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
+    yield Checked("versions", f"shardprep {__version__}, Python {platform.python_version()}, {there}")
     if not has_gpu or "torch" not in found:
         return
     # In a process of its own, which a broken installation may end.
@@ -109,25 +109,25 @@ def version_findings(*, has_gpu: bool) -> Iterator[Finding]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         text = f"torch was not loaded, or a GPU did not answer, within {_TORCH_LIMIT_S:.0f} s"
-        yield Finding("torch", text, "look at nvidia-smi", UsageError.exit_code)
+        yield Checked("torch", text, "look at nvidia-smi", UsageError.exit_code)
         return
     said = [line for line in done.stdout.splitlines() if line.startswith("shardprep ")]
     if said and not done.returncode:
-        yield Finding("torch", said[0].removeprefix("shardprep "))
+        yield Checked("torch", said[0].removeprefix("shardprep "))
         return
     why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     todo = "install torch anew for this machine"
-    yield Finding("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
+    yield Checked("torch", f"torch cannot be used: {why}", todo, UsageError.exit_code)
 
 
-def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Finding]:
+def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int) -> Iterator[Checked]:
     """Load a tokenizer as planning does or, of a planned folder, as its tasks do. Raises ShardprepError."""
     said: list[str] = []
     if folder is not None:
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
         engine = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
-        yield Finding("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
+        yield Checked("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
         name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
     elif model_id is not None:
         with scratch_folder() as scratch:  # texts that tell engines apart
@@ -144,9 +144,9 @@ def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int)
     text += f"PAD {spec.pad_token_id}; encoded by {name}"
     is_shared = spec.pad_token_id is not None and spec.pad_token_id == spec.eos_token_id
     todo = "give it a pad token of its own: other collators than this project's lose the labels of EOS"
-    yield Finding("tokenizer", text, todo if is_shared else "")
+    yield Checked("tokenizer", text, todo if is_shared else "")
     if ends:
-        yield Finding("tokenizer", ends)
+        yield Checked("tokenizer", ends)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +187,7 @@ def doctor(args: argparse.Namespace) -> int:
         findings += tokenizer_findings(args.model_id, args.output_dir, num_cpus)
     except ShardprepError as error:  # its message says what to do behind the last semicolon
         text, _, todo = str(error).rpartition("; ")
-        findings.append(Finding(topic, text or todo, todo if text else "see the message", error.exit_code))
+        findings.append(Checked(topic, text or todo, todo if text else "see the message", error.exit_code))
     levels = Counter(finding.level for finding in findings)
     bad = [finding.exit_code for finding in findings if finding.exit_code]
     code = bad[0] if bad else int(levels["warning"] > 0)

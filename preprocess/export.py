@@ -26,7 +26,6 @@ from shardprep.files import (
     NOT_THERE,
     TEMPORARY_NAME,
     PublishedFile,
-    ReadFile,
     errors_named,
     make_folder,
     names_in,
@@ -42,11 +41,10 @@ from shardprep.format.names import load_json, shard_name
 from shardprep.format.plan import Plan, need_plan
 
 _BATCH_TOKENS = 1 << 20  # of an Arrow record batch, about
-_COPY_BYTES = 4 << 20  # at once
 _SETTINGS = "export.json"
 
 
-class Samples(NamedTuple):
+class ExportedShard(NamedTuple):
     """What is exported of a shard."""
 
     documents: Numbers  # int64[documents]: tokens of each document
@@ -54,7 +52,7 @@ class Samples(NamedTuple):
     pieces: Iterator[Ids]  # uint32[tokens] arrays: all ids in order, some at a time
 
 
-class Layout:
+class ExportLayout:
     """What another tool reads. A shard becomes files that appear whole, the last of which says it is done."""
 
     def __init__(self, folder: Path, vocab_size: int, first_token: list[int]) -> None:
@@ -68,11 +66,11 @@ class Layout:
     def is_done(self, shard_id: int) -> bool:
         return size_of_file(self.last_file(shard_id)) is not None
 
-    def files(self, shard_id: int, samples: Samples) -> Iterator[tuple[Path, Iterable[bytes]]]:
+    def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         """Yield the path of each file of a shard, and its bytes in pieces."""
         raise NotImplementedError
 
-    def write(self, shard_id: int, samples: Samples) -> None:
+    def write(self, shard_id: int, samples: ExportedShard) -> None:
         """Write the files of a shard. Raises CannotWrite, ReadWriteError and what reading raises."""
         with contextlib.ExitStack() as stack:
             files = []
@@ -91,7 +89,7 @@ class Layout:
         raise NotImplementedError
 
 
-class Megatron(Layout):
+class Megatron(ExportLayout):
     """A .bin of ids and an .idx per shard, as megatron-core's IndexedDataset reads them.
 
     .idx: ``MMIDIDX`` and two zero bytes, version u64, code of the id's type u8, sequences u64, documents + 1
@@ -102,7 +100,7 @@ class Megatron(Layout):
     def last_file(self, shard_id: int) -> Path:
         return self.folder / f"{shard_name(shard_id)}_document.idx"
 
-    def files(self, shard_id: int, samples: Samples) -> Iterator[tuple[Path, Iterable[bytes]]]:
+    def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         dtype = np.dtype("<u2" if self.vocab_size < 65_500 else "<i4")
         path, lengths = self.last_file(shard_id), samples.documents
         yield path.with_suffix(".bin"), (ids.astype(dtype).tobytes() for ids in samples.pieces)
@@ -127,7 +125,7 @@ class Megatron(Layout):
         return f"Megatron: --data-args-path {self.folder / 'data_args.txt'}"
 
 
-class NanoGpt(Layout):
+class NanoGpt(ExportLayout):
     """One flat train.bin of uint16 or uint32, which nanoGPT maps with np.memmap.
 
     The ids of each shard lie in a file of their own until all are there: at the end they take their room
@@ -140,12 +138,12 @@ class NanoGpt(Layout):
         self._dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def last_file(self, shard_id: int) -> Path:
-        return self.folder / f"{shard_name(shard_id)}.bin"
+        return self.folder / f"{shard_name(shard_id)}.bin.partial"
 
     def is_done(self, shard_id: int) -> bool:
         return size_of_file(self._target) is not None or super().is_done(shard_id)
 
-    def files(self, shard_id: int, samples: Samples) -> Iterator[tuple[Path, Iterable[bytes]]]:
+    def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         yield self.last_file(shard_id), (ids.astype(self._dtype).tobytes() for ids in samples.pieces)
 
     def finish(self) -> str:
@@ -154,10 +152,8 @@ class NanoGpt(Layout):
             try:
                 with PublishedFile(self._target) as file:
                     for path in parts:
-                        with errors_named(path), ReadFile(path) as part:
-                            for begin in range(0, part.num_bytes, _COPY_BYTES):
-                                num_bytes = min(_COPY_BYTES, part.num_bytes - begin)
-                                file.write(memoryview(part.read(begin, num_bytes)))
+                        with errors_named(path):
+                            file.write_file(path)
                     file.sync()
                     file.publish()
                 sync_folder(self.folder)
@@ -175,7 +171,7 @@ class NanoGpt(Layout):
         return f'nanoGPT: np.memmap("{self._target}", dtype=np.{self._dtype.name}, mode="r")'
 
 
-class HuggingFace(Layout):
+class HuggingFace(ExportLayout):
     """Arrow streams with a column ``input_ids`` of int32 lists, as ``datasets.load_from_disk`` reads them.
 
     A row is a document, or a packed row. pyarrow writes them.
@@ -184,10 +180,10 @@ class HuggingFace(Layout):
     def last_file(self, shard_id: int) -> Path:
         return self.folder / f"data-{shard_id:05d}-of-{self.num_shards:05d}.arrow"
 
-    def files(self, shard_id: int, samples: Samples) -> Iterator[tuple[Path, Iterable[bytes]]]:
+    def files(self, shard_id: int, samples: ExportedShard) -> Iterator[tuple[Path, Iterable[bytes]]]:
         yield self.last_file(shard_id), self._stream(samples)
 
-    def _stream(self, samples: Samples) -> Iterator[bytes]:
+    def _stream(self, samples: ExportedShard) -> Iterator[bytes]:
         try:
             import pyarrow as pa
         except ImportError:
@@ -224,7 +220,7 @@ class HuggingFace(Layout):
         return f'datasets: load_from_disk("{self.folder}")'
 
 
-LAYOUTS: dict[str, type[Layout]] = {"megatron": Megatron, "nanogpt": NanoGpt, "hf": HuggingFace}
+LAYOUTS: dict[str, type[ExportLayout]] = {"megatron": Megatron, "nanogpt": NanoGpt, "hf": HuggingFace}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -273,7 +269,9 @@ def export(args: argparse.Namespace) -> int:
             documents = stored + (eos is not None)
             rows = samples.records["num_tokens"].astype(np.int64) if plan.spec.has_rows else documents
             try:
-                layout.write(shard_id, Samples(documents, rows, _with_eos(samples.pieces(), stored, eos)))
+                layout.write(
+                    shard_id, ExportedShard(documents, rows, _with_eos(samples.pieces(), stored, eos))
+                )
             except (CannotWrite, ReadWriteError):
                 # An equal export at the same time, that was faster, has removed this one's temporaries.
                 if not layout.is_done(shard_id):

@@ -117,7 +117,7 @@ def peek(args: argparse.Namespace) -> int:
     for shard_id, of_shard in itertools.groupby(samples, key=lambda sample: sample[0]):
         with ShardSamples(folder, plan.spec, shard_id) as shard:
             for _, number in of_shard:
-                documents = _documents(shard, number, decoder)
+                documents = _texts_of_sample(shard, number, decoder)
                 if args.grep and not any(map(pattern.search, documents)):
                     continue
                 only = asked.get((shard_id, number), set())
@@ -232,7 +232,7 @@ def _made_shards(folder: Path) -> list[int]:
     return made
 
 
-def _documents(samples: ShardSamples, number: int, decoder: Decoder) -> list[str]:
+def _texts_of_sample(samples: ShardSamples, number: int, decoder: Decoder) -> list[str]:
     """Return the texts of a sample. Of a row, the end of one that began before it, if any, comes first."""
     ids, mask = samples.ids(number), samples.loss_mask(number)
     if not len(ids):  # a document that the tokenizer drops wholly

@@ -455,6 +455,12 @@ class PublishedFile:
             if self._num_held == WRITE_BYTES:
                 self._write_out()
 
+    def write_file(self, path: Path) -> None:
+        """Append all of another file. Raises OSError, and BrokenShard, where that cannot be read."""
+        with os.fdopen(open_regular(path), "rb", buffering=0) as file:
+            while block := file.read(WRITE_BYTES):
+                self.write(block)
+
     def _write_out(self) -> None:
         view = memoryview(self._piece)[: self._num_held]
         self._num_held = 0
@@ -543,9 +549,8 @@ def publish_link(path: Path, source: Path) -> None:
         os.link(source, temporary)
         temporary.rename(path)  # which does nothing where both are names of one file already
     except OSError:
-        with PublishedFile(path) as copy, os.fdopen(open_regular(source), "rb", buffering=0) as file:
-            while block := file.read(WRITE_BYTES):
-                copy.write(block)
+        with PublishedFile(path) as copy:
+            copy.write_file(source)
             copy.sync()
             copy.publish()
     finally:

@@ -108,7 +108,7 @@ class ResolvedTokenizer(TokenizerFacts):
         with contextlib.suppress(ShardprepError):
             if verdict and size_of_file(verdict) is not None:
                 return True
-        texts = engines.gate_texts(_read(self.folder / TOKENIZER_FILE))
+        texts = engines.gate_texts(_read_tokenizer(self.folder / TOKENIZER_FILE))
         ids, expected = (engine.encode_texts(texts) for engine in (fast, self.reference))
         is_equal = engines.ids_sha256([ids]) == engines.ids_sha256([expected])
         if verdict and is_equal:
@@ -149,7 +149,7 @@ def resolve_tokenizer(
             _write_files(saved, folder)
         else:
             _save_in_own_process(name, folder)
-            saved = {each_name: _read(folder / each_name) for each_name in names_in(folder)}
+            saved = {each_name: _read_tokenizer(folder / each_name) for each_name in names_in(folder)}
             tokenizer = _loaded(saved, folder)
             # What transformers cannot read of a configuration, it goes without, unsaid.
             wanted, found = (
@@ -203,7 +203,7 @@ def _take_kept(place: Path, folder: Path) -> TokenizerFacts | None:
     """Copy the files of an entry of the cache into ``folder``. Return None where no whole entry is."""
     with contextlib.suppress(*NOT_THERE, ShardprepError):
         facts = read_file(place / _FOUND, _FOUND_FORMAT, TokenizerFacts, max_bytes=_MAX_FOUND_BYTES)
-        files = {name: _read(place / name) for name in names_in(place) if name in facts.files}
+        files = {name: _read_tokenizer(place / name) for name in names_in(place) if name in facts.files}
         stamps = {name: _stamp(content) for name, content in files.items()}
         if stamps == facts.files:
             _write_files(files, folder)
@@ -216,7 +216,7 @@ def _keep(place: Path, folder: Path, facts: TokenizerFacts) -> None:
     with contextlib.suppress(OSError, ShardprepError):
         place.parent.mkdir(parents=True, exist_ok=True)
         with PublishedFolder(place) as entry:
-            _write_files({name: _read(folder / name) for name in facts.files}, entry.temporary)
+            _write_files({name: _read_tokenizer(folder / name) for name in facts.files}, entry.temporary)
             (entry.temporary / _FOUND).write_bytes(orjson.dumps(content))
             entry.publish()
 
@@ -356,7 +356,7 @@ def _loaded(saved: Files, folder: Path) -> Tokenizer:
         raise ReadWriteError(f"{path} cannot be loaded: {error}") from error
 
 
-def _read(path: Path) -> bytes:
+def _read_tokenizer(path: Path) -> bytes:
     try:
         return read_regular(path, max_bytes=MAX_TOKENIZER_BYTES)
     except NOT_THERE:
@@ -432,7 +432,7 @@ def _check_saved(tokenizer: Any, model_id: str, folder: Path) -> None:
     if _auto_tokenizer(str(folder)).backend_tokenizer.to_str() != tokenizer.backend_tokenizer.to_str():
         found = f"a {kind}, of whose saved files transformers makes another tokenizer"
         raise UsageError(path=model_id, found=found, expected=expected)
-    saved = _loaded({TOKENIZER_FILE: _read(folder / TOKENIZER_FILE)}, folder)
+    saved = _loaded({TOKENIZER_FILE: _read_tokenizer(folder / TOKENIZER_FILE)}, folder)
     # As transformers takes them; the shards may take control tokens otherwise.
     engine = engines.engine_of_tokenizer(
         saved, allow_special_tokens=not tokenizer.split_special_tokens, name=model_id
@@ -500,7 +500,7 @@ def document_ends_line(plan: Plan, engine: engines.Engine, folder: Path) -> str:
         after = [*after, plan.end_id]
     if not (before or after):
         return "documents begin and end without a control token"
-    head, _ = engines.split_tokenizer(_read(folder / TOKENIZER_FILE))
+    head, _ = engines.split_tokenizer(_read_tokenizer(folder / TOKENIZER_FILE))
     names = {token["id"]: f"{token['content']} ({token['id']})" for token in head.get("added_tokens") or []}
     begin, end = (
         f"with {' '.join(names.get(each, str(each)) for each in ids)}" if ids else "without a control token"

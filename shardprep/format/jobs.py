@@ -400,7 +400,7 @@ class AttemptRecord(Struct, kw_only=True):
         """Return whether the process of a ``run`` still lives, or None where this host cannot see it."""
         if not self.pid or self.node != os.uname().nodename:
             return None
-        return _ticks_of(self.pid) == self.pid_began
+        return _start_ticks(self.pid) == self.pid_began
 
 
 @dataclass(kw_only=True)
@@ -528,7 +528,7 @@ class RunRecord:
             index, restarts = environ.get("SLURM_ARRAY_TASK_ID"), environ.get("SLURM_RESTART_COUNT")
             name = f"{job_id}_{index or 0}.r{restarts or 0}"
         else:
-            facts |= {"pid": os.getpid(), "pid_began": _ticks_of(os.getpid())}
+            facts |= {"pid": os.getpid(), "pid_began": _start_ticks(os.getpid())}
             name = f"{host}-{os.getpid()}.{int(now * 1000)}"  # a process may run twice in a second
         path = folder / ATTEMPTS_FOLDER / name
         for _ in range(2):  # another run may remove the empty folder in between
@@ -558,7 +558,7 @@ class RunRecord:
             self._path.parent.parent.rmdir()
 
 
-def _ticks_of(pid: int) -> int:
+def _start_ticks(pid: int) -> int:
     """Return when a process began, in clock ticks since boot, or -1 where there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])

@@ -225,4 +225,22 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "self._place = (0, (1), 0)",
         "no tick is in that window, either",
     ),
+    (
+        "loader/chunks.py",
+        "value &= np.uint64(0x0F0F0F0F0F0F0F0F)",
+        "value &= np.uint64((1085102592571150096))",
+        "no vocabulary has ids of eight digits, whose first one that byte is",
+    ),
+    (
+        "loader/chunks.py",
+        "if sizes.min() < 2 or not ((text[starts] == _OPEN).all() and (text[ends - 1] == _CLOSE).all()):",
+        "if sizes.min() < (3) or not ((text[starts] == _OPEN).all() and (text[ends - 1] == _CLOSE).all()):",
+        SPEED,
+    ),
+    (
+        "preprocess/verify.py",
+        "num_cpus = bind_to_task_cpus(offset=0)",
+        "num_cpus = bind_to_task_cpus(offset=(1))",
+        SPEED,
+    ),
 )

@@ -414,14 +414,16 @@ def test_clean_removes_what_attempts_left_of_done_shards_and_keeps_what_may_beco
     whole: Callable[[str], World], tmp_path: Path
 ) -> None:
     world = whole("json").copy(tmp_path, but=["shard-00002.json"])
-    left = [".shard-00000.tar", ".shard-00002.tar", ".shard-00007.tar", ".index.json"]
-    paths = [world.data_dir / f"{name}.node-1-0123abcd.tmp" for name in left]
+    kept = [".shard-00002.tar", ".shard-00007.tar", ".index.json", "ids/.shard-00002.jsonl"]
+    gone = [".shard-00000.tar", "quarantine/.shard-00000.jsonl", "ids/.shard-00001.jsonl"]
+    paths = [world.data_dir / f"{name}.node-1-0123abcd.tmp" for name in [*kept, *gone]]
     for path in paths:
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"x")
     assert world.main("clean", world.data_dir, dry_run=True).code == 0
-    assert [path.exists() for path in paths] == [True, True, True, True]
+    assert all(path.exists() for path in paths)
     assert world.main("clean", world.data_dir).code == 0
-    assert [path.exists() for path in paths] == [False, True, True, True]
+    assert [path for path in paths if path.exists()] == paths[: len(kept)]
 
 
 @pytest.mark.processes

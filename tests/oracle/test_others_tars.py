@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ SPELLINGS: dict[str, Callable[[list[int], int], str]] = {
 }
 
 
-def read_spelled(folder: Path, spell: Callable[[list[int], int], str]) -> Any:
-    """Write LISTS four times over, read them in order, and return the loader, closed."""
-    lists = [[number % 250 for number in ids] for ids in LISTS] * 4
+def read_spelled(
+    folder: Path, spell: Callable[[list[int], int], str], lists: Sequence[list[int]] = LISTS
+) -> Any:
+    """Write lists four times over, read them in order, and return the loader, closed."""
+    lists = [[number % 250 for number in ids] for ids in lists] * 4
     with webdataset.TarWriter(str(folder / "part-0.tar")) as writer:
         for number, ids in enumerate(lists):
             writer.write({"__key__": f"s{number}", "token_ids.json": spell(ids, number).encode()})
@@ -47,6 +49,10 @@ def read_spelled(folder: Path, spell: Callable[[list[int], int], str]) -> Any:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_the_spelling_of_a_list_makes_no_difference(tmp_path: Path, spelling: str) -> None:
     read_spelled(tmp_path, SPELLINGS[spelling])
+
+
+def test_ids_that_are_all_equal_are_read(tmp_path: Path) -> None:
+    read_spelled(tmp_path, SPELLINGS["no white space"], [[7], [7, 7]])
 
 
 @pytest.mark.parametrize(

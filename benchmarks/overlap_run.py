@@ -16,8 +16,14 @@ from measured_run import machine_line
 
 from tests.loader.test_blanked_steps import go_on_without_hits
 
-num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 500
-for form in ({}, {"record": "packed", "seq_len": 32}):
-    with tempfile.TemporaryDirectory(prefix="shardprep-overlap-") as name:
-        print(form or "documents", go_on_without_hits(Path(name), num_steps, **form), flush=True)
-print(machine_line())
+
+def main() -> None:
+    num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 500
+    for form in ({}, {"record": "packed", "seq_len": 32}):
+        with tempfile.TemporaryDirectory(prefix="shardprep-overlap-") as name:
+            print(form or "documents", go_on_without_hits(Path(name), num_steps, **form), flush=True)
+    print(machine_line())
+
+
+if __name__ == "__main__":  # blank starts processes that import this file
+    main()

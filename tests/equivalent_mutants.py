@@ -219,4 +219,10 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "if (laid_out is not None) or of_round is None or not of_round.first <= at < of_round.end:",
         SPEED,
     ),
+    (
+        "loader/run.py",
+        "self._place = (0, 0, 0)",
+        "self._place = (0, (1), 0)",
+        "no tick is in that window, either",
+    ),
 )

@@ -181,7 +181,7 @@ class Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        if name in SAYING or name.endswith(("Error", "Exception")):
+        if is_said(node) or name.endswith(("Error", "Exception")):
             return
         self.visit(node.func)
         if name == "reshape":  # numpy takes any number below 0 for the length that is left
@@ -239,7 +239,7 @@ class Finder(ast.NodeVisitor):
         value = node.value
         if isinstance(value, ast.Call):
             name = getattr(value.func, "attr", getattr(value.func, "id", ""))
-            if name not in SAYING | RELEASING:
+            if name not in RELEASING and not is_said(value):
                 self._add(node, "statement removed", "pass")
         if not isinstance(value, ast.Constant):  # no docstring
             self.generic_visit(node)
@@ -258,6 +258,12 @@ class Finder(ast.NodeVisitor):
 
     def visit_Break(self, node: ast.Break) -> None:
         self._add(node, "statement removed", "pass")
+
+
+def is_said(call: ast.Call) -> bool:
+    """Return whether a call tells a person something, a bar of progress included."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return name in SAYING or getattr(getattr(call.func, "value", None), "id", "") == "progress"
 
 
 def name_of(operator: ast.AST) -> str:

@@ -20,6 +20,7 @@ import resource
 import sys
 import threading
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,16 +301,13 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
     )
     if model["type"] != "BPE" or has_other_parts or len(merges) <= len(model["vocab"]):
         return None
-    rank_of = {(left, right): rank for rank, (left, right) in enumerate(merges)}
+    rank_of = dict(zip(map(tuple, merges), range(len(merges)), strict=True))
+    if len(rank_of) < len(merges):  # which of two equal ones counts is the library's to say
+        return None
     never = len(merges)
-    ranks_of: dict[str, list[int]] = {}
-    for rank, (left, right) in enumerate(merges):
-        ranks_of.setdefault(left + right, []).append(rank)
-    used = []
-    for token, choices in ranks_of.items():
-        if len(choices) == 1:
-            used += choices
-            continue
+    num_cuts = Counter(map("".join, merges))
+    used = [rank for rank, pair in enumerate(merges) if num_cuts["".join(pair)] == 1]
+    for token in [token for token, number in num_cuts.items() if number > 1]:
         # Join its parts as BPE does: always the two of the least rank, of equal ones the first.
         parts = list(token)
         ranks = [rank_of.get(pair, never) for pair in itertools.pairwise(parts)]
@@ -320,9 +318,11 @@ def without_unused_merges(tokenizer: dict[str, Any]) -> bytes | None:
             place = ranks.index(least)
             parts[place : place + 2] = [parts[place] + parts[place + 1]]
             del ranks[place]
-            for near in range(max(place - 1, 0), min(place + 1, len(ranks))):
-                ranks[near] = rank_of.get((parts[near], parts[near + 1]), never)
-    if len(rank_of) < len(merges) or len(used) == len(merges):
+            if place:
+                ranks[place - 1] = rank_of.get((parts[place - 1], parts[place]), never)
+            if place < len(ranks):
+                ranks[place] = rank_of.get((parts[place], parts[place + 1]), never)
+    if len(used) == len(merges):
         return None
     head = {name: value for name, value in tokenizer.items() if name != "model"}
     kept = orjson.dumps({**model, "merges": [merges[rank] for rank in sorted(used)]})

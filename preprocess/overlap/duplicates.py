@@ -1,7 +1,7 @@
 """``shardprep duplicates``: equal documents, across shards and data sets, by the digests that plans keep.
 
 Of equal documents the first one stays, by the order of data sets, then of their inputs. Digests are compared
-in parts, by their first bits, so memory does not grow with the number of documents: 0.7 GB, and 50 bytes for
+in parts, by their first bits, so memory does not grow with the number of documents: 1 GB, and 50 bytes for
 each group of equal ones. All digests, 16 bytes a document, are read once for each 8 million of them: 120
 times 16 GB of 10^9 documents, which the page cache may hold. Where the documents that go begin is read from
 the input of their shards, at 1 us a document and 3 ns a byte.
@@ -125,8 +125,8 @@ def duplicates(args: argparse.Namespace) -> int:
     for folder, file in lists.items():
         sources = {source: count for (of, source), count in going.most_common() if of == folder}
         told.append({"data_dir": str(folder), "list": str(file.path), "sources": sources})
-    sums = {"num_documents": num_documents, "num_groups": len(names.keys), "num_duplicates": num_copies}
     if args.json:
+        sums = {"num_documents": num_documents, "num_groups": len(names.keys), "num_duplicates": num_copies}
         print_lines(json.dumps({**sums, "data_sets": told}))
         return 0
     total = counted(num_documents, "document")
@@ -157,8 +157,8 @@ def _find(shards: list[_Shard]) -> tuple[DocumentNames, Numbers, npt.NDArray[np.
         for shard in shards:
             found = read_digests(shard.folder, shard.shard_id, shard.stamp, is_checked=part > 0)
             first_bits = found.view(">u8")[::2].astype(np.uint64) >> _HALF
-            is_here = first_bits * np.uint64(num_parts) >> _HALF == part
-            digests.append(found[is_here & (found != blanks[0]) & (found != blanks[1])])
+            here = found[first_bits * np.uint64(num_parts) >> _HALF == part]
+            digests.append(here[(here != blanks[0]) & (here != blanks[1])])
             counts.append(len(digests[-1]))
             progress.add(len(found))
         shard_of = np.repeat(np.arange(len(shards)), counts)

@@ -25,7 +25,6 @@ from preprocess.make.engines import Numbers, TokenBatch
 
 _BETWEEN = "\x1f"  # texts; to Python it is white space
 _BASE = np.uint64(0x9FB21C651E98DF25)
-_CELLS_PER_NGRAM = 32  # of the table: one n-gram in 32 passes it by chance
 # Of an n-gram, places in an evaluation, and in a document, that are looked at. A text of more evaluation
 # documents is found in the first ones, and a text of one repeated word takes no time.
 _MOST_PLACES = 16
@@ -89,7 +88,7 @@ class EvalIndex:
             if len(places) < _MOST_PLACES:
                 places.append(place)
         self.num_ngrams = len(self._places)  # different ones
-        num_bits = max(16, (self.num_ngrams * _CELLS_PER_NGRAM).bit_length())
+        num_bits = max(16, (self.num_ngrams * 32).bit_length())  # one n-gram in 32 passes by chance
         self._shift = np.uint64(64 - num_bits)
         self._table = np.zeros(1 << num_bits, np.bool_)
         self._table[hashes[is_inside] >> self._shift] = True

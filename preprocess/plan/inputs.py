@@ -373,8 +373,6 @@ def left_out_lines(left_out: Mapping[str, Sequence[str]]) -> list[str]:
 NUM_THREADS = 16  # opening or reading a file is a round trip on a network file system
 _MOST_AT_ONCE = 64  # files or boundaries per turn of a thread
 
-_Place = tuple[int, Start]  # (input, where in it)
-
 
 class Weighed(NamedTuple):
     """An input, and what its format says of it."""
@@ -450,14 +448,13 @@ def divide(
     groups = _groups_of_whole_files(inputs, whole, num_shards)
     if num_shards == 1 or not groups:
         cut, groups = inputs, []
-    places = [(0, Start(0))]
+    cuts = [Cut(0, 0)]
     if cut:
-        places = _even_places(input_dir, cut, max(num_shards - len(groups), 1), options)
+        cuts = _even_cuts(input_dir, cut, max(num_shards - len(groups), 1), options)
     for group in groups:
-        places.append((places[-1][0] + len(group), Start(0)))
-    places += [places[-1]] * (num_shards + 1 - len(places))  # more shards than files
-    ordered = [item.file for item in (*cut, *itertools.chain.from_iterable(groups))]
-    return ordered, [Cut(number, start.byte, start.text_byte) for number, start in places]
+        cuts.append(Cut(cuts[-1].input_number + len(group), 0))
+    cuts += [cuts[-1]] * (num_shards + 1 - len(cuts))  # more shards than files
+    return [item.file for item in (*cut, *itertools.chain.from_iterable(groups))], cuts
 
 
 def _groups_of_whole_files(
@@ -480,28 +477,26 @@ def _groups_of_whole_files(
     return [[whole[number] for number in group] for group in sorted(sorted(each) for each in groups if each)]
 
 
-def _even_places(
-    input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions
-) -> list[_Place]:
+def _even_cuts(input_dir: Path, inputs: list[Weighed], num_shards: int, options: PlanOptions) -> list[Cut]:
     """Return where shards of even text begin, and where the last one ends."""
     ends = [0, *itertools.accumulate(item.text_bytes for item in inputs)]  # of text, behind each file
     targets = [ends[-1] * number // num_shards for number in range(1, num_shards)]
     if not ends[-1]:
-        places = [(len(inputs), Start(0)) for _ in targets]
+        cuts = [Cut(len(inputs), 0) for _ in targets]
     elif all(item.is_whole for item in inputs):
-        places = []
+        cuts = []
         for target in targets:  # each at the nearest end of a file
             number = bisect.bisect_right(ends, target)
             is_nearer_before = target - ends[number - 1] <= ends[number] - target
-            places.append((number - is_nearer_before, Start(0)))
+            cuts.append(Cut(number - is_nearer_before, 0))
     else:
-        places = _places_inside(input_dir, inputs, ends, targets, options)
-    return [(0, Start(0)), *places, (len(inputs), Start(0))]
+        cuts = _cuts_inside(input_dir, inputs, ends, targets, options)
+    return [Cut(0, 0), *cuts, Cut(len(inputs), 0)]
 
 
-def _places_inside(
+def _cuts_inside(
     input_dir: Path, inputs: list[Weighed], ends: list[int], targets: list[int], options: PlanOptions
-) -> list[_Place]:
+) -> list[Cut]:
     """Return for each target the first place at or behind it where a part may begin.
 
     It is looked for up to the next target alone, whose place is this one's where none is found: so no byte
@@ -525,10 +520,11 @@ def _places_inside(
     turns = [stretches[n : n + _MOST_AT_ONCE] for n in range(0, len(stretches), _MOST_AT_ONCE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         found = list(itertools.chain.from_iterable(pool.map(starts, turns)))
-    places: list[_Place] = []
-    place = (len(inputs), Start(0))
+    cuts: list[Cut] = []
+    cut = Cut(len(inputs), 0)
     for (number, _, _), start in zip(reversed(stretches), reversed(found), strict=True):
         if start is not None:
-            place = (number, start) if start.byte < inputs[number].file.num_bytes else (number + 1, Start(0))
-        places.append(place)
-    return places[::-1]
+            is_inside = start.byte < inputs[number].file.num_bytes
+            cut = Cut(number, start.byte, start.text_byte) if is_inside else Cut(number + 1, 0)
+        cuts.append(cut)
+    return cuts[::-1]

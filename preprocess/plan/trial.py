@@ -11,6 +11,7 @@ differs between processes, and what a function remembers only shows in one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -33,14 +34,14 @@ from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations, texts_in
 from preprocess.read.documents import Documents, read_documents, read_records, starts_in
-from preprocess.read.format import SHORT_LINE_BYTES, OpenInput, Start
+from preprocess.read.format import SHORT_LINE_BYTES, OpenInput
 from preprocess.read.text_fields import TextFields, UnusableText
 from preprocess.read.transform import Transform
 from shardprep import HOME
 from shardprep.console import counted, printable
 from shardprep.errors import BadInput, CannotWrite, UsageError
 from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange, InputFile, Plan
+from shardprep.format.plan import ByteRange, Cut, InputFile, Plan, ranges_between
 
 _NUM_PLACES = 8  # of the input that are sampled
 _SAMPLE_BYTES = 2 << 20  # in all
@@ -204,18 +205,21 @@ def sample_documents(
     Inputs of fewer bytes are read whole, if they are no more than ``most_files``. Of a file that can be read
     from its beginning alone (gzip), it is the head. No document comes twice, and a very long one comes whole.
     """
-    places = [(0, Start(0))]
+    places = [Cut(0, 0)]
     total = sum(item.num_bytes for item in inputs)
     if total > num_bytes or (total and len(inputs) > most_files):
         places += _places(input_dir, inputs, options, num_places)
     each, files_each = num_bytes // len(places), max(1, most_files // len(places))
     allowed = taken = 0
-    for place, following in itertools.pairwise([*places, (len(inputs), Start(0))]):
+    for place, following in itertools.pairwise([*places, Cut(len(inputs), 0)]):
         allowed += each
         if taken >= allowed:
             continue
+        # As the files are now: whether they are as they were planned is asked by those who make shards.
+        ranges = ranges_between(input_dir, inputs, place, following)
+        parts = (dataclasses.replace(part, planned=None) for part in ranges if part.start < part.end)
         found = read_documents(
-            list(itertools.islice(_ranges(input_dir, inputs, place, following), files_each)),
+            list(itertools.islice(parts, files_each)),
             options,
             batch_bytes=max(1, min(BATCH_BYTES, each)),
             transform=transform,
@@ -228,12 +232,10 @@ def sample_documents(
                     break
 
 
-def _places(
-    input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, num_places: int
-) -> list[tuple[int, Start]]:
-    """Return where samples begin behind the first: (input, where in it), ascending. Several may be one."""
+def _places(input_dir: Path, inputs: Sequence[InputFile], options: PlanOptions, num_places: int) -> list[Cut]:
+    """Return where samples begin behind the first, ascending. Several may be one."""
     ends = list(itertools.accumulate((item.num_bytes for item in inputs), initial=0))
-    places: list[tuple[int, Start]] = []
+    places: list[Cut] = []
     number = 0
     for place in range(1, num_places):
         # Each lies elsewhere in its stretch: at its beginning, equal files would show their heads alone.
@@ -242,28 +244,13 @@ def _places(
             number += 1
         file, byte = OpenInput(input_dir / inputs[number].path), target - ends[number]
         (start,) = starts_in(file, [(byte, sys.maxsize)], options)
-        if start is None or start.byte == inputs[number].num_bytes:  # none follows in this file
-            start = places[-1][1] if places and places[-1][0] == number else Start(0)
-        places.append((number, start))
+        if start is not None and start.byte < inputs[number].num_bytes:
+            places.append(Cut(number, start.byte, start.text_byte))
+        elif places and places[-1].input_number == number:  # none follows in this file
+            places.append(places[-1])
+        else:
+            places.append(Cut(number, 0))
     return places
-
-
-def _ranges(
-    input_dir: Path, inputs: Sequence[InputFile], place: tuple[int, Start], following: tuple[int, Start]
-) -> Iterator[ByteRange]:
-    """Yield the byte ranges between two places."""
-    (number, start), (last, end) = place, following
-    while number <= last and number < len(inputs):
-        stop = end.byte if number == last else inputs[number].num_bytes
-        if start.byte < stop:
-            yield ByteRange(
-                input_number=number,
-                path=input_dir / inputs[number].path,
-                start=start.byte,
-                end=stop,
-                text_start=start.text_byte,
-            )
-        number, start = number + 1, Start(0)
 
 
 def _try(plan: Plan, transform: Transform) -> tuple[str, int, list[str]]:

@@ -110,15 +110,12 @@ class DocumentNames:
     def of_documents(
         self, path: str, offsets: Numbers, ids: Iterable[str] | None, digests: Callable[[], Digests]
     ) -> npt.NDArray[np.intp]:
-        """Return the names of documents of an input, by id, text and place: intp[kinds, n], -1 for none.
-
-        ``digests`` takes time, and is called only where texts are named.
-        """
+        """Return the names of documents of an input, by id, text and place: intp[kinds, n], -1 for none."""
         keys = []
         if "id" in self.kinds and ids is not None:
             keys.append(keys_of_ids(ids))
         if "text" in self.kinds:
-            keys.append(digests())
+            keys.append(digests())  # called only here, as hashing texts takes time
         if "place" in self.kinds:
             keys.append(keys_of_places(path, offsets))
         return np.array([self.find(each) for each in keys], np.intp).reshape(len(keys), len(offsets))

@@ -203,24 +203,7 @@ class Plan(_Decisions):
             raise NotFound(found=f"no shard {shard_id}", expected=expected, remedy=remedy)
         begin, end = self.cuts[shard_id], self.cuts[shard_id + 1]
         _check_cuts([begin, end], len(self.inputs))
-        ranges = []
-        for number in range(begin.input_number, end.input_number + (end.byte > 0)):
-            item = self.inputs[number]
-            is_first, is_last = number == begin.input_number, number == end.input_number
-            start = begin.byte if is_first else 0
-            stop = end.byte if is_last else item.num_bytes
-            if not start <= stop <= item.num_bytes:
-                raise _wrong_cuts(f"bytes {start} to {stop} of input {number}", f"{item.num_bytes} at most")
-            ranges.append(
-                ByteRange(
-                    input_number=number,
-                    path=self.input_dir / item.path,
-                    start=start,
-                    end=stop,
-                    text_start=begin.text_start if start else 0,
-                    planned=item,
-                )
-            )
+        ranges = list(ranges_between(self.input_dir, self.inputs, begin, end))
         share, rest = divmod(self.options.limit, self.num_shards)
         return PlannedShard(
             shard_id=shard_id,
@@ -242,6 +225,24 @@ class Plan(_Decisions):
         before = [0, *itertools.accumulate(sizes)]
         places = [before[cut.input_number] + cut.byte for cut in cuts]
         return [end - start for start, end in itertools.pairwise(places)]
+
+
+def ranges_between(input_dir: Path, inputs: Sequence[InputFile], begin: Cut, end: Cut) -> Iterator[ByteRange]:
+    """Yield the byte ranges of the inputs from one cut to another. Raises BrokenShard for impossible cuts."""
+    for number in range(begin.input_number, end.input_number + (end.byte > 0)):
+        item = inputs[number]
+        start = begin.byte if number == begin.input_number else 0
+        stop = end.byte if number == end.input_number else item.num_bytes
+        if not start <= stop <= item.num_bytes:
+            raise _wrong_cuts(f"bytes {start} to {stop} of input {number}", f"{item.num_bytes} at most")
+        yield ByteRange(
+            input_number=number,
+            path=input_dir / item.path,
+            start=start,
+            end=stop,
+            text_start=begin.text_start if start else 0,
+            planned=item,
+        )
 
 
 def _check_cuts(cuts: Sequence[Cut], num_inputs: int) -> None:

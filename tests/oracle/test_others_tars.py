@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import webdataset
 
@@ -69,6 +70,18 @@ def test_a_text_that_is_no_list_of_ids_is_refused(tmp_path: Path, text: str) -> 
     with webdataset.TarWriter(str(path)) as writer:
         for number, ids in enumerate(["[1,2]", text, "[3,4]"]):
             writer.write({"__key__": f"s{number}", "token_ids.json": ids.encode()})
+    loader = get_llama3_dataloader(str(path), 3, model_id=str(tokenizer_dir()), shuffle=False, num_workers=0)
+    with loader, pytest.raises(BrokenShard) as found:
+        next(iter(loader))
+    assert found.value.path == str(path)
+
+
+@pytest.mark.parametrize("token", [-1, 2**31, 2**32 + 1])
+def test_an_array_of_ids_that_int32_does_not_hold_is_refused(tmp_path: Path, token: int) -> None:
+    path = tmp_path / "part-0.tar"
+    with webdataset.TarWriter(str(path)) as writer:
+        for number, ids in enumerate([[1, 2], [3, token], [4]]):
+            writer.write({"__key__": f"s{number}", "token_ids.npy": np.array(ids, np.int64)})
     loader = get_llama3_dataloader(str(path), 3, model_id=str(tokenizer_dir()), shuffle=False, num_workers=0)
     with loader, pytest.raises(BrokenShard) as found:
         next(iter(loader))

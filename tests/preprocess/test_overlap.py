@@ -364,6 +364,24 @@ def test_a_plan_is_enough_and_an_input_that_changed_since_is_refused(evals: Path
     assert (ended.code, type(ended.error)) == (Refused.exit_code, Refused)
 
 
+@pytest.mark.processes  # plan tries the function in one
+def test_texts_are_compared_as_the_plan_s_function_makes_them_also_of_an_input_that_moved(
+    evals: Path, tmp_path: Path
+) -> None:
+    function = tmp_path / "function.py"
+    function.write_text("def transform(record):\n    return record['text'].replace('#', ' ')\n")
+    hidden = [{"text": text.replace(" ", "#")} for text in (EVALS[1], DOCUMENTS[0])]
+    world = World(tmp_path).raw({"a.jsonl": hidden}).plan(num_shards=1, transform=function)
+    (tmp_path / "raw").rename(tmp_path / "elsewhere")
+    moved: dict[str, Any] = {"input_dir": tmp_path / "elsewhere"}
+    hits = search(world, evals, tmp_path / "out", transform=function, **moved)
+    assert [(hit["document"], hit["share"]) for hit in hits if hit["share"] == 1] == [("a.jsonl:0", 1)]
+    flags = {"against": evals, "text_field": "question", "output": tmp_path / "again"}
+    for options, error in ((moved, UsageError), ({"transform": function}, NotFound)):
+        ended = world.main("overlap", world.data_dir, **flags, **options)
+        assert (ended.code, type(ended.error)) == (error.exit_code, error)
+
+
 def test_the_summary_counts_documents_by_source(tmp_path: Path) -> None:
     (tmp_path / "quiz.txt").write_text(EVALS[1])
     held, others = f"see {EVALS[1]} here", "\n".join(DOCUMENTS[:9])

@@ -336,6 +336,7 @@ def test_a_mask_made_with_the_models_window_gives_each_document_its_own_logits(
             check_boundaries(qwen2, {**batch, "attention_mask": wrong})
 
 
+@pytest.mark.slow
 def test_masks_of_documents_end_when_their_handle_is_removed(batch: Any) -> None:
     model = small_model("gpt_oss", "eager")
     handle = mask_documents(torch.compile(model))

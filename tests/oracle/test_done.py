@@ -378,6 +378,7 @@ def test_status_calls_a_set_verified_when_all_is_made_and_verify_found_nothing(
     assert status()[0] == "0,2"
 
 
+@pytest.mark.slow
 def test_without_a_number_three_shards_are_made_again(tmp_path: Path) -> None:
     """All are wrong, each behind what a worker compares of its input."""
     lines = [f"line {number:05d} of a file\n" for number in range(8000)]

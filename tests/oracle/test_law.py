@@ -420,6 +420,7 @@ def test_a_run_is_the_laws_through_resumes_on_other_ranks_jumps_and_amendments(d
     run_machine(data, FORMS[form], [0], NUM_HISTORIES["mixed" if FORMS[form].weights else "plain"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["documents", "mixture"])
 def test_another_global_batch_size_holds_from_the_border_on(data: Data, form: str) -> None:
     pair = Pair(data, FORMS[form], seed=3)

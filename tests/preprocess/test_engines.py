@@ -92,6 +92,7 @@ def test_engines_agree_on_code_points_special_tokens_and_long_runs(
     assert all((end in ids) == bool(options) for ids in named), "names of tokens stay text unless allowed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_merges_that_no_text_needs_are_left_out_for_the_fast_engine_and_ids_stay(
     tmp_path: Path, seed: int
@@ -278,6 +279,7 @@ def test_tokenizers_of_version_1_give_the_same_ids(
     assert newer.documents() == world.run(engine="tokenizers").documents()
 
 
+@pytest.mark.slow
 def test_a_reference_that_gives_other_ids_than_at_planning_is_refused(planned: World, tmp_path: Path) -> None:
     """The probe's hash in plan.json is of other ids: another version of tokenizers planned."""
     world = planned.copy(tmp_path)

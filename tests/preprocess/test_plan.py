@@ -61,6 +61,7 @@ def test_a_shard_begins_with_the_first_line_at_or_behind_its_even_share(tmp_path
         assert world.run().main("verify", world.data_dir).code == 0
 
 
+@pytest.mark.slow
 def test_cutting_long_lines_reads_little_more_than_the_way_to_the_next_line_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +100,7 @@ def test_a_size_of_shards_decides_their_number_and_the_one_that_a_refusal_names_
 ) -> None:
     total = sum(path.stat().st_size for path in world.raw_dir.iterdir())
     assert world.plan(num_shards=None, shard_bytes=total // 4 + 1).num_shards == 4
-    many = World(world.raw_dir.parent / "many").raw({"a.txt": "a line\n" * 20_000})
+    many = World(world.raw_dir.parent / "many").raw({"a.txt": "a line of a text that is long\n" * 4000})
     refused = many.try_plan(shard_bytes=1)
     assert (refused.code, "99999" in refused.err) == (2, True)
     assert not many.data_dir.exists()

@@ -277,7 +277,7 @@ def test_a_value_of_each_type_has_its_text_and_one_without_is_no_id(
 VIEWS = [f"문서 {n} " + "long enough to stand apart " * (n % 3) for n in range(40)]
 
 
-@pytest.mark.parametrize("is_large", [True, False])
+@pytest.mark.parametrize("is_large", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("suffix", ["stream.arrow", "file.arrow"])
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "binary_view", "dictionary"])
 def test_texts_of_each_type_are_read_whole_or_some_rows_at_a_time_and_a_bad_one_is_a_bad_row(

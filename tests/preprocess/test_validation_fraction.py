@@ -120,6 +120,7 @@ def test_digests_change_no_sample_and_without_the_options_none_are_kept(tmp_path
     assert sum(sizes) == 16 * (len(TEXTS) + len(TEXTS[::3]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", ["documents", "packed"])
 def test_the_loader_export_and_peek_give_the_planned_sides_on_every_world(
     tmp_path: Path, record: str

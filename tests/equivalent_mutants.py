@@ -243,4 +243,17 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "num_cpus = bind_to_task_cpus(offset=(1))",
         SPEED,
     ),
+    (
+        "loader/chunks.py",
+        "if sizes.min() < 2 or not ((text[starts] == _OPEN).all() and (text[ends - 1] == _CLOSE).all()):",
+        "if sizes.min() < 2 or not ((text[starts] == _OPEN).all() and (text[(ends + 1)] == _CLOSE).all()):",
+        SPEED,
+    ),
+    (
+        "loader/chunks.py",
+        "if digits.size and not 1 <= int(digits.min()) <= int(digits.max()) <= _MAX_DIGITS:",
+        "if digits.size and not (1 <= int(digits.min()) <= int(digits.max()) < _MAX_DIGITS):",
+        SPEED,
+    ),
+    ("loader/chunks.py", "DECODE_BYTES = 128 * 1024", "DECODE_BYTES = 128 * (1025)", LIMIT),
 )

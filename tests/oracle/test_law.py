@@ -250,6 +250,7 @@ class Pair:
         for loader in self.ranks.loaders:
             assert loader.state_at(self.step) == state
             assert loader.num_steps_delivered == self.step
+            assert loader.metrics.num_cut_tokens == 0
 
     def ids(self, sample: Sample) -> list[int]:
         if "seq_len" not in self.form.options:

@@ -39,7 +39,7 @@ def desk(prep: Prep, sample_dir: Path, tmp_path_factory: pytest.TempPathFactory)
     LlamaForCausalLM(config).save_pretrained(folder / "MODEL")
     texts = sorted(sample_dir.glob("*.txt"))
     (folder / "RAW").mkdir()
-    for number in range(4):
+    for number in range(12):
         for text in texts:
             shutil.copy(text, folder / "RAW" / f"{number}_{text.name}")
     for number, name in enumerate(("web", "code", "books")):

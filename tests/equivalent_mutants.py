@@ -256,4 +256,10 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         SPEED,
     ),
     ("loader/chunks.py", "DECODE_BYTES = 128 * 1024", "DECODE_BYTES = 128 * (1025)", LIMIT),
+    (
+        "loader/chunks.py",
+        "if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:",
+        "if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**(32):",
+        "no vocabulary has these ids, either",
+    ),
 )

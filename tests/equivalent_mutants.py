@@ -262,4 +262,10 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "if dtype.itemsize == 8 and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < 2**(32):",
         "no vocabulary has these ids, either",
     ),
+    (
+        "loader/chunks.py",
+        "if (data.dtype[part] == JSON).all():",
+        "if ((data.dtype[part] != JSON)).all():",
+        SPEED,
+    ),
 )

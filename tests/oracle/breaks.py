@@ -105,7 +105,7 @@ BREAKS = [
         '"step": position.step - run.first_step(epoch),',
         '"step": max(position.step - 1 - run.first_step(epoch), 0),',
         f"{_STREAM}[documents-1]",
-        "form documents, world size 2, 2 workers, resumed at 23 from world size 1: global batch 23",
+        "form documents, world size 2, 0 workers, resumed at 23 from world size 1: global batch 23",
     ),
     Break(
         "rank r has the r-th part of a global batch",

@@ -268,4 +268,5 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "if ((data.dtype[part] != JSON)).all():",
         SPEED,
     ),
+    ("loader/chunks.py", "has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
 )

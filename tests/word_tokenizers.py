@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 
-def save_word_tokenizer(folder: Path, num_words: int) -> str:
-    """Save one with ``num_words`` ids, of which the last two are pad and EOS; returns the folder's name."""
-    vocab = {f"w{number}": number for number in range(num_words)}
+def save_word_tokenizer(
+    folder: Path, num_words: int, *, splits: bool = False, chat_template: str | None = None
+) -> str:
+    """Save one with ``num_words`` ids, of which the last two are pad and EOS; returns the folder's name.
+
+    ``splits``: texts at white space. Else a text is one word.
+    """
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(num_words)}, "w0"))
+    if splits:
+        words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocab, "w0")),
+        tokenizer_object=words,
         pad_token=f"w{num_words - 2}",
         eos_token=f"w{num_words - 1}",
+        chat_template=chat_template,
     ).save_pretrained(folder)
     return str(folder)

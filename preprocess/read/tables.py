@@ -302,9 +302,8 @@ class Arrow:
         if not file.stamp.num_bytes:
             return
         first_row, is_large = 0, False
-        streams: list[
-            list[_Message]
-        ] = []  # of each its schema, its dictionaries and the part's record batches
+        # Of each stream its schema, its dictionaries and the part's record batches.
+        streams: list[list[_Message]] = []
         for message in itertools.takewhile(lambda each: each.start < part.end, _messages_of(file)):
             if message.kind == _SCHEMA:
                 streams.append([])

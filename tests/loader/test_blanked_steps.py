@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from loader import TokenLoader
 from tests.oracle.forms import DataSets
 from tests.small_model import SmallModel
+from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World, call_main, open_loader
 
 pytestmark = pytest.mark.processes  # blank makes shards as run does
@@ -51,11 +50,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import pyarrow.parquet as pq
 
     root = tmp_path_factory.mktemp("data")
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB_SIZE)}, "w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=f"w{PAD}", eos_token=f"w{EOS}"
-    ).save_pretrained(root / "model")
+    save_word_tokenizer(root / "model", VOCAB_SIZE, splits=True)
     halves = {"low": range(1, 201), "high": range(201, NUM_DOCUMENTS + 1)}
     for form, options in FORMS.items():
         numbers = halves.get(form, range(1, NUM_DOCUMENTS + 1))
@@ -207,11 +202,8 @@ def test_data_of_which_nothing_is_blanked_and_a_step_besides_are_refused(
 
 # Overlap, blank, go on.
 
-FIRST, LAST, PADDING = (
-    100,
-    197,
-    199,
-)  # words of the evaluation, which no other text has; of 200, as SmallModel
+# The words of the evaluation, which no other text has, and the id of padding; of 200, as SmallModel has.
+FIRST, LAST, PADDING = 100, 197, 198
 
 
 def train(batches: list[Any]) -> list[torch.Tensor]:
@@ -251,11 +243,7 @@ def go_on_without_hits(folder: Path, num_steps: int, **form: Any) -> dict[str, i
     texts = evals + [text(1, FIRST, chooser.randrange(1, 60)) for _ in range(30 * num_steps)]
     chooser.shuffle(texts)
     (folder / "evals.txt").write_text("\n".join(evals))
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(200)}, "w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=f"w{PADDING}", eos_token="w198"
-    ).save_pretrained(folder / "model")
+    save_word_tokenizer(folder / "model", 200, splits=True)
     world = World(folder, tokenizer=folder / "model").raw({"a.txt": "\n".join(texts)})
     world.make(num_shards=4, append_eos=False, **form)
     options: dict[str, Any] = {"batch_size": L, "global_batch_size": L, "seed": 5}

@@ -28,10 +28,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from tests.oracle.law import Run, Sample, Source, Weights
+from tests.word_tokenizers import save_word_tokenizer
 from tests.world import Ranks, World
 
 IS_CAMPAIGN = os.environ.get("LAW") == "all"
@@ -163,11 +162,7 @@ class Data:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
     root = tmp_path_factory.mktemp("law")
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(NUM_WORDS)}, "w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token=f"w{NUM_WORDS - 2}", eos_token=f"w{EOS}"
-    ).save_pretrained(root / "words")
+    save_word_tokenizer(root / "words", NUM_WORDS, splits=True)
     for name, size in SIZES.items():
         documents = [ids_of(name, number) for number in range(size)]
         if name == "large":

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from loader import TokenLoader, get_llama3_dataloader
 from shardprep.errors import ShardprepError
 from tests.killed_calls import killed_at
+from tests.word_tokenizers import save_word_tokenizer
 from tests.world import World, call_main
 
 pytestmark = pytest.mark.processes  # blank makes shards as run does
@@ -73,11 +73,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of each form, and beside it FORM.new, in which about 5 % of the documents are blanked."""
     root = tmp_path_factory.mktemp("data")
     # Every id of Llama 3 takes four bytes, and of this vocabulary two.
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB_SIZE)}, "w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=f"w{PAD}", eos_token=f"w{EOS}", chat_template=_TEMPLATE
-    ).save_pretrained(root / "model")
+    save_word_tokenizer(root / "model", VOCAB_SIZE, splits=True, chat_template=_TEMPLATE)
     records = []
     for number in range(1, NUM_DOCUMENTS + 1):
         words = text_of(number).split()

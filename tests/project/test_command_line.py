@@ -185,9 +185,9 @@ def test_a_missing_library_is_answered_with_the_extra_that_brings_it(tmp_path: P
     world = World(tmp_path).raw({"a.parquet": b"PAR1 and no more"})
     with pytest.MonkeyPatch.context() as patch:
         # What another test imported may hold it still.
-        ours = {f"preprocess.read.{name}" for name in ("parquet", "columns", "table_values")}
-        for name in [each for each in sys.modules if each.partition(".")[0] == "pyarrow" or each in ours]:
-            patch.delitem(sys.modules, name)
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == "pyarrow" or name == "preprocess.read.tables":
+                patch.delitem(sys.modules, name)
         patch.setitem(sys.modules, "pyarrow", None)
         patch.setitem(sys.modules, "pyarrow.parquet", None)
         folders = {"input_dir": world.raw_dir, "output_dir": world.data_dir, "model_id": world.tokenizer}

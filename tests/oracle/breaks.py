@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.checkout import ROOT
 
 PACKAGES = ("shardprep", "preprocess", "loader", "slurm", "lustre")
+HELPERS = ("world", "forged", "plain_reader", "checkout")
 _STREAM = "test_streams.py::test_a_form_delivers_the_frozen_batches_and_resumes_on_another_number_of_ranks"
 _MEMBERS = "test_streams.py::test_the_members_of_tars_are_the_frozen_ones"
 _MANIFEST = "test_streams.py::test_a_shard_has_no_manifest_before_its_other_files_are_in_place"
@@ -154,7 +155,7 @@ def copy_packages(folder: Path) -> None:
     """Copy the packages and what the oracle needs of the tests."""
     for name in (*PACKAGES, "tests/oracle"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "tests/world.py", "tests/plain_reader.py", "tests/checkout.py"):
+    for name in ("pyproject.toml", *(f"tests/{name}.py" for name in HELPERS)):
         shutil.copy(ROOT / name, folder / name)
 
 

@@ -251,7 +251,8 @@ PLAN = "shardprep plan --input_dir RAW --output_dir {} --model_id MODEL --num_sh
 PACKED = "plan --record packed --seq_len 8"
 CHAT = "plan --record chat --input_dir $TALKS"
 NO_SLURM = {"PATH": "/nowhere"}  # whatever this machine has
-SOURCES, MIX = {"a": "$DATA", "b": "$MIXED"}, {"weights": {"a": 1, "b": 1}}
+SOURCES = {"a": "$DATA", "b": "$MIXED"}
+MIX: dict[str, Any] = {"weights": {"a": 1, "b": 1}}
 
 ROWS = [
     # Plans.

@@ -416,7 +416,7 @@ def rows_on_disk(folder: Path, *, has_boundaries: bool) -> list[tuple[list[int],
 def test_only_what_the_assistant_says_has_labels_also_beside_plain_text(
     sets: DataSets, boundaries: Any
 ) -> None:
-    """That the masks on disk are transformers' is compared by ``python -m tests.oracle --make``."""
+    """That the masks on disk are transformers' is compared by tests/preprocess/test_chat.py."""
 
     def loaded(data: Any, **options: Any) -> list[tuple[list[int], list[int]]]:
         with open_loader(data, 1, boundaries=boundaries, **options) as loader:

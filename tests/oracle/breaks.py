@@ -102,7 +102,7 @@ BREAKS = [
           "size_at, shares_at = dict(sizes), ",
           "size_at, shares_at = dict(sizes[:2]), ",
           f"{_STREAM}[batch_size_schedule-1]",
-          "form batch_size_schedule, world size 2, 0 workers, resumed at 23 from world size 1: global batch 30"),
+          "batch_size_schedule, world size 2, 0 workers, resumed at 23 from world size 1: global batch 30"),
 ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from loader.shards import DatasetShards, ShardSet
 from shardprep.console import quoted
 from shardprep.errors import BrokenShard, MissingShard
 from shardprep.files import NOT_THERE, RETRY_DELAYS_S, ReadFile, wait_to_retry, with_retries
-from shardprep.format.index import RecordFile, open_idx
+from shardprep.format.index import RecordFile, misplaced_samples, open_idx
 from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
@@ -61,7 +61,21 @@ class OpenShard:
         if self.idx is None:
             return self.records[rows] if isinstance(rows, slice) else self.records.take(rows)
         parts = [rows] if isinstance(rows, slice) else _stretches(rows)
-        return np.concatenate([self.idx.read(part) for part in parts])
+        return np.concatenate([_read_records(self.source, self.tar, self.idx, part) for part in parts])
+
+
+def _read_records(source: DatasetShards, tar: ReadFile, idx: RecordFile, rows: slice) -> Any:
+    """Read records of an idx. Raises BrokenShard where its tar cannot have samples at these places."""
+    records = idx.read(rows)
+    wrong = misplaced_samples(source.spec, records, tar.num_bytes)
+    if wrong.any():
+        raise BrokenShard(
+            path=tar.path,
+            found=f"an idx that places sample {rows.start + wrong.argmax()} wrongly",
+            expected=f"places apart in {tar.num_bytes} bytes",
+            remedy=f"shardprep verify {quoted(source.folder)}",
+        )
+    return records
 
 
 def open_shard(source: DatasetShards, row: int) -> OpenShard:
@@ -88,7 +102,7 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
                 raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=remedy)
             dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
             if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-                records = idx.read(slice(0, idx.num_samples))
+                records = _read_records(source, tar, idx, slice(0, idx.num_samples))
                 idx.file.close()
                 idx = None
         opened.pop_all()
@@ -96,10 +110,9 @@ def open_shard(source: DatasetShards, row: int) -> OpenShard:
 
 
 _ALIGN_BYTES = 64
-_TOKEN_BYTES = np.array([0 if dtype is None else dtype.itemsize for dtype in TOKEN_DTYPES])  # 0: JSON text
 _SHARDS_AT_ONCE = 16  # whose samples are looked at together, and that must be open together
 _MOST_AT_ONCE_BYTES = 1 << 30  # of memory, before the sizes that an index says were compared
-_MOST_GAP_BYTES = 64 << 10  # between samples of one side that are read at once
+_MOST_GAP_BYTES = 64 << 10  # between samples that are read at once: other members, or the other side's
 _IDX_ROWS = 1 << 16  # read at a time where a whole column of the idx is wanted
 
 
@@ -124,14 +137,6 @@ class SampleBytes(NamedTuple):
 
 
 _NUM_COLUMNS = len(SampleBytes._fields) - 3  # that reading fills in
-
-
-class _Places(NamedTuple):
-    """Where samples stand, shard by shard, ascending in each: [n] each."""
-
-    shard: Int64s
-    is_behind: npt.NDArray[np.bool_]  # another sample of the shard, of which nothing may overlap this one
-    limit: Int64s  # bytes of the shard
 
 
 class ShardReader:
@@ -216,7 +221,6 @@ class ShardReader:
             part = slice(*bounds)
             found = SampleBytes(self._shards, self._buffer, ordered[part], *table[:, part])
             self._read_shards(shard[part], row[part], found, starts=starts)
-        self._check_sizes(SampleBytes(self._shards, self._buffer, ordered, *table))
         back = np.empty_like(order)
         back[order] = np.arange(len(order))
         return SampleBytes(self._shards, self._buffer, samples, *table.take(back, axis=1))
@@ -253,16 +257,13 @@ class ShardReader:
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""
-        offset, starts_offset, mask_offset, limit = np.zeros((4, len(row)), np.int64)
-        is_held_out = row >= self._shards.first_held_out[shard_of]
-        found.mask_at.fill(-1)
         is_cut = shard_of[1:] != shard_of[:-1]
-        for bounds in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
-            here, number = slice(*bounds), int(shard_of[bounds[0]])
-            rows = row[here]
-            records = self._records(number, rows)
+        offset, starts_offset, mask_offset = np.zeros((3, len(row)), np.int64)
+        found.mask_at.fill(-1)
+        for first, end in pairwise([*_first_of_parts(is_cut).tolist(), len(row)]):
+            here, number = slice(first, end), int(shard_of[first])
+            records = self._records(number, row[here])
             shard = self.opened(number)
-            limit[here] = shard.tar.num_bytes
             offset[here] = records["offset"]
             found.num_bytes[here] = records["num_bytes"]
             found.num_tokens[here] = records["num_tokens"]
@@ -273,47 +274,28 @@ class ShardReader:
             if shard.source.spec.record == "chat":  # rows say which of their tokens have a label
                 mask_offset[here] = records["mask_offset"]
                 found.mask_at[here] = 0
-        is_cut |= is_held_out[1:] != is_held_out[:-1]  # either side has the order of the tar
-        is_behind = np.zeros(len(row), np.bool_)
-        is_behind[1:] = ~is_cut & (row[1:] > row[:-1])  # a source may deliver one several times
-        places = _Places(shard_of, is_behind, limit)
         is_cut |= row[1:] - row[:-1] != 1
-        if self._shards.has_planned:  # samples of the other side may lie between two of one side
-            is_cut |= offset[1:] - (offset + found.num_bytes)[:-1] > _MOST_GAP_BYTES
-        found.start[:] = self._read_spans(places, "samples", offset, found.num_bytes, is_cut)
+        found.start[:] = self._read_spans(shard_of, is_cut, offset, found.num_bytes)
         if starts:
-            sizes = 4 * found.num_starts
-            is_cut_here = is_cut | (starts_offset[1:] != (starts_offset + sizes)[:-1])
-            found.starts_at[:] = self._read_spans(
-                places, "document starts", starts_offset, sizes, is_cut_here
-            )
+            found.starts_at[:] = self._read_spans(shard_of, is_cut, starts_offset, 4 * found.num_starts)
         has_mask = found.mask_at == 0
         if has_mask.any():
-            sizes = np.where(has_mask, self._shards.row_tokens, 0)
-            is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])
-            at = self._read_spans(places, "loss masks", mask_offset, sizes, is_cut_here)
+            at = self._read_spans(shard_of, is_cut, mask_offset, has_mask * self._shards.row_tokens)
             found.mask_at[has_mask] = at[has_mask]
 
     def _read_spans(
-        self,
-        places: _Places,
-        what: str,
-        offset: Int64s,
-        num_bytes: Int64s,
-        is_cut: npt.NDArray[np.bool_],
+        self, shard_of: Int64s, is_cut: npt.NDArray[np.bool_], offset: Int64s, num_bytes: Int64s
     ) -> Int64s:
         """Read some bytes of each sample into the buffer. Returns where they begin in it: int64[n].
 
-        They begin at byte ``offset`` of the shard. Samples with no cut between them lie in their order in one
-        shard, and are read at once. Raises BrokenShard for bytes outside of the tar or of two samples, before
-        memory is taken for them.
+        They begin at byte ``offset`` of the shard. Samples with no cut between them are read at once where
+        they lie one behind another.
         """
         ends = offset + num_bytes
-        wrong = (offset < 0) | (ends > places.limit)
-        wrong[1:] |= places.is_behind[1:] & (offset[1:] < ends[:-1])
-        if wrong.any():
-            at = wrong.argmax()
-            raise self._misplaced(int(places.shard[at]), f"{what} at bytes {offset[at]} to {ends[at]}")
+        gap = offset[1:] - ends[:-1]
+        is_cut = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)
+        if self._shards.row_tokens:  # rows and their starts are taken as whole numbers of the buffer
+            is_cut |= gap % 4 > 0
         first = _first_of_parts(is_cut)
         begin, end = offset[first], ends[np.append(first[1:], len(ends)) - 1]
         held = -(-(end - begin) // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -323,37 +305,10 @@ class ShardReader:
             grown = np.empty(max(self._used, 2 * len(self._buffer)), np.uint8)
             grown[:used] = self._buffer[:used]
             self._buffer = grown
-        for number, at, size, to in zip(
-            *(each.tolist() for each in (places.shard[first], begin, end - begin, to_buffer)), strict=True
-        ):
+        spans = (each.tolist() for each in (shard_of[first], begin, end - begin, to_buffer))
+        for number, at, size, to in zip(*spans, strict=True):
             self._fill(number, at, self._buffer.data[to : to + size])
         return offset + np.repeat(to_buffer - begin, np.diff(first, append=len(offset)))
-
-    def _check_sizes(self, found: SampleBytes) -> None:
-        """Raise BrokenShard where ids have not the bytes of their number, or a row holds more than a row.
-
-        Rows are taken where they lie, so they and their starts must stand at whole numbers of the buffer.
-        Once per ``read``, over all samples: once per span of bytes it would cost packed rows 6 %.
-        """
-        row_tokens, token_bytes = self._shards.row_tokens, _TOKEN_BYTES[found.dtype]
-        wrong = (token_bytes > 0) & (found.num_bytes != (row_tokens or found.num_tokens) * token_bytes)
-        if row_tokens:
-            wrong |= np.maximum(found.num_tokens, found.num_starts) > row_tokens
-            wrong |= (found.start % token_bytes > 0) | (found.starts_at % 4 > 0)
-        if wrong.any():
-            sample = found.sample[wrong.argmax()]
-            number = int(self._shards.shard_of(sample))
-            raise self._misplaced(number, f"sample {self._shards.records_of(sample, number)}")
-
-    def _misplaced(self, number: int, what: str) -> BrokenShard:
-        """Return the error to raise for an idx that cannot be that of its tar."""
-        tar = self.opened(number).tar
-        return BrokenShard(
-            path=tar.path,
-            found=f"an idx that places {what}, of a wrong size or order",
-            expected=f"places apart in {tar.num_bytes} bytes",
-            remedy=f"shardprep verify {quoted(tar.path.parent)}",
-        )
 
 
 def _first_of_parts(is_cut: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:

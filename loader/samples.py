@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from loader.chunks import (
-    ORIGIN,
     Chunk,
     Decoded,
     Integers,
@@ -88,8 +87,7 @@ class Samples:
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:  # noqa: ARG002
         """Read samples, int64[samples per tick, ticks]. The window ends with the reader's next ``read``."""
         rows = np.arange(samples.size).reshape(samples.shape)
-        wants_starts = self.row_tokens > 0 and (self.starts or self.origins)
-        data = reader.read(samples.reshape(-1), starts=wants_starts)
+        data = reader.read(samples.reshape(-1), starts=self.row_tokens > 0 and self._wants_documents)
         return partial(self._chunk_of, data, rows)
 
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
@@ -100,7 +98,7 @@ class Samples:
         if not self.origins:
             return chunk
         none = np.zeros(by_tick.size, np.int64)
-        return self._with_origins(chunk, none + 1, none, none, data.sample[by_tick.reshape(-1)])
+        return self._with_documents(chunk, none + 1, none, none, data.sample[by_tick.reshape(-1)])
 
     def _decode(self, data: SampleBytes, rows: Int64s, end_ids: Int64s | None = None) -> Decoded:
         """Decode samples, and check ids that others made. Ids of blanked documents are BLANK, and so is an
@@ -121,25 +119,27 @@ class Samples:
                 ids = np.where(ids == BLANK, np.int32(0), ids)
             check_vocab(data, rows, ids, lengths, self.vocab_size)
 
-    def _with_starts(self, chunk: Chunk, counts: Int64s, places: Integers) -> Chunk:
-        """Say where documents begin: ``counts`` places in each sample, tick by tick."""
-        by_sample = counts.reshape(chunk.lengths.T.shape).T
-        return replace(chunk, starts=Ragged.of_joined(places.astype(np.int32, copy=False), by_sample))
+    @property
+    def _wants_documents(self) -> bool:
+        """Return whether chunks of rows say where documents begin in them."""
+        return self.starts or self.origins
 
-    def _with_origins(
+    def _with_documents(
         self, chunk: Chunk, counts: Int64s, places: Integers, numbers: Int64s, samples: Int64s
     ) -> Chunk:
-        """Say where documents come from, of which each sample has ``counts``, tick by tick.
+        """Say where documents begin, of which each sample has ``counts``, tick by tick.
 
         Of each document: its place in the sample, its number there, and the sample that holds it. A document
         that goes on from another row is at place 0.
         """
-        shard = self.shards.shard_of(samples)
-        later = np.zeros_like(shard)  # row and source are put in later
-        columns = later, places, later, shard, self.shards.records_of(samples, shard), numbers
-        origins = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
-        by_sample = counts.reshape(chunk.lengths.T.shape).T * len(ORIGIN)
-        return replace(chunk, origins=Ragged.of_joined(origins, by_sample))
+        columns = [places]
+        if self.origins:
+            shard = self.shards.shard_of(samples)
+            later = np.zeros_like(shard)  # row and source are put in later
+            columns = [later, places, later, shard, self.shards.records_of(samples, shard), numbers]
+        flat = np.stack(columns, axis=1).astype(np.int32).reshape(-1)
+        by_sample = counts.reshape(chunk.lengths.T.shape).T * len(columns)
+        return replace(chunk, documents=Ragged.of_joined(flat, by_sample), has_origins=self.origins)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,13 +158,9 @@ class PackedRows(Samples):
             self._check_vocab(data, by_tick, ids.joined().flats[0], full)
         ids = with_loss_masks(ids, data, rows, self.row_tokens)
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
-        if not (self.starts or self.origins):
+        if not self._wants_documents:
             return chunk
         starts, num_starts = decode_starts(data, by_tick, self.row_tokens), data.num_starts[by_tick]
-        if self.starts:
-            chunk = self._with_starts(chunk, num_starts, starts)
-        if not self.origins:
-            return chunk
         # A row whose first document begins behind its first token goes on with one of another row.
         first_start = np.cumsum(num_starts) - num_starts
         goes_on = np.ones(len(by_tick), np.bool_)
@@ -173,7 +169,7 @@ class PackedRows(Samples):
         counts = num_starts + goes_on
         places = np.insert(starts, first_start[goes_on], 0)
         numbers = places_of(np.zeros_like(counts), counts)
-        return self._with_origins(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
+        return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,18 +299,14 @@ class JoinedRows(Samples):
         chunk = Chunk(
             lengths=lengths, ids=Ragged.of_rows(ids, at, self.row_tokens), row_tokens=self.row_tokens
         )
-        if not (self.starts or self.origins):
+        if not self._wants_documents:
             return chunk
         by_tick = at.T.reshape(-1)
         low = np.searchsorted(starts, by_tick, side="right") - 1
         counts = np.searchsorted(starts, by_tick + lengths.T.reshape(-1)) - low
         taken = places_of(low, counts)
         places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-        if self.starts:
-            chunk = self._with_starts(chunk, counts, places)
-        if self.origins:
-            chunk = self._with_origins(chunk, counts, places, np.zeros_like(places), documents[taken])
-        return chunk
+        return self._with_documents(chunk, counts, places, np.zeros_like(places), documents[taken])
 
 
 def make_samples(

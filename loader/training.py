@@ -22,7 +22,6 @@ from loader.batches import Batch, PadToken, Targets, choose_pad_token, log_pad_t
 from loader.boundaries import HostNumber, document_numbers
 from loader.chunks import IGNORED
 from loader.order import Int64s
-from loader.origins import source_ids
 from loader.token_loader import TokenLoader
 from shardprep.errors import UsageError
 
@@ -109,6 +108,18 @@ class _LossSums:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums)
         return [loss / count if count else math.nan for loss, count in sums.T.tolist()]
+
+
+def source_ids(origins: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the source of each place of a batch, int64[batch, seq], by its ``origins``.
+
+    Padding has any source. Put into the batch, it goes along where rows or places are dealt to ranks.
+    """
+    width = shape[1]
+    kept = origins[origins[:, 1] < width]
+    first = kept[:, 0] * width + kept[:, 1]
+    ends = torch.cat([first[1:], first.new_tensor([shape[0] * width])])
+    return kept[:, 2].repeat_interleave(ends - first).reshape(shape)
 
 
 class LossMean(_LossSums):

@@ -257,8 +257,6 @@ def get_llama3_dataloader(
             starts=bool(fields),
             keeps_tail=is_validation,
             origins=origins,
-            rank=who.rank,
-            world_size=who.world_size,
         )
         for name, of_source in shards_of.items()
     }

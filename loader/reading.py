@@ -33,8 +33,6 @@ from shardprep.format.names import rerun_command
 
 T = TypeVar("T")
 
-worker_of_rank = (0, 1)  # which of the processes that read for a rank this one is, and how many they are
-
 MAX_OPEN_SHARDS = 128
 HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
 
@@ -140,16 +138,15 @@ _NUM_COLUMNS = len(SampleBytes._fields) - 3  # that reading fills in
 
 
 class ShardReader:
-    """Reads samples of the shards that its process has open: that of rank ``rank``, or one of its workers.
+    """Reads samples of the shards that its process has open. It is reader ``number`` of ``num_readers``.
 
     The latest shards stay open: at most MAX_OPEN_SHARDS, and an eighth of the process's handles, as an open
     shard holds three at most.
     """
 
-    def __init__(self, shards: ShardSet, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, shards: ShardSet, number: int = 0, num_readers: int = 1) -> None:
         self._shards = shards
-        number, num_workers = worker_of_rank
-        self._reader, self._num_readers = rank * num_workers + number, world_size * num_workers
+        self._number, self._num_readers = number, num_readers
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # by their number through all sources
         self._max_open = min(MAX_OPEN_SHARDS, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, 1))
         self._buffer = np.empty(0, np.uint8)
@@ -253,7 +250,7 @@ class ShardReader:
 
     def _num_before(self, num_shards: int) -> int:
         """Return how many of some shards this process opens last."""
-        return num_shards * self._reader // self._num_readers
+        return num_shards * self._number // self._num_readers
 
     def _read_shards(self, shard_of: Int64s, row: Int64s, found: SampleBytes, *, starts: bool) -> None:
         """Read samples of some shards and fill their columns. ``row``: where each stands in its shard."""

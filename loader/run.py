@@ -531,7 +531,9 @@ class _SourceReader:
             self._window = None
             samples = self._samples
             assert samples is not None, "a loader is refused a run whose sources it lacks"
-            self._reader = reader = self._reader or samples.open()
+            # Its slots tell which part of the shards this process opens first.
+            reader = self._reader or samples.open(self._slots.start, self._order.num_slots)
+            self._reader = reader
             first, end = next(self._order.windows(tick))
             self._place = epoch, first, end
             num_tokens = partial(samples.num_tokens, reader)

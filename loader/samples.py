@@ -53,8 +53,6 @@ class Samples:
     shards: ShardSet
     row_tokens: int = 0  # of every sample where all are rows
     vocab_size: int | None = None  # checked where it is given: ids that others made
-    rank: int = 0  # of the process, among those that read: it opens other shards first
-    world_size: int = 1
     starts: bool = False  # whether chunks say where documents begin in rows
     origins: bool = False  # whether chunks say where each document comes from
     max_length: int | None = None
@@ -74,8 +72,8 @@ class Samples:
         mean = self.row_tokens or self.shards.mean_tokens
         return mean if self.max_length is None else min(mean, self.max_length)
 
-    def open(self) -> ShardReader:
-        return ShardReader(self.shards, self.rank, self.world_size)
+    def open(self, number: int = 0, num_readers: int = 1) -> ShardReader:
+        return ShardReader(self.shards, number, num_readers)
 
     def num_tokens(self, reader: ShardReader, samples: Int64s) -> Int64s:
         """Return the tokens of samples, int64[n], by the idx alone: int64[n]."""

@@ -296,7 +296,7 @@ def get_llama3_dataloader(
         if collate_fn is None:
             log_pad_token(pad, tokenizer.eos_token_id)
     if padded.pad.token:
-        tokenizer.pad_with(padded.pad.token)
+        tokenizer.pads_with = padded.pad.token
     step_batches = StepBatches(
         batch_size=batch_size,
         row_tokens=run.row_tokens,

@@ -454,7 +454,15 @@ class RunReader:
                     of_round = run.round_at(at)
                     laid_out = self._lay_out(of_round)
                 first, at = at, min(at + chunk_ticks, of_round.end, end)
-                yield _ticks_of(laid_out, first - of_round.first, at - of_round.first)
+                ticks = slice(first - of_round.first, at - of_round.first)
+                ids, documents = laid_out.ids.ticks(ticks), laid_out.documents
+                yield replace(
+                    laid_out,
+                    lengths=laid_out.lengths[:, ticks],
+                    # Documents are joined here, which costs less than tick by tick.
+                    ids=ids if run.row_tokens else ids.joined(),
+                    documents=documents and documents.ticks(ticks),
+                )
                 laid_out = replace(laid_out, num_cut=0)  # the first chunk has counted them
 
     def _lay_out(self, of_round: Round) -> Chunk:
@@ -493,17 +501,6 @@ class RunReader:
             documents=documents if documents.flats else None,
             has_origins=has_origins,
         )
-
-
-def _ticks_of(laid_out: Chunk, first: int, end: int) -> Chunk:
-    """Return some ticks of a round. Documents are joined here, which costs less than tick by tick."""
-    ids, documents = laid_out.ids.ticks(first, end), laid_out.documents
-    return replace(
-        laid_out,
-        lengths=laid_out.lengths[:, first:end],
-        ids=ids if laid_out.row_tokens else ids.joined(),
-        documents=documents and documents.ticks(first, end),
-    )
 
 
 class _SourceReader:

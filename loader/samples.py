@@ -19,20 +19,20 @@ from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 from loader.chunks import (
+    NO_LABEL,
     Chunk,
     Decoded,
     Integers,
     Ragged,
     check_vocab,
     decode_samples,
-    decode_starts,
     places_of,
-    rows_in_place,
-    with_loss_masks,
 )
-from loader.order import Int32s, Int64s, Order, choose_windows
+from loader.external_tars import TOKEN_DTYPES
+from loader.order import Int64s, Order, choose_windows
 from loader.reading import SampleBytes, ShardReader
 from loader.run import CYCLE, Run, Source, Stage, source_seed
 from loader.shards import ShardSet
@@ -108,14 +108,9 @@ class Samples:
                 ends = np.cumsum(found.lengths, dtype=np.int64) - 1
                 ends = ends[(end_ids >= 0) & (found.lengths > 1)]
                 found.ids[ends[found.ids[ends - 1] == BLANK]] = BLANK
-        self._check_vocab(data, rows, found.ids, found.lengths)
-        return found
-
-    def _check_vocab(self, data: SampleBytes, rows: Int64s, ids: Integers, lengths: Int32s) -> None:
         if self.vocab_size is not None:
-            if self.shards.blank_id is not None:
-                ids = np.where(ids == BLANK, np.int32(0), ids)
-            check_vocab(data, rows, ids, lengths, self.vocab_size)
+            check_vocab(data, rows, found.ids, found.lengths, self.vocab_size)
+        return found
 
     @property
     def _wants_documents(self) -> bool:
@@ -147,18 +142,31 @@ class PackedRows(Samples):
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         rows = rows[:, first:end]
         by_tick = rows.T.reshape(-1)
-        ids = rows_in_place(data, rows, self.row_tokens)
+        is_other = data.dtype != data.dtype[0]
+        if is_other.any():
+            raise data.broken(int(is_other.argmax()), "ids of another width than those of other rows")
+        dtype = np.dtype("<i4" if TOKEN_DTYPES[data.dtype[0]] == np.dtype("<u4") else "<u2")
+        flat = data.buffer[: len(data.buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+        ids = Ragged.of_rows(flat, data.start[rows] // dtype.itemsize, self.row_tokens)
         if self.shards.blank_id not in (None, BLANK):  # ids of two bytes have another number for it
             ids = ids.joined()
             ids.flats[0][ids.flats[0] == self.shards.blank_id] = BLANK
         if self.vocab_size is not None:
             full = np.full(rows.size, self.row_tokens, np.int32)
-            self._check_vocab(data, by_tick, ids.joined().flats[0], full)
-        ids = with_loss_masks(ids, data, rows, self.row_tokens)
+            check_vocab(data, by_tick, ids.joined().flats[0], full, self.vocab_size)
+        mask_at = data.mask_at[by_tick]
+        if (mask_at >= 0).any():  # some rows have loss masks, and these leave ids out
+            ids = ids.joined()
+            has_no_label = sliding_window_view(data.buffer, self.row_tokens)[mask_at] == 0
+            has_no_label[mask_at < 0] = False
+            ids.flats[0][has_no_label.reshape(-1)] |= NO_LABEL
         chunk = Chunk(lengths=data.num_tokens[rows].astype(np.int32), ids=ids, row_tokens=self.row_tokens)
         if not self._wants_documents:
             return chunk
-        starts, num_starts = decode_starts(data, by_tick, self.row_tokens), data.num_starts[by_tick]
+        # All rows at once: 5 ns per start, against 2 us per row.
+        num_starts = data.num_starts[by_tick]
+        starts = data.buffer[: len(data.buffer) // 4 * 4].view("<u4")
+        starts = starts[places_of(data.starts_at[by_tick] // 4, num_starts)] % self.row_tokens
         # A row whose first document begins behind its first token goes on with one of another row.
         first_start = np.cumsum(num_starts) - num_starts
         goes_on = np.ones(len(by_tick), np.bool_)
@@ -279,32 +287,22 @@ class JoinedRows(Samples):
         last = self.offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
         lengths = np.where(samples == self.num_samples - 1, min(last, self.row_tokens), self.row_tokens)
         begin_at, lengths = at[inverse.reshape(samples.shape)], lengths.astype(np.int32)
-        return partial(self._chunk_at, found.ids, begin_at, lengths, starts[has_tokens], asked[has_tokens])
+        starts, asked = starts[has_tokens], asked[has_tokens]
 
-    def _chunk_at(
-        self,
-        ids: Int32s,
-        at: Int64s,
-        lengths: Int32s,
-        starts: Int64s,
-        documents: Int64s,
-        first: int,
-        end: int,
-    ) -> Chunk:
-        """Return the ticks from ``first`` up to ``end`` of rows that begin ``at`` places of the ids,
-        int64[samples per tick, ticks]. ``documents`` begin at ``starts`` of the ids."""
-        at, lengths = at[:, first:end], lengths[:, first:end]
-        chunk = Chunk(
-            lengths=lengths, ids=Ragged.of_rows(ids, at, self.row_tokens), row_tokens=self.row_tokens
-        )
-        if not self._wants_documents:
-            return chunk
-        by_tick = at.T.reshape(-1)
-        low = np.searchsorted(starts, by_tick, side="right") - 1
-        counts = np.searchsorted(starts, by_tick + lengths.T.reshape(-1)) - low
-        taken = places_of(low, counts)
-        places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
-        return self._with_documents(chunk, counts, places, np.zeros_like(places), documents[taken])
+        def window(first: int, end: int) -> Chunk:
+            at, of_row = begin_at[:, first:end], lengths[:, first:end]
+            ids = Ragged.of_rows(found.ids, at, self.row_tokens)
+            chunk = Chunk(lengths=of_row, ids=ids, row_tokens=self.row_tokens)
+            if not self._wants_documents:
+                return chunk
+            by_tick = at.T.reshape(-1)
+            low = np.searchsorted(starts, by_tick, side="right") - 1
+            counts = np.searchsorted(starts, by_tick + of_row.T.reshape(-1)) - low
+            taken = places_of(low, counts)
+            places = (starts[taken] - np.repeat(by_tick, counts)).clip(0)
+            return self._with_documents(chunk, counts, places, np.zeros_like(places), asked[taken])
+
+        return window
 
 
 def make_samples(
@@ -329,32 +327,20 @@ def make_samples(
     if seq_len is not None and for_documents:
         found = f"seq_len={seq_len}, to pack documents, and {for_documents}, to pad them"
         raise UsageError(found=found, expected="one of the two")
-    if shards.has_rows and not shards.row_tokens:
-        raise UsageError(
-            found="packed rows beside documents, or beside rows of another length",
-            expected="documents alone, or rows of one length: load them apart",
-        )
     if shards.has_rows:
+        if not shards.row_tokens:
+            expected = "documents alone, or rows of one length: load them apart"
+            raise UsageError(found="packed rows beside documents, or beside other rows", expected=expected)
         given = for_documents if seq_len in (None, shards.row_tokens) else f"seq_len={seq_len}"
         if given:
             rows = f"packed rows of {shards.row_tokens} tokens"
-            raise UsageError(
-                f"{given} does not go with {rows}; leave it out, or prepare them with another --seq_len",
-                found=given,
-                expected=rows,
-                remedy="--seq_len",
-            )
+            expected = f"{rows} without it, or prepared with another --seq_len"
+            raise UsageError(found=given, expected=expected, remedy="--seq_len")
         return PackedRows(shards=shards, row_tokens=shards.row_tokens, starts=starts, **others)
     if seq_len is None:
         return Samples(shards=shards, max_length=max_length, **others)
-    return JoinedRows(
-        shards=shards,
-        row_tokens=seq_len,
-        eos_token_id=eos_token_id,
-        keeps_tail=keeps_tail,
-        starts=starts,
-        **others,
-    )
+    others |= {"starts": starts, "eos_token_id": eos_token_id, "keeps_tail": keeps_tail}
+    return JoinedRows(shards=shards, row_tokens=seq_len, **others)
 
 
 # The run that the arguments say.

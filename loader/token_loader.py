@@ -127,7 +127,7 @@ class TokenLoader(DataLoader[Batch]):
         Loading it takes 3 s for Llama 3's. Raises OtherTokenizer where transformers makes another one of its
         files, ReadWriteError, or NotFound.
         """
-        return self.loader_tokenizer.load()
+        return self.loader_tokenizer.loaded
 
     @cached_property
     def collate_fn(self) -> Any:  # type: ignore[override]

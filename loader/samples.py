@@ -167,13 +167,11 @@ class PackedRows(Samples):
         num_starts = data.num_starts[by_tick]
         starts = data.buffer[: len(data.buffer) // 4 * 4].view("<u4")
         starts = starts[places_of(data.starts_at[by_tick] // 4, num_starts)] % self.row_tokens
-        # A row whose first document begins behind its first token goes on with one of another row.
-        first_start = np.cumsum(num_starts) - num_starts
+        # A row in which no document begins at its first token goes on with one of another row.
         goes_on = np.ones(len(by_tick), np.bool_)
-        has_start = num_starts > 0
-        goes_on[has_start] = starts[first_start[has_start]] > 0
+        goes_on[np.repeat(np.arange(len(by_tick)), num_starts)[starts == 0]] = False
         counts = num_starts + goes_on
-        places = np.insert(starts, first_start[goes_on], 0)
+        places = np.insert(starts, (np.cumsum(num_starts) - num_starts)[goes_on], 0)
         numbers = places_of(np.zeros_like(counts), counts)
         return self._with_documents(chunk, counts, places, numbers, np.repeat(data.sample[by_tick], counts))
 

@@ -348,41 +348,36 @@ def _shards_of(paths: list[str], *, count_tokens: bool) -> list[DatasetShards]:
     named: dict[str, list[int]] = {}  # folder of one of our data sets -> shards of it that were named
     is_ours: dict[str, bool] = {}  # folder -> whether it is a data set: looked up once for 100,000 shards
 
-    def add(path: str) -> list[str]:
-        """Read what a path names. Returns the tars that are still to be added, of a folder of tars."""
+    def read(path: str) -> list[DatasetShards]:
         folder, name = os.path.split(path)
-        shard = _SHARD_TAR.fullmatch(name)
-        if shard and folder not in is_ours:
-            is_ours[folder] = _is_dataset(Path(folder))
-        if shard and (
-            is_ours[folder] or size_of_file(manifest_path(Path(folder), int(shard[1]))) is not None
-        ):
-            named.setdefault(folder, []).append(int(shard[1]))
-        elif size_of_file(Path(path)) is None:
+        if shard := _SHARD_TAR.fullmatch(name):
+            if folder not in is_ours:
+                is_ours[folder] = _is_dataset(Path(folder))
+            shard_id = int(shard[1])
+            if is_ours[folder] or size_of_file(manifest_path(Path(folder), shard_id)) is not None:
+                named.setdefault(folder, []).append(shard_id)
+                return []
+        if size_of_file(Path(path)) is None:
             raise _nothing_at(path)
-        elif name == INDEX_NAME:
-            found.append(_dataset(Path(folder)))
-        elif name.endswith(".tar"):
-            found.append(_tar_of_others(Path(path), count_tokens=count_tokens))
-        elif not is_folder(Path(path)):
+        if name == INDEX_NAME:
+            return [_dataset(Path(folder))]
+        if name.endswith(".tar"):
+            return [_tar_of_others(Path(path), count_tokens=count_tokens)]
+        if not is_folder(Path(path)):
             expected = f"a tar, a folder or an {INDEX_NAME}; decompress .tar.gz files first"
             raise UsageError(path=path, found="none of what can be loaded", expected=expected)
-        elif _is_dataset(Path(path)) or manifest_ids(Path(path)):
-            found.append(_dataset(Path(path)))
-        else:
-            return _tars_in(Path(path))
-        return []
+        if _is_dataset(Path(path)) or manifest_ids(Path(path)):
+            return [_dataset(Path(path))]
+        return [_tar_of_others(tar, count_tokens=count_tokens) for tar in _tars_in(Path(path))]
 
     for path in paths:
-        for tar in with_retries(f"{path} cannot be read", partial(add, path)):
-            with_retries(f"{tar} cannot be read", partial(add, tar))
+        found += with_retries(f"{path} cannot be read", partial(read, path))
     for folder, ids in named.items():
         attempt = partial(_dataset, Path(folder), ids)
         found.append(with_retries(f"{folder} cannot be read", attempt))
         with contextlib.suppress(ReadWriteError):  # a folder may be entered that may not be listed
             names = set(names_in(Path(folder)))
-            for shard_id in ids:
-                wanted = tar_path(Path(folder), shard_id)
+            for wanted in (tar_path(Path(folder), shard_id) for shard_id in ids):
                 if wanted.name not in names:
                     raise _nothing_at(str(wanted))
     return found
@@ -425,12 +420,12 @@ def _nothing_at(path: str) -> NotFound:
     return NotFound(path=path, found="no such file or folder", expected=NAMEABLE)
 
 
-def _tars_in(folder: Path) -> list[str]:
+def _tars_in(folder: Path) -> list[Path]:
     """Return the tars of a folder that is no data set. Raises UsageError or NotFound."""
     names = names_in(folder)
     for path in (folder / name for name in names if _COMPRESSED_TAR.search(name)):
         raise UsageError(path=path, found="compressed", expected="a tar; decompress it, or name the others")
-    tars = [str(folder / name) for name in names if name.endswith(".tar")]
+    tars = [folder / name for name in names if name.endswith(".tar")]
     if not tars:
         remedy = f"shardprep plan --input_dir {quoted(folder)} --output_dir DATA --model_id MODEL"
         expected = f"an {INDEX_NAME}, manifests or tars; if these are raw texts"

@@ -267,21 +267,12 @@ def deal_rows_evenly(batches: Sequence[Mapping[str, Any]], group: Any = None) ->
         ranks = np.argsort(totals, kind="stable")
         owners[of_each_rank] = ranks
         totals[ranks] += work[of_each_rank]
-    own = np.flatnonzero(owners == rank)
-    place_of = {row: place for place, row in enumerate(own[np.argsort(-work[own], kind="stable")].tolist())}
-    dealt, messages = torch.empty_like(rows), []
-    for row, to in enumerate(owners.tolist()):
-        sender, local = divmod(row, len(rows))
-        if sender == to == rank:
-            dealt[place_of[row]] = rows[local]
-        elif sender == rank:
-            peer = dist.get_global_rank(group, to)
-            messages.append(dist.P2POp(dist.isend, rows[local], peer, group))
-        elif to == rank:
-            peer = dist.get_global_rank(group, sender)
-            messages.append(dist.P2POp(dist.irecv, dealt[place_of[row]], peer, group))
-    for request in dist.batch_isend_irecv(messages) if messages else ():
-        request.wait()
+    # Rows go out ordered by their owners, and so come in as they are numbered: rank after rank.
+    to, own = owners[rank * len(rows) : (rank + 1) * len(rows)], np.flatnonzero(owners == rank)
+    num_sent, num_got = (np.bincount(each, minlength=size).tolist() for each in (to, own // len(rows)))
+    dealt, outgoing = torch.empty_like(rows), rows[np.argsort(to, kind="stable")]
+    dist.all_to_all_single(dealt, outgoing, num_got, num_sent, group=group)
+    dealt = dealt[np.argsort(-work[own], kind="stable")]
     parts = dealt.split(shape[0])
     return [
         Batch(zip(names, (field.contiguous() for field in part.unbind(1)), strict=True)) for part in parts

@@ -45,24 +45,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     (
         "loader/reading.py",
-        "is_cut |= offset[1:] - (offset + found.num_bytes)[:-1] > _MOST_GAP_BYTES",
-        "is_cut |= (offset[1:] - (offset + found.num_bytes)[:-1] >= _MOST_GAP_BYTES)",
-        READS,
-    ),
-    (
-        "loader/reading.py",
-        "is_cut |= offset[1:] - (offset + found.num_bytes)[:-1] > _MOST_GAP_BYTES",
-        "is_cut |= (offset[1:] + (offset + found.num_bytes)[:-1]) > _MOST_GAP_BYTES",
-        READS,
-    ),
-    (
-        "loader/reading.py",
-        "is_cut_here = is_cut | (mask_offset[1:] != (mask_offset + sizes)[:-1])",
-        "is_cut_here = is_cut | (mask_offset[1:] != ((mask_offset - sizes))[:-1])",
-        READS,
-    ),
-    (
-        "loader/reading.py",
         "while len(self._open) >= self._max_open:",
         "while (len(self._open) > self._max_open):",
         READS,
@@ -78,12 +60,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "filling = block_bytes * num_samples // max(num_bytes, 1)",
         "filling = block_bytes * num_samples // max(num_bytes, (2))",
         "a tar has 1,024 bytes at least",
-    ),
-    (
-        "loader/order.py",
-        "blocks, place = np.arange(num_blocks + 1), block",
-        "blocks, place = np.arange(num_blocks + (2)), block",
-        "one block more is permuted, and none asks for it",
     ),
     (
         "loader/chunks.py",
@@ -132,7 +108,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         MEMORY,
     ),
     ("loader/run.py", "_NEVER = 1 << 62", "_NEVER = 1 << (63)", LIMIT),
-    ("loader/order.py", "if num_blocks < _TABLE_SIZE:", "if (num_blocks <= _TABLE_SIZE):", SPEED),
     (
         "loader/reading.py",
         'changed = "" if source.records is None else ", other than when it was scanned"',
@@ -186,12 +161,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         "number = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)",
         "number = np.arange(CYCLE) - np.repeat((np.cumsum(counts) + counts), counts)",
         "all places move by as much",
-    ),
-    (
-        "loader/run.py",
-        "ids=ids if laid_out.row_tokens else ids.joined(),",
-        "ids=ids if (not (laid_out.row_tokens)) else ids.joined(),",
-        SPEED,
     ),
     (
         "loader/order.py",

@@ -87,7 +87,7 @@ class Ragged:
 
     def ticks(self, part: slice) -> Ragged:
         """Return some ticks of one that was put together."""
-        flat_of, begins, counts = (each[:, part] for each in (self.flat_of, self.begins, self.counts))
+        flat_of, begins, counts = self.flat_of[:, part], self.begins[:, part], self.counts[:, part]
         return replace(self, flat_of=flat_of, begins=begins, counts=counts)
 
     def joined(self) -> Ragged:
@@ -291,57 +291,27 @@ def places_of(begin: Int64s, lengths: Int64s) -> Int64s:
     return within
 
 
-class Decoded(NamedTuple):
-    """Samples of any length, one after another."""
+def decode_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
+    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES.
 
-    lengths: Int32s  # int32[samples]
-    ids: Int32s  # int32[sum of lengths]
-    num_cut: int  # tokens left out behind max_length
-
-
-def decode_samples(
-    data: SampleBytes, rows: Int64s, *, max_length: int | None = None, end_ids: Int64s | None = None
-) -> Decoded:
-    """Decode the samples of some rows of ``data``, at most ``max_length`` tokens of each.
-
-    ``end_ids``: for each, an id to put behind it, or -1 for none. Raises BrokenShard.
+    Raises BrokenShard, also where an idx says another length.
     """
-    lengths, ids = _whole_samples(data, rows)
-    expected = data.num_tokens[rows]
-    wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
-    if wrong.size:
-        found, said = int(lengths[wrong[0]]), int(expected[wrong[0]])
-        raise data.broken(int(rows[wrong[0]]), f"{found} ids where its idx says {said}")
-    num_cut = 0
-    if max_length is not None:
-        kept = np.minimum(lengths, max_length)
-        num_cut = int((lengths - kept).sum())
-        if num_cut:
-            place = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            ids = ids[place < np.repeat(kept, lengths)]
-        lengths = kept
-    if end_ids is not None:
-        puts = end_ids >= 0
-        ids = np.insert(ids, np.cumsum(lengths)[puts], end_ids[puts])
-        lengths = lengths + puts
-    return Decoded(lengths=lengths.astype(np.int32), ids=ids, num_cut=num_cut)
-
-
-def _whole_samples(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
-    """Return (lengths int64[len(rows)], the ids of all, int32), decoded in parts of DECODE_BYTES."""
     memory = data.buffer.data
-    lengths: list[Int64s] = []
-    ids: list[Int32s] = []
+    parts: list[tuple[Int64s, Int32s]] = []
     cuts = np.cumsum(data.num_bytes[rows]) // DECODE_BYTES
     for part in np.split(rows, np.flatnonzero(np.diff(cuts)) + 1):
         found = None
         if (data.dtype[part] == JSON).all():
             spans = zip(data.start[part].tolist(), data.num_bytes[part].tolist(), strict=True)
             found = parse_id_lists([memory[start : start + size] for start, size in spans])
-        counts, numbers = _one_by_one(data, part) if found is None else found
-        lengths.append(counts)
-        ids.append(numbers)
-    return np.concatenate(lengths), np.concatenate(ids)
+        parts.append(_one_by_one(data, part) if found is None else found)
+    lengths, ids = (np.concatenate(each) for each in zip(*parts, strict=True))
+    expected = data.num_tokens[rows]
+    wrong = np.flatnonzero((lengths != expected) & (expected >= 0))
+    if wrong.size:
+        row = int(wrong[0])
+        raise data.broken(int(rows[row]), f"{lengths[row]} ids where its idx says {expected[row]}")
+    return lengths, ids
 
 
 _ID_LISTS = Decoder(list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]])
@@ -366,9 +336,7 @@ def _one_by_one(data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s]:
     return np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
 
 
-def check_vocab(
-    data: SampleBytes, rows: Int64s, ids: npt.NDArray[np.integer[Any]], lengths: Int32s, vocab_size: int
-) -> None:
+def check_vocab(data: SampleBytes, rows: Int64s, ids: Integers, lengths: Integers, vocab_size: int) -> None:
     """Raise BrokenShard for an id that no embedding of ``vocab_size`` rows has."""
     if not ids.size or 0 <= ids.min() <= ids.max() < vocab_size:
         return

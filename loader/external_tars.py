@@ -23,12 +23,7 @@ import numpy.typing as npt
 
 from shardprep.errors import BrokenShard, UnknownMember
 from shardprep.files import open_regular
-from shardprep.format.names import (
-    BLOCK_BYTES,
-    DOC_STARTS_FIELD,
-    LOSS_MASK_FIELD,
-    ROW_TOKENS_FIELD,
-)
+from shardprep.format.names import BLOCK_BYTES, DOC_STARTS_FIELD, LOSS_MASK_FIELD, ROW_TOKENS_FIELD
 
 _BUFFER_BYTES = 64 << 10  # read at once: headers of small members lie near each other
 _MOST_EXTENDED_BYTES = 1 << 20  # of a long name or PAX records; a path has 4,096 at most

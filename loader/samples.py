@@ -21,18 +21,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-from loader.chunks import (
-    NO_LABEL,
-    Chunk,
-    Decoded,
-    Integers,
-    Ragged,
-    check_vocab,
-    decode_samples,
-    places_of,
-)
+from loader.chunks import NO_LABEL, Chunk, Integers, Ragged, check_vocab, decode_samples, places_of
 from loader.external_tars import TOKEN_DTYPES
-from loader.order import Int64s, Order, choose_windows
+from loader.order import Int32s, Int64s, Order, choose_windows
 from loader.reading import SampleBytes, ShardReader
 from loader.run import CYCLE, Run, Source, Stage, source_seed
 from loader.shards import ShardSet
@@ -90,27 +81,32 @@ class Samples:
 
     def _chunk_of(self, data: SampleBytes, rows: Int64s, first: int, end: int) -> Chunk:
         by_tick = rows[:, first:end].T
-        found = self._decode(data, by_tick.reshape(-1))
-        lengths = found.lengths.reshape(by_tick.shape).T
-        chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(found.ids, lengths), num_cut=found.num_cut)
+        counts, ids, num_cut = self._decode(data, by_tick.reshape(-1))
+        lengths = counts.astype(np.int32).reshape(by_tick.shape).T
+        chunk = Chunk(lengths=lengths, ids=Ragged.of_joined(ids, lengths), num_cut=num_cut)
         if not self.origins:
             return chunk
         none = np.zeros(by_tick.size, np.int64)
         return self._with_documents(chunk, none + 1, none, none, data.sample[by_tick.reshape(-1)])
 
-    def _decode(self, data: SampleBytes, rows: Int64s, end_ids: Int64s | None = None) -> Decoded:
-        """Decode samples, and check ids that others made. Ids of blanked documents are BLANK, and so is an
-        EOS that is put behind one. Raises BrokenShard."""
-        found = decode_samples(data, rows, max_length=self.max_length, end_ids=end_ids)
-        if (blank := self.shards.blank_id) is not None:
-            found.ids[found.ids == blank] = BLANK
-            if end_ids is not None:
-                ends = np.cumsum(found.lengths, dtype=np.int64) - 1
-                ends = ends[(end_ids >= 0) & (found.lengths > 1)]
-                found.ids[ends[found.ids[ends - 1] == BLANK]] = BLANK
+    def _decode(self, data: SampleBytes, rows: Int64s) -> tuple[Int64s, Int32s, int]:
+        """Decode samples, and check ids that others made. Ids of blanked documents are BLANK.
+
+        Returns the lengths, int64[samples], the ids of all, and how many were left out behind ``max_length``.
+        Raises BrokenShard.
+        """
+        lengths, ids = decode_samples(data, rows)
+        num_cut = 0
+        if self.max_length is not None and lengths.max() > self.max_length:
+            kept = np.minimum(lengths, self.max_length)
+            num_cut = int((lengths - kept).sum())
+            ids = ids[places_of(np.zeros_like(lengths), lengths) < np.repeat(kept, lengths)]
+            lengths = kept
+        if self.shards.blank_id is not None:
+            ids[ids == self.shards.blank_id] = BLANK
         if self.vocab_size is not None:
-            check_vocab(data, rows, found.ids, found.lengths, self.vocab_size)
-        return found
+            check_vocab(data, rows, ids, lengths, self.vocab_size)
+        return lengths, ids, num_cut
 
     @property
     def _wants_documents(self) -> bool:
@@ -219,31 +215,33 @@ class JoinedRows(Samples):
                 sizes[shards] = source.num_tokens + source.num_samples * (not source.spec.append_eos)
                 continue
             for number in reader.opening_order(shards).tolist():  # 0.1 ms each
-                sizes[number] = (reader.num_tokens_of(number) + self._puts_eos(number)).sum()
+                sizes[number] = self._num_with_eos(reader, number).sum()
         reader.close()
         return np.concatenate([[0], np.cumsum(sizes)])
 
-    def _puts_eos(self, number: int) -> npt.NDArray[np.bool_]:
-        """Return whether an EOS is put behind each document of a shard: bool[documents]."""
-        first, end = self.shards.first_sample[number : number + 2].tolist()
+    def _puts_eos(self, number: int, documents: Int64s) -> npt.NDArray[np.bool_]:
+        """Return whether an EOS is put behind each of some documents of a shard: bool[documents]."""
         source, _ = self.shards.locate(number)
         if source.records is None:
-            return np.full(end - first, not source.spec.append_eos)
-        last_id = source.records["last_id"][self.shards.records_of(np.arange(first, end), number)]
+            return np.full(len(documents), not source.spec.append_eos)
+        last_id = source.records["last_id"][self.shards.records_of(documents, number)]
         return np.full(len(last_id), True) if self.eos_token_id is None else last_id != self.eos_token_id
+
+    def _num_with_eos(self, reader: ShardReader, number: int) -> Int64s:
+        """Return the tokens of each document of a shard, EOS included: int64[documents]."""
+        documents = np.arange(*self.shards.first_sample[number : number + 2])
+        return reader.num_tokens_of(number) + self._puts_eos(number, documents)
 
     def _ends(self, reader: ShardReader, number: int) -> Int64s:
         """Return the sums of a shard's tokens, EOS included: int64[documents + 1]. Raises BrokenShard."""
         shard = reader.opened(number)
         if "stream" not in shard.sums:
-            puts = self._puts_eos(number)
-            ends = np.concatenate([[0], np.cumsum(reader.num_tokens_of(number) + puts)])
+            ends = np.concatenate([[0], np.cumsum(self._num_with_eos(reader, number))])
             expected = int(self.first_token[number + 1] - self.first_token[number])
             if int(ends[-1]) != expected:
                 found = f"an idx that counts {int(ends[-1])} tokens"
                 raise BrokenShard(path=shard.tar.path, found=found, expected=expected, remedy=shard.remedy)
             shard.sums["stream"] = ends
-            shard.sums["end_ids"] = np.where(puts, int(self.eos_token_id or 0), -1)
         return shard.sums["stream"]
 
     def read(self, reader: ShardReader, samples: Int64s, offset: int) -> Window:
@@ -251,7 +249,7 @@ class JoinedRows(Samples):
         begins = (offset + rows * self.row_tokens) % self.offsets
         at = np.empty(len(rows), np.int64)  # where each row begins in the decoded documents
         documents: list[Int64s] = []
-        end_ids: list[Int64s] = []
+        puts_eos: list[npt.NDArray[np.bool_]] = []
         num_decoded = 0
         # Consecutive rows are one stretch of the stream, which goes on from shard to shard. Each process
         # begins with another one.
@@ -271,17 +269,19 @@ class JoinedRows(Samples):
                     stretch_at = num_decoded + begin - int(ends[low])
                     at[first:end] = stretch_at + np.arange(end - first) * self.row_tokens
                 documents.append(np.arange(low, high) + self.shards.first_sample[number])
-                end_ids.append(reader.opened(number).sums["end_ids"][low:high])
+                puts_eos.append(self._puts_eos(number, documents[-1]))
                 num_decoded += int(ends[high] - ends[low])
                 token, num_left = (token + num_taken) % self.offsets, num_left - num_taken
         asked = np.concatenate(documents)
-        found = self._decode(reader.read(asked), np.arange(len(asked)), np.concatenate(end_ids))
-        if len(found.ids) != num_decoded:
-            path, record = self.shards.path_and_record(int(asked[0]))
-            found_here = f"{len(found.ids)} tokens in the samples from {record} on"
-            raise BrokenShard(path=path, found=found_here, expected=num_decoded)
-        starts = np.cumsum(found.lengths, dtype=np.int64) - found.lengths
-        has_tokens = found.lengths > 0
+        counts, ids, _ = self._decode(reader.read(asked), np.arange(len(asked)))
+        puts, ends = np.concatenate(puts_eos), np.cumsum(counts)
+        if puts.any():
+            eos = np.full(len(ends), self.eos_token_id, np.int32)
+            if self.shards.blank_id is not None and len(ids):  # behind a blanked document it is blanked, too
+                eos[(counts > 0) & (ids[ends - 1] == BLANK)] = BLANK
+            ids, counts = np.insert(ids, ends[puts], eos[puts]), counts + puts
+        starts = np.cumsum(counts) - counts
+        has_tokens = counts > 0
         last = self.offsets - (self.num_samples - 1) * self.row_tokens  # tokens of the last row
         lengths = np.where(samples == self.num_samples - 1, min(last, self.row_tokens), self.row_tokens)
         begin_at, lengths = at[inverse.reshape(samples.shape)], lengths.astype(np.int32)
@@ -289,8 +289,8 @@ class JoinedRows(Samples):
 
         def window(first: int, end: int) -> Chunk:
             at, of_row = begin_at[:, first:end], lengths[:, first:end]
-            ids = Ragged.of_rows(found.ids, at, self.row_tokens)
-            chunk = Chunk(lengths=of_row, ids=ids, row_tokens=self.row_tokens)
+            in_place = Ragged.of_rows(ids, at, self.row_tokens)
+            chunk = Chunk(lengths=of_row, ids=in_place, row_tokens=self.row_tokens)
             if not self._wants_documents:
                 return chunk
             by_tick = at.T.reshape(-1)

@@ -29,13 +29,7 @@ from shardprep.files import (
     refuse_fifos,
 )
 from shardprep.format.index import without_garbage_collection
-from shardprep.format.names import (
-    CHAT_TEMPLATES_DIR,
-    TOKENIZER_DIR,
-    TokenizerSpec,
-    fingerprint_of,
-    is_text,
-)
+from shardprep.format.names import CHAT_TEMPLATES_DIR, TOKENIZER_DIR, TokenizerSpec, fingerprint_of, is_text
 from shardprep.hub import find_on_hub, is_library_fault, no_tokenizer, words_of_fault
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -238,4 +238,16 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
         SPEED,
     ),
     ("loader/chunks.py", "has_numbers = sizes > 2", "has_numbers = (sizes >= 2)", SPEED),
+    (
+        "loader/run.py",
+        "ids=ids if run.row_tokens else ids.joined(),",
+        "ids=ids if (not (run.row_tokens)) else ids.joined(),",
+        SPEED,
+    ),
+    (
+        "loader/reading.py",
+        "is_cut = is_cut | (gap < 0) | (gap > _MOST_GAP_BYTES)",
+        "is_cut = is_cut | (gap < 0) | ((gap >= _MOST_GAP_BYTES))",
+        READS,
+    ),
 )

@@ -103,26 +103,21 @@ def _plain_member(tar: TarBytes, position: int) -> tuple[str, int, int] | None:
 
     webdataset writes PAX records before each header, of a time alone, which are passed over.
     """
-    header = _plain_header(tar.at(position, position + BLOCK_BYTES))
-    if header is not None and header["kind"] == b"x":
-        records_at, position = position + BLOCK_BYTES, position + 2 * BLOCK_BYTES
-        time = _TIME.fullmatch(tar.at(records_at, position).rstrip(b"\0"))
-        if time is None or not len(time[0]) == int(time[1]) == int(header["size"], 8):
+    for _ in range(2):
+        block = tar.at(position, position + BLOCK_BYTES)
+        header = _PLAIN_HEADER.fullmatch(block)
+        counted = sum(block) - sum(block[148:156]) + 8 * ord(" ")  # the checksum counts as blanks
+        if header is None or int(header["checksum"], 8) != counted:
             return None
-        header = _plain_header(tar.at(position, position + BLOCK_BYTES))
-    if header is None or header["kind"] != b"0":
-        return None
-    name = header["name"].partition(b"\0")[0].decode("utf-8", "surrogateescape")
-    first = position + BLOCK_BYTES
-    return name, first, first + int(header["size"], 8)
-
-
-def _plain_header(block: bytes) -> re.Match[bytes] | None:
-    header = _PLAIN_HEADER.fullmatch(block)
-    if header is None:
-        return None
-    counted = sum(block) - sum(block[148:156]) + 8 * ord(" ")  # the checksum counts as blanks
-    return header if int(header["checksum"], 8) == counted else None
+        first, num_bytes = position + BLOCK_BYTES, int(header["size"], 8)
+        if header["kind"] == b"0":
+            name = header["name"].partition(b"\0")[0].decode("utf-8", "surrogateescape")
+            return name, first, first + num_bytes
+        position += 2 * BLOCK_BYTES
+        time = _TIME.fullmatch(tar.at(first, position).rstrip(b"\0"))
+        if time is None or not len(time[0]) == int(time[1]) == num_bytes:
+            return None
+    return None
 
 
 def _unusual_member(tar: TarBytes, archive: tarfile.TarFile, position: int) -> tuple[str | None, int, int]:

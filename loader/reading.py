@@ -14,7 +14,6 @@ import contextlib
 import resource
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -37,74 +36,64 @@ MAX_OPEN_SHARDS = 128
 HELD_IDX_BYTES = 256 << 10  # an idx up to this is read at opening, else what is asked for
 
 
-@dataclass(frozen=True, kw_only=True)
 class OpenShard:
     """One tar, open for reading. Its samples' records are in memory, or to be read from its open idx."""
 
-    source: DatasetShards
-    tar: ReadFile
-    idx: RecordFile | None  # open, where the records are not held
-    records: Any  # columns as in the idx, a row per sample; None where there is ``idx``
-    dtype: int | None  # how all ids lie, by its number in TOKEN_DTYPES; None: as ``records`` says of each
-    remedy: str | None  # the command that makes it again; None: others wrote it
-    sums: dict[str, Int64s] = field(default_factory=dict)  # what its readers keep with it
+    def __init__(self, source: DatasetShards, row: int) -> None:
+        """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
+        path, shard_id = source.path_of(row), int(source.shard_ids[row])
+        self.source = source
+        # The command that makes it again; None: others wrote it.
+        self.remedy = None if source.scanned_tar else rerun_command(shard_id, source.folder)
+        self.sums: dict[str, Int64s] = {}  # what its readers keep with it
+        self.dtype: int | None = None  # how all ids lie, by its number in TOKEN_DTYPES; None: by the records
+        self._records: Any = source.records  # columns as in the idx, a row per sample; None: in the idx
+        self._idx: RecordFile | None = None
+        with contextlib.ExitStack() as opened:  # closes what is open where something fails
+            try:
+                self.tar = opened.enter_context(ReadFile(path))
+            except NOT_THERE:
+                raise MissingShard(f"{path} is missing", path=path, remedy=self.remedy) from None
+            expected = int(source.tar_bytes[row])
+            if self.tar.num_bytes != expected:
+                changed = "" if source.records is None else ", other than when it was scanned"
+                found = f"{self.tar.num_bytes} bytes{changed}"
+                raise BrokenShard(path=path, found=found, expected=expected, remedy=self.remedy)
+            if self._records is None:
+                idx = self._idx = open_idx(source.folder, source.spec, shard_id)
+                opened.enter_context(idx.file)
+                expected = int(source.num_samples[row])
+                if idx.num_samples != expected:
+                    found = f"{idx.num_samples} samples"
+                    raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=self.remedy)
+                self.dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
+                if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
+                    self._records, self._idx = self._read(idx, slice(0, idx.num_samples)), None
+                    idx.file.close()
+            opened.pop_all()
 
     def close(self) -> None:
         self.tar.close()
-        if self.idx is not None:
-            self.idx.file.close()
+        if self._idx is not None:
+            self._idx.file.close()
 
     def records_of(self, rows: slice | Int64s) -> Any:
         """Return columns of the idx for some samples, ascending. Of a large idx, those alone are read."""
-        if self.idx is None:
-            return self.records[rows] if isinstance(rows, slice) else self.records.take(rows)
+        if self._idx is None:
+            return self._records[rows] if isinstance(rows, slice) else self._records.take(rows)
         parts = [rows] if isinstance(rows, slice) else _stretches(rows)
-        return np.concatenate([_read_records(self.source, self.tar, self.idx, part) for part in parts])
+        return np.concatenate([self._read(self._idx, part) for part in parts])
 
-
-def _read_records(source: DatasetShards, tar: ReadFile, idx: RecordFile, rows: slice) -> Any:
-    """Read records of an idx. Raises BrokenShard where its tar cannot have samples at these places."""
-    records = idx.read(rows)
-    wrong = misplaced_samples(source.spec, records, tar.num_bytes)
-    if wrong.any():
-        raise BrokenShard(
-            path=tar.path,
-            found=f"an idx that places sample {rows.start + wrong.argmax()} wrongly",
-            expected=f"places apart in {tar.num_bytes} bytes",
-            remedy=f"shardprep verify {quoted(source.folder)}",
-        )
-    return records
-
-
-def open_shard(source: DatasetShards, row: int) -> OpenShard:
-    """Open one shard of a source. Raises MissingShard, BrokenShard or OSError."""
-    path, shard_id = source.path_of(row), int(source.shard_ids[row])
-    remedy = None if source.scanned_tar else rerun_command(shard_id, source.folder)
-    with contextlib.ExitStack() as opened:  # closes what is open where something fails
-        try:
-            tar = opened.enter_context(ReadFile(path))
-        except NOT_THERE:
-            raise MissingShard(f"{path} is missing", path=path, remedy=remedy) from None
-        expected = int(source.tar_bytes[row])
-        if tar.num_bytes != expected:
-            changed = "" if source.records is None else ", other than when it was scanned"
-            found = f"{tar.num_bytes} bytes{changed}"
-            raise BrokenShard(path=path, found=found, expected=expected, remedy=remedy)
-        records, idx, dtype = source.records, None, None
-        if records is None:
-            idx = open_idx(source.folder, source.spec, shard_id)
-            opened.enter_context(idx.file)
-            expected = int(source.num_samples[row])
-            if idx.num_samples != expected:
-                found = f"{idx.num_samples} samples"
-                raise BrokenShard(path=idx.file.path, found=found, expected=expected, remedy=remedy)
-            dtype = TOKEN_DTYPES.index(None if source.spec.kind == "json" else source.spec.dtype)
-            if idx.num_samples * idx.dtype.itemsize <= HELD_IDX_BYTES:
-                records = _read_records(source, tar, idx, slice(0, idx.num_samples))
-                idx.file.close()
-                idx = None
-        opened.pop_all()
-    return OpenShard(source=source, tar=tar, idx=idx, records=records, dtype=dtype, remedy=remedy)
+    def _read(self, idx: RecordFile, rows: slice) -> Any:
+        """Read records of the idx. Raises BrokenShard where the tar cannot have samples at these places."""
+        records = idx.read(rows)
+        wrong = misplaced_samples(self.source.spec, records, self.tar.num_bytes)
+        if wrong.any():
+            found = f"an idx that places sample {rows.start + wrong.argmax()} wrongly"
+            expected = f"places apart in {self.tar.num_bytes} bytes"
+            remedy = f"shardprep verify {quoted(self.source.folder)}"
+            raise BrokenShard(path=self.tar.path, found=found, expected=expected, remedy=remedy)
+        return records
 
 
 _ALIGN_BYTES = 64
@@ -162,7 +151,7 @@ class ShardReader:
             self._open.popitem(last=False)[1].close()
         source, row = self._shards.locate(number)
         what = f"{source.path_of(row)} cannot be opened"
-        self._open[number] = with_retries(what, partial(open_shard, source, row))
+        self._open[number] = with_retries(what, partial(OpenShard, source, row))
         return self._open[number]
 
     def close(self) -> None:
@@ -234,14 +223,11 @@ class ShardReader:
     def num_tokens_of(self, number: int) -> Int64s:
         """Return the tokens of each sample of a shard, -1 where they were not counted."""
         if "num_tokens" not in self.opened(number).sums:
-            num_records = int(self._shards.num_records[number])
-            cuts = [*range(0, num_records, _IDX_ROWS), num_records]
+            first, end = self._shards.first_sample[number : number + 2].tolist()
+            begin, end = (int(self._shards.records_of(each, number)) for each in (first, end))
+            cuts = [*range(begin, end, _IDX_ROWS), end]
             parts = [self._records(number, slice(*cut))["num_tokens"] for cut in pairwise(cuts)]
-            counts = np.concatenate([np.empty(0, np.int64), *parts])
-            if self._shards.split is not None:
-                first, end = self._shards.first_sample[number : number + 2].tolist()
-                counts = counts[self._shards.records_of(np.arange(first, end), number)]
-            self.opened(number).sums["num_tokens"] = counts
+            self.opened(number).sums["num_tokens"] = np.concatenate([np.empty(0, np.int64), *parts])
         return self.opened(number).sums["num_tokens"]
 
     def opening_order(self, shards: Int64s) -> Int64s:

@@ -105,26 +105,21 @@ class BatchStream:
         self._read_from(start)
         num_done, first_batch = divmod(start.num_micro, run.batches_per_tick)
         epoch, tick = run.epoch_and_tick(start)
-        ticks = self._ticks(tick, first_batch)
         end = run.first_step(epoch + 1)
+        chunk, place = None, 0
         for step in range(start.step, end):
-            batches = next(ticks)
-            for _ in range(1, run.ticks_in_step(step) - num_done):
-                batches += next(ticks)
+            batches: list[tuple[Any, tuple[int, int]]] = []
+            for _ in range(num_done, run.ticks_in_step(step)):
+                if chunk is None:
+                    chunk, place = self._next_chunk(), 0
+                fillers = run.order.is_filler(tick, self._slots) if run.is_validation else None
+                batches += self._step_batches.of_tick(chunk, place, first_batch, fillers)
+                tick, place, first_batch = tick + 1, place + 1, 0
+                if place == chunk.num_ticks:
+                    chunk = None  # it may hold its window; the next one is read now
             num_done = 0
             yield batches
         self._stands_at = Position(end)
-
-    def _ticks(self, tick: int, first_batch: int) -> Iterator[list[tuple[Any, tuple[int, int]]]]:
-        """Yield the batches of each tick of an epoch, from a batch of one tick on."""
-        order, slots, of_tick = self._run.order, self._slots, self._step_batches.of_tick
-        while True:
-            chunk = self._next_chunk()
-            for place in range(chunk.num_ticks):
-                fillers = order.is_filler(tick, slots) if order.keeps_tail else None
-                yield list(of_tick(chunk, place, first_batch, fillers))
-                tick, first_batch = tick + 1, 0
-            del chunk  # it may hold its window; the next one is read now
 
     def end(self) -> None:
         """End the workers and close the files. The next steps start them again."""

@@ -33,20 +33,23 @@ from shardprep.format.jobs import read_events, user_name
 from shardprep.format.manifest import sum_of_sources
 from shardprep.format.names import id_ranges
 from shardprep.format.plan import need_plan
-from slurm.causes import (
+from slurm.queue import ask_patiently, meaning_of
+from slurm.state import (
     BAD_INPUT,
     NODE_FAIL,
     OUT_OF_MEMORY,
     TIMEOUT,
     VANISHED,
+    DatasetState,
+    Shard,
+    StateName,
     cause_of_record,
+    find_state,
     last_lines,
     log_tail,
+    reason_to_leave,
     remedy_of,
 )
-from slurm.commands import ask_patiently
-from slurm.queue import meaning_of
-from slurm.state import DatasetState, Shard, StateName, find_state, reason_to_leave
 
 STATUS_VERSION = 4  # of --json: it grows where a field goes or changes its meaning
 POLL_S = 5.0

@@ -21,9 +21,8 @@ from pathlib import Path
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
 from preprocess.make.worker import load_worker
-from preprocess.plan.planning import make_plan
+from preprocess.plan.planning import make_plan, scratch_folder
 from preprocess.plan.tokenizer import document_ends_line
-from preprocess.plan.trial import scratch_folder
 from shardprep import __version__
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError

@@ -22,8 +22,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from preprocess.make.engines import LLAMA3_REGEX
-from preprocess.plan.inputs import find_inputs, stamp_inputs
-from preprocess.plan.trial import sample_documents
+from preprocess.plan.inputs import find_inputs, sample_documents, stamp_inputs
 from shardprep.command_line import add_flags_of, parse_size
 from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError

@@ -5,8 +5,7 @@ The one rule: ``lfs setstripe`` is run on existing directories only. From Lustre
 """
 
 from lustre.layout import parse_stripe, stripe_line
-from lustre.lfs import why_not_usable
-from lustre.space import Need, space_lines
+from lustre.lfs import Need, space_lines, why_not_usable
 from shardprep.errors import LustreError
 
 __all__ = [

@@ -23,8 +23,7 @@ from lustre.layout import (
     read_layout,
     set_directory_layout,
 )
-from lustre.lfs import existing_part, file_system_of, why_not_usable
-from lustre.space import count_osts, read_targets
+from lustre.lfs import count_osts, existing_part, file_system_of, read_targets, why_not_usable
 from shardprep.command_line import Command, Program, given_words
 from shardprep.console import counted, print_lines, quoted
 from shardprep.errors import LustreError, NotFound, ShardprepError

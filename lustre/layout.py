@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lustre.lfs import existing_part, lustre_mount, run_lfs, why_not_usable
-from lustre.space import UNKNOWN, count_osts
+from lustre.lfs import UNKNOWN, count_osts, existing_part, lustre_mount, run_lfs, why_not_usable
 from shardprep.command_line import parse_size
 from shardprep.console import counted, quoted
 from shardprep.errors import LustreError, ShardprepError, UsageError

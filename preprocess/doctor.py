@@ -27,8 +27,7 @@ from shardprep import __version__
 from shardprep.console import counted, print_lines, short_bytes
 from shardprep.errors import ShardprepError, UsageError
 from shardprep.format.names import TOKENIZER_DIR
-from shardprep.format.options import PrepConfig
-from shardprep.format.plan import need_plan
+from shardprep.format.plan import PrepConfig, need_plan
 
 _NEEDED = ("numpy", "orjson", "tokenizers", "gigatoken", "tqdm", "transformers")  # by a task or by planning
 _TORCH_LIMIT_S = 180.0

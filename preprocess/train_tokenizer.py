@@ -28,7 +28,7 @@ from shardprep.console import LOG_EVERY_S, Progress, counted, say
 from shardprep.errors import BadInput, CannotWrite, Refused, UsageError
 from shardprep.files import PublishedFolder, is_folder, make_folder, names_in, size_of_file
 from shardprep.format.input_formats import place_text
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 PIECE_CHARS = 4096  # longer texts are cut: one word of a million letters would stall every merge
 _PLACE_BYTES = 1 << 20  # of text that is taken at each place

@@ -23,7 +23,6 @@ import re
 import shlex
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from msgspec import Meta
 
-from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError, UsageError
+from shardprep.errors import BrokenShard, CannotWrite, ReadWriteError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,21 +62,6 @@ class FileStamp:
 
     num_bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
     sha256: Digest
-
-
-def check_names_are_utf8(*paths: str) -> None:
-    """Check that Python encodes names of files as UTF-8, as libraries in Rust and other nodes do.
-
-    ``paths``: they alone matter. ASCII is the same in every encoding. Raises UsageError.
-    """
-    encoding = sys.getfilesystemencoding()
-    if encoding == "utf-8" or (paths and "".join(paths).isascii()):
-        return
-    shown = next((f"{path!a} is not ASCII, and " for path in paths if not path.isascii()), "")
-    raise UsageError(
-        f"{shown}names of files are {encoding} to this Python, by its locale, expected utf-8; before you "
-        "start it again, type: export PYTHONUTF8=1"
-    )
 
 
 @contextlib.contextmanager

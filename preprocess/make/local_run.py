@@ -15,12 +15,12 @@ from pathlib import Path
 
 from preprocess.make.resources import WorkerSettings, bind_to
 from preprocess.make.worker import Work, done_line, load_worker
+from shardprep.command_line import start_child
 from shardprep.console import Progress, guard_streams, say
 from shardprep.errors import ReadWriteError, ShardprepError
 from shardprep.format.jobs import Failure, append_failure
 from shardprep.format.manifest import Manifest
 from shardprep.format.plan import need_plan
-from shardprep.signals import start_child
 
 Event = Work | Manifest | Failure | str  # work that was done, what became of the shard, or a line for people
 

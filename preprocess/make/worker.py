@@ -60,8 +60,7 @@ from shardprep.format.names import (
     is_chosen,
     quarantine_path,
 )
-from shardprep.format.options import EngineName
-from shardprep.format.plan import Plan, PlannedShard, check_tokenizer_files
+from shardprep.format.plan import EngineName, Plan, PlannedShard, check_tokenizer_files
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard

@@ -40,8 +40,7 @@ from shardprep.console import counted, short_bytes
 from shardprep.errors import BadInput, NotFound, ShardprepError, UsageError
 from shardprep.format.input_formats import input_kind, known_input_kind, known_suffixes
 from shardprep.format.names import MAX_SHARDS
-from shardprep.format.options import SPLITS, PlanOptions
-from shardprep.format.plan import Cut, InputFile, ranges_between
+from shardprep.format.plan import SPLITS, Cut, InputFile, PlanOptions, ranges_between
 
 # Why a name is left out, as plan.json has it, and what a user can do about it.
 _UNKNOWN = "unknown suffix"

@@ -91,13 +91,15 @@ from shardprep.format.names import (
     fingerprint_of,
     load_json,
 )
-from shardprep.format.options import PLAN_FIELDS, PrepConfig, option_differences
 from shardprep.format.plan import (
+    PLAN_FIELDS,
     ByteRange,
     Cut,
     InputFile,
     Plan,
+    PrepConfig,
     is_one_file_a_shard,
+    option_differences,
     plan_id,
     publish_plan,
     read_plan,

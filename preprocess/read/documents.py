@@ -25,8 +25,7 @@ from shardprep.command_line import needs
 from shardprep.errors import BadInput, UsageError
 from shardprep.format.documents import DocumentNames, canonical_conversation, digests_of
 from shardprep.format.input_formats import input_kind, place_text
-from shardprep.format.options import PlanOptions
-from shardprep.format.plan import ByteRange
+from shardprep.format.plan import ByteRange, PlanOptions
 
 if TYPE_CHECKING:
     from preprocess.read.chat import ChatTemplate

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from shardprep.format.jobs import (
     read_submissions,
     user_name,
 )
-from shardprep.format.manifest import MadeShards, find_made_shards, is_verified
+from shardprep.format.manifest import MadeShards, Manifest, find_made_shards, is_verified
 from shardprep.format.plan import Plan
 from slurm.queue import LOG_NOT_OPENED, PLAIN, Job, Queue, SlurmAway, find_queue, seconds_of
 
@@ -311,11 +311,13 @@ def find_state(
     *,
     needs_slurm: bool = True,
     before: DatasetState | None = None,
+    see: Callable[[Manifest], None] | None = None,
 ) -> DatasetState:
     """Join manifests, records and what Slurm shows. Raises SlurmAway, unless ``needs_slurm`` is False.
 
     What no manifest or record proves is ``not visible`` then. ``before``: what was found a moment ago; what
-    was done then is not read again. Raises BrokenShard and ReadWriteError of files, too.
+    was done then is not read again. ``see``: as for ``find_made_shards``. Raises BrokenShard and
+    ReadWriteError of files, too.
     """
     identity, unreadable = folder_identity(folder), list[str]()
     try:
@@ -333,7 +335,7 @@ def find_state(
     found, queue = None, Queue()
     asks = bool(sent or open_records)
     if not asks:  # tasks of plain sbatch may wait, unless all is done
-        found = find_made_shards(folder, plan.spec, known=known)
+        found = find_made_shards(folder, plan.spec, known=known, see=see)
         asks = len(found.done) < plan.num_shards and shutil.which("squeue") is not None
     if asks:
         config = before.queue.config if before else {}
@@ -351,7 +353,7 @@ def find_state(
     records.unreadable = [*unreadable, *now.unreadable]
     _add_ends(records.own, queue)
     if found is None or queue.jobs:
-        found = find_made_shards(folder, plan.spec, known=known)
+        found = find_made_shards(folder, plan.spec, known=known, see=see)
 
     nothing: StateName = "not visible" if records.unreadable else "not submitted"
     shards = [

@@ -49,7 +49,6 @@ from shardprep.format.manifest import (
     ShardMaking,
     TextCounts,
     longest_of,
-    read_manifest,
     sum_of_sources,
 )
 from shardprep.format.names import TOKENIZER_DIR, id_ranges, manifest_path
@@ -470,13 +469,16 @@ _URL_SECRET = re.compile(r"(?i)([?&][\w-]*(?:token|key|secret|password|signature
 def report(args: argparse.Namespace) -> int:
     """Write the report of a data set, finished or not: ``report DATA``."""
     folder = args.output_dir.absolute()
-    state = find_state(folder, need_plan(folder), needs_slurm=False)
-    progress = Progress("reading manifests", len(state.made.done), unit="shards")
-    manifests = []
-    for shard_id in state.made.done:
-        manifests.append(read_manifest(folder, shard_id))
-        progress.add(1)
-    data = _without_secrets(report_data(state, manifests))
+    plan, manifests = need_plan(folder), dict[int, Manifest]()
+    progress = Progress("reading manifests", plan.num_shards, unit="shards")
+
+    def keep(manifest: Manifest) -> None:
+        progress.add(manifest.shard_id not in manifests)  # find_state may look a second time
+        manifests[manifest.shard_id] = manifest
+
+    state = find_state(folder, plan, needs_slurm=False, see=keep)
+    progress.add(plan.num_shards - len(manifests))
+    data = _without_secrets(report_data(state, [manifests[shard_id] for shard_id in state.made.done]))
     lines = [json.dumps(data)] if args.json else page_lines(data)
     if args.json and args.output is None:
         print_lines(*lines)

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-import orjson
 from msgspec import Meta
 
 from shardprep.command_line import option
@@ -638,9 +637,9 @@ def _hashes_of_tables(plan: Plan) -> tuple[str, str]:
     """Return the hashes of what the id has of inputs and cuts."""
     inputs, cuts = hashlib.sha256(), hashlib.sha256()
     for item in plan.inputs:
-        inputs.update(orjson.dumps((item.path, item.num_bytes, item.sha256)))
+        inputs.update(msgspec.json.encode((item.path, item.num_bytes, item.sha256)))
     for cut in plan.cuts:
-        cuts.update(orjson.dumps((cut.input_number, cut.byte, cut.sha256)))
+        cuts.update(msgspec.json.encode((cut.input_number, cut.byte, cut.sha256)))
     return inputs.hexdigest(), cuts.hexdigest()
 
 
@@ -653,7 +652,7 @@ def _id_of(plan: _Decisions, inputs_sha256: str, cuts_sha256: str) -> str:
         "inputs": inputs_sha256,
         "cuts": cuts_sha256,
     }
-    return hashlib.sha256(orjson.dumps(identity, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
 
 
 def plan_json(plan: Plan) -> bytes:
@@ -681,7 +680,7 @@ def plan_json(plan: Plan) -> bytes:
         "cuts_sha256": cuts_sha256,
         "tables": tables,
     }
-    return orjson.dumps(with_content_hash(_FORMAT, head))[:-1] + b"\n" + body + b"}\n"
+    return msgspec.json.encode(with_content_hash(_FORMAT, head))[:-1] + b"\n" + body + b"}\n"
 
 
 def publish_plan(plan: Plan, output_dir: Path) -> Plan:

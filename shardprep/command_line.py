@@ -35,7 +35,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardprep.console import guard_streams, say
+from shardprep.console import guard_streams, print_lines, say
 from shardprep.errors import ReadWriteError, ShardprepError, Stopped, UsageError
 from shardprep.removed import COMMANDS, FLAGS
 
@@ -95,7 +95,7 @@ class Program:
     name: str
     description: str
     commands: Mapping[str, Command]
-    epilog: str | None = None
+    epilog: str = "COMMAND --help shows its flags."
     # Flags whose value may begin with a dash, as in ``--sbatch_args --no-requeue``.
     dashed_values: Container[str] = ()
     # What to say of flags that people look for here, by the names that other tools give them.
@@ -138,35 +138,44 @@ class Program:
         """
         if found := next((word for word in words if "\0" in word), None):
             raise UsageError(f"{found!r} holds a NUL, which no path and no name can; leave that out")
+        name = name or self.name
         words = self._underscored(words)
         if words[:1] == ["help"]:
             words = [*words[1:], "--help"]
-        if words and not words[0].startswith("-") and words[0] not in self.commands:
-            listed = [word for word, command in self.commands.items() if not command.is_nameless]
-            raise UsageError(unknown_command(words[0], listed))
-        parser, called = self._parser(words[:1], name or self.name)
-        if words and words[0] in called:
-            known = [*called[words[0]]._option_string_actions]  # noqa: SLF001 - argparse has no other list
-            for flag in (word.partition("=")[0] for word in words):
-                instead = FLAGS.get(f"{words[0]} {flag}", FLAGS.get(flag))
-                if instead and flag not in known:
-                    called[words[0]].error(f"the flag {flag} was removed: {instead}")
-        args, unknown = parser.parse_known_args(words)
+        listed = {word: each.summary for word, each in self.commands.items() if not each.is_nameless}
+        if not words or words[0] in ("-h", "--help"):
+            show_commands(name, self.description, listed, self.epilog, is_asked_for=bool(words))
+        word = words[0]
+        if word not in self.commands:
+            raise UsageError(unknown_command(word, list(listed)))
+        parser = self.parser_of(word, name=name)
+        known = [*parser._option_string_actions]  # noqa: SLF001 - argparse has no other list
+        for flag in (each.partition("=")[0] for each in words):
+            instead = FLAGS.get(f"{word} {flag}", FLAGS.get(flag))
+            if instead and flag not in known:
+                parser.error(f"the flag {flag} was removed: {instead}")
+        args, unknown = parser.parse_known_args(words[1:])
         if unknown:
-            flag, own = unknown[0].partition("=")[0], called[args.command]
-            flags = [each for each in own._option_string_actions if each.startswith("--")]  # noqa: SLF001
+            flag = unknown[0].partition("=")[0]
+            flags = [each for each in known if each.startswith("--")]
             folders = [each for each in flags if each in ("--input_dir", "--output_dir")]
             hint = self.hints.get(flag, "")
             if folders and not hint and not flag.startswith("-"):
-                hint = f"{args.command} takes folders by their flags: {', '.join(folders)}"
+                hint = f"{word} takes folders by their flags: {', '.join(folders)}"
             elif not hint and (near := _nearest(flag, flags)):
                 hint = f"did you mean {near}?"
-            own.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {hint}" if hint else ""))
+        args.command = word
         return args
 
-    def parser_of(self, word: str, *, name: str) -> argparse.ArgumentParser:
+    def parser_of(self, word: str, *, name: str) -> _Parser:
         """Return the parser of one command, with all its flags."""
-        return self._parser([word], name)[1][word]
+        command = self.commands[word]
+        prog = name if command.is_nameless and name == self.name else f"{name} {word}"
+        parser = _Parser(prog=prog, description=f"{command.summary[:1].upper()}{command.summary[1:]}.")
+        _function(command.add_flags)(parser)
+        parser.settle()
+        return parser
 
     def _underscored(self, words: Sequence[str]) -> list[str]:
         """Return the words with underscores in names of flags, and dashed values joined to their flags."""
@@ -182,23 +191,20 @@ class Program:
                 found.append(word)
         return found
 
-    def _parser(self, called: Sequence[str], name: str) -> tuple[_Parser, dict[str, _Parser]]:
-        """Return the parser of all commands, and each one's own: the one ``called`` has its flags."""
-        parser = _Parser(prog=name, description=self.description, epilog=self.epilog)
-        parsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-        own: dict[str, _Parser] = {}
-        # Of a command that is called the others need no parser: each costs a task 12 looks for translations.
-        for word, command in self.commands.items():
-            if called and word not in called and called[0] in self.commands:
-                continue
-            shown: dict[str, Any] = {} if command.is_nameless else {"help": command.summary}
-            prog = name if command.is_nameless and name == self.name else f"{name} {word}"
-            own[word] = parsers.add_parser(word, prog=prog, **shown)
-            if word in called:
-                own[word].description = command.summary[:1].upper() + command.summary[1:] + "."
-                _function(command.add_flags)(own[word])
-                own[word].settle()
-        return parser, own
+
+def show_commands(
+    name: str, description: str, commands: Mapping[str, str], end: str, *, is_asked_for: bool
+) -> NoReturn:
+    """Print what there is to type, and end: with 0 where that was asked for, else with 2."""
+    lines = [f"usage: {name} COMMAND [flags]", "", description, "", "commands:"]
+    lines += [f"  {word:<17}{summary}" for word, summary in commands.items()]
+    lines += ["", *textwrap.wrap(end, 79)]
+    if is_asked_for:
+        print_lines(*lines)
+        raise SystemExit(0)
+    for line in lines:
+        say(line)
+    raise SystemExit(UsageError.exit_code)
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -184,27 +184,49 @@ def check_queue(state: DatasetState, wanted: set[int] | None) -> None:
         say(f"left out, as they wait or run (one that was cancelled may end just now): {named}")
 
 
-@dataclass(kw_only=True)
 class Sending:
     """What one command is about to send, checked and rendered as sbatch will get it."""
 
-    state: DatasetState
-    arrays: list[tuple[JobRequest, list[str], str]]  # request, tasks, script
-    verify: str  # script of the verify job
-    controller: str  # script of the job of --until_done, or ""
-    cluster: str
-
-    @property
-    def scripts(self) -> list[str]:
-        """Return the scripts in the order in which they are sent."""
-        return [*(script for _, _, script in self.arrays), self.verify, *filter(None, [self.controller])]
+    def __init__(
+        self, args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int
+    ) -> None:
+        """Have Slurm test all scripts, of ``most_tasks`` tasks at most. Raises SlurmRefused, SlurmAway."""
+        folder, request = state.folder, groups[0][0]
+        name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
+        self._state = state
+        self._arrays: list[tuple[JobRequest, list[str], str]] = []  # request, tasks, script
+        site = None
+        for asked, shard_ids in groups:
+            per_task, most = args.shards_per_task, most_tasks
+            try:
+                site = find_site(asked.partition)
+                most = min(most, site.max_array_size)
+            except SlurmAway:
+                if not args.dry_run:
+                    raise
+            if asked.num_cpus is None and site and per_task is None:
+                per_task = site.max_cpus  # a process on each of the node's CPUs
+            tasks = tasks_of_shards(shard_ids, most, per_task)
+            script = array_script(folder, name, tasks, asked)
+            if site:
+                check_script(asked, script, site)
+            self._arrays.append((asked, tasks, script))
+        self._cluster = site.cluster if site else ""
+        # The controller notifies, when all is over.
+        quiet = request.changed(notify=None) if args.until_done else request
+        last_request = _with_time_of_verify(state, quiet, site)
+        self._verify = verify_script(folder, name + VERIFY, state.plan.num_shards, last_request)
+        self._controller = _controller(args, state, request, site) if args.until_done else ""
+        # In the order in which they are sent.
+        self.scripts = [*(script for _, _, script in self._arrays), self._verify]
+        self.scripts += [self._controller] if self._controller else []
 
     def send(self) -> tuple[Submission, str]:
         """Submit all, held, write the record, and return it and the controller's id.
 
         If a step before the record fails, what was submitted is cancelled again. Raises SubmittedMeanwhile.
         """
-        state, job_ids = self.state, list[str]()
+        state, job_ids = self._state, list[str]()
         make_subfolder(state.folder, LOGS_FOLDER)
 
         def submitted(script: str, *options: str) -> dict[str, Any]:
@@ -213,17 +235,17 @@ class Sending:
 
         try:
             arrays = []
-            for request, tasks, script in self.arrays:
+            for request, tasks, script in self._arrays:
                 shown = submitted(script)
                 del shown["user"]
                 arrays.append(JobArray(job_id=job_ids[-1], request=request, tasks=tasks, **shown))
             before = {sent.verify.job_id for sent in state.submissions}
             queued = [each for each in state.live_job_ids() if each not in before]
-            shown = submitted(self.verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
+            shown = submitted(self._verify, f"--dependency=afterany:{':'.join([*job_ids, *queued])}")
             submission = Submission(
                 number=state.next_number,
                 plan_id=state.plan.plan_id,
-                cluster=self.cluster,
+                cluster=self._cluster,
                 user=shown["user"],
                 submitted=round(time.time(), 3),
                 arrays=arrays,
@@ -231,9 +253,9 @@ class Sending:
                 identity=folder_identity(state.folder),
             )
             controller = ""
-            if self.controller:
+            if self._controller:
                 # Before the release: a limit of jobs that leaves no room for it is met in time.
-                controller = submit_script(self.controller, f"--dependency=afterany:{':'.join(job_ids)}")
+                controller = submit_script(self._controller, f"--dependency=afterany:{':'.join(job_ids)}")
                 job_ids.append(controller)
             publish_submission(state.folder, submission)
         except BaseException:
@@ -249,38 +271,6 @@ class Sending:
         return submission, controller
 
 
-def prepare(args: argparse.Namespace, state: DatasetState, groups: Groups, most_tasks: int) -> Sending:
-    """Have Slurm test all scripts, of ``most_tasks`` tasks at most. Raises SlurmRefused, SlurmAway."""
-    folder, request = state.folder, groups[0][0]
-    name = f"{names_begin(folder, state.plan.plan_id)}{state.next_number}"
-    arrays, site = [], None
-    for asked, shard_ids in groups:
-        per_task, most = args.shards_per_task, most_tasks
-        try:
-            site = find_site(asked.partition)
-            most = min(most, site.max_array_size)
-        except SlurmAway:
-            if not args.dry_run:
-                raise
-        if asked.num_cpus is None and site and per_task is None:
-            per_task = site.max_cpus  # a process on each of the node's CPUs
-        tasks = tasks_of_shards(shard_ids, most, per_task)
-        script = array_script(folder, name, tasks, asked)
-        if site:
-            check_script(asked, script, site)
-        arrays.append((asked, tasks, script))
-    # The controller notifies, when all is over.
-    quiet = request.changed(notify=None) if args.until_done else request
-    last_request = _with_time_of_verify(state, quiet, site)
-    return Sending(
-        state=state,
-        arrays=arrays,
-        verify=verify_script(folder, name + VERIFY, state.plan.num_shards, last_request),
-        controller=_controller(args, state, request, site) if args.until_done else "",
-        cluster=site.cluster if site else "",
-    )
-
-
 def _with_time_of_verify(state: DatasetState, request: JobRequest, site: Site | None) -> JobRequest:
     """Return a request with the time limit of a verify job: of all bytes, where a task's is for a shard."""
     if request.time_min is None:
@@ -294,7 +284,7 @@ def send_groups(args: argparse.Namespace, state: DatasetState, groups: Groups) -
     most_tasks = max(len(shard_ids) for _, shard_ids in groups)
     while True:
         try:
-            sending = prepare(args, state, groups, most_tasks)
+            sending = Sending(args, state, groups, most_tasks)
             if args.dry_run:
                 print_lines(*"\n".join(sending.scripts).split("\n"))
                 return 0
@@ -347,15 +337,23 @@ def _tell(args: argparse.Namespace, state: DatasetState, submission: Submission,
 
 
 def _controller(args: argparse.Namespace, state: DatasetState, request: JobRequest, site: Site | None) -> str:
-    """Return the script of the job that looks at what became of the others, and goes on: --until_done."""
+    """Return the script of the job that looks at what became of the others, and goes on: --until_done.
+
+    It needs Slurm's commands, and so it runs in no container.
+    """
     flags = ["--round", args.round + 1 if args.command == "retry" else 1]
     for name in ("shards", "shards_per_task"):
         if getattr(args, name, None) is not None:
             flags += [f"--{name}", getattr(args, name)]
     command = [sys.executable, "-m", "slurm", "retry", state.folder, "--until_done", *flags]
-    name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
     request = _with_time_of_verify(state, request, site)  # it may verify, too
-    return controller_script(state.folder, name, shlex.join(map(str, command)), request)
+    small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
+    name = f"{names_begin(state.folder, state.plan.plan_id)}{state.next_number}{CONTROL}"
+    options = [f"--job-name={name}", f"--output={_log_pattern(state.folder, 'control-%j')}"]
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
+    lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
+    words = shlex.join(map(str, command))
+    return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {words}", ""])
 
 
 def leave_controller(args: argparse.Namespace, state: DatasetState, request: JobRequest) -> None:
@@ -517,15 +515,6 @@ def check_script(request: JobRequest, script: str, site: Site) -> None:
         if site.nodes:
             words += f"; a node has up to {site.max_cpus} CPUs and {site.max_mem_mb} MB"
         raise SlurmRefused(f"{words}. Nothing was written or submitted") from None
-
-
-def controller_script(folder: Path, name: str, command: str, request: JobRequest) -> str:
-    """Return the script of a job that runs ``command``, which needs Slurm's commands: in no container."""
-    small = request.changed(cpus_per_task=1, mem_gb=1.0, mem_per_cpu_gb=None, max_parallel=1)
-    options = [f"--job-name={name}", f"--output={_log_pattern(folder, 'control-%j')}"]
-    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(each)}" for each in [*options, *small.sbatch_options()])]
-    lines += [f"source {shlex.quote(request.setup)}"] if request.setup else []
-    return "\n".join([*lines, f"cd {shlex.quote(str(HOME.resolve()))}", f"exec {command}", ""])
 
 
 def array_script(folder: Path, name: str, tasks: Sequence[str], request: JobRequest) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 
 import shardprep
 from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
-from preprocess.make.members import Batch, Members, members_of
+from preprocess.make.members import Batch, Members
 from preprocess.make.resources import WorkerSettings, memory_note
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read import BATCH_BYTES
@@ -209,24 +209,14 @@ class Worker:
         )
         if (most := settings.most_documents) is not None:
             documents = (part for batch in documents for part in batch.parts(most))
-        members = members_of(plan.spec, shard.shard_id, options)
+        writer = ShardWriter(folder, plan, shard.shard_id)
         blanked: BlankedDocuments | None = None
         if options.blanked and shard.shard_id in ids_of_ranges(options.blanked):
             blanked = read_blanked(self.folder, plan.plan_id, shard.shard_id)
         # Threads that take a batch each: two on two cores, so that one encodes while the other prepares.
         num_makers = min(_MOST_MAKERS, self.num_cpus, max(2, self.num_cpus // 2), settings.most_batches)
-        make = functools.partial(self._encode_and_lay_out, members, blanked)
-        with (
-            contextlib.closing(_made_in_order(make, documents, num_makers)) as batches,
-            ShardWriter(
-                folder,
-                plan.spec,
-                shard.shard_id,
-                members,
-                input_paths={number: plan.inputs[number].path for number in shard.input_numbers},
-                side_files=options.side_files(),
-            ) as writer,
-        ):
+        make = functools.partial(self._encode_and_lay_out, writer.members, blanked)
+        with contextlib.closing(_made_in_order(make, documents, num_makers)) as batches, writer:
             for batch in batches:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)

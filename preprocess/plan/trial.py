@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from preprocess.make.engines import Engine
-from preprocess.make.members import members_of
 from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.read import BATCH_BYTES
 from preprocess.read.chat import ChatTemplate, TooCostly, render_conversations, texts_in
@@ -84,18 +83,13 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
     """
     num_bytes = 0
     found: dict[str, bool] = {}  # "id" and "source", where records are asked for them: whether one has it
-    members, side_files = members_of(plan.spec, 0, plan.options), plan.options.side_files()
-    paths = {number: item.path for number, item in enumerate(plan.inputs)}
-    with (
-        scratch_folder() as folder,
-        ShardWriter(folder, plan.spec, 0, members, input_paths=paths, side_files=side_files) as writer,
-    ):
+    with scratch_folder() as folder, ShardWriter(folder, plan, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             tokens = engine.encode_documents(
                 documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
             )
-            writer.append(members.lay_out(documents, tokens))
+            writer.append(writer.members.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
             for name in ("id", "source") if documents.texts else ():
                 if name in documents.columns:

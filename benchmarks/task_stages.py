@@ -35,7 +35,8 @@ def stages_of(data: Path) -> dict[str, float]:
     """Make shard 0 of a data set in this process and thread, and return the CPU seconds of each stage."""
     from preprocess.make.resources import WorkerSettings, bind_to
     from preprocess.make.shard_writer import ShardWriter
-    from preprocess.make.worker import documents_of_shard, load_worker
+    from preprocess.make.worker import load_worker
+    from preprocess.read.documents import documents_of_shard
     from shardprep.format.plan import need_plan
 
     bind_to(sorted(os.sched_getaffinity(0)))

@@ -296,21 +296,19 @@ class RowMembers:
         if not (fraction := self._spec.validation_fraction):
             yield from self._appended(tokens, starts, is_validation=False)
             return
-        is_validation, numbers = are_for_validation(starts["digest"], fraction), np.arange(len(starts))
-        sums = np.cumsum(np.where(is_validation, np.diff(tokens.offsets), 0))
-        first = before = 0
-        while first < len(starts):
-            wanted = before + self._member_tokens - self._num_held
-            end = min(int(np.searchsorted(sums, wanted)) + 1, len(starts))
-            is_here = (first <= numbers) & (numbers < end)
-            is_training, is_held = is_here & ~is_validation, is_here & is_validation
-            yield from self._appended(tokens.only(is_training), starts[is_training], is_validation=False)
-            self._held_ids += tokens.only(is_held).documents()
-            self._held_starts.append(starts[is_held])
-            self._num_held += int(sums[end - 1]) - before
+        is_training = ~are_for_validation(starts["digest"], fraction)
+        numbers, ids, first = np.arange(len(starts)), tokens.documents(), 0
+        for number in np.flatnonzero(~is_training).tolist():
+            self._held_ids.append(ids[number])
+            self._held_starts.append(starts[number : number + 1])
+            self._num_held += len(ids[number])
             if self._num_held >= self._member_tokens:
+                here = is_training & (first <= numbers) & (numbers < number)
+                yield from self._appended(tokens.only(here), starts[here], is_validation=False)
                 yield from self._release()
-            first, before = end, int(sums[end - 1])
+                first = number
+        here = is_training & (first <= numbers)
+        yield from self._appended(tokens.only(here), starts[here], is_validation=False)
 
     def _release(self) -> Iterator[Piece]:
         """Yield the members that the documents held for validation fill."""
@@ -357,12 +355,9 @@ class RowMembers:
         self._num_rows += len(group.rows)
         self._tar_bytes = end
         self.num_padding += num_padding
-        return Piece(data, self._records(group, payloads), group.starts["digest"], is_validation)
-
-    def _records(self, group: RowGroup, payloads: dict[str, int]) -> Records:
-        row_bytes = self._spec.seq_len * self._spec.dtype.itemsize
-        numbers = np.arange(len(group.rows))
-        begins = np.searchsorted(group.starts["position"], numbers * self._spec.seq_len)
+        seq_len, numbers = self._spec.seq_len, np.arange(len(group.rows))
+        row_bytes = seq_len * self._spec.dtype.itemsize
+        begins = np.searchsorted(group.starts["position"], numbers * seq_len)
         records = np.empty(len(group.rows), idx_dtype(self._spec.kind))
         records["offset"] = payloads[token_field("packed", "npy")] + numbers * row_bytes
         records["num_bytes"] = row_bytes
@@ -372,8 +367,8 @@ class RowMembers:
         records["starts_offset"] = payloads[DOC_STARTS_FIELD] + 4 * begins
         records["num_starts"] = np.diff(begins, append=len(group.starts))
         if LOSS_MASK_FIELD in payloads:
-            records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * self._spec.seq_len
-        return records
+            records["mask_offset"] = payloads[LOSS_MASK_FIELD] + numbers * seq_len
+        return Piece(data, records, group.starts["digest"], is_validation)
 
 
 Members = DocumentMembers | RowMembers

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import os
 import platform
 import resource
@@ -30,8 +29,7 @@ from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha2
 from preprocess.make.members import Batch, Members
 from preprocess.make.resources import WorkerSettings, memory_note
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
-from preprocess.read import BATCH_BYTES
-from preprocess.read.documents import Documents, load_libraries, read_documents
+from preprocess.read.documents import Documents, documents_of_shard, load_libraries
 from preprocess.read.format import Texts
 from preprocess.read.transform import Transform, transform_of
 from shardprep.console import Progress, counted, say, short_bytes, short_number
@@ -40,7 +38,6 @@ from shardprep.errors import (
     CannotWrite,
     OtherTokenizer,
     ReadWriteError,
-    Refused,
     UsageError,
 )
 from shardprep.format.documents import (
@@ -48,7 +45,6 @@ from shardprep.format.documents import (
     are_for_validation,
     blank_digests,
     read_blanked,
-    read_excluded,
 )
 from shardprep.format.input_formats import input_kind
 from shardprep.format.manifest import Manifest, done_manifest, read_findings
@@ -198,14 +194,8 @@ class Worker:
         began, cpu_began = time.time(), time.process_time()
         transform_began_s = self.transform.cpu_s if self.transform else 0.0
         plan, settings, options = self.plan, self.settings, self.plan.options
-        digest = None if shard.sha256 is None else hashlib.sha256()
-        documents: Iterator[Documents] = documents_of_shard(
-            plan,
-            self.folder,
-            shard,
-            batch_bytes=settings.batch_bytes,
-            digest=digest,
-            transform=self.transform,
+        documents = documents_of_shard(
+            plan, self.folder, shard, batch_bytes=settings.batch_bytes, transform=self.transform
         )
         if (most := settings.most_documents) is not None:
             documents = (part for batch in documents for part in batch.parts(most))
@@ -222,13 +212,6 @@ class Worker:
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
                 progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
-            if digest is not None and digest.hexdigest() != shard.sha256:
-                names = sorted({plan.inputs[number].path for number in shard.input_numbers})
-                raise Refused(
-                    f"the input of shard {shard.shard_id:05d} ({', '.join(names[:3])}) changed since it was "
-                    f"planned: sha256 {digest.hexdigest()[:12]}, the plan says {str(shard.sha256)[:12]}; "
-                    "bring the file back, or plan anew into a new folder"
-                )
             self._check_bad_fraction(writer, shard.shard_id)
             facts = {  # what may differ between equal shards; for reports, never for decisions
                 "engine": f"{self.engine.name} {self.engine.version}",
@@ -300,31 +283,6 @@ class Worker:
             expected=f"{limit:.2%}",
             remedy=accepting,
         )
-
-
-def documents_of_shard(
-    plan: Plan,
-    folder: Path,
-    shard: PlannedShard,
-    *,
-    batch_bytes: int = BATCH_BYTES,
-    digest: hashlib._Hash | None = None,
-    transform: Transform | None = None,
-) -> Iterator[Documents]:
-    """Yield the documents of a shard's input, without those that the plan excludes."""
-    excluded = plan.options.excluded
-    return read_documents(
-        shard.ranges,
-        plan.options,
-        batch_bytes=batch_bytes,
-        digest=digest,
-        most_documents=shard.most_documents,
-        excluded=_excluded(folder, excluded) if excluded else None,
-        transform=transform,
-    )
-
-
-_excluded = functools.lru_cache(maxsize=1)(read_excluded)  # the same for all shards
 
 
 def load_worker(

@@ -63,7 +63,7 @@ class JsonLines(LineFormat):
     ) -> Iterator[Records]:
         pieces = self.text_of_part(reader, options, batch_bytes)
         read_lines = functools.partial(_texts_of, fields)
-        yield from self.records_of(reader, options, pieces, batch_bytes, read_lines)
+        yield from self.records_of(reader.part, pieces, batch_bytes, read_lines)
 
 
 class JsonFile(JsonLines):

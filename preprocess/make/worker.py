@@ -4,6 +4,10 @@ Making is one chain of generators: read -> encode and lay out -> write -> manife
 one reads the next batch, some take a batch each, encode it, with the engine's own threads, and lay it out,
 and this one writes the batches in their order. All but the encoding is Python and numpy, which share the
 interpreter's lock for a part of the time: see benchmarks/results.md.
+
+``run_shards`` makes several shards on this machine. Each process loads the tokenizer once and is given one
+shard after the other. A failure is printed, and written into the attempt's record for ``status``; the other
+shards go on.
 """
 
 from __future__ import annotations
@@ -16,28 +20,29 @@ import platform
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 import shardprep
 from preprocess.make.engines import NO_LOSS, Engine, equal_fast_engine, ids_sha256, tokenizers_engine
 from preprocess.make.members import Batch, Members
-from preprocess.make.resources import WorkerSettings, memory_note
+from preprocess.make.resources import WorkerSettings, bind_to, memory_note
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read.documents import Documents, documents_of_shard, load_libraries
 from preprocess.read.format import Texts
 from preprocess.read.transform import Transform, transform_of
-from shardprep.console import Progress, counted, say, short_bytes, short_number
+from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import (
     BadInput,
     CannotWrite,
     OtherTokenizer,
     ReadWriteError,
+    ShardprepError,
     UsageError,
 )
 from shardprep.format.documents import (
@@ -57,7 +62,13 @@ from shardprep.format.names import (
     quarantine_path,
 )
 from shardprep.format.options import EngineName
-from shardprep.format.plan import Plan, PlannedShard, check_tokenizer_files
+from shardprep.format.plan import Plan, PlannedShard, check_tokenizer_files, need_plan
+from shardprep.signals import start_child
+
+if TYPE_CHECKING:  # a task of one shard does without them
+    from multiprocessing.connection import Connection
+
+    from shardprep.format.jobs import Failure
 
 _MOST_MAKERS = 4  # threads that encode and lay out; more would wait for the interpreter's lock
 _NUM_NAMED = 3  # inputs that are named, of a shard
@@ -383,3 +394,132 @@ def _made_in_order(
                 yield made.popleft().result()
         while made:
             yield made.popleft().result()
+
+
+# Several shards on this machine. -------------------------------------------------------------------------
+
+
+class _Process:
+    """A worker process and the shard it is at."""
+
+    def __init__(self, folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool) -> None:
+        from multiprocessing import Pipe
+
+        self.cpus = cpus
+        self.shard_id = -1
+        self.is_dead = False
+        self.pipe, theirs = Pipe()
+        self._process = start_child(_serve, folder, settings, cpus, is_verbose, theirs)
+        theirs.close()
+
+    def give(self, shard_id: int) -> None:
+        self.shard_id = shard_id
+        with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
+            self.pipe.send(shard_id)
+
+    def receive(self) -> Work | Manifest | Failure | str:
+        """Return work that was done, what became of the shard, or a line for people."""
+        try:
+            event: Work | Manifest | Failure | str = self.pipe.recv()
+        except (EOFError, ConnectionError):
+            from shardprep.format.jobs import Failure
+
+            self.end()
+            self.is_dead = True
+            code = self._process.exitcode or 0
+            how = f"killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+            return Failure.of(self.shard_id, ReadWriteError(f"its process was {how}"))
+        return event
+
+    def end(self) -> None:
+        """Wait for a process that has nothing more to do, or died."""
+        self.pipe.close()
+        self._process.join()
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self.end()
+
+
+def run_shards(
+    folder: Path,
+    settings: WorkerSettings,
+    shard_ids: Iterable[int],
+    cpus_of: list[list[int]],
+    progress: Progress,
+    *,
+    is_verbose: bool,
+) -> tuple[list[Manifest], list[Failure]]:
+    """Make shards in one process for each of ``cpus_of``, its CPUs; returns what was made, and what failed.
+
+    A failure does not stop the others. A process that dies takes its shard with it, and a new one
+    goes on with the rest. On Stopped the processes are stopped, too, and clean up.
+    """
+    from multiprocessing.connection import wait
+
+    from shardprep.format.jobs import Failure, append_failure
+
+    todo = deque(shard_ids)
+    failures: list[Failure] = []
+    made: list[Manifest] = []
+    notes: set[str] = set()
+    processes = [_Process(folder, settings, cpus, is_verbose) for cpus in cpus_of[: len(todo)]]
+    try:
+        for process in processes:
+            process.give(todo.popleft())
+        while processes:
+            ready = wait([process.pipe for process in processes])
+            for process in [process for process in processes if process.pipe in ready]:
+                event = process.receive()
+                if isinstance(event, Work):
+                    progress.add(event.num_bytes, event.counts)
+                    continue
+                if isinstance(event, str):
+                    if event not in notes:  # each process says it
+                        say(event)
+                    notes.add(event)
+                    continue
+                if isinstance(event, Failure):
+                    failures.append(event)
+                    say(f"shard {event.shard_id:05d} failed ({event.exit_code}): {event.reason}")
+                    append_failure(event)
+                else:
+                    made.append(event)
+                    if is_verbose:
+                        say(done_line(event, folder))
+                processes.remove(process)
+                if todo:
+                    fresh = process
+                    if process.is_dead:
+                        fresh = _Process(folder, settings, process.cpus, is_verbose)
+                    processes.append(fresh)
+                    fresh.give(todo.popleft())
+                else:
+                    process.end()
+    finally:
+        for process in processes:
+            process.stop()
+    return made, sorted(failures, key=lambda failure: failure.shard_id)
+
+
+def _serve(
+    folder: Path, settings: WorkerSettings, cpus: list[int], is_verbose: bool, pipe: Connection
+) -> None:
+    """Make the shards that come in, in a worker process; progress and outcomes go out."""
+    from shardprep.format.jobs import Failure
+
+    worker, shard_id = None, -1
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        guard_streams()
+        bind_to(cpus)
+        while True:
+            shard_id = pipe.recv()
+            try:
+                if worker is None:
+                    plan = need_plan(folder)
+                    worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
+                    if is_verbose:
+                        pipe.send(worker.means_line())
+                pipe.send(worker.run_shard(worker.plan.shard(shard_id), pipe.send))
+            except ShardprepError as error:
+                pipe.send(Failure.of(shard_id, error))

@@ -30,7 +30,6 @@ from shardprep.format.index import IDX_DOCUMENT, idx_dtype
 from shardprep.format.names import (
     BLANK,
     BLOCK_BYTES,
-    DIGEST_BYTES,
     DOC_STARTS_FIELD,
     LOSS_MASK_FIELD,
     MAX_MEMBER_BYTES,
@@ -374,11 +373,14 @@ class ConcatRows:
 Provenance = tuple[int, int, bytes]  # input number, byte in it, and digest
 
 
-class _ClosedRow(NamedTuple):
-    ids: Ids  # padded
-    num_tokens: int
-    starts: list[tuple[int, Provenance]]  # where documents begin
-    first: Provenance  # of the first token
+class _Row:
+    """A row that is filled."""
+
+    def __init__(self, spec: DatasetSpec, first: Provenance) -> None:
+        self.ids = np.full(spec.seq_len, pad_id(spec), row_dtype(spec))
+        self.num_tokens = 0
+        self.starts: list[tuple[int, Provenance]] = []  # where documents begin
+        self.first = first  # of the first token
 
 
 class BestFitRows:
@@ -395,76 +397,54 @@ class BestFitRows:
 
     def __init__(self, spec: DatasetSpec) -> None:
         self._spec = spec
-        num_open = min(1024, max(16, self._OPEN_BYTES // (spec.seq_len * spec.dtype.itemsize)))
-        self._buffer = np.full((num_open, spec.seq_len), pad_id(spec), row_dtype(spec))
-        self._free = list(range(num_open - 1, -1, -1))  # rows of the buffer that hold nothing
-        self._open: list[tuple[int, int, int]] = []  # space, turn, row; ascending
+        self._most_open = min(1024, max(16, self._OPEN_BYTES // (spec.seq_len * spec.dtype.itemsize)))
+        self._open: list[tuple[int, int, _Row]] = []  # space, turn, row; ascending
         self._turn = 0  # of equal spaces the one that is there longest comes first
-        self._starts_of: list[list[tuple[int, Provenance]]] = [[] for _ in range(num_open)]
-        self._first_of: list[Provenance] = [(0, 0, bytes(DIGEST_BYTES))] * num_open
-        self._closed: list[_ClosedRow] = []
+        self._closed: list[_Row] = []
         self._group_rows = rows_per_member(spec)
         self.num_split = 0
 
     def append(self, tokens: TokenBatch, starts: Starts) -> Iterator[RowGroup]:
-        bounds, seq_len = tokens.offsets.tolist(), self._spec.seq_len
-        provenances = zip(
-            *(starts[name].tolist() for name in ("source", "source_offset", "digest")), strict=True
-        )
-        ids = tokens.ids.astype(self._buffer.dtype)
-        for number, provenance in enumerate(provenances):
-            begin, end = bounds[number], bounds[number + 1]
+        seq_len, bounds = self._spec.seq_len, itertools.pairwise(tokens.offsets.tolist())
+        facts = (starts[name].tolist() for name in ("source", "source_offset", "digest"))
+        provenances = zip(*facts, strict=True)
+        ids = tokens.ids.astype(row_dtype(self._spec))
+        for (begin, end), provenance in zip(bounds, provenances, strict=True):
             self.num_split += end - begin > seq_len
             for first in range(begin, end, seq_len):
-                self._put(ids[first : min(first + seq_len, end)], provenance, is_start=first == begin)
+                part = ids[first : min(first + seq_len, end)]
+                # What goes on from another row always opens one.
+                place = bisect.bisect_left(self._open, (len(part),)) if first == begin else len(self._open)
+                if place < len(self._open):
+                    _, _, row = self._open.pop(place)
+                else:
+                    if len(self._open) == self._most_open:
+                        self._closed.append(self._open.pop(0)[2])  # the fullest
+                    row = _Row(self._spec, provenance)
+                if first == begin:
+                    row.starts.append((row.num_tokens, provenance))
+                row.ids[row.num_tokens : row.num_tokens + len(part)] = part
+                row.num_tokens += len(part)
+                if row.num_tokens == seq_len:
+                    self._closed.append(row)
+                else:
+                    self._turn += 1
+                    bisect.insort(self._open, (seq_len - row.num_tokens, self._turn, row))
             if len(self._closed) >= self._group_rows:
                 yield from self._groups()
 
     def finish(self) -> Iterator[RowGroup]:
-        for space, _, row in self._open:
-            self._close(row, space)
+        self._closed += [row for _, _, row in self._open]
         self._open = []
         yield from self._groups(last=True)
-
-    def _put(self, ids: Ids, first: Provenance, *, is_start: bool) -> None:
-        """Place at most a row's worth of ids. What goes on from another row always opens one."""
-        length = len(ids)
-        place = bisect.bisect_left(self._open, (length,)) if is_start else len(self._open)
-        if place < len(self._open):
-            space, _, row = self._open.pop(place)
-        else:
-            if not self._free:
-                space, _, row = self._open.pop(0)  # the fullest
-                self._close(row, space)
-            space, row = self._spec.seq_len, self._free.pop()
-            self._first_of[row] = first
-        begin = self._spec.seq_len - space
-        self._buffer[row, begin : begin + length] = ids
-        if is_start:
-            self._starts_of[row].append((begin, first))
-        if space == length:
-            self._close(row, 0)
-        else:
-            self._turn += 1
-            bisect.insort(self._open, (space - length, self._turn, row))
-
-    def _close(self, row: int, space: int) -> None:
-        length = self._spec.seq_len - space
-        self._closed.append(
-            _ClosedRow(self._buffer[row].copy(), length, self._starts_of[row], self._first_of[row])
-        )
-        self._buffer[row] = pad_id(self._spec)
-        self._starts_of[row] = []
-        self._free.append(row)
 
     def _groups(self, *, last: bool = False) -> Iterator[RowGroup]:
         while len(self._closed) >= self._group_rows or (last and self._closed):
             taken, self._closed = self._closed[: self._group_rows], self._closed[self._group_rows :]
-            seq_len = self._spec.seq_len
             starts = [
-                (number * seq_len + position, *first)
+                (number * self._spec.seq_len + position, *document)
                 for number, row in enumerate(taken)
-                for position, first in row.starts
+                for position, document in row.starts
             ]
             yield RowGroup(
                 rows=np.stack([row.ids for row in taken]),

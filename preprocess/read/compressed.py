@@ -164,7 +164,16 @@ def decompressed(
             except MemoryError:
                 raise
             except Exception as error:  # each library has its own
-                raise _undecompressed(file, compression, position, error) from None
+                if compression.name == "zstd" and "too much memory" in str(error):
+                    raise BadInput(
+                        f"input {file.path} asks for a larger window of memory than is allowed, before byte "
+                        f"{position}; plan with --zstd_long 31, which may take 2 GiB in each task, or unpack "
+                        f"the file: zstd -d --long=31 {file.path}",
+                        path=file.path,
+                        remedy="--zstd_long 31",
+                    ) from None
+                what = f"cannot be decompressed as {compression.name} before byte {position} ({error})"
+                raise unreadable(file, what) from None
             data = b""
             held.append(text)
             num_held += len(text)
@@ -173,18 +182,6 @@ def decompressed(
                 told, held, num_held = position, [], 0
         data = stream.unused_data
     yield TextPiece(b"".join(held), span[1] - told)
-
-
-def _undecompressed(file: OpenInput, compression: Compression, position: int, error: Exception) -> BadInput:
-    if compression.name == "zstd" and "too much memory" in str(error):
-        return BadInput(
-            f"input {file.path} asks for a larger window of memory than is allowed, before byte {position}; "
-            f"plan with --zstd_long 31, which may take 2 GiB in each task, or unpack the file: "
-            f"zstd -d --long=31 {file.path}",
-            path=file.path,
-            remedy="--zstd_long 31",
-        )
-    return unreadable(file, f"cannot be decompressed as {compression.name} before byte {position} ({error})")
 
 
 def frames_of(file: OpenInput, compression: Compression) -> Iterable[Start]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
-from preprocess.make.worker import load_worker
+from preprocess.make.worker import Worker
 from preprocess.plan.planning import make_plan
 from preprocess.plan.tokenizer import document_ends_line
 from preprocess.plan.trial import scratch_folder
@@ -126,7 +126,7 @@ def tokenizer_findings(model_id: str | None, folder: Path | None, num_cpus: int)
     if folder is not None:
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
-        engine = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
+        engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
         yield Checked("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
         name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
     elif model_id is not None:

@@ -142,8 +142,8 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
 
     Of a document that was left out it prints why, and yields none.
     """
-    if found := _IN_SHARD.fullmatch(address):
-        shard_id, number = int(found[1]), int(found[2])
+    if in_shard := _IN_SHARD.fullmatch(address):
+        shard_id, number = int(in_shard[1]), int(in_shard[2])
         if shard_id >= plan.num_shards:
             expected = f"ids of 0 to {plan.num_shards - 1}"
             raise UsageError(found=f"shard {shard_id} in {address}", expected=expected)
@@ -152,7 +152,7 @@ def _samples_at(folder: Path, plan: Plan, address: str) -> Iterator[tuple[Sample
             raise NotFound(f"shard {shard_id:05d} is not made: {path} is missing", path=path, remedy=again)
         if number >= (num_samples := len(read_idx(folder, plan.spec, shard_id))):
             raise NotFound(found=f"{address}, no sample", expected=f"samples 0 to {num_samples - 1}")
-        yield (shard_id, number), int(found[3]) if found[3] else None
+        yield (shard_id, number), int(in_shard[3]) if in_shard[3] else None
         return
     paths, made = [item.path for item in plan.inputs], _made_shards(folder)
     if address.startswith("id:"):

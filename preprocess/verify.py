@@ -179,14 +179,14 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
     text has another version than planned.
     """
     from preprocess.make.resources import bind_to_task_cpus, worker_settings
-    from preprocess.make.worker import load_worker  # with the libraries of a worker
+    from preprocess.make.worker import Worker  # with the libraries of a worker
 
     num_cpus = bind_to_task_cpus(offset=0)
     full = [shard_id for shard_id, size in enumerate(plan.shard_bytes()) if size]
     chooser = random.Random(plan.plan_id)  # noqa: S311 - a sample
     chosen = sorted({*chooser.sample(full, min(args.deep, len(full))), *again})
     settings = dataclasses.replace(worker_settings(args), engine="tokenizers", max_bad_fraction=1.0)
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
+    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=lambda _: None)
     problems: list[Problem] = []
     progress = Progress("making shards again", len(chosen), unit="shards")
     for shard_id in chosen:

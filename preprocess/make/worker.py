@@ -22,9 +22,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from preprocess.make.resources import WorkerSettings, bind_to, memory_note
 from preprocess.make.shard_writer import ShardWriter, remove_leftovers, remove_temporaries_of
 from preprocess.read.documents import Documents, documents_of_shard, load_libraries
 from preprocess.read.format import Texts
-from preprocess.read.transform import Transform, transform_of
+from preprocess.read.transform import transform_of
 from shardprep.console import Progress, counted, guard_streams, say, short_bytes, short_number
 from shardprep.errors import (
     BadInput,
@@ -83,21 +82,9 @@ _SLURM_FACTS = (
 _OTHER_FLAG = dict.fromkeys(["no_field", "null_field", "wrong_type"], "--text_field")
 _OTHER_FLAG["undecodable"] = "--encoding"
 
+Progressed = Callable[[int, dict[str, int]], None]  # called with bytes of input, and what else was done
 Given = TypeVar("Given")
 Made = TypeVar("Made")
-
-
-class Work(NamedTuple):
-    """What was done since the last time it was told."""
-
-    num_bytes: int  # of input
-    num_documents: int
-    num_tokens: int
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What Progress counts beside the bytes."""
-        return {"documents": self.num_documents, "tokens": self.num_tokens}
 
 
 def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings, num_cpus: int) -> int:
@@ -111,11 +98,11 @@ def make_shard(plan: Plan, folder: Path, shard_id: int, settings: WorkerSettings
     say(part_line(plan, shard))
     if settings.memory_gb is not None and (note := memory_note(settings.memory_gb)):
         say(f"note: {note}")
-    worker = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
+    worker = Worker(plan, folder, settings, num_cpus=num_cpus, warn=say, shard=shard)
     say(worker.means_line())
     # Make.
     progress = Progress(f"shard {shard_id:05d}", shard.num_bytes)
-    manifest = worker.run_shard(shard, lambda work: progress.add(work.num_bytes, work.counts))
+    manifest = worker.run_shard(shard, progress.add)
     # Tell: all that was made is in the manifest.
     say(done_line(manifest, folder))
     return 0
@@ -161,16 +148,37 @@ def amounts_line(num_bytes: int, num_documents: int, num_tokens: int, wall_s: fl
     )
 
 
-@dataclass(frozen=True, kw_only=True)
 class Worker:
     """What a process needs to make shards of one plan: the plan, its folder, a loaded engine."""
 
-    plan: Plan
-    folder: Path
-    settings: WorkerSettings
-    engine: Engine
-    num_cpus: int
-    transform: Transform | None = None  # that documents go through
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        settings: WorkerSettings,
+        *,
+        num_cpus: int,
+        warn: Callable[[str], None],
+        shard: PlannedShard | None = None,
+    ) -> None:
+        """Load the plan's tokenizer from its folder, for one shard, or for any of them.
+
+        Raises OtherTokenizer where its files or its ids changed.
+        """
+        self.plan = plan = plan.at(settings.input_dir)
+        self.folder, self.settings, self.num_cpus = folder, settings, num_cpus
+        if shard is None:
+            load_libraries(item.path for item in plan.inputs)
+        else:
+            load_libraries(part.path.name for part in shard.ranges)
+        check_tokenizer_files(folder, plan.tokenizer_files)
+        self.transform = transform_of(plan.options, settings.transform)
+        if plan.options.is_chat:
+            from preprocess.read.chat import check_chat_versions
+
+            check_chat_versions(plan.options.chat_versions)
+        wanted: EngineName = "tokenizers" if plan.options.is_chat else settings.engine
+        self.engine = load_engine(plan, folder, wanted, warn)
 
     def means_line(self) -> str:
         """Say what shards are made with."""
@@ -184,7 +192,7 @@ class Worker:
             f"batches of {settings.batch_bytes >> 10} KiB of text, {memory}"
         )
 
-    def run_shard(self, shard: PlannedShard, progress: Callable[[Work], None]) -> Manifest:
+    def run_shard(self, shard: PlannedShard, progress: Progressed) -> Manifest:
         """Make a shard of ``plan``; ``progress`` is told the work of each batch.
 
         Raises BadInput where too many documents are undecodable, and what reading and writing raise.
@@ -199,7 +207,7 @@ class Worker:
             return manifest
 
     def make_into(
-        self, folder: Path, shard: PlannedShard, progress: Callable[[Work], None] = lambda _: None
+        self, folder: Path, shard: PlannedShard, progress: Progressed = lambda *_: None
     ) -> Manifest:
         """Make a shard in a folder: in another one than the plan's it counts for nothing."""
         began, cpu_began = time.time(), time.process_time()
@@ -221,7 +229,7 @@ class Worker:
             for batch in batches:
                 writer.append(batch)
                 num_documents, num_tokens = len(batch.documents.lines), len(batch.tokens.ids)
-                progress(Work(batch.documents.num_bytes, num_documents, num_tokens))
+                progress(batch.documents.num_bytes, {"documents": num_documents, "tokens": num_tokens})
                 del batch  # a tar's share of it may be 11 MB, which else wait for the next one
             self._check_bad_fraction(writer, shard.shard_id)
             facts = {  # what may differ between equal shards; for reports, never for decisions
@@ -294,35 +302,6 @@ class Worker:
             expected=f"{limit:.2%}",
             remedy=accepting,
         )
-
-
-def load_worker(
-    plan: Plan,
-    folder: Path,
-    settings: WorkerSettings,
-    *,
-    num_cpus: int,
-    warn: Callable[[str], None],
-    shard: PlannedShard | None = None,
-) -> Worker:
-    """Load the plan's tokenizer from its folder, for one shard, or for any of them.
-
-    Raises OtherTokenizer where its files or its ids changed.
-    """
-    plan = plan.at(settings.input_dir)
-    load_libraries(
-        [item.path for item in plan.inputs] if shard is None else [part.path.name for part in shard.ranges]
-    )
-    check_tokenizer_files(folder, plan.tokenizer_files)
-    transform = transform_of(plan.options, settings.transform)
-    if plan.options.is_chat:
-        from preprocess.read.chat import check_chat_versions
-
-        check_chat_versions(plan.options.chat_versions)
-    engine = load_engine(plan, folder, "tokenizers" if plan.options.is_chat else settings.engine, warn)
-    return Worker(
-        plan=plan, folder=folder, settings=settings, engine=engine, num_cpus=num_cpus, transform=transform
-    )
 
 
 def load_engine(plan: Plan, folder: Path, wanted: EngineName, warn: Callable[[str], None]) -> Engine:
@@ -417,10 +396,10 @@ class _Process:
         with contextlib.suppress(BrokenPipeError):  # it died idle; the end of its pipe tells
             self.pipe.send(shard_id)
 
-    def receive(self) -> Work | Manifest | Failure | str:
-        """Return work that was done, what became of the shard, or a line for people."""
+    def receive(self) -> tuple[int, dict[str, int]] | Manifest | Failure | str:
+        """Return what Progressed is called with, what became of the shard, or a line for people."""
         try:
-            event: Work | Manifest | Failure | str = self.pipe.recv()
+            event: tuple[int, dict[str, int]] | Manifest | Failure | str = self.pipe.recv()
         except (EOFError, ConnectionError):
             from shardprep.format.jobs import Failure
 
@@ -471,8 +450,8 @@ def run_shards(
             ready = wait([process.pipe for process in processes])
             for process in [process for process in processes if process.pipe in ready]:
                 event = process.receive()
-                if isinstance(event, Work):
-                    progress.add(event.num_bytes, event.counts)
+                if isinstance(event, tuple):
+                    progress.add(*event)
                     continue
                 if isinstance(event, str):
                     if event not in notes:  # each process says it
@@ -517,9 +496,9 @@ def _serve(
             try:
                 if worker is None:
                     plan = need_plan(folder)
-                    worker = load_worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
+                    worker = Worker(plan, folder, settings, num_cpus=len(cpus), warn=pipe.send)
                     if is_verbose:
                         pipe.send(worker.means_line())
-                pipe.send(worker.run_shard(worker.plan.shard(shard_id), pipe.send))
+                pipe.send(worker.run_shard(worker.plan.shard(shard_id), lambda *work: pipe.send(work)))
             except ShardprepError as error:
                 pipe.send(Failure.of(shard_id, error))

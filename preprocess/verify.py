@@ -200,9 +200,11 @@ def _make_again(folder: Path, plan: Plan, args: argparse.Namespace, *, again: It
                 for name in _MADE_AGAIN
                 if getattr(found, name) != getattr(made, name)
             ]
-            for name, expected in vars(made.counts).items():
-                if (there := getattr(found.counts, name)) != expected:
-                    differing.append(f"{name} is {there}, expected {expected}")
+            differing += [
+                f"{name} is {getattr(found.counts, name)}, expected {expected}"
+                for name, expected in vars(made.counts).items()
+                if getattr(found.counts, name) != expected
+            ]
             if differing:
                 message = f"it is not what the reference engine makes of its input: {'; '.join(differing)}"
                 remedy = f"{remake_command(shard_id, folder)} --engine tokenizers"

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from preprocess.read.compressed import Compression, TextPiece, decompressed, frames_of
+from preprocess.read.compressed import Compression, TextPiece, decompressed
 from preprocess.read.format import (
     MOST_DOCUMENT_BYTES,
     SHORT_LINE_BYTES,
@@ -143,7 +143,7 @@ class LineFormat:
         )
         head = next(pieces)
         self.check_beginning(file, head.data)
-        has_frames = next(iter(frames_of(file, self.compression)), None) is not None
+        has_frames = next(iter(self.compression.frames(file)), None) is not None
         text_bytes = len(head.data) * size // max(1, head.num_bytes)
         return Inspected(text_bytes, is_whole=not (can_be_split and has_frames))
 
@@ -156,7 +156,7 @@ class LineFormat:
             file.expect_scattered_reads()
             found = (first_line_start(file, byte, end, self.line_ends) for byte, end in stretches)
             return [None if byte is None else Start(byte) for byte in found]
-        return starts_among(frames_of(file, self.compression), file, stretches)
+        return starts_among(self.compression.frames(file), file, stretches)
 
     def text_of_part(
         self, reader: RangeReader, options: PlanOptions, piece_bytes: int

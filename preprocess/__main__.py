@@ -171,8 +171,7 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the missing shards on this machine."""
-    from preprocess.make.local_run import run_shards
-    from preprocess.make.worker import amounts_line, missing_shards
+    from preprocess.make.worker import amounts_line, missing_shards, run_shards
     from shardprep.format.jobs import RunRecord
     from shardprep.format.plan import need_plan
 

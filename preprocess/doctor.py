@@ -19,7 +19,7 @@ from pathlib import Path
 
 from preprocess.make import resources
 from preprocess.make.engines import PROBE
-from preprocess.make.worker import load_worker
+from preprocess.make.worker import Worker
 from preprocess.plan.planning import make_plan, scratch_folder
 from preprocess.plan.tokenizer import document_ends_line
 from shardprep import __version__
@@ -113,7 +113,7 @@ def _check_tokenizer(tell: Tell, model_id: str | None, folder: Path | None, num_
     if folder is not None:
         plan = need_plan(folder)
         settings = resources.WorkerSettings()
-        engine = load_worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
+        engine = Worker(plan, folder, settings, num_cpus=num_cpus, warn=said.append).engine
         tell("plan", f"{counted(plan.num_shards, 'shard')} in {folder}")
         name, ends = engine.name, document_ends_line(plan, engine, folder / TOKENIZER_DIR)
     elif model_id is not None:

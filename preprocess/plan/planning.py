@@ -27,7 +27,6 @@ import msgspec
 
 import lustre
 from preprocess.make.engines import FEW_BYTES, Engine, equal_fast_engine, ids_sha256
-from preprocess.make.members import members_of
 from preprocess.make.shard_writer import Counting, ShardWriter
 from preprocess.plan.inputs import (
     NUM_THREADS,
@@ -501,18 +500,13 @@ def measure(plan: Plan, engine: Engine, transform: Transform | None = None) -> C
     """
     num_bytes = 0
     found: dict[str, bool] = {}  # "id" and "source", where records are asked for them: whether one has it
-    members, side_files = members_of(plan.spec, 0, plan.options), plan.options.side_files()
-    paths = {number: item.path for number, item in enumerate(plan.inputs)}
-    with (
-        scratch_folder() as folder,
-        ShardWriter(folder, plan.spec, 0, members, input_paths=paths, side_files=side_files) as writer,
-    ):
+    with scratch_folder() as folder, ShardWriter(folder, plan, 0) as writer:
         began = time.process_time()
         for documents in sample_of_plan(plan, _SAMPLE_BYTES, transform):
             tokens = engine.encode_documents(
                 documents, end_id=plan.end_id, mask_rule=plan.options.chat_mask_rule
             )
-            writer.append(members.lay_out(documents, tokens))
+            writer.append(writer.members.lay_out(documents, tokens))
             num_bytes += documents.num_bytes
             for name in ("id", "source") if documents.texts else ():
                 if name in documents.columns:

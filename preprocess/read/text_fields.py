@@ -164,11 +164,6 @@ class RecordFields(TextFields):
         other.text_paths = [(name,) for name in names]
         return other
 
-    def text(self, record: Any) -> str | UnusableText:
-        if not isinstance(record, dict):
-            return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
-        return "a record"
-
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
         return "a record"
 

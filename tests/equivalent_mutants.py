@@ -26,12 +26,6 @@ EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     ),
     ("loader/reading.py", "_IDX_ROWS = 1 << 16", "_IDX_ROWS = 1 << (17)", LIMIT),
     (
-        "preprocess/make/members.py",
-        "self._num_held += int(sums[end - 1]) - before",
-        "self._num_held += int(sums[end - (2)]) - before",
-        MEMORY,
-    ),
-    (
         "loader/reading.py",
         "if self._used > len(self._buffer):",
         "if (self._used >= len(self._buffer)):",

@@ -20,7 +20,7 @@ from typing import Any
 from preprocess.read import BATCH_BYTES
 from shardprep.command_line import given_of, option
 from shardprep.errors import UsageError
-from shardprep.format.options import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
+from shardprep.format.plan import BAD_HELP, ENGINE_HELP, INPUT, RESOURCES, TEXT, TOKENS, EngineName
 
 SMALLEST_BATCH_BYTES = 64 << 10
 PROCESS_BYTES = 300 << 20  # a worker of Llama 3's vocabulary before its first document
@@ -59,20 +59,13 @@ def bind_to(cpus: list[int]) -> None:
     The engines size their thread pools by the affinity mask, unless variables say otherwise, which stand in
     many a shell for training; so they are set.
     """
-    share_heaps()
+    # The threads of this process take memory from two of glibc's heaps. By default each thread has its own,
+    # which keeps what the thread has freed: 60 MB more on one core.
+    if (set_option := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
+        set_option(_M_ARENA_MAX, _NUM_HEAPS)
     os.sched_setaffinity(0, cpus)
     os.environ["RAYON_NUM_THREADS"] = str(len(cpus))  # it goes before RAYON_RS_NUM_CPUS
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-
-
-def share_heaps() -> None:
-    """Let the threads of this process take memory from two of glibc's heaps; elsewhere, do nothing.
-
-    By default each thread has its own, which keeps what the thread has freed: 60 MB more on one core.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_M_ARENA_MAX, _NUM_HEAPS)
 
 
 def text_bytes_within(memory_gb: float | None) -> int:

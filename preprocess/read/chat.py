@@ -37,10 +37,10 @@ from typing import Any, NamedTuple
 
 from preprocess.read.text_fields import MAX_JSON_DEPTH, UnusableText
 from shardprep import HOME
+from shardprep.command_line import STOP_SIGNALS, stop_signals_wait
 from shardprep.console import guard_streams
 from shardprep.errors import BadInput, ReadWriteError, Refused, UsageError
-from shardprep.format.options import MaskRule
-from shardprep.signals import STOP_SIGNALS, stop_signals_wait
+from shardprep.format.plan import MaskRule
 
 FIXED_DATE = datetime.datetime(2024, 7, 26)  # noqa: DTZ001  the one that Llama 3.1's template falls back on
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
@@ -113,12 +113,9 @@ def chat_template_of(
         try:
             text = given.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"--chat_template_file {given} cannot be read: {getattr(error, 'strerror', None) or error}; "
-                "expected the file of a Jinja template, in UTF-8",
-                path=given,
-                expected="the file of a Jinja template",
-            ) from None
+            why = getattr(error, "strerror", None) or error
+            expected = "the file of a Jinja template, in UTF-8"
+            raise UsageError(path=given, found=f"--chat_template_file ({why})", expected=expected) from None
     if not text:
         raise UsageError(
             "the tokenizer has no chat template, as those of base models; take the model_id of its chat "
@@ -282,7 +279,8 @@ def serve() -> None:
 
 
 def _tokenizer_facts(folder: str) -> dict[str, Any]:
-    from transformers import AutoTokenizer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     try:
@@ -291,35 +289,25 @@ def _tokenizer_facts(folder: str) -> dict[str, Any]:
         template = ""
     added = sorted(tokenizer.added_tokens_decoder.items())
     control = [token.content for _, token in added if token.special]
-    return {
-        "template": template,
-        "tokens": {"named": tokenizer.special_tokens_map, "control": control},
-        "mask_rule": _mask_rule(),
-    }
-
-
-def _mask_rule() -> str:
-    """Name the rule by which this transformers tells the assistant's tokens; empty for one that is unknown.
-
-    The rule changed in 5.24. What tells both apart are a character of three tokens, 뷁, and a blank that no
-    token has.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
+    # By which rule this transformers tells the assistant's tokens: it changed in 5.24. What tells both apart
+    # are a character of three tokens, 뷁, and a blank that no token has. Empty for a rule that is unknown.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    bytewise = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    bytewise.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    found: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer).apply_chat_template(
+    found: Any = PreTrainedTokenizerFast(tokenizer_object=bytewise).apply_chat_template(
         _PROBE,
         chat_template="a{% generation %}뷁{% endgeneration %}b{% generation %} c{% endgeneration %}",
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
     masks = {(0, 1, 1, 1, 0, 1): "overlap", (0, 1, 0, 0, 0, 0): "char_to_token"}
-    return masks.get(tuple(found["assistant_masks"]), "")
+    return {
+        "template": template,
+        "tokens": {"named": tokenizer.special_tokens_map, "control": control},
+        "mask_rule": masks.get(tuple(found["assistant_masks"]), ""),
+    }
 
 
 class _Unusable(Exception):

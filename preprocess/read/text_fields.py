@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardprep.errors import UsageError
-from shardprep.format.options import PlanOptions
+from shardprep.format.plan import PlanOptions
 
 FieldPath = tuple[str, ...]
 # Lists and objects within each other. Python's own limit is what is left of its stack, another one in each
@@ -163,11 +163,6 @@ class RecordFields(TextFields):
         other = copy.copy(self)
         other.text_paths = [(name,) for name in names]
         return other
-
-    def text(self, record: Any) -> str | UnusableText:
-        if not isinstance(record, dict):
-            return UnusableText("bad_json", f"it is {_kind(record)}, expected an object")
-        return "a record"
 
     def text_of_values(self, values: Sequence[Any]) -> str | UnusableText:  # noqa: ARG002
         return "a record"

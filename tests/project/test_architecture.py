@@ -72,7 +72,7 @@ def is_module(name: str) -> bool:
 def test_the_packages_are_there_and_their_imports_are_seen() -> None:
     for package in PACKAGES:
         assert modules(package), package
-    assert "preprocess.make.worker" in modules("preprocess")["preprocess/make/local_run.py"]
+    assert "preprocess.make.worker" in modules("preprocess")["preprocess/__main__.py"]
     assert any(name.startswith("shardprep.format") for names in modules("loader").values() for name in names)
 
 

@@ -315,7 +315,7 @@ def test_wait_outlasts_a_controller_that_restarts_and_ends_after_an_hour(
     # Slurm answers the first question, which submit asks, and then no more.
     once = f'[[ ! -e "{answered}" ]] || {{ echo "Socket timed out" >&2; exit 1; }}'
     fake.answers_by("squeue", f'{once}; touch "{answered}"; echo {line}')
-    monkeypatch.setattr("slurm.commands.sleep", waits.append)
+    monkeypatch.setattr("slurm.queue.sleep", waits.append)
     slurm("submit", data_dir, "--wait", code=74)
     assert waits[:3] == [5, 10, 20]
     assert 3000 < sum(waits) < 4000

@@ -361,7 +361,7 @@ def test_a_release_that_slurm_puts_off_while_its_accounts_are_slow_is_asked_for_
     fake: FakeSlurm, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("slurm.commands.sleep", waits.append)
+    monkeypatch.setattr("slurm.queue.sleep", waits.append)
     refused = f'[[ "$*" != "release 1" || -e "{fake.place}/asked" ]]'
     words = "Job update not available right now, the DB index is being set, try again in a bit for job 1"
     first = f'{refused} || {{ touch "{fake.place}/asked"; echo "{words}" >&2; exit 1; }}'

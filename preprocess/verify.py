@@ -421,7 +421,12 @@ def clean(args: argparse.Namespace) -> int:
                 stats += [Path(place, name).lstat() for place, _, names in os.walk(path) for name in names]
             num_bytes = sum(each.st_size for each in stats if not stat.S_ISDIR(each.st_mode))
             age_s = time.time() - max(each.st_mtime for each in stats)
-            if age_s < STALE_AFTER_S and path.suffix != ".log" and not _is_of_done_shard(path, folder, plan):
+            # Of a shard that is not done it may be what will mend the shard.
+            match, is_done = _OF_SHARD.match(path.name), False
+            if plan is not None and match is not None and int(match[1]) < plan.num_shards:
+                with contextlib.suppress(ShardprepError, OSError):
+                    is_done = done_manifest(folder, int(match[1]), plan.plan_id) is not None
+            if age_s < STALE_AFTER_S and path.suffix != ".log" and not is_done:
                 num_kept += 1
                 continue
             if not args.dry_run:
@@ -445,14 +450,3 @@ def clean(args: argparse.Namespace) -> int:
     if failed:
         raise CannotWrite(f"{failed}; ask the owner of what is left", path=folder)
     return 0
-
-
-def _is_of_done_shard(path: Path, folder: Path, plan: Plan | None) -> bool:
-    """Return whether a temporary is of a shard that is done. Else it may be what will mend the shard."""
-    match = _OF_SHARD.match(path.name)
-    if plan is None or match is None or int(match[1]) >= plan.num_shards:
-        return False
-    try:
-        return done_manifest(folder, int(match[1]), plan.plan_id) is not None
-    except (ShardprepError, OSError):
-        return False

@@ -68,13 +68,6 @@ def bind_to(cpus: list[int]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
 
-def text_bytes_within(memory_gb: float | None) -> int:
-    """Return the bytes of raw text that there is room for with this memory in GiB (None: enough memory)."""
-    if memory_gb is None:
-        return sys.maxsize
-    return (int(min(memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
-
-
 LEAST_WORKER_BYTES = PROCESS_BYTES + SMALLEST_BATCH_BYTES * _MEMORY_PER_BATCH_BYTE
 
 
@@ -167,14 +160,21 @@ class WorkerSettings:
             raise UsageError.of_value("--memory_gb", self.memory_gb, "more than 0, and a number")
 
     @property
+    def _text_bytes(self) -> int:
+        """Bytes of raw text that there is room for; None: enough memory."""
+        if self.memory_gb is None:
+            return sys.maxsize
+        return (int(min(self.memory_gb, 2**20) * 2**30) - PROCESS_BYTES) // _MEMORY_PER_BATCH_BYTE
+
+    @property
     def batch_bytes(self) -> int:
-        """Bytes of raw text in a batch: resources.BATCH_BYTES, fewer where memory is short."""
-        return min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, text_bytes_within(self.memory_gb)))
+        """Bytes of raw text in a batch: BATCH_BYTES, fewer where memory is short."""
+        return min(BATCH_BYTES, max(SMALLEST_BATCH_BYTES, self._text_bytes))
 
     @property
     def most_batches(self) -> int:
         """Batches that may be laid out at once: one at least, three with 0.6 GB."""
-        return max(1, text_bytes_within(self.memory_gb) // BATCH_BYTES)
+        return max(1, self._text_bytes // BATCH_BYTES)
 
 
 def environment_number(name: str) -> int | None:

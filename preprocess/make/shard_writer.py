@@ -275,7 +275,14 @@ class ShardWriter:
         """Add documents, in the order of the input."""
         self.counting.add(batch.documents, np.diff(batch.tokens.offsets))
         if self._ids is not None:
-            self._ids.write(_id_lines(batch.documents))
+            # A line of JSON for each document: its input, its place there, its id; lines of text have none.
+            documents = batch.documents
+            ids = documents.columns.get("id") or [""] * len(documents.lines)
+            rows = [
+                orjson.dumps([documents.input_number, offset, name], option=orjson.OPT_APPEND_NEWLINE)
+                for offset, name in zip(documents.offsets.tolist(), ids, strict=True)
+            ]
+            self._ids.write(b"".join(rows))
         self._write(self.members.pieces(batch))
 
     def _write(self, pieces: Iterable[Piece]) -> None:
@@ -348,13 +355,3 @@ class ShardWriter:
             del entry["named"]
             file.write(orjson.dumps(entry, option=orjson.OPT_APPEND_NEWLINE))
         return file
-
-
-def _id_lines(documents: Documents) -> bytes:
-    """A line of JSON for each document: its input, its place there, its id; lines of text have none."""
-    ids = documents.columns.get("id") or [""] * len(documents.lines)
-    rows = [
-        orjson.dumps([documents.input_number, offset, name])
-        for offset, name in zip(documents.offsets.tolist(), ids, strict=True)
-    ]
-    return b"\n".join([*rows, b""])

@@ -274,6 +274,8 @@ def serve() -> None:
                 limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + question["most_cpu_s"])
                 try:
                     say(renderer.answer(text))
+                except _Unusable as error:
+                    say(dict(zip(("reason", "detail"), error.args, strict=True)))
                 except MemoryError:
                     os._exit(_OUT_OF_MEMORY)
 
@@ -335,20 +337,26 @@ class _Renderer:
         control = [] if template.allows_control_tokens else sorted(tokens["control"], key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, control)) or "(?!)")
 
-    def answer(self, conversation: str) -> list[Any] | dict[str, str]:
-        """Return text and spans; or reason and detail of a conversation that cannot be used."""
-        try:
-            messages = self._checked(json.loads(conversation))
-            if self._is_tagged:
-                text, spans = self._text(messages, return_assistant_tokens_mask=True)
-            else:
-                text, spans = self._by_beginnings(messages)
-        except _Unusable as error:
-            reason, detail = error.args
-            return {"reason": reason, "detail": detail}
-        if any(begin < end for begin, end in spans):
-            return [text, spans]
-        return {"reason": "no_assistant", "detail": "the template renders nothing that the assistant wrote"}
+    def answer(self, conversation: str) -> tuple[str, Spans]:
+        """Return text and spans. Raises _Unusable."""
+        messages = self._checked(json.loads(conversation))
+        text, spans = self._text(messages, return_assistant_tokens_mask=self._is_tagged)
+        for number, message in enumerate(messages):
+            if self._is_tagged or message["role"] != "assistant":
+                continue
+            before, _ = self._text(messages[:number], add_generation_prompt=True)
+            after, _ = self._text(messages[: number + 1])
+            if not (after.startswith(before) and text.startswith(after)):
+                raise _Unusable(
+                    "no_beginning",
+                    f"the text up to message {number} is no beginning of the whole, so nothing tells what "
+                    "the assistant wrote",
+                )
+            if len(before) < len(after):
+                spans.append((len(before), len(after)))
+        if not any(begin < end for begin, end in spans):
+            raise _Unusable("no_assistant", "the template renders nothing that the assistant wrote")
+        return text, spans
 
     def _checked(self, messages: list[Any]) -> list[dict[str, Any]]:
         """Return the messages without their nulls. Raises _Unusable."""
@@ -366,9 +374,8 @@ class _Renderer:
                     raise _Unusable("control_token", f"message {number} holds the control token {found[0]}")
         if not num_answers:
             raise _Unusable("no_assistant", "no message is the assistant's")
-        if num_answers * (num_chars + _MESSAGE_CHARS * len(messages)) > (
-            _MOST_TAGGED_WORK if self._is_tagged else _MOST_WORK
-        ):
+        work = num_answers * (num_chars + _MESSAGE_CHARS * len(messages))
+        if work > (_MOST_TAGGED_WORK if self._is_tagged else _MOST_WORK):
             remedy = "; put {% generation %} into a copy of the template, which may have more"
             raise _Unusable(
                 "too_many_answers",
@@ -377,24 +384,6 @@ class _Renderer:
             )
         # As apply_chat_template does: templates fail on a null, and tables have one for each other's keys.
         return [{key: value for key, value in message.items() if value is not None} for message in messages]
-
-    def _by_beginnings(self, messages: list[dict[str, Any]]) -> tuple[str, Spans]:
-        text, _ = self._text(messages)
-        spans = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before, _ = self._text(messages[:number], add_generation_prompt=True)
-            after, _ = self._text(messages[: number + 1])
-            if not (after.startswith(before) and text.startswith(after)):
-                raise _Unusable(
-                    "no_beginning",
-                    f"the text up to message {number} is no beginning of the whole, so nothing tells what "
-                    "the assistant wrote",
-                )
-            if len(before) < len(after):
-                spans.append((len(before), len(after)))
-        return text, spans
 
     def _text(self, messages: list[dict[str, Any]], **options: Any) -> tuple[str, Spans]:
         """Render messages: their text, and of a template with tags, where asked, the assistant's spans."""

@@ -91,7 +91,14 @@ class Transform:
             try:
                 result = self._function(record)
             except LeaveOut as reason:
-                yield _left_out(_text_of(reason), reasons)
+                shown = "".join(char if char.isprintable() else " " for char in _text_of(reason))
+                words = " ".join(shown.split())[:_MOST_REASON_CHARS]
+                # A reason with a score in it would be another one for each document.
+                if not words or (words not in reasons and len(reasons) >= _MOST_REASONS):
+                    yield UnusableText("transform", words)
+                else:
+                    reasons.add(words)
+                    yield UnusableText(f"transform: {words}", words)
             except (Exception, SystemExit) as error:
                 yield UnusableText("transform_error", f"{_words_of(error, self.path)}, for {name}:{place}")
             else:
@@ -130,16 +137,6 @@ def transform_of(options: PlanOptions, path: Path | None) -> Transform | None:
         )
         raise Refused(path=path, found=f"sha256 {found.sha256[:12]}", expected=expected)
     return found
-
-
-def _left_out(reason: str, reasons: set[str]) -> UnusableText:
-    words = "".join(char if char.isprintable() else " " for char in reason)
-    words = " ".join(words.split())[:_MOST_REASON_CHARS]
-    # A reason with a score in it would be another one for each document.
-    if not words or (words not in reasons and len(reasons) >= _MOST_REASONS):
-        return UnusableText("transform", words)
-    reasons.add(words)
-    return UnusableText(f"transform: {words}", words)
 
 
 def _checked(result: object, *, is_chat: bool) -> bytes | UnusableText:

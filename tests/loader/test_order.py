@@ -41,20 +41,6 @@ def test_each_epoch_leaves_out_other_samples_and_none_more_often_than_chance() -
     assert max(abs(left_out[sample] - expected) for sample in range(53)) < 4.5 * sigma
 
 
-def test_a_sample_meets_every_step_about_equally_often() -> None:
-    order = order_of(64, 4)
-    steps = Counter(
-        next(tick for tick in range(16) if 17 in order.samples(epoch, tick)) // 4 for epoch in range(200)
-    )
-    assert all(abs(steps[part] - 50) < 5 * math.sqrt(50) for part in range(4))
-
-
-def test_three_samples_in_batches_of_one_come_in_all_their_orders() -> None:
-    order = order_of(3, 1)
-    found = {tuple(order.samples(epoch, tick)[0] for tick in range(3)) for epoch in range(60)}
-    assert found == {(0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)}
-
-
 @pytest.mark.slow
 def test_mixing_of_shards_sorted_by_source_stays_near_a_full_permutations() -> None:
     """Variance of a source's share, against a full permutation's, over one step and over 64."""

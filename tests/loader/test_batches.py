@@ -153,17 +153,6 @@ def test_a_collate_fn_gets_lists_and_labels_where_they_are_others_in_the_trainin
             assert all(sample[field] == fields[field] for field in sample)
 
 
-def test_transformers_own_collator_gets_what_a_tokenized_data_set_gives_it(sets: DataSets) -> None:
-    for name in ("documents", "concat"):
-        with open_loader(sets[name]) as ours:
-            original = DataCollatorForLanguageModeling(ours.tokenizer, mlm=False)
-            with open_loader(sets[name], collate_fn=original) as theirs:
-                for one, other in zip(ours, theirs, strict=True):
-                    width = other["input_ids"].shape[1]  # the last row of a shard may make theirs narrower
-                    assert all(torch.equal(one[field][:, :width], other[field]) for field in other)
-                    assert (one["labels"][:, width:] == -100).all()
-
-
 def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole(numbered: Path) -> None:
     options: dict[str, Any] = {"model_id": numbered, "seq_len": 16}
     for boundaries in ("transformers", FIELDS):
@@ -337,17 +326,6 @@ def shifted(data: Path, **options: Any) -> list[Any]:
     options = {"shuffle": False, "targets": "shifted", **options}
     with open_loader(data, model_id=data, **options) as loader:
         return [*loader]
-
-
-def test_inputs_and_targets_are_the_same_rows_one_place_apart(numbered: Path) -> None:
-    rows = shifted(numbered, seq_len=17, targets="same")
-    found = shifted(numbered, seq_len=16)
-    assert len(found) == len(rows) > 2
-    for batch, row in zip(found, rows, strict=True):
-        assert torch.equal(batch["input_ids"], row["input_ids"][:, :-1])
-        assert torch.equal(batch["labels"], row["labels"][:, 1:])
-        assert batch["attention_mask"].shape == batch["input_ids"].shape == (4, 16)
-        assert all(value.is_contiguous() for value in batch.values())
 
 
 def test_padded_documents_lose_no_target_and_keep_their_widths(numbered: Path) -> None:

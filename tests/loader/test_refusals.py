@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +99,6 @@ def test_arguments_that_do_not_go_together_are_refused_and_go_alone(
     open_loader(numbered, 2, model_id=numbered, **options).close()
 
 
-def test_an_unknown_argument_is_answered_with_the_nearest_and_all_others() -> None:
-    make: Any = get_llama3_dataloader
-    with pytest.raises(TypeError) as raised:
-        make("DATA", 4, seqlen=16)
-    words = str(raised.value)
-    assert words.index("'seqlen'") < words.index("'seq_len'")
-    assert ", ".join(inspect.signature(get_llama3_dataloader).parameters) in words
-
-
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_that_went_is_answered_with_what_to_do_instead(name: str) -> None:
     make: Any = get_llama3_dataloader
@@ -141,20 +131,6 @@ def test_what_gives_no_data_is_answered_with_what_makes_it(
         open_loader(tmp_path)
 
 
-def test_a_field_that_a_batch_has_not_is_answered_with_those_it_has(numbered: Path) -> None:
-    with open_loader(numbered, model_id=numbered) as made:
-        batch = next(iter(made))
-    looks: list[tuple[Callable[[], Any], Any]] = [
-        (lambda: batch["inputs"], KeyError),
-        (lambda: batch.inputs, AttributeError),
-    ]
-    for look, kind in looks:
-        with pytest.raises(kind) as raised:
-            look()
-        assert all(name in str(raised.value) for name in (*batch, "inputs"))
-    assert batch.get("inputs") is None
-
-
 @pytest.mark.processes
 def test_who_makes_a_loader_of_the_loader_is_told_so(numbered: Path) -> None:
     """As accelerate's prepare, skip_first_batches and Lightning do, and who takes it for a data set."""
@@ -173,13 +149,3 @@ def test_who_makes_a_loader_of_the_loader_is_told_so(numbered: Path) -> None:
             with refuses(UsageError):
                 next(iter(remake()))
         assert len([*made]) == len(made)
-
-
-@pytest.mark.parametrize("num_workers", [3, 4])
-def test_workers_that_would_have_nothing_to_read_are_warned_of(
-    numbered: Path, caplog: pytest.LogCaptureFixture, num_workers: int
-) -> None:
-    with open_loader(numbered, 3, model_id=numbered, num_workers=num_workers) as made:
-        assert made.num_workers == 3
-    warned = [record for record in caplog.records if "num_workers" in record.getMessage()]
-    assert len(warned) == num_workers - 3

@@ -126,11 +126,21 @@ def test_a_batch_for_transformers_given_to_the_model_as_it_is_gives_each_documen
 @pytest.mark.slow
 @pytest.mark.parametrize(("attention", "mask_of"), MASKS)
 @pytest.mark.parametrize("name", ["concat", "best_fit"])
-def test_a_mask_made_of_segment_ids_gives_each_document_its_own_logits(
+def test_a_mask_of_documents_is_taken_and_judged_by_what_the_model_makes_of_it(
     sets: DataSets, name: str, attention: str, mask_of: Any
 ) -> None:
     each = batch_of(sets, "position_ids", "segment_ids", name=name, batch_size=4)
-    assert num_wrong(llama(attention), {**each, "attention_mask": mask_of(each)}) == 0
+    model, eager = llama(attention), llama("eager")
+    masked = {**each, "attention_mask": mask_of(each)}
+    assert num_wrong(model, masked) == 0
+    check_boundaries(model, masked)
+    if attention == "sdpa":  # eager attention adds a mask of booleans to its scores, and hides nothing
+        with refuses(Refused):
+            check_boundaries(eager, masked)
+    positions = {"input_ids": each["input_ids"], "position_ids": each["position_ids"], "use_cache": False}
+    check_boundaries(model, positions)
+    with refuses(Refused):  # transformers then takes the mask for all there is to know
+        check_boundaries(model, {**positions, "attention_mask": torch.ones_like(each["input_ids"])})
     for field in each.keys() - {"segment_ids"}:
         with refuses(UsageError):
             mask_of({field: each[field]})
@@ -189,23 +199,6 @@ def test_a_leak_between_any_two_neighbours_is_seen_and_ends_with_78(batch: Any, 
     assert raised.value.exit_code == 78
     for named in ("MeanOfSeen", 'boundaries="transformers"', "mask_documents(model)", "attn_implementation"):
         assert named in str(raised.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("attention", "mask_of"), MASKS)
-def test_masks_pass_where_the_model_takes_them_and_are_refused_where_not(
-    batch: Any, attention: str, mask_of: Any
-) -> None:
-    masked = {**fields_of(batch), "attention_mask": mask_of(batch)}
-    check_boundaries(small_model("llama", attention), masked)
-    if attention == "sdpa":  # eager attention adds a mask of booleans to its scores, and hides nothing
-        with refuses(Refused):
-            check_boundaries(small_model("llama", "eager"), masked)
-    positions = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
-    check_boundaries(small_model("llama", attention), positions)
-    with refuses(Refused):  # transformers then takes the mask for all there is to know
-        whole = {"attention_mask": torch.ones_like(batch["input_ids"])}
-        check_boundaries(small_model("llama", attention), {**positions, **whole})
 
 
 class OwnModel(nn.Module):

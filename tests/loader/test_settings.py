@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, MutableMapping
@@ -124,10 +123,11 @@ def with_two_ids_exchanged(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(tokens))
 
 
-CHANGES: dict[str, Callable[[Path], None]] = {
+CHANGES: dict[str, Callable[[Path], object]] = {
     "another EOS": with_another_eos,
     "another piece": with_two_ids_exchanged,
     "no configuration": lambda folder: (folder / "tokenizer_config.json").unlink(),
+    "a file of more tokens": lambda folder: (folder / "added_tokens.json").write_text('{"<|new|>": 700}'),
 }
 
 
@@ -156,76 +156,31 @@ def test_the_data_sets_own_tokenizer_wins_and_a_model_must_be_the_same(data: Pat
         assert loader.tokenizer.eos_token_id == expected
 
 
-@pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What transformers is asked to load, by name."""
-    asked: list[str] = []
-    real = AutoTokenizer.from_pretrained
+@pytest.mark.parametrize("is_of_transformers_4", [False, True])
+def test_the_tokenizer_of_a_loader_is_the_one_that_transformers_loads_when_it_is_asked_for(
+    data: Path, monkeypatch: pytest.MonkeyPatch, is_of_transformers_4: bool
+) -> None:
+    folder, asked, real = data / "tokenizer", [], AutoTokenizer.from_pretrained
+    if is_of_transformers_4:  # which wrote added tokens into the configuration, too
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+        config["added_tokens_decoder"] = {str(token.pop("id")): token for token in tokens}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(
         AutoTokenizer, "from_pretrained", lambda name, **options: asked.append(name) or real(name, **options)
     )
-    return asked
-
-
-def test_transformers_loads_a_data_sets_tokenizer_when_it_is_asked_for_and_once(
-    sets: DataSets, loads: list[str]
-) -> None:
-    folder = sets["documents"] / "tokenizer"
-    with open_loader(sets["documents"], 2) as loader:
+    with open_loader(data, 2) as loader:
         batch = next(iter(loader))
-        again = pickle.loads(pickle.dumps(loader))
-        assert loads == []
+        assert asked == []
         tokenizer = loader.tokenizer
         assert loader.tokenizer is tokenizer
-    assert loads == [str(folder)]
-    assert again.tokenizer.pad_token_id == tokenizer.pad_token_id
+    assert asked == [str(folder)]
     known = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     known.pad_token = tokenizer.pad_token
     text = f"하늘과 바다 {EOS} of the moon"
     assert (repr(tokenizer), tokenizer(text)) == (repr(known), known(text))
     assert tokenizer.special_tokens_map == known.special_tokens_map
     assert (batch["input_ids"][batch["attention_mask"] == 0] == tokenizer.pad_token_id).all()
-
-
-def as_before_5(folder: Path) -> None:
-    """Transformers 4 wrote the added tokens into the configuration, and a file of the special ones."""
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
-    config["added_tokens_decoder"] = {str(token.pop("id")): token for token in tokens}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def with_an_added_token(folder: Path) -> None:
-    (folder / "added_tokens.json").write_text('{"<|new|>": 700}')
-
-
-@pytest.mark.parametrize(
-    ("change", "num_loads"),
-    [(as_before_5, 0), (with_an_added_token, 1)],
-)
-def test_where_another_file_may_add_tokens_transformers_is_asked_at_once(
-    data: Path, loads: list[str], change: Callable[[Path], None], num_loads: int
-) -> None:
-    change(data / "tokenizer")
-    try:
-        open_loader(data).close()
-    except OtherTokenizer:
-        assert num_loads == 1
-    assert len(loads) == num_loads
-
-
-def test_a_model_id_with_the_very_files_of_the_data_set_is_not_loaded(
-    data: Path, tmp_path: Path, loads: list[str]
-) -> None:
-    given = Path(shutil.copytree(data / "tokenizer", tmp_path / "given"))
-    open_loader(data, model_id=given).close()
-    assert loads == []
-    (given / "tokenizer.json").write_text((given / "tokenizer.json").read_text() + "\n")
-    open_loader(data, model_id=given).close()
-    assert loads == [str(given)]
-    with_two_ids_exchanged(given)
-    with refuses(OtherTokenizer, path=data, found=str(given)):
-        open_loader(data, model_id=given)
 
 
 # What it says

@@ -105,34 +105,6 @@ def test_an_amendment_holds_from_the_next_border_and_the_loader_says_so(
         assert loader.state_dict() == again
 
 
-def test_an_amendment_that_has_not_begun_is_replaced_with_the_sources_that_it_added(
-    data: dict[str, Path],
-) -> None:
-    state = state_at(data, 70, **MIXED)
-    with load(data, "web code books", amend=True, weights={"books": 1}) as loader:
-        loader.load_state_dict(state)
-        assert loader.source_names == ("web", "code", "books")
-        states = [loader.state_at(step) for step in (70, 128, 129)]
-    for state, border in zip(states, (128, 128, 192), strict=True):
-        with load(data, "web code books", amend=True, weights={"web": 1}) as loader:
-            loader.load_state_dict(state)
-            assert stages(loader)[-1] == (border, L, WHOLE)
-            assert len(stages(loader)) == (2 if border == 128 else 3)
-
-
-def test_an_amendment_that_was_replaced_before_it_began_leaves_no_trace(data: dict[str, Path]) -> None:
-    states = [state_at(data, 5, sources="web", weights={"web": 1})]
-    with load(data, "web code books", amend=True, weights={"code": 1, "books": 1}) as loader:
-        loader.load_state_dict(states[0])
-        states.append(loader.state_dict())
-    found = []
-    for state in states:
-        with load(data, "web books code", amend=True, weights={"code": 1, "books": 2}) as loader:
-            loader.load_state_dict(state)
-            found.append(loader.state_dict())
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize(("step", "amend"), [(5, False), (0, True), (5, True)])
 def test_the_order_in_which_sources_are_named_does_not_matter(
     data: dict[str, Path], step: int, amend: bool

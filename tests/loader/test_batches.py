@@ -19,12 +19,11 @@ from transformers import (
     AutoTokenizer,
     BatchEncoding,
     DataCollatorForLanguageModeling,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 from loader import CausalLMCollator, UsageError
+from tests.attention_families import small_model
 from tests.checkout import SHARED
 from tests.external_tars import write_numbered_tars
 from tests.oracle.forms import DataSets
@@ -172,11 +171,7 @@ def test_a_batch_is_a_dict_that_moves_and_is_copied_as_a_whole(numbered: Path) -
 
 @pytest.mark.slow
 def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(numbered: Path) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=200, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config)
+    model = small_model("llama", "sdpa")
     with open_loader(numbered, model_id=numbered, seq_len=16, boundaries="transformers") as loader:
         batch = next(iter(loader))
     plain = {name: value if isinstance(value, torch.Tensor) else int(value) for name, value in batch.items()}

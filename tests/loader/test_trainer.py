@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
 from loader import TokenLoader, UsageError, evaluation_loss
 from loader.trainer import LoaderMixin
+from tests.attention_families import small_model
 from tests.external_tars import write_numbered_data
 from tests.world import open_loader, refuses
 
@@ -209,9 +210,8 @@ def test_shifted_targets_are_taken_where_the_models_own_loss_does_not_shift_them
     with refuses(UsageError):
         trainer_of(shifted, tmp_path, max_steps=1, kind=Overrides)[0].train()
     trainer_of(shifted, tmp_path, max_steps=1, kind=Computes)[0].train()
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     with refuses(UsageError):
-        evaluation_loss(LlamaForCausalLM(LlamaConfig(vocab_size=200, **sizes)), shifted)
+        evaluation_loss(small_model("llama", "sdpa"), shifted)
     assert evaluation_loss(SmallModel(), shifted) > 0, "a model of one's own may not shift"
 
 

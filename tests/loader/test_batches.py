@@ -177,7 +177,8 @@ def test_a_model_takes_the_numbers_of_a_batch_for_ints_and_bools_also_compiled(n
     plain = {name: value if isinstance(value, torch.Tensor) else int(value) for name, value in batch.items()}
     expected = model(**{**plain, "use_cache": False})
     moved = {name: value.to("cpu") for name, value in batch.items()}
-    for found in (model(**moved), torch.compile(model, backend="eager", fullgraph=True)(**moved)):
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    for found in (model(**moved), compiled(**moved)):
         assert torch.equal(found.logits, expected.logits)
         assert found.past_key_values is None
 

@@ -394,7 +394,7 @@ def start(
     environ["TMPDIR"] = str(short_folder)
 
     def started(method: str, how: str, tars: Path = long_data) -> subprocess.Popen[str]:
-        command = [warm.python, tmp_path / "train.py", method, how, numbered, tars]
+        command = [*map(str, (warm.python, tmp_path / "train.py", method, how, numbered, tars))]
         with (tmp_path / "errors").open("w") as errors:
             child = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=errors, text=True)
         children.append(child)

@@ -59,34 +59,29 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "BPE, suffix": {"model": "bpe", "pre": _P.WhitespaceSplit(), "suffix": "</w>", "normalizer": _N.NFC()},
     "Unigram": {"model": "unigram", "pre": _P.Metaspace(), "normalizer": _N.NFKC()},
     "Unigram, Nmt": {
-        "model": "unigram",
-        "pre": _P.Metaspace(prepend_scheme="first"),
+        "model": "unigram", "pre": _P.Metaspace(prepend_scheme="first"),
         "normalizer": _N.Sequence([_N.Nmt(), _N.NFKC(), _N.Replace(Regex(" {2,}"), " ")]),
     },
     "Unigram, T5": {
-        "model": "unigram",
-        "pre": _P.Sequence([_P.WhitespaceSplit(), _P.Metaspace()]),
+        "model": "unigram", "pre": _P.Sequence([_P.WhitespaceSplit(), _P.Metaspace()]),
         "normalizer": _N.Strip(left=False, right=True),
     },
     "Unigram, NFD": {"model": "unigram", "pre": _P.Metaspace(), "normalizer": _N.NFD()},
     "Bert": {"model": "wordpiece", "pre": _P.BertPreTokenizer(), "normalizer": _N.BertNormalizer()},
     "Bert, cased": {
-        "model": "wordpiece",
-        "pre": _P.BertPreTokenizer(),
+        "model": "wordpiece", "pre": _P.BertPreTokenizer(),
         "normalizer": _N.BertNormalizer(lowercase=False),
         "post": processors.BertProcessing((EOT, 1), (BOS, 0)),
     },
     "WordPiece, no accents": {
-        "model": "wordpiece",
-        "pre": _P.Whitespace(),
+        "model": "wordpiece", "pre": _P.Whitespace(),
         "normalizer": _N.Sequence([_N.NFD(), _N.StripAccents(), _N.Lowercase()]),
     },
     "WordPiece, NFC": {"model": "wordpiece", "pre": _P.Whitespace(), "normalizer": _N.NFC()},
     "words": {"model": "words", "pre": _P.WhitespaceSplit()},
     "words, NFC": {"model": "words", "pre": _P.Whitespace(), "normalizer": _N.NFC()},
     "words, stripped": {
-        "model": "words",
-        "pre": _P.Sequence([_P.Punctuation(), _P.WhitespaceSplit()]),
+        "model": "words", "pre": _P.Sequence([_P.Punctuation(), _P.WhitespaceSplit()]),
         "normalizer": _N.Strip(),
     },
     "words, scripts": {"model": "words", "pre": _P.Sequence([_P.UnicodeScripts(), _P.WhitespaceSplit()])},
@@ -152,35 +147,28 @@ def save_tokenizer(name: str, folder: Path) -> Path:
     kind = TOKENIZERS[name]
     texts = [_text(random.Random(number), 12) for number in range(60)]
     more: dict[str, Any] = {"vocab_size": kind.get("vocab_size", 500), "show_progress": False}
-    special = SPECIAL
-    model: Any
-    trainer: Any
-    if kind["model"] == "bytes":
-        model = models.BPE()
-        more["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(special_tokens=special, **more)
-    elif kind["model"] == "fallback":
-        model = models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>")
-        special = [*SPECIAL, *_BYTE_PIECES]
-        trainer = trainers.BpeTrainer(special_tokens=special, limit_alphabet=80, **more)
-    elif kind["model"] == "bpe":
-        suffix = {"end_of_word_suffix": kind["suffix"]} if "suffix" in kind else {}
-        model = models.BPE(unk_token="<unk>", **suffix)
-        trainer = trainers.BpeTrainer(special_tokens=special, **suffix, **more)
-    elif kind["model"] == "unigram":
-        model = models.Unigram()
-        trainer = trainers.UnigramTrainer(special_tokens=special, unk_token="<unk>", **more)
-    elif kind["model"] == "wordpiece":
-        model = models.WordPiece(unk_token="<unk>")
-        trainer = trainers.WordPieceTrainer(special_tokens=special, **more)
-    else:
-        model = models.WordLevel(unk_token="<unk>")
-        trainer = trainers.WordLevelTrainer(special_tokens=special, vocab_size=200, show_progress=False)
+    suffix = {"end_of_word_suffix": kind["suffix"]} if "suffix" in kind else {}
+    special = [*SPECIAL, *_BYTE_PIECES] if kind["model"] == "fallback" else SPECIAL
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    unknown = {"unk_token": "<unk>"}
+    # A model, and the class and the options of its trainer.
+    made: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "bytes": (models.BPE(), trainers.BpeTrainer, {"initial_alphabet": alphabet}),
+        "fallback": (
+            models.BPE(byte_fallback=True, fuse_unk=True, **unknown), trainers.BpeTrainer,
+            {"limit_alphabet": 80},
+        ),
+        "bpe": (models.BPE(**unknown, **suffix), trainers.BpeTrainer, suffix),
+        "unigram": (models.Unigram(), trainers.UnigramTrainer, unknown),
+        "wordpiece": (models.WordPiece(**unknown), trainers.WordPieceTrainer, {}),
+        "words": (models.WordLevel(**unknown), trainers.WordLevelTrainer, {"vocab_size": 200}),
+    }  # fmt: skip
+    model, trainer, options = made[kind["model"]]
     tokenizer = Tokenizer(model)
     for part, value in (("normalizer", kind.get("normalizer")), ("pre_tokenizer", kind.get("pre"))):
         if value is not None:
             setattr(tokenizer, part, value)
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts, trainer(special_tokens=special, **{**more, **options}))
     if special is not SPECIAL:  # bytes were learned as if they were special, so that they have ids
         head = json.loads(tokenizer.to_str())
         head["added_tokens"] = [token for token in head["added_tokens"] if token["content"] in SPECIAL]

@@ -142,7 +142,7 @@ def test_a_data_set_of_the_hub_is_answered_with_the_command_that_fetches_it(
     assert world.inputs() == ["train.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["raw", "/lustre/raw", "a/b/c", "../a"])
-def test_other_names_of_folders_are_no_data_sets_of_the_hub(world: World, name: str) -> None:
-    ended = world.try_plan(input_dir=name)
-    assert (ended.code, "hf download" in ended.text) == (66, False)
+def test_other_names_of_folders_are_no_data_sets_of_the_hub(world: World) -> None:
+    for name in ("raw", "/lustre/raw", "a/b/c", "../a"):
+        ended = world.try_plan(input_dir=name)
+        assert (ended.code, "hf download" in ended.text) == (66, False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import contextlib
 import gzip
 import itertools
 import json
@@ -93,8 +92,8 @@ LETTERS = ["a", "bc", " ", "가", "똠방", "語", "é", "я", "ก", "\u200b", 
 BROKEN = [b"\xff", b"\x80", b"\xea\xb0", b"\x81", b"\xfe"]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_lines_of_each_encoding_are_decoded_one_by_one(tmp_path: Path, encoding: str) -> None:
+@pytest.mark.parametrize(("encoding", "doc"), [*((each, "line") for each in ENCODINGS), ("cp949", "file")])
+def test_lines_or_whole_files_of_each_encoding_are_decoded(tmp_path: Path, encoding: str, doc: str) -> None:
     rng, codec = random.Random(encoding), encoding.removesuffix("-sig")
     files = {}
     for number, (suffix, pack) in enumerate(PACKERS.items()):
@@ -102,8 +101,9 @@ def test_lines_of_each_encoding_are_decoded_one_by_one(tmp_path: Path, encoding:
         data = b"".join(each if isinstance(each, bytes) else each.encode(codec, "ignore") for each in pieces)
         mark = b"\xef\xbb\xbf" if number % 2 else b""
         files[f"{number}.txt{suffix}"] = pack(mark + data)
-    num_bad = check_with_plain_reader(World(tmp_path).raw(files), num_shards=5, encoding=encoding)
-    assert num_bad > 8 or encoding in ("latin-1", "koi8-r", "mac-roman")
+    files |= {"8.txt": "\n one\r\n\r\ntwo\rthree \n".encode(codec), "9.txt": b""}
+    num_bad = check_with_plain_reader(World(tmp_path).raw(files), num_shards=5, encoding=encoding, doc=doc)
+    assert num_bad > 8 or doc == "file" or encoding in ("latin-1", "koi8-r", "mac-roman")
 
 
 def test_an_encoding_whose_line_ends_are_no_single_bytes_is_refused(tmp_path: Path) -> None:
@@ -134,18 +134,8 @@ def test_a_line_end_on_the_edge_of_a_read_is_not_cut_in_two(tmp_path: Path, end:
         assert world.make(num_shards=1).texts() == [line.strip(), *short.splitlines()]
 
 
-def test_a_whole_file_is_one_document_with_its_line_ends_made_one_kind(tmp_path: Path) -> None:
-    files = {
-        "a.txt": b"\n one\r\n\r\ntwo\rthree \n", "b.txt": b" \r\n", "c.txt": b"", "d.txt": b"ok\n\xff\n",
-        "e.txt.gz": gzip.compress("끝".encode()),
-    }  # fmt: skip
-    world = World(tmp_path).raw(files)
-    check_with_plain_reader(world, num_shards=2, doc="file")
-    assert world.texts() == ["one\n\ntwo\nthree", "끝"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl", "a.parquet"])
 def test_a_document_of_more_than_64_mib_is_left_out_by_name_and_its_neighbours_stay(
     tmp_path: Path, name: str
 ) -> None:
@@ -156,8 +146,7 @@ def test_a_document_of_more_than_64_mib_is_left_out_by_name_and_its_neighbours_s
     elif name == "a.jsonl":
         world.raw({name: json_lines(texts)})
     else:
-        data = "\n".join(texts).encode()
-        world.raw({name: gzip.compress(data, 1) if name.endswith(".gz") else data})
+        world.raw({name: gzip.compress("\n".join(texts).encode(), 1)})
     world.plan(num_shards=1, max_bad_fraction=0.5).run()
     assert world.texts() == ["before", "after"]
     (bad,) = world.lines("quarantine")
@@ -171,6 +160,7 @@ KEYS = [
     '"me\\u0074a"', '"본문"', '"\\ubcf8\\uBB38"', '"other"', '"id"',
 ]  # fmt: skip
 NUMBERS = ["18446744073709551616", "-9223372036854775809", "9007199254740993", "1.0", "-0", "-0.0", "1e5"]
+NUMBERS += ["1e999", "-1E+400", "9" * 400, "1e-999", "1.5e300"]
 VALUES = ['"a"', '"가 \\"text\\": b"', '"x\\\\"', '"\\"text"', '"\\\\u0074ext\\":"', "7", "null", *NUMBERS]
 FIELDS: dict[str, dict[str, str]] = {
     "a field": {"text_field": "text", "id_field": "id"},
@@ -196,8 +186,17 @@ def random_object(rng: random.Random, depth: int = 0) -> str:
 def test_what_is_taken_of_a_line_of_json_depends_on_no_other_line(tmp_path: Path, choice: str) -> None:
     rng, options = random.Random(choice), FIELDS[choice]
     right = '{"text": "b", "본문": "다", "meta": {"text": "m"}, "id": 7}'
-    lines = [rng.choice([random_object(rng), random_object(rng), right, ""]) for _ in range(2_000)]
-    world = World(tmp_path).raw({"a.jsonl": "\n".join(lines)})
+    odd = [
+        "",
+        '{"text": "a"} {"text": "b"}',
+        '{"n": [{}',
+        '{}], "text": "c"}',
+        '{"text": "a", "n": "\udcff"}',
+    ]
+    each = [random_object(rng) for _ in range(1_000)]
+    lines = [*each, *rng.choices([right, *odd], k=1_000)]
+    rng.shuffle(lines)
+    world = World(tmp_path).raw({"a.jsonl": "\n".join(lines).encode(errors="surrogateescape")})
     assert check_with_plain_reader(world, num_shards=3, **options) > 150
     if "id_field" in options:
         records = [record for record in plain_records(world.raw_dir / "a.jsonl", **options) if record.text]
@@ -281,49 +280,6 @@ def test_what_datatrove_and_dolma_wrote_goes_in_as_it_is(tmp_path: Path) -> None
     assert [line[2] for line in world.lines("ids")][2::3] == ["d2"] * len(paths)
 
 
-@pytest.mark.parametrize(
-    ("lines", "texts", "left_out"),
-    {
-        "an infinite number": ([b'{"text": "a", "n": 1e999}', b'{"n": -1E+400, "text": "b"}'], [], 2),
-        "a number of 400 digits": ([b'{"text": "a", "n": ' + b"9" * 400 + b"}"], [], 1),
-        "finite numbers": (
-            [b'{"text": "1e999", "n": 1e-999}', b'{"n": 1.5e300, "text": "b"}'],
-            ["1e999", "b"],
-            0,
-        ),
-        "two in one line, and one in two": (
-            [b'{"text": "a"} {"text": "b"}', b'{"n": [{}', b'{}], "text": "c"}'],
-            [],
-            3,
-        ),
-        "bytes of no UTF-8 in another field": ([b'{"text": "a", "n": "\xff"}', b'{"text": "b"}'], ["b"], 1),
-        "the field twice, once with an escape": (
-            [b'{"text": "a", "te\\u0078t": "b"}', b'{"text": "c"}'],
-            ["c"],
-            1,
-        ),
-        "white space alone": (
-            [b'{"text": " \\t\xe3\x80\x80"}', b'{"text": ""}', b'{"text": " c"}'],
-            [" c"],
-            0,
-        ),
-        "what stands between texts inside": (
-            [b'{"text": "a\\"\\u0000\\u0001document\\u0002\\"b"}', b'{"text": "c"}'],
-            ['a"\0\1document\2"b', "c"],
-            0,
-        ),
-    }.values(),
-)
-def test_lines_of_json_are_taken_or_left_out_one_by_one_whatever_stands_beside_them(
-    lines: list[bytes], texts: list[str], left_out: int, tmp_path: Path
-) -> None:
-    plain = b'{"text": "plain"}'
-    world = World(tmp_path).raw({"a.jsonl": b"\n".join([plain, *lines, plain, b""])})
-    world.make(num_shards=1, max_bad_fraction=1)
-    assert world.texts() == ["plain", *texts, "plain"]
-    assert sum(world.left_out().values()) == left_out
-
-
 # Compressed files, and what is broken. ------------------------------------------------------------------
 
 
@@ -331,19 +287,17 @@ def test_files_that_say_where_they_may_be_entered_are_cut_and_others_are_packed_
     tmp_path: Path,
 ) -> None:
     lines = json_lines(TEXTS)
-    world = World(tmp_path).raw(
-        {"a.jsonl.zst": seekable_zstd(lines, [300]), "b.jsonl.gz": bgzip(lines, [300])}
-    )
-    for number, share in enumerate([40, 5, 30, 10, 20, 15]):
-        world.raw({f"c{number}.jsonl.gz": gzip.compress(json_lines(TEXTS[:share]), 1)})
+    files = {"a.jsonl.zst": seekable_zstd(lines, [300]), "b.jsonl.gz": bgzip(lines, [300])}
+    parts = [TEXTS[:share] for share in (40, 5, 30, 10, 20, 15)]
+    for number, texts in enumerate(parts):
+        files[f"c{number}.jsonl.gz"] = gzip.compress(json_lines(texts), 1)
+    world = World(tmp_path).raw(files)
     world.make(num_shards=8)
     cuts, inputs = world.plan_json()["cuts"], world.inputs()
     assert {inputs[number] for number, place, *_ in cuts if place} == {"a.jsonl.zst", "b.jsonl.gz"}
     first_whole = [number for number, place, *_ in cuts if number >= 2 and not place]
     assert len(first_whole) > 2, "the files that stay whole fill several shards"
-    assert sorted(world.texts()) == sorted(
-        TEXTS * 2 + [t for n in (40, 5, 30, 10, 20, 15) for t in TEXTS[:n]]
-    )
+    assert sorted(world.texts()) == sorted(TEXTS * 2 + list(itertools.chain(*parts)))
 
 
 HCRC, EXTRA, NAME, COMMENT = 2, 4, 8, 16  # flags of RFC 1952
@@ -362,7 +316,7 @@ def gzip_member(text: str, flags: int = 0, comment: bytes = b"a comment") -> byt
 
 
 @pytest.mark.parametrize("has_isal", [True, False])
-@pytest.mark.parametrize("flags", [0, NAME, EXTRA | NAME, EXTRA | NAME | COMMENT | HCRC])
+@pytest.mark.parametrize("flags", [0, EXTRA | NAME | COMMENT | HCRC])
 def test_a_member_of_gzip_may_begin_at_any_byte_of_a_block(
     tmp_path: Path, flags: int, has_isal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,11 +357,6 @@ def test_a_long_window_of_zstd_is_refused_when_planning_and_read_where_it_is_all
         assert words in ended.err
     assert world.try_plan(zstd_long=long - 1).code == 65
     assert world.make(zstd_long=long).texts() == texts
-    plan_ids = [
-        World(tmp_path / str(number)).raw({"a.txt": "a\n"}).plan(zstd_long=number).plan_json()["plan_id"]
-        for number in (0, 31)
-    ]
-    assert plan_ids[0] == plan_ids[1], "the window is no part of the plan's id"
 
 
 @pytest.mark.slow
@@ -426,12 +375,10 @@ def damaged_member(change: Callable[[bytearray], object]) -> bytes:
 
 
 LINES = json_lines(TEXTS)
-# Name and content; "later": plan may not see it, the task does.
+# Name and content. Random files are cut and have bits flipped, too.
 BROKEN_FILES: dict[str, tuple[str, bytes]] = {
-    "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-30]),
-    "gzip cut, later": ("a.jsonl.gz", gzip.compress(LINES * 200)[:-30]),
+    "gzip cut where plan does not look": ("a.jsonl.gz", gzip.compress(LINES * 200)[:-30]),
     "gzip with garbage behind": ("a.jsonl.gz", gzip.compress(LINES) + b"garbage behind it"),
-    "gzip with another byte": ("a.jsonl.gz", gzip.compress(LINES)[:200] + b"\0" + gzip.compress(LINES)[201:]),
     "a reserved flag of gzip": ("a.jsonl.gz", damaged_member(lambda it: it.__setitem__(3, it[3] | 0x40))),
     "another checksum of gzip's header": (
         "a.jsonl.gz", damaged_member(lambda it: it.__setitem__(it.index(b"\0", 10) + 1, 7))
@@ -439,29 +386,29 @@ BROKEN_FILES: dict[str, tuple[str, bytes]] = {
     "a cut header of gzip": ("a.jsonl.gz", damaged_member(lambda it: it.__delitem__(slice(20, None)))),
     "plain text named gz": ("a.jsonl.gz", LINES),
     "cut zstd": ("a.txt.zst", zstandard.ZstdCompressor().compress(LINES)[:-9]),
-    "cut xz": ("a.txt.xz", lzma.compress(LINES)[:-9]),
     "cut seekable zstd": ("a.jsonl.zst", seekable_zstd(LINES, [500])[:-400]),
-    "text named parquet": ("a.parquet", LINES),
+    "cut xz": ("a.txt.xz", lzma.compress(LINES)[:-9]),
     "text named arrow": ("a.arrow", LINES),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("has_isal", [True, False])
-@pytest.mark.parametrize("kind", BROKEN_FILES)
+@pytest.mark.parametrize(
+    ("kind", "has_isal"),
+    [(kind, has) for kind, (name, _) in BROKEN_FILES.items() for has in {True, not name.endswith(".gz")}],
+)
 def test_a_file_that_cannot_be_read_further_ends_in_65_by_its_name_and_counts_nothing(
     tmp_path: Path, kind: str, has_isal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name, content = BROKEN_FILES[kind]
     if not has_isal:
         monkeypatch.setitem(sys.modules, "isal", None)
-    name, content = BROKEN_FILES[kind]
     world = World(tmp_path).raw({name: content})
     ended = world.try_plan(num_shards=1)
-    if "later" in kind and ended.code == 0:
+    if "does not look" in kind and ended.code == 0:
         ended = world.try_shard(0)
     assert ended.code == 65, ended.text
     assert str(world.raw_dir / name) in ended.err
-    with contextlib.suppress(FileNotFoundError):
-        assert not world.contents()
+    assert not list(world.data_dir.glob("shard-*"))
 
 
 def test_empty_files_of_every_format_hold_no_documents(tmp_path: Path) -> None:

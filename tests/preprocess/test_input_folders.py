@@ -145,39 +145,6 @@ def test_suffixes_are_known_in_any_case_and_by_their_usual_synonyms(tmp_path: Pa
     assert world.run().texts() == ["one"] * 9
 
 
-def test_links_to_files_and_empty_files_are_inputs_and_counted(world: World, tmp_path: Path) -> None:
-    (world.raw_dir / "l.txt").symlink_to(tmp_path / "elsewhere" / "e.txt")
-    (world.raw_dir / "empty.txt").touch()
-    told = planned(world, recursive=None)
-    assert world.inputs() == ["a.txt", "empty.txt", "l.txt"]
-    assert "3 input files" in told
-    assert "empty.txt" in told
-
-
-def test_links_that_lead_round_or_to_a_folder_twice_take_each_folder_once(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"z/a.txt": "a\n"})
-    (world.raw_dir / "a").symlink_to("z")
-    (world.raw_dir / "z" / "up").symlink_to(world.raw_dir)
-    planned(world, follow_links=True)
-    assert world.inputs() == ["z/a.txt"]
-    assert left_out(world) == {"folder that is taken already": ["a", "z/up"]}
-
-
-def test_a_file_is_taken_by_one_of_its_names(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"sub/c.jsonl": lines(DOCS)})
-    raw = world.raw_dir
-    (raw / "a.jsonl").symlink_to("sub/c.jsonl")
-    os.link(raw / "sub" / "c.jsonl", raw / "sub" / "d.jsonl")
-    (raw / "snapshots").mkdir()
-    (tmp_path / "blob").write_bytes(lines(["from the hub"]))
-    for name in ("e", "f"):  # as the hub's cache has them: a blob, and a link of each revision
-        (raw / "snapshots" / f"{name}.jsonl").symlink_to(tmp_path / "blob")
-    planned(world)
-    assert world.inputs() == ["snapshots/e.jsonl", "sub/c.jsonl"]
-    again = ["a.jsonl", "snapshots/f.jsonl", "sub/d.jsonl"]
-    assert left_out(world) == {"file that is taken by another name": again}
-
-
 def test_a_socket_and_a_name_that_is_no_utf_8_or_not_printable_are_named(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,35 +196,6 @@ def test_a_text_about_pointers_is_an_input(tmp_path: Path) -> None:
 
 
 # Folders as other tools leave them. ---------------------------------------------------------------------
-
-
-def test_what_datasets_keeps_of_its_transformations_is_left_out(tmp_path: Path) -> None:
-    caches = ["cache-1f_00000_of_00004.arrow", "cache-9c76db8314ecfdd4.arrow", "train/cache-0a1b.arrow"]
-    sink = io.BytesIO()
-    with pyarrow.ipc.new_stream(sink, pyarrow.schema([("text", pyarrow.string())])) as writer:
-        writer.write_table(pyarrow.table({"text": DOCS}))
-    world = World(tmp_path).raw(dict.fromkeys(["data-00000-of-00001.arrow", *caches], sink.getvalue()))
-    world.raw({"dataset_info.json": "{}", "tmp7xq2": b"half of a cache"})
-    assert caches[0] in planned(world)
-    assert world.inputs() == ["data-00000-of-00001.arrow"]
-    assert left_out(world)["cache of datasets"] == caches
-    assert world.try_plan(recursive=True, also="cache-9*", dry_run=True).code == 78, "it takes another file"
-
-
-def test_what_spark_and_hive_do_not_read_is_left_out_and_partitions_are_taken(tmp_path: Path) -> None:
-    inputs = ["_lang=ko/part-0.parquet", "year=2024/month=1/part-0.parquet", "year=__HIVE_DEFAULT/1.parquet"]
-    files = ["_metadata.parquet", "_started_12.json", "x/_temporary.jsonl"]
-    folders = ["_SUCCESS", "_temporary", "year=2024/__MACOSX"]
-    world = World(tmp_path).raw({name: parquet([name]) for name in inputs})
-    inside = ("_temporary/0/part-0.jsonl", "year=2024/__MACOSX/a.txt", "_SUCCESS")
-    planned(world.raw({name: lines(["not of the data"]) for name in (*files, *inside)}))
-    assert world.inputs() == inputs
-    assert left_out(world) == {"begins with _": sorted([*files, *folders])}
-    named = World(tmp_path / "named").raw(
-        {name: lines([name]) for name in ("a.jsonl", "_b.jsonl", "_m/c.jsonl")}
-    )
-    planned(named, also="_b*,_m")
-    assert named.inputs() == ["_b.jsonl", "_m/c.jsonl", "a.jsonl"]
 
 
 PACKED: dict[str, Callable[[bytes], bytes]] = {
@@ -369,25 +307,12 @@ def test_a_delta_table_that_its_files_do_not_tell_is_refused(tmp_path: Path, dam
     assert ended.error.path == str(world.raw_dir)
 
 
-def test_what_iceberg_keeps_beside_its_data_is_left_out(tmp_path: Path) -> None:
-    world = World(tmp_path).raw({"data/0.parquet": parquet(DOCS), "metadata/version-hint.text": "1\n"})
-    planned(world.raw({"metadata/v1.metadata.json": "{}\n"}))
-    assert world.inputs() == ["data/0.parquet"]
-
-
 def by_pyarrow(raw: Path) -> None:
     table = pyarrow.table({"text": DOCS, "year": [2023, 2024, 2025] * 10})
     pyarrow.dataset.write_dataset(
         table, raw, format="parquet", partitioning=["year"], partitioning_flavor="hive"
     )
     pyarrow.parquet.write_metadata(table.schema, raw / "_common_metadata")
-
-
-def by_pandas(raw: Path) -> None:
-    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
-    frame = pandas.DataFrame({"text": DOCS, "year": [2023, 2024, 2025] * 10})
-    frame.to_parquet(raw, partition_cols=["year"])
-    frame[:0].to_json(raw / "empty.jsonl", orient="records", lines=True)
 
 
 def by_datasets(raw: Path) -> None:
@@ -399,12 +324,7 @@ def by_datasets(raw: Path) -> None:
     loaded.map(lambda row: {"length": len(row["text"])}, num_proc=1, cache_file_name=own)
 
 
-def by_datasets_to_parquet(raw: Path) -> None:
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    datasets.Dataset.from_dict({"text": DOCS}).to_parquet(raw / "a.parquet")
-
-
-def by_the_cache_of_datasets(raw: Path) -> None:
+def by_its_cache(raw: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     source = raw.parent / "source.jsonl"
     source.write_bytes(lines(DOCS))
@@ -412,13 +332,10 @@ def by_the_cache_of_datasets(raw: Path) -> None:
     loaded.map(lambda row: {"text": row["text"] + "!"})
 
 
-OF_DATASETS = [by_datasets, by_datasets_to_parquet, by_the_cache_of_datasets]
-
-
 @pytest.mark.processes  # datasets may start one
 @pytest.mark.parametrize(
     "write",
-    [by_pyarrow, by_pandas, *(pytest.param(write, marks=pytest.mark.frameworks) for write in OF_DATASETS)],
+    [by_pyarrow, *(pytest.param(by, marks=pytest.mark.frameworks) for by in (by_datasets, by_its_cache))],
     ids=lambda write: write.__name__,
 )
 def test_the_folder_of_each_writer_gives_its_rows_once(tmp_path: Path, write: Callable[[Path], None]) -> None:

@@ -28,60 +28,43 @@ def written(name: str) -> tuple[bytes, list[int]]:
         pq.write_table(pa.table({"text": TEXTS}), file, row_group_size=6)
         return file.getvalue(), list(range(len(TEXTS)))
     lines = [f"{text}\n" if ".txt" in name else f"{json.dumps({'text': text})}\n" for text in TEXTS]
-    places = [sum(len(line) for line in lines[:number]) for number in range(len(lines))]
+    places = [sum(map(len, lines[:number])) for number in range(len(lines))]
     data = "".join(lines).encode()
     return gzip.compress(data) if name.endswith(".gz") else data, places
 
 
-def named(path: Path, name: str, places: list[int]) -> Path:
-    path.write_text("".join(f"at:{name}:{places[number]}\n" for number in GONE))
-    return path
-
-
-FILES = ["a.txt", "a.jsonl", "in a folder/a: b.jsonl", "a.jsonl.gz", "a.parquet"]
-
-
-@pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("name", FILES)
-def test_a_fresh_plan_leaves_out_exactly_the_documents_at_these_places(
-    tmp_path: Path, name: str, num_shards: int
+@pytest.mark.parametrize("name", ["a.txt", "in a folder/a: b.jsonl", "a.jsonl.gz", "a.parquet"])
+@pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 16}], ids=["documents", "packed"])
+def test_a_fresh_plan_and_blank_take_exactly_the_documents_at_these_places(
+    tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
     data, places = written(name)
+    names = tmp_path / "names.txt"
+    names.write_text("".join(f"at:{name}:{places[number]}\n" for number in GONE))
     # An equal file beside it, of which nothing is named.
-    world = World(tmp_path).raw({name: data, f"in a folder/other{Path(name).suffix}": b""})
-    other = f"b{name[name.index('.') :]}"
-    world.raw({other: data})
-    exclude = named(tmp_path / "names.txt", name, places)
-    world.make(num_shards=num_shards, recursive=True, exclude=exclude)
-    kept = [text for number, text in enumerate(TEXTS) if number not in GONE]
-    by_file = {name: kept, other: TEXTS}
-    assert world.texts() == [text for each in sorted(by_file) for text in by_file[each]]
-    assert {(line["source"], line["source_offset"]) for line in world.lines("quarantine")} == {
+    world = World(tmp_path).raw({name: data, f"b{name[name.index('.') :]}": data})
+    options = {"num_shards": 3, "recursive": True, "digests": True, **options}
+    world.make(**options)
+    digests = [hashlib.sha256(text.encode()).digest()[:16] for text in TEXTS]
+    blanked = [b"\xff" * 16 if number in GONE else digest for number, digest in enumerate(digests)]
+    kept = [digest for number, digest in enumerate(digests) if number not in GONE]
+
+    fresh = World(tmp_path, data_dir=tmp_path / "fresh").make(exclude=names, **options)
+    by_file = [kept, digests] if name < "b" else [digests, kept]
+    assert digests_of(fresh) == [*by_file[0], *by_file[1]]
+    assert {(line["source"], line["source_offset"]) for line in fresh.lines("quarantine")} == {
         (name, places[number]) for number in GONE
     }
-
-
-@pytest.mark.parametrize("options", [{}, {"record": "packed", "seq_len": 16}], ids=["documents", "packed"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
-def test_blank_takes_them_and_no_equal_one(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    data, places = written(name)
-    world = World(tmp_path).raw({name: data}).make(num_shards=3, digests=True, **options)
     new = World(tmp_path, data_dir=tmp_path / "new")
-    ids = named(tmp_path / "names.txt", name, places)
-    ended = call_main("blank", world.data_dir, "--ids", ids, "--output", new.data_dir)
+    ended = call_main("blank", world.data_dir, "--ids", names, "--output", new.data_dir)
     assert ended.code == 0, ended.text
-    if not options:
-        assert new.texts() == ["" if number in GONE else text for number, text in enumerate(TEXTS)]
+    by_file = [blanked, digests] if name < "b" else [digests, blanked]
+    assert digests_of(new) == [*by_file[0], *by_file[1]]
 
-    def digests(of: World) -> list[bytes]:
-        raw = b"".join(path.read_bytes() for path in sorted((of.data_dir / "digests").iterdir()))
-        return [raw[place : place + 16] for place in range(0, len(raw), 16)]
 
-    expected = [hashlib.sha256(text.encode()).digest()[:16] for text in TEXTS]
-    assert digests(world) == expected
-    assert digests(new) == [
-        b"\xff" * 16 if number in GONE else digest for number, digest in enumerate(expected)
-    ]
+def digests_of(world: World) -> list[bytes]:
+    raw = b"".join(path.read_bytes() for path in sorted((world.data_dir / "digests").iterdir()))
+    return [raw[place : place + 16] for place in range(0, len(raw), 16)]
 
 
 def test_places_where_no_document_begins_are_told_and_a_document_of_two_names_is_found_by_both(
@@ -102,9 +85,7 @@ def test_places_where_no_document_begins_are_told_and_a_document_of_two_names_is
     assert not any(line in ended.out.split() for line in lines)
 
 
-@pytest.mark.parametrize(
-    "line", ["at:", "at:a.jsonl", "at:a.jsonl:", "at:a.jsonl:-1", "at::5", "at:a.jsonl:1x"]
-)
+@pytest.mark.parametrize("line", ["at:", "at:a.jsonl", "at:a.jsonl:", "at:a.jsonl:-1", "at::5"])
 def test_a_line_that_is_no_place_is_refused(tmp_path: Path, line: str) -> None:
     world = World(tmp_path).raw({"a.jsonl": [{"text": "one", "id": "x"}]})
     (tmp_path / "names.txt").write_text(f"{line}\n")

@@ -184,6 +184,8 @@ def test_a_hit_names_the_document_by_place_id_and_digest_and_holds_the_text(
     world = worlds[form]
     raw = (world.raw_dir / "a.jsonl").read_bytes()
     hits = search(world, evals, tmp_path / "out")
+    names = (tmp_path / "out" / "names.txt").read_text().split()
+    assert set(names) == {f"sha256:{hit['sha256']}" for hit in hits}, "what --exclude and blank take"
     for hit in hits:
         name, _, byte = hit["document"].rpartition(":")
         assert name == "a.jsonl"
@@ -198,23 +200,6 @@ def test_a_hit_names_the_document_by_place_id_and_digest_and_holds_the_text(
         shown = world.main("peek", world.data_dir, hits[0]["document"], chars=0)
         assert shown.code == 0
         assert f"from a.jsonl byte {hits[0]['document'].rpartition(':')[2]}\n" in shown.out
-
-
-@pytest.mark.processes
-def test_the_names_are_taken_by_exclude_and_by_blank_and_nothing_is_found_afterwards(
-    worlds: dict[str, World], evals: Path, tmp_path: Path
-) -> None:
-    world = worlds["documents"]
-    hits = search(world, evals, tmp_path / "out", rule="llama")
-    names = tmp_path / "out" / "names.txt"
-    assert set(names.read_text().split()) == {f"sha256:{hit['sha256']}" for hit in hits}
-    without = World(tmp_path, raw_dir=world.raw_dir).make(num_shards=2, exclude=names)
-    assert without.left_out()["excluded"] == len({hit["document"] for hit in hits})
-    assert search(without, evals, tmp_path / "again", rule="llama") == []
-    blanked = world.main("blank", world.data_dir, ids=names, output=tmp_path / "blanked", num_proc=1)
-    assert blanked.code == 0, blanked.text
-    left = World(tmp_path, raw_dir=world.raw_dir, data_dir=tmp_path / "blanked")
-    assert search(left, evals, tmp_path / "left", rule="llama") == []
 
 
 def test_with_a_tokenizer_that_does_not_give_back_texts_the_same_documents_are_named(
@@ -329,27 +314,21 @@ def test_the_page_shows_the_texts_and_runs_nothing(worlds: dict[str, World], tmp
 @pytest.mark.parametrize(
     ("files", "options", "error"),
     [
-        ({}, {"against": "missing"}, NotFound),
-        ({"evals/README.md": "nothing that plan takes"}, {}, NotFound),
-        ({"evals/a.txt": "\n\n"}, {}, BadInput),
-        ({"evals/a.txt": "only a few words"}, {}, BadInput),
-        ({"evals/a.jsonl": '{"question": "no text"}'}, {}, BadInput),
-        ({}, {"ngram": 1}, UsageError),
-        ({}, {"shards": "0-9"}, UsageError),
-        ({}, {"against": "data", "text_field": "question"}, UsageError),
+        ({"README.md": "nothing that plan takes"}, {}, NotFound),
+        ({"a.txt": "only a few words"}, {}, BadInput),
+        ({"a.jsonl": '{"question": "no text"}'}, {"text_field": None}, BadInput),
+        ({"a.jsonl": '{"question": "no text"}'}, {"ngram": 1}, UsageError),
+        ({"a.jsonl": '{"question": "no text"}'}, {"shards": "0-9"}, UsageError),
+        ({}, {"against": "DATA"}, UsageError),
     ],
 )
 def test_a_wrong_use_ends_with_its_error_and_writes_nothing(
     worlds: dict[str, World], tmp_path: Path, files: dict[str, str], options: dict[str, Any], error: Any
 ) -> None:
     world = worlds["documents"]
-    for name, text in {"evals/a.txt": EVALS[0], **files}.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    if "evals/README.md" in files or "evals/a.jsonl" in files:
-        (tmp_path / "evals" / "a.txt").unlink()
-    against = options.get("against", "evals")
-    flags = {**options, "against": world.data_dir if against == "data" else tmp_path / against}
+    flags = {"against": World(tmp_path).raw(files).raw_dir, "text_field": "question", **options}
+    if options.get("against") == "DATA":
+        flags["against"] = world.data_dir
     ended = world.main("overlap", world.data_dir, output=tmp_path / "out", **flags)
     assert (ended.code, type(ended.error)) == (error.exit_code, error), ended.text
     assert not (tmp_path / "out").exists()
@@ -380,15 +359,3 @@ def test_texts_are_compared_as_the_plan_s_function_makes_them_also_of_an_input_t
     for options, error in ((moved, UsageError), ({"transform": function}, NotFound)):
         ended = world.main("overlap", world.data_dir, **flags, **options)
         assert (ended.code, type(ended.error)) == (error.exit_code, error)
-
-
-def test_the_summary_counts_documents_by_source(tmp_path: Path) -> None:
-    (tmp_path / "quiz.txt").write_text(EVALS[1])
-    held, others = f"see {EVALS[1]} here", "\n".join(DOCUMENTS[:9])
-    world = World(tmp_path).raw({"web/a.txt": f"{held}\n{held}", "code/b.txt": held, "c/d.txt": others})
-    world.plan(recursive=True)
-    ended = world.main("overlap", world.data_dir, against=tmp_path / "quiz.txt")
-    assert ended.code == 0
-    assert [line.split()[:2] for line in ended.out.splitlines() if line.startswith("  ")] == [
-        ["web:", "2"], ["code:", "1"]
-    ]  # fmt: skip

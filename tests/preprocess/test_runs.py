@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -24,7 +25,6 @@ from tests.world import Ended, World, call_main, hostile_text, save_tokenizer
 FORMS: dict[str, dict[str, Any]] = {
     "documents": {},
     "npy": {"token_format": "npy", "append_eos": True},
-    "packed": {"record": "packed", "seq_len": 128},
     "best_fit of sides": {"record": "packed", "seq_len": 128, "pack": "best_fit", "validation_fraction": 0.3},
     "whole files": {"doc": "file", "keep_text": False},
 }
@@ -129,35 +129,33 @@ def heed_permissions() -> None:
     assert libc.capset(head, ctypes.create_string_buffer(struct.pack("<6I", *values))) == 0
 
 
-# What is closed to this user, the command, its exit code, and what it names.
-CLOSED: dict[str, tuple[str, int, str, int, str]] = {
-    "an input, to plan": ("raw/b.txt", 0, "plan", 66, "b.txt"),
-    "an input, to a task": ("raw/b.txt", 0, "shard", 66, "b.txt"),
-    "a folder of inputs": ("raw", 0, "plan", 66, "raw"),
-    "a subfolder": ("raw/sub", 0, "plan", 66, "sub"),
-    "a planned folder": ("data", 0o555, "shard", 73, "data"),
-    "a folder to plan into": ("new", 0o555, "plan into new", 73, "new"),
-    "the folder above it": (".", 0o555, "plan into none", 73, "none"),
-    "the plan": ("data/plan.json", 0, "shard", 74, "plan.json"),
-}
+# What is closed to this user, the command and where it plans into, its exit code, and what it names.
+CLOSED: list[tuple[str, int, str, str, int, str]] = [
+    ("raw/b.txt", 0, "plan", "other", 66, "b.txt"),
+    ("raw/b.txt", 0, "shard", "data", 66, "b.txt"),
+    ("raw/sub", 0, "plan", "other", 66, "sub"),
+    ("data", 0o555, "shard", "data", 73, "data"),
+    ("new", 0o555, "plan", "new", 73, "new"),
+    (".", 0o555, "plan", "none", 73, "none"),
+    ("data/plan.json", 0, "shard", "data", 74, "plan.json"),
+]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("what", CLOSED)
-def test_what_this_user_may_not_read_or_write_is_named(world: World, tmp_path: Path, what: str) -> None:
-    place, mode, command, code, named = CLOSED[what]
+@pytest.mark.parametrize(("place", "mode", "command", "out", "code", "named"), CLOSED)
+def test_what_this_user_may_not_read_or_write_is_named(
+    world: World, tmp_path: Path, place: str, mode: int, command: str, out: str, code: int, named: str
+) -> None:
     (world.raw_dir / "sub").mkdir()
     (tmp_path / "new").mkdir()
-    verb, _, into = command.partition(" into ")
-    out = tmp_path / (into or ("other" if verb == "plan" else "data"))
     before = world.contents()
     kept, told = (tmp_path / place).stat().st_mode, tmp_path.with_name(f"{tmp_path.name}.json")
     (tmp_path / place).chmod(mode)
     pid = os.fork()
     if pid == 0:
         heed_permissions()
-        planning = {"output_dir": out, "recursive": True}
-        ended = world.try_plan(**planning) if verb == "plan" else world.try_shard(4)
+        planning = {"output_dir": tmp_path / out, "recursive": True}
+        ended = world.try_plan(**planning) if command == "plan" else world.try_shard(4)
         told.write_text(json.dumps([ended.code, ended.err]))
         os._exit(0)
     os.waitpid(pid, 0)
@@ -242,15 +240,11 @@ def test_a_signal_ends_a_task_with_75_and_leaves_nothing(
 
 def living_of_group(group: int) -> list[str]:
     """Processes of a group that are no zombies."""
-    found = []
+    states = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
-        except OSError:
-            continue
-        if int(its_group) == group and state != "Z":
-            found.append(path.parent.name)
-    return found
+        with contextlib.suppress(OSError):
+            states.append(path.read_text().rpartition(")")[2].split()[:3])
+    return [state for state, _, its_group in states if int(its_group) == group and state != "Z"]
 
 
 @pytest.mark.processes
@@ -298,10 +292,9 @@ def test_run_makes_the_missing_shards_and_leaves_the_others_alone(world: World, 
 @pytest.mark.parametrize(
     ("flags", "environ", "num_proc"),
     [
-        (["--num_proc", 3], {}, 3),
         (["--num_proc", 6], {}, 5),
-        ([], {"DATASET_NUM_PROC": "1"}, 1),
         (["--num-proc", 2], {"DATASET_NUM_PROC": "4"}, 2),
+        ([], {"DATASET_NUM_PROC": "1"}, 1),
     ],
     ids=str,
 )
